@@ -1,0 +1,180 @@
+"""Which way imports run, which words we write, and how long things get: DESIGN.md §2, STYLE.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kvtide"
+
+_CORE = {"spec", "index", "tiers", "storage", "transfer", "cache"}
+SEES: dict[str, set[str]] = {
+    "spec": set(),
+    "index": {"spec"},
+    "tiers": {"spec"},
+    "storage": {"spec"},
+    "layers": {"spec"},
+    "models": {"spec"},
+    "planner": {"spec", "index"},
+    "bench": {"spec", "index", "planner"},
+    "transfer": {"spec", "tiers", "storage"},
+    "cache": _CORE - {"cache"},
+    "engine": {*_CORE, "layers", "models"},
+    "server": {*_CORE, "layers", "models", "engine", "planner", "bench"},
+    "testing": {*_CORE},
+}
+"""Room → the rooms it may import. Rooms that do not exist yet stand here already."""
+
+NOT_IN_THE_INDEX = {
+    "asyncio", "concurrent", "io", "multiprocessing", "os", "pathlib", "queue", "random",
+    "shutil", "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch",
+}  # fmt: skip
+
+WORDS_WE_DO_NOT_WRITE = re.compile(
+    r"(^|_)(manager|helper|helpers|info|util|utils|v2)(_|$)|^_?maybe_", re.IGNORECASE
+)
+MOST_MODULE_LINES = 500
+MOST_FUNCTION_LINES = 60
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def _package(path: Path) -> list[str]:
+    """The dotted package a module's relative imports start from."""
+    return list(path.relative_to(ROOT).parent.parts)
+
+
+def _imports(tree: ast.AST, package: list[str]) -> Iterator[str]:
+    """Every module imported anywhere, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from kvtide import index` names a room only in its second half.
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call):
+            yield from _imported_by_name(node)
+
+
+def _imported_by_name(call: ast.Call) -> Iterator[str]:
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name in {"import_module", "__import__"} and call.args:
+        argument = call.args[0]
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield argument.value
+
+
+def arrows(tree: ast.AST, package: list[str]) -> set[str]:
+    """The rooms of kvtide that a module imports."""
+    named = (module.split(".") for module in _imports(tree, package))
+    return {parts[1] for parts in named if parts[0] == "kvtide" and len(parts) > 1}
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"), str(path))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_imports_run_one_way(path: Path) -> None:
+    room = _room(path)
+    if not room:
+        assert not arrows(_parse(path), _package(path)) & SEES.keys()
+        return
+    assert room in SEES, f"{room} is a new room: say in SEES what it may import"
+    upward = (arrows(_parse(path), _package(path)) & SEES.keys()) - SEES[room] - {room}
+    assert not upward, f"{_name(path)} imports {sorted(upward)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import kvtide.server",
+        "from kvtide import server",
+        "from kvtide.server.cli import main",
+        "from ..server import cli",
+        "from .. import server",
+        "def f():\n    from kvtide.server import cli",
+        "if TYPE_CHECKING:\n    from kvtide.server.cli import main",
+        "importlib.import_module('kvtide.server')",
+    ],
+)
+def test_no_way_of_importing_hides_an_arrow(source: str) -> None:
+    assert "server" in arrows(ast.parse(source), ["kvtide", "index"])
+
+
+def test_rooms_form_no_cycle() -> None:
+    open_rooms = dict(SEES)
+    while free := [room for room, sees in open_rooms.items() if not sees & open_rooms.keys()]:
+        for room in free:
+            del open_rooms[room]
+    assert not open_rooms
+    assert not any("testing" in sees for sees in SEES.values())
+
+
+def test_every_room_has_a_line_in_the_table() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert {"spec", "index", "planner"} <= rooms
+    assert rooms <= SEES.keys()
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if _room(path) == "index"], ids=_name)
+def test_index_has_no_torch_threads_or_io(path: Path) -> None:
+    tree = _parse(path)
+    used = {module.split(".")[0] for module in _imports(tree, _package(path))}
+    assert not used & NOT_IN_THE_INDEX
+    calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call)
+             and isinstance(n.func, ast.Name)}  # fmt: skip
+    assert not calls & {"open", "print", "input"}
+
+
+def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_names_avoid_the_words_we_do_not_write(path: Path) -> None:
+    names = [path.stem, *(node.name for node in _definitions(_parse(path)))]
+    assert [name for name in names if WORDS_WE_DO_NOT_WRITE.search(_snake(name))] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["CacheManager", "slot_helper", "page_info", "utils", "match_v2", "_maybe_evict"]
+)
+def test_the_words_are_recognised_in_names(name: str) -> None:
+    assert WORDS_WE_DO_NOT_WRITE.search(_snake(name))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_modules_and_functions_stay_short(path: Path) -> None:
+    assert len(path.read_text("utf-8").splitlines()) <= MOST_MODULE_LINES
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in _definitions(_parse(path))
+        if not isinstance(node, ast.ClassDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
+    ]
+    assert long == []
