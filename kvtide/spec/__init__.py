@@ -1,0 +1,31 @@
+"""What a model keeps between tokens, as data.
+
+`pool`      one kind of state: cost of a page, whose slots, what a resume needs
+`memory`    all pools of a model; anchors and sidecars, drafts, slices for ranks
+`config`    a published `config.json`, read field by field
+`families`  from such a config to a memory, one function per family
+`catalog`   models known by name
+`tier`      device, host, storage; the value that asks for a copy
+`sizing`    how many pages of every anchor so many bytes hold
+"""
+
+from kvtide.spec.memory import ModelMemory, RankSlice, with_draft
+from kvtide.spec.pool import ALL, DType, Entry, Field, PoolSpec, Reach, Reuse, SpecError
+from kvtide.spec.tier import Move, Slots, Tier
+
+__all__ = [
+    "ALL",
+    "DType",
+    "Entry",
+    "Field",
+    "ModelMemory",
+    "Move",
+    "PoolSpec",
+    "RankSlice",
+    "Reach",
+    "Reuse",
+    "Slots",
+    "SpecError",
+    "Tier",
+    "with_draft",
+]

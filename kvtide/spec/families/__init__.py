@@ -1,0 +1,136 @@
+"""From a published `config.json` to a model's memory: one short function per family.
+
+This is the only place outside `models/` that knows models by name. `declare` looks the config's
+`model_type` up in one table; the row names a function that reads the config and returns pools.
+
+`parts`        what one layer keeps, and the pools that hold it: what families are made of
+`layers`       which layer is of which kind
+`attention`    by head, windows, latents, index keys
+`recurrent`    Mamba2, gated delta, KDA, short convolutions
+`deepseek_v4`  windows and compressed streams
+
+Anchors carry the same names in every family: `kv` keeps the whole history, `swa` the last
+window, `state` a checkpoint of what a recurrent layer remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvtide.spec.config import Config
+from kvtide.spec.families import attention as att
+from kvtide.spec.families import recurrent as rec
+from kvtide.spec.families.deepseek_v4 import deepseek_v4
+from kvtide.spec.families.layers import language_model, layer_count
+from kvtide.spec.families.parts import Choices, KVDType, by_head
+from kvtide.spec.memory import ModelMemory
+from kvtide.spec.pool import NOTHING, DType, PoolSpec, SpecError
+
+__all__ = ["PAGE_TOKENS", "Family", "KVDType", "declare", "draft_for", "supported"]
+
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table: how to read a config, and what holds unless the caller says otherwise."""
+
+    pools: Callable[[Config, Choices], list[PoolSpec]]
+    page_tokens: int = PAGE_TOKENS
+    kv: KVDType = KVDType.BF16
+
+
+def declare(
+    config: Mapping[str, object],
+    *,
+    model: str,
+    page_tokens: int | None = None,
+    kv_dtype: KVDType | None = None,
+    checkpoint_tokens: int | None = None,
+) -> ModelMemory:
+    """The memory of the model that this `config.json` describes."""
+    fields = language_model(Config(model, config))
+    model_type = fields.find("model_type")
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise fields.refusal(
+            f"model_type {model_type!r} is not a family known here; use one of "
+            f"{', '.join(supported())}, or declare it (docs/ADDING_A_MODEL.md)"
+        )
+    page = family.page_tokens if page_tokens is None else page_tokens
+    if page < 1:
+        raise fields.refusal(f"a page of {page} tokens; use at least 1")
+    grid = page if checkpoint_tokens is None else checkpoint_tokens
+    choices = Choices(page, kv_dtype or family.kv, grid)
+    fields = fields.beneath(_LEFT_OUT.get(str(model_type), {}))
+    pools = [pool for pool in family.pools(fields, choices) if pool.layers or pool.entry is NOTHING]
+    return ModelMemory(model, page, tuple(pools), layer_count(fields))
+
+
+def supported() -> list[str]:
+    """Every `model_type` that `declare` reads."""
+    return sorted(_FAMILIES)
+
+
+def draft_for(memory: ModelMemory, layers: int) -> ModelMemory:
+    """An EAGLE3-style draft of so many layers, for `with_draft`, when no draft config is at hand.
+
+    Its heads are the target's where the target keeps K and V by head; beside latents it has 8 KV
+    heads of 128 in bf16. A real draft is declared from its own config, as any model is.
+    """
+    if layers < 1:
+        raise SpecError(f"draft: {layers} layers; use at least 1, or no draft")
+    entries = [p.entry for p in memory.pools if [f.name for f in p.entry.fields] == ["k", "v"]]
+    entry = entries[0] if entries else by_head(8, 128, DType.BF16)
+    pool = PoolSpec("kv", tuple(range(layers)), entry)
+    return ModelMemory(f"{layers}-layer draft", memory.page_tokens, (pool,), layers)
+
+
+# -- the table -------------------------------------------------------------------------------
+
+_GATED_DELTA = Family(rec.gated_delta)
+_FULL_ATTENTION = Family(att.attention(att.all_full))
+_GEMMA3 = Family(att.attention(att.by_window_pattern))
+_ALTERNATING = Family(att.attention(att.alternating))
+
+_FAMILIES: dict[str, Family] = {
+    "bamba": Family(rec.bamba),
+    "deepseek_v2": Family(att.mla),
+    "deepseek_v3": Family(att.mla),
+    "deepseek_v32": Family(att.dsa),
+    "deepseek_v4": Family(deepseek_v4, page_tokens=256, kv=KVDType.FP8),
+    "falcon_h1": Family(rec.falcon_h1),
+    "gemma2": _ALTERNATING,
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "glm4_moe_lite": Family(att.mla),
+    "glm_moe_dsa": Family(att.dsa),
+    "gpt_oss": _ALTERNATING,
+    "granitemoehybrid": Family(rec.granite_hybrid),
+    "kimi_linear": Family(rec.kimi_linear),
+    "lfm2": Family(rec.lfm2),
+    "llama": _FULL_ATTENTION,
+    "mistral": Family(att.attention(att.all_windowed_if_set)),
+    "mixtral": Family(att.attention(att.all_windowed_if_set)),
+    "nemotron_h": Family(rec.nemotron_h),
+    "qwen2": Family(att.attention(att.windowed_above)),
+    "qwen3": Family(att.attention(att.windowed_above)),
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA,
+    "qwen3_5_moe_text": _GATED_DELTA,
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_moe": Family(att.attention(att.all_windowed_if_used)),
+    "qwen3_next": _GATED_DELTA,
+    "smollm3": Family(att.attention(att.full_unless_used)),
+}
+
+# Published configs of these families leave fields to the family's defaults.
+_GEMMA_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_LEFT_OUT: dict[str, Mapping[str, object]] = {
+    "gemma2": _GEMMA_HEADS,
+    "gemma3": _GEMMA_HEADS,
+    "gemma3_text": _GEMMA_HEADS,
+    "mistral": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128},
+}

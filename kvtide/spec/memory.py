@@ -1,0 +1,274 @@
+"""A model's whole memory: its pools, how they hang together, and the slices that ranks own.
+
+`ModelMemory` is what every other room receives. It is frozen and validated at construction, so
+whoever holds one may rely on all that the checks below promise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvtide.spec.pool import ALL, PoolSpec, SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlice:
+    """Which part of the model a memory describes: a range of global layers, a tensor rank."""
+
+    first_layer: int
+    end_layer: int
+    tensor_rank: int = 0
+    tensor_ranks: int = 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """The pools of one model, or of one rank's slice of it.
+
+    holdback  how many tokens past its end a page depends on. A draft's entry at position i is
+              computed from token i+1 (EAGLE3, MTP), so a page is whole, and known by its key,
+              only together with the next `holdback` tokens. 0 without such a draft.
+    """
+
+    model: str
+    page_tokens: int
+    pools: tuple[PoolSpec, ...]
+    layers: int
+    holdback: int = 0
+    part: RankSlice | None = None
+
+    def __post_init__(self) -> None:
+        problems = [problem for check in _CHECKS for problem in check(self)]
+        if problems:
+            raise SpecError("; ".join(problems))
+
+    # -- how the pools hang together --------------------------------------------------------
+
+    @property
+    def anchors(self) -> tuple[PoolSpec, ...]:
+        """The pools that own slots, in declaration order: their number is their id everywhere."""
+        return tuple(pool for pool in self.pools if pool.is_anchor)
+
+    def pool(self, name: str) -> PoolSpec:
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        names = ", ".join(pool.name for pool in self.pools)
+        raise SpecError(f"{self.model}: no pool named {name}; it has {names}")
+
+    def group(self, anchor: str) -> tuple[PoolSpec, ...]:
+        """An anchor with its sidecars: what one slot of the anchor stands for."""
+        return tuple(p for p in self.pools if p.name == anchor or p.follows == anchor)
+
+    # -- sizes ------------------------------------------------------------------------------
+
+    def slot_bytes(self, anchor: str) -> int:
+        """Bytes behind one slot of an anchor, its sidecars included."""
+        return sum(pool.page_bytes(self.page_tokens) for pool in self.group(anchor))
+
+    def history_bytes_per_token(self) -> float:
+        """Bytes that grow with every token: the pools whose reach is ALL."""
+        grows = (pool for pool in self.pools if pool.reuse.reach is ALL)
+        return sum(pool.page_bytes(self.page_tokens) for pool in grows) / self.page_tokens
+
+    def resume_bytes(self) -> int:
+        """Bytes besides the history that a resume needs: windows, states, checkpoints."""
+        total = 0
+        for pool in self.pools:
+            pages = pool.reuse.reach_pages(self.page_tokens)
+            if pages is not None and pool.reuse.required:
+                total += pages * pool.page_bytes(self.page_tokens)
+        return total
+
+    # -- slices -----------------------------------------------------------------------------
+
+    @property
+    def end_layer(self) -> int:
+        """One past the last global layer: the model's own layers, then a draft's."""
+        return max([self.layers, *(pool.layers[-1] + 1 for pool in self.pools if pool.layers)])
+
+    def slice(
+        self, layers: range | None = None, tensor_rank: int = 0, tensor_ranks: int = 1
+    ) -> ModelMemory:
+        """The memory of one pipeline stage (a range of global layers) and one tensor rank.
+
+        Anchors stay in every slice, if need be without a layer and so without a byte: every
+        rank then keeps the same books and comes to the same decisions. A sidecar without a
+        layer in the slice is left out.
+        """
+        layers = range(self.end_layer) if layers is None else layers
+        if self.part is not None:
+            raise SpecError(f"{self.model}: this is a slice already; slice the whole memory")
+        if not layers or layers.step != 1 or layers.start < 0 or layers.stop > self.end_layer:
+            raise SpecError(
+                f"{self.model}: cannot slice layers {layers.start}..{layers.stop}; "
+                f"use a range within 0..{self.end_layer}"
+            )
+        if not 0 <= tensor_rank < tensor_ranks:
+            raise SpecError(
+                f"{self.model}: tensor rank {tensor_rank} of {tensor_ranks}; "
+                "ranks count from 0 and there is at least one"
+            )
+        owned = tuple(pool.on_layers(layers, tensor_ranks) for pool in self.pools)
+        return replace(
+            self,
+            pools=tuple(pool for pool in owned if pool.layers or pool.is_anchor),
+            part=RankSlice(layers.start, layers.stop, tensor_rank, tensor_ranks),
+        )
+
+    def stages(
+        self, pipeline_ranks: int, tensor_rank: int = 0, tensor_ranks: int = 1
+    ) -> Iterator[ModelMemory]:
+        """Equal pipeline stages; the first ones take one layer more where it does not divide.
+
+        A draft's layers go to the last stage, where the target's hidden states come out.
+        """
+        if not 1 <= pipeline_ranks <= self.layers:
+            raise SpecError(
+                f"{self.model}: {self.layers} layers over {pipeline_ranks} pipeline ranks; "
+                f"use 1 to {self.layers}"
+            )
+        share, extra = divmod(self.layers, pipeline_ranks)
+        start = 0
+        for stage in range(pipeline_ranks):
+            stop = start + share + (stage < extra)
+            last = stage == pipeline_ranks - 1
+            layers = range(start, self.end_layer if last else stop)
+            yield self.slice(layers, tensor_rank, tensor_ranks)
+            start = stop
+
+    # -- identity ---------------------------------------------------------------------------
+
+    def schema_digest(self) -> bytes:
+        """A digest of everything that decides what stored bytes mean, the slice included."""
+        parts = [f"page={self.page_tokens} holdback={self.holdback} part={self.part}"]
+        parts += [repr(pool) for pool in self.pools]
+        return hashlib.sha256("\n".join(parts).encode()).digest()
+
+
+def with_draft(memory: ModelMemory, draft: ModelMemory, holdback: int = 1) -> ModelMemory:
+    """`memory` plus the state of a draft model of any number of layers.
+
+    A draft's pools follow anchors of the target and are not required: a prefix restored without
+    them is right, only drafted worse. The draft's layers are numbered after the target's.
+    """
+    if draft.page_tokens != memory.page_tokens:
+        raise SpecError(
+            f"draft {draft.model}: pages of {draft.page_tokens} tokens beside a target's pages of "
+            f"{memory.page_tokens}; declare the draft with page_tokens={memory.page_tokens}"
+        )
+    pools = tuple(
+        replace(
+            pool,
+            name="draft" if len(draft.pools) == 1 else f"draft_{pool.name}",
+            layers=tuple(memory.end_layer + layer for layer in pool.layers),
+            follows=_anchor_for(memory, draft, pool).name,
+            reuse=replace(pool.reuse, required=False),
+        )
+        for pool in draft.pools
+    )
+    return replace(
+        memory,
+        model=f"{memory.model} + {draft.model}",
+        pools=memory.pools + pools,
+        holdback=max(memory.holdback, holdback),
+    )
+
+
+def _anchor_for(memory: ModelMemory, draft: ModelMemory, pool: PoolSpec) -> PoolSpec:
+    """The target's anchor with the shortest reach that still covers the draft's pool."""
+    covering = [anchor for anchor in memory.anchors if _outlasts(anchor, pool)]
+    if not covering:
+        raise SpecError(
+            f"draft {draft.model}: pool {pool.name} reaches further back than every anchor of "
+            f"{memory.model}; a draft can only follow a target that keeps as much history"
+        )
+    return min(covering, key=_reach_order)
+
+
+# -- what a memory must be ------------------------------------------------------------------
+
+
+def _has_an_anchor(memory: ModelMemory) -> Iterator[str]:
+    if memory.page_tokens < 1:
+        yield f"{memory.model}: a page of {memory.page_tokens} tokens; use at least 1"
+    if not memory.anchors:
+        yield f"{memory.model}: no pool owns slots; declare one without `follows`"
+    if not 0 <= memory.holdback < max(memory.page_tokens, 1):
+        yield (
+            f"{memory.model}: a holdback of {memory.holdback} tokens must be less than a page; "
+            f"use 0 to {memory.page_tokens - 1}"
+        )
+
+
+def _names_are_distinct(memory: ModelMemory) -> Iterator[str]:
+    names = [pool.name for pool in memory.pools]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"{memory.model}: two pools named {name}; rename one"
+
+
+def _sidecars_follow_anchors(memory: ModelMemory) -> Iterator[str]:
+    by_name = {pool.name: pool for pool in memory.pools}
+    for pool in memory.pools:
+        if pool.follows is None:
+            continue
+        anchor = by_name.get(pool.follows)
+        if anchor is None or not anchor.is_anchor:
+            anchors = ", ".join(a.name for a in memory.anchors) or "none"
+            yield f"pool {pool.name}: follows {pool.follows}, which owns no slots; use {anchors}"
+        elif not _outlasts(anchor, pool):
+            yield (
+                f"pool {pool.name}: reaches further back than {anchor.name}, whose slots it uses; "
+                "shorten its reach or make it an anchor"
+            )
+        elif pool.reuse.required and not anchor.reuse.required:
+            yield (
+                f"pool {pool.name}: required, but {anchor.name}, which it follows, is not; "
+                "make both required or neither"
+            )
+
+
+def _outlasts(anchor: PoolSpec, sidecar: PoolSpec) -> bool:
+    if anchor.reuse.reach is ALL:
+        return True
+    return sidecar.reuse.reach is not ALL and sidecar.reuse.reach <= anchor.reuse.reach
+
+
+def _reach_order(pool: PoolSpec) -> float:
+    return math.inf if pool.reuse.reach is ALL else pool.reuse.reach
+
+
+def _pages_hold_whole_entries(memory: ModelMemory) -> Iterator[str]:
+    for pool in memory.pools:
+        if memory.page_tokens % pool.tokens_per_entry:
+            yield (
+                f"pool {pool.name}: a page of {memory.page_tokens} tokens does not hold whole "
+                f"entries of {pool.tokens_per_entry}; use a multiple of {pool.tokens_per_entry}"
+            )
+
+
+def _strides_meet_page_ends(memory: ModelMemory) -> Iterator[str]:
+    page = memory.page_tokens
+    for pool in memory.pools:
+        stride = pool.reuse.stride
+        if stride and page > 0 and stride % page and page % stride:
+            yield (
+                f"pool {pool.name}: checkpoints every {stride} tokens never meet the ends of pages "
+                f"of {page}; make one a multiple of the other"
+            )
+
+
+_CHECKS = (
+    _has_an_anchor,
+    _names_are_distinct,
+    _sidecars_follow_anchors,
+    _pages_hold_whole_entries,
+    _strides_meet_page_ends,
+)

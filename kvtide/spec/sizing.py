@@ -1,0 +1,83 @@
+"""How many pages of every anchor a tier of so many bytes holds.
+
+Pools that keep the whole history need a page for every page of tokens. Windows and states are
+needed only where somebody may resume, so a tier keeps room for one checkpoint per
+`tokens_per_checkpoint` tokens of history, each as many pages long as the pool reaches back.
+"""
+
+from __future__ import annotations
+
+from kvtide.spec.memory import ModelMemory
+from kvtide.spec.pool import PoolSpec, SpecError
+
+TOKENS_PER_CHECKPOINT = 4096
+
+
+def pages_for(
+    memory: ModelMemory, total_bytes: int, tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
+) -> dict[str, int]:
+    """The most pages per anchor that fit, in the proportion above."""
+    _check(memory, tokens_per_checkpoint)
+    least = bytes_for(memory, 1, tokens_per_checkpoint)
+    if total_bytes < least:
+        raise SpecError(
+            f"{memory.model}: {total_bytes:,} bytes do not hold a page of every pool; "
+            f"use at least {least:,}"
+        )
+    fits, beyond = 1, _beyond(memory, total_bytes, tokens_per_checkpoint)
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        if bytes_for(memory, middle, tokens_per_checkpoint) <= total_bytes:
+            fits = middle
+        else:
+            beyond = middle
+    return _pages(memory, fits, tokens_per_checkpoint)
+
+
+def bytes_for(
+    memory: ModelMemory, pages: int, tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
+) -> int:
+    """Bytes that keep `pages` pages of tokens, and the checkpoints among them."""
+    counts = _pages(memory, pages, tokens_per_checkpoint)
+    return sum(memory.slot_bytes(anchor) * count for anchor, count in counts.items())
+
+
+def _pages(memory: ModelMemory, pages: int, tokens_per_checkpoint: int) -> dict[str, int]:
+    return {
+        anchor.name: _anchor_pages(anchor, memory.page_tokens, pages, tokens_per_checkpoint)
+        for anchor in memory.anchors
+    }
+
+
+def _anchor_pages(
+    anchor: PoolSpec, page_tokens: int, pages: int, tokens_per_checkpoint: int
+) -> int:
+    """A finite reach gets its share, but never less than one checkpoint and the page after it."""
+    reach = anchor.reuse.reach_pages(page_tokens)
+    if reach is None:
+        return pages
+    return max(reach + 1, pages * page_tokens * reach // tokens_per_checkpoint)
+
+
+def _beyond(memory: ModelMemory, total_bytes: int, tokens_per_checkpoint: int) -> int:
+    """A number of pages that surely does not fit: shares are rounded down by less than a slot."""
+    page = memory.page_tokens
+    scaled = rounding = 0
+    for anchor in memory.anchors:
+        reach = anchor.reuse.reach_pages(page)
+        slot = memory.slot_bytes(anchor.name)
+        scaled += slot * (tokens_per_checkpoint if reach is None else page * reach)
+        rounding += 0 if reach is None else slot
+    return (total_bytes + rounding) * tokens_per_checkpoint // scaled + 2
+
+
+def _check(memory: ModelMemory, tokens_per_checkpoint: int) -> None:
+    if tokens_per_checkpoint < 1:
+        raise SpecError(
+            f"a checkpoint every {tokens_per_checkpoint} tokens; use a distance of at least 1"
+        )
+    if not any(memory.slot_bytes(anchor.name) for anchor in memory.anchors):
+        raise SpecError(
+            f"{memory.model}: no pool keeps a byte, so any number of pages fits; "
+            "size a memory that has layers"
+        )

@@ -1,0 +1,30 @@
+"""The three places a page can be, and the value that asks for a copy between two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int32]
+
+
+class Tier(IntEnum):
+    """From the fastest to the largest. The number is the order in which copies are looked for."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Copy these pages of one anchor, with its sidecars, from one tier to another."""
+
+    anchor: str
+    source: Tier
+    target: Tier
+    source_slots: Slots
+    target_slots: Slots

@@ -1,0 +1,106 @@
+"""Sizing: what fits is used, nothing more, and windows get their share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError, catalog
+from kvtide.spec.sizing import bytes_for, pages_for
+
+
+def pool(name: str, size: int, reuse: Reuse | None = None, follows: str | None = None) -> PoolSpec:
+    """One entry of `size` bytes per page of 16 tokens."""
+    entry = Entry((Field("x", (size,), DType.UINT8),)) if size else Entry(())
+    layers = (0,) if size else ()
+    return PoolSpec(name, layers, entry, 16, follows=follows, reuse=reuse or Reuse())
+
+
+def memory(*pools: PoolSpec) -> ModelMemory:
+    return ModelMemory("m", 16, pools, layers=1)
+
+
+KV, WINDOW = pool("kv", 100), pool("swa", 30, Reuse(17))
+STATE = pool("state", 700, Reuse(1, stride=16))
+FREE = pool("kv", 0)
+MEMORIES = {
+    "history": memory(KV),
+    "window beside history": memory(KV, WINDOW),
+    "state beside history": memory(KV, STATE),
+    "window beside a zero-byte anchor": memory(FREE, WINDOW),
+    "window alone": memory(WINDOW),
+    "zero-byte anchor with a sidecar": memory(FREE, pool("c4", 9, follows="kv"), WINDOW),
+}
+
+
+def cost(of: ModelMemory, pages: dict[str, int]) -> int:
+    return sum(of.slot_bytes(anchor) * count for anchor, count in pages.items())
+
+
+@given(st.sampled_from(list(MEMORIES)), st.integers(0, 10**6), st.integers(16, 10**4))
+def test_pages_fit_and_one_more_page_of_tokens_would_not(
+    name: str, total: int, per_checkpoint: int
+) -> None:
+    declared = MEMORIES[name]
+    assume(total >= bytes_for(declared, 1, per_checkpoint))
+    pages = pages_for(declared, total, per_checkpoint)
+    assert cost(declared, pages) <= total
+    if "kv" in pages:
+        assert bytes_for(declared, pages["kv"] + 1, per_checkpoint) > total
+    else:
+        # A page of tokens brings at most the two pages that the window reaches over.
+        assert total - cost(declared, pages) < 2 * 30 or pages["swa"] == 3
+
+
+def test_history_alone_takes_every_page_that_fits() -> None:
+    assert pages_for(MEMORIES["history"], 1099) == {"kv": 10}
+
+
+def test_windows_get_one_checkpoint_of_their_reach_per_distance() -> None:
+    pages = pages_for(MEMORIES["window beside history"], 10**6, tokens_per_checkpoint=160)
+    # 17 tokens reach over two pages; a checkpoint every ten pages.
+    assert pages["swa"] == pages["kv"] * 2 // 10
+    assert pages["kv"] == 9434
+
+
+def test_a_small_tier_still_holds_one_checkpoint_and_the_page_after_it() -> None:
+    pages = pages_for(MEMORIES["window beside history"], 10**3)
+    assert pages == {"kv": 9, "swa": 3}
+
+
+def test_zero_byte_anchor_is_bounded_by_what_its_windows_cost() -> None:
+    pages = pages_for(MEMORIES["window beside a zero-byte anchor"], 3000, tokens_per_checkpoint=16)
+    assert pages["swa"] == 100
+    assert pages["kv"] == 50
+
+
+def test_windows_without_a_history_fill_the_tier() -> None:
+    pages = pages_for(MEMORIES["window alone"], 3000)
+    assert pages == {"swa": 100}
+
+
+def test_a_tier_too_small_for_a_page_of_every_pool_names_the_least() -> None:
+    least = bytes_for(MEMORIES["state beside history"], 1)
+    assert least == 100 + 2 * 700
+    with pytest.raises(SpecError, match=r"1,499 bytes do not hold .* use at least 1,500"):
+        pages_for(MEMORIES["state beside history"], least - 1)
+    assert pages_for(MEMORIES["state beside history"], least) == {"kv": 1, "state": 2}
+
+
+def test_memory_without_a_byte_is_refused() -> None:
+    with pytest.raises(SpecError, match="no pool keeps a byte"):
+        pages_for(memory(FREE), 10)
+
+
+def test_distance_of_no_tokens_is_refused() -> None:
+    with pytest.raises(SpecError, match="at least 1"):
+        pages_for(MEMORIES["history"], 1000, 0)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_built_in_models_use_nearly_all_of_a_large_tier(name: str) -> None:
+    declared = catalog.resolve(name)
+    total = 10**13
+    used = cost(declared, pages_for(declared, total))
+    assert 0.99 * total < used <= total
