@@ -1,0 +1,33 @@
+"""What became readable where, and what ceased to be: for routers, metrics and mirrors.
+
+Events are made only while somebody listens. They speak in page keys, which mean the same in
+every process that serves the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtide.spec import Tier
+
+
+class EventKind(Enum):
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Pages that follow each other, of one anchor in one tier. `tokens` are packed int32."""
+
+    kind: EventKind
+    tier: Tier
+    anchor: str
+    parent_key: bytes
+    page_keys: tuple[bytes, ...]
+    tokens: bytes
+
+
+Listener = Callable[[Event], None]

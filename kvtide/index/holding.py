@@ -1,0 +1,113 @@
+"""What leases and arrivals hold, recorded so exactly that giving it back is a walk.
+
+A pin says: the pages of this cell on the path from page `start` to the end of `node` must stay.
+Nodes may be split while a pin stands: the lower part keeps its identity, both parts keep the pin
+count, and the walk from `node` up to `start` meets both. So a pin never needs to be replayed or
+translated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtide.index.keys import Prompt
+from kvtide.index.node import Node
+from kvtide.spec import Move, Slots, Tier
+
+
+class Pin(NamedTuple):
+    """`start` is where the topmost pinned node begins: pins cover whole nodes."""
+
+    cell: int
+    node: Node
+    start: int
+
+    def nodes(self) -> Iterator[Node]:
+        """The pinned nodes, deepest first."""
+        node: Node | None = self.node
+        while node is not None and node.depth >= self.start and node.pages:
+            yield node
+            node = node.parent
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Pages [start, end) that a lease is going to compute, with the slots it took for them.
+
+    All pages of a segment are kept in the same anchors, so a segment becomes one node.
+    """
+
+    start: int
+    end: int
+    slots: dict[int, Slots]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to read a prefix, and the slots for what comes after it, until released.
+
+    node      the tree node that ends at `boundary`: where commits go on
+    boundary  pages of the prompt that are in the tree and pinned for this lease
+    pins      exactly what this lease pinned
+    segments  slots taken for pages that are not committed yet
+    growth    per anchor, device slots promised for later and not taken yet
+    planned   the page up to which the request computes full pages, as far as is known
+    branches  page boundaries worth a checkpoint, because prompts part there
+    """
+
+    number: int
+    prompt: Prompt
+    node: Node
+    boundary: int
+    priority: int = 0
+    pins: list[Pin] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    growth: dict[int, int] = field(default_factory=dict)
+    branches: tuple[int, ...] = ()
+    planned: int = 0
+    live: bool = True
+
+    @property
+    def reserved(self) -> int:
+        """The page up to which this lease has slots."""
+        return self.segments[-1].end if self.segments else self.boundary
+
+
+class Part(NamedTuple):
+    """One anchor's pages [start, end of node) of an arrival."""
+
+    cell: int
+    node: Node
+    start: int
+    end: int
+    slots: Slots
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """Pages on their way into a tier: their slots are owned here until they land or fail.
+
+        begun ──land──▶ landed     the pages become RESIDENT, the source is unpinned
+          └────fail───▶ failed     every slot goes back, the source is unpinned
+
+    pins           the source of what is on its way
+    guards         what a history has above it, in source and target: it cannot go before
+    leaves_source  a demotion: landing also drops the source copies that nobody pinned since
+    """
+
+    number: int
+    source: Tier
+    target: Tier
+    parts: list[Part]
+    pins: list[Pin]
+    guards: list[Pin]
+    moves: tuple[Move, ...]
+    lease: Lease | None = None
+    leaves_source: bool = False
+    live: bool = True
+
+    @property
+    def pages(self) -> int:
+        return sum(part.end - part.start for part in self.parts)

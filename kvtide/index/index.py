@@ -1,0 +1,170 @@
+"""Where everything is, logically: the verbs of the index.
+
+    match ─▶ pin ─▶ [copy ─▶ land | fail] ─▶ reserve ─▶ commit … commit ─▶ release
+                                        evict, demote, clear make room
+
+`Index` takes prompts and returns leases; it never sees bytes, time or requests. It is
+deterministic: a logical clock, no wall time, no order that depends on hashes. One thread at a time.
+
+No room is `None` or `False`, with nothing promised. Misuse (committing what was not reserved,
+releasing what another index leased, pinning a stale hit) is a programmer's error and asserts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.index import invariants
+from kvtide.index.books import Books
+from kvtide.index.choice import DEFAULT_POLICY
+from kvtide.index.costs import CostBased
+from kvtide.index.events import Listener
+from kvtide.index.holding import Arrival, Lease
+from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, Prompt, Tokens
+from kvtide.index.leasing import Leasing
+from kvtide.index.match import Hit, Matcher, Stop
+from kvtide.index.moving import Moving
+from kvtide.index.placement import Placement
+from kvtide.index.room import Room
+from kvtide.spec import ModelMemory, Slots, Tier
+
+
+class Index:
+    """See the module. `capacity_pages[tier][anchor]` are the slots; a tier left out has none."""
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        capacity_pages: Mapping[Tier, Mapping[str, int]],
+        *,
+        eviction: str = DEFAULT_POLICY,
+        placement: Placement | None = None,
+        fingerprint: bytes = b"",
+    ) -> None:
+        self.memory = memory
+        self.books = Books(memory, capacity_pages, eviction, fingerprint)
+        self._room = Room(self.books)
+        self._matcher = Matcher(memory, self.books)
+        self._leasing = Leasing(
+            memory, self.books, self._matcher, self._room, placement or CostBased()
+        )
+        self._moving = Moving(self.books, self._room, self._leasing)
+
+    # -- finding ----------------------------------------------------------------------------
+
+    def prompt(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
+        """A request's tokens in the form the index works with; made once per request."""
+        return Prompt(tokens, namespace, self.memory.holdback)
+
+    def match(self, prompt: Prompt, slowest: Tier = Tier.STORAGE) -> Hit:
+        """The deepest boundary at which the prompt can resume from these tiers. Changes nothing."""
+        return self._matcher.match(prompt, slowest)
+
+    def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
+        """Where the pages up to the hit's boundary would come from."""
+        return self._matcher.pages_by_tier(hit)
+
+    def why(self, hit: Hit) -> list[Stop]:
+        """Per pool, what kept the hit from reaching deeper."""
+        return self._matcher.why(hit)
+
+    # -- leasing ----------------------------------------------------------------------------
+
+    def pin(self, hit: Hit, priority: int = 0) -> Lease:
+        """Lease the hit's prefix: what it needs stays where it is until `release`."""
+        return self._leasing.pin(hit, priority)
+
+    def reserve(
+        self, lease: Lease, tokens: int, checkpoints: Iterable[int] | None = None, growth: int = 0
+    ) -> bool:
+        """Take device slots for the pages up to `tokens`, in every anchor or in none.
+
+        `checkpoints` (page boundaries) overrides the placement. `growth` promises as many
+        further pages: a later call takes from the promise first, and cannot fail for pools that
+        keep the whole history.
+        """
+        return self._leasing.reserve(lease, tokens, checkpoints, growth)
+
+    def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
+        """The tokens up to `tokens` are computed: their full pages become readable.
+
+        The lease then covers them. Pages that somebody else committed meanwhile are shared, and
+        the slots taken for them go back: `page_table` says where everything is. `without` names
+        optional sidecars (a draft's KV) that were not computed for these pages.
+        """
+        self._leasing.commit(lease, tokens, without)
+
+    def release(self, lease: Lease) -> None:
+        """Give back exactly what the lease holds. A second time is harmless."""
+        self._leasing.release(lease)
+
+    def slowest(self, lease: Lease) -> Tier:
+        """The slowest tier from which the lease's prefix has to come."""
+        return self._leasing.slowest(lease)
+
+    def on_device(self, lease: Lease) -> bool:
+        """Whether all that the lease needs to resume is readable on the device."""
+        return self._leasing.on_device(lease)
+
+    def page_table(self, lease: Lease, anchor: str) -> Slots:
+        """The device slot of every page the lease has, -1 where the anchor keeps none."""
+        return self._leasing.page_table(lease, self._anchor(anchor))
+
+    def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
+        """For every page of the lease's prefix on the device: has it this optional sidecar?"""
+        anchor = self.memory.pool(sidecar).follows
+        assert anchor is not None, f"{sidecar} is no sidecar"
+        table = self.page_table(lease, anchor)[: lease.boundary]
+        return (table >= 0) & self.books.presence.of(Tier.DEVICE, anchor, sidecar, table)
+
+    # -- moving between tiers ---------------------------------------------------------------
+
+    def copy(self, lease: Lease, source: Tier, target: Tier) -> Arrival | None:
+        """Begin a load or fetch (upwards) or a backup or store (downwards) of the lease's path.
+
+        None when the target has no room. An arrival without parts has nothing to move.
+        """
+        return self._moving.copy(lease, source, target)
+
+    def demote(self, source: Tier, target: Tier, anchor: str, pages: int) -> Arrival | None:
+        """Begin to move victims of a full tier down; None when there is none, or no room."""
+        return self._moving.demote(source, target, self._anchor(anchor), pages)
+
+    def land(self, arrival: Arrival) -> None:
+        """All bytes of the arrival are in place: its pages become readable."""
+        self._moving.land(arrival)
+
+    def fail(self, arrival: Arrival) -> None:
+        """The arrival's bytes will not come: everything it held goes back."""
+        self._moving.fail(arrival)
+
+    # -- making room ------------------------------------------------------------------------
+
+    def evict(self, tier: Tier, anchor: str, pages: int) -> int:
+        """Drop at least so many pages if so many are evictable; returns how many it were."""
+        self.books.tick += 1
+        return self._room.evict(self.books.cell(tier, self._anchor(anchor)), pages)
+
+    def clear(self, tier: Tier) -> int:
+        """Drop every page of a tier that nobody needs; returns how many it were."""
+        everything = 1 << 60
+        return sum(self.evict(tier, pool.name, everything) for pool in self.memory.anchors)
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def subscribe(self, listener: Listener) -> None:
+        """Be told of every page that becomes readable somewhere, or ceases to be."""
+        self.books.listeners.append(listener)
+
+    def resident_pages(self, tier: Tier, anchor: str) -> int:
+        return self.books.cells[self.books.cell(tier, self._anchor(anchor))].resident_pages
+
+    def validate(self) -> list[str]:
+        """Every violation of the invariants, in sentences; empty when all is well."""
+        return invariants.violations(self.books)
+
+    def _anchor(self, name: str) -> int:
+        return self.books.anchor_names.index(name)

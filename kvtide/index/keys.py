@@ -1,0 +1,91 @@
+"""Who a page is: its namespace, its tokens, and the key that names both outside this process.
+
+A page's key is a sha256 chained from page to page, beginning with the namespace's fingerprint:
+equal keys mean equal namespaces and equal tokens from the first to the page's last. Keys are
+computed only when something leaves the process (storage, events), and from the nearest known key.
+
+With a holdback of h tokens (see `ModelMemory`) a page is whole only together with the h tokens
+after it. The tree therefore runs over the prompt without its first h tokens, which go into the
+root instead: page i then stands for positions [i·P, (i+1)·P) and is compared by tokens
+[i·P + h, (i+1)·P + h). Nothing else needs to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+TOKEN_BYTES = 4
+
+Tokens = npt.NDArray[np.integer] | Sequence[int] | bytes
+
+
+class Namespace(NamedTuple):
+    """Prompts of different namespaces never share a page, whatever their tokens."""
+
+    adapter: str = ""
+    cache_salt: str = ""
+
+    def fingerprint(self, model: bytes) -> bytes:
+        """The root of all page keys of this namespace in the model with that fingerprint."""
+        digest = hashlib.sha256(model)
+        for part in (self.adapter.encode(), self.cache_salt.encode()):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+
+DEFAULT_NAMESPACE = Namespace()
+
+
+def pack(tokens: Tokens) -> bytes:
+    """Token ids as little-endian int32 bytes, the form in which they are kept and compared."""
+    if isinstance(tokens, bytes):
+        assert len(tokens) % TOKEN_BYTES == 0, "packed tokens are 4 bytes each"
+        return tokens
+    array = np.asarray(tokens)
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        raise ValueError("token ids must lie in 0..2147483647")
+    return array.astype("<i4", copy=False).tobytes()
+
+
+class Prompt:
+    """A request's tokens as the index sees them. Grows while the model generates.
+
+    head  the first `holdback` tokens: part of the root, not of any page
+    body  the rest, packed; page i is `body[i·page_bytes : (i+1)·page_bytes]`
+    tokens  how many there are in all
+    """
+
+    __slots__ = ("body", "head", "holdback", "namespace", "tokens")
+
+    def __init__(self, tokens: Tokens, namespace: Namespace, holdback: int) -> None:
+        packed = pack(tokens)
+        cut = holdback * TOKEN_BYTES
+        self.namespace = namespace
+        self.holdback = holdback
+        self.head = packed[:cut]
+        self.body = packed[cut:] if cut else packed
+        self.tokens = len(packed) // TOKEN_BYTES
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append generated tokens."""
+        packed = pack(tokens)
+        missing = self.holdback * TOKEN_BYTES - len(self.head)
+        self.head += packed[:missing]
+        self.body += packed[missing:]
+        self.tokens += len(packed) // TOKEN_BYTES
+
+
+def chain(key: bytes, tokens: bytes, page_bytes: int) -> Iterator[bytes]:
+    """The keys of the pages in `tokens`, following a page whose key is `key`."""
+    view = memoryview(tokens)
+    for start in range(0, len(tokens), page_bytes):
+        digest = hashlib.sha256(key)
+        digest.update(view[start : start + page_bytes])
+        key = digest.digest()
+        yield key

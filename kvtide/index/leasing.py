@@ -1,0 +1,311 @@
+"""The life of a lease: pin a prefix, reserve what comes after it, commit it, release it all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from kvtide.index.books import MOST_NODE_PAGES, Books
+from kvtide.index.holding import Lease, Pin, Segment
+from kvtide.index.match import Hit, Matcher
+from kvtide.index.node import Node
+from kvtide.index.placement import Placement, PlannedSegment, plan
+from kvtide.index.room import Room
+from kvtide.spec import ModelMemory, Slots, Tier
+
+_TIERS = tuple(Tier)
+
+
+class Leasing:
+    def __init__(
+        self, memory: ModelMemory, books: Books, matcher: Matcher, room: Room, placement: Placement
+    ) -> None:
+        self._books = books
+        self._matcher = matcher
+        self._room = room
+        self._placement = placement
+        self._page = memory.page_tokens
+        self._holdback = memory.holdback
+        self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
+        self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
+        self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
+
+    def owns(self, lease: Lease) -> bool:
+        return self._books.leases.get(lease.number) is lease
+
+    # -- pinning ----------------------------------------------------------------------------
+
+    def pin(self, hit: Hit, priority: int) -> Lease:
+        books = self._books
+        assert hit.tick == books.tick, "the index changed since this hit; match again"
+        books.tick += 1
+        node = self._node_ending(hit) if hit.boundary else books.root(hit.prompt)
+        node.leases += 1
+        lease = Lease(books.next_number(), hit.prompt, node, hit.boundary, priority)
+        if books.finite_cells and hit.nodes:
+            lease.branches = hit.branches
+            self._placement.parted(hit.matched, hit.nodes[-1].stop)
+        books.leases[lease.number] = lease
+        self._pin_prefix(lease)
+        if books.betting:
+            books.asked(hit.prompt.tokens // self._page)
+        books.use(node, priority, hits=1)
+        return lease
+
+    def _node_ending(self, hit: Hit) -> Node:
+        """The node that ends at the hit's boundary, cut to do so if the match ended inside it."""
+        boundary, node = hit.boundary, hit.nodes[-1]
+        if boundary < hit.matched:
+            node = next(node for node in hit.nodes if node.depth + node.pages >= boundary)
+        if node.depth + node.pages > boundary:
+            node = self._books.split(node, boundary - node.depth)
+        return node
+
+    def _pin_prefix(self, lease: Lease) -> None:
+        for anchor, reach in enumerate(self._reaches):
+            start = 0 if reach is None else max(0, lease.boundary - reach)
+            lease.pins += self._books.pins.fastest(anchor, lease.node, start)
+
+    def repin(self, lease: Lease) -> None:
+        """Pin what the lease needs where it is now, then let go of what it had."""
+        before, lease.pins = lease.pins, []
+        self._pin_prefix(lease)
+        for pin in before:
+            self._books.pins.unpin(pin)
+
+    def slowest(self, lease: Lease) -> Tier:
+        """The slowest tier from which the lease's prefix has to come."""
+        anchors = self._books.anchors
+        cells = [pin.cell for pin in lease.pins if pin.cell % anchors in self._required]
+        return _TIERS[max(cells, default=0) // anchors]
+
+    def on_device(self, lease: Lease) -> bool:
+        """Whether all that the lease needs to resume is readable on the device."""
+        anchors = self._books.anchors
+        below = [pin.cell for pin in lease.pins if pin.cell >= anchors]
+        return not below or self.slowest(lease) is Tier.DEVICE
+
+    # -- reserving --------------------------------------------------------------------------
+
+    def reserve(
+        self, lease: Lease, tokens: int, checkpoints: Iterable[int] | None, growth: int
+    ) -> bool:
+        assert lease.live and self.owns(lease), "reserving with a lease that is not this index's"
+        books = self._books
+        books.tick += 1
+        start = lease.reserved
+        open_end = max(start, -(-tokens // self._page))
+        end = max(start, min(open_end, (tokens - self._holdback) // self._page))
+        asked = checkpoints is None and books.finite_cells and start < end
+        if asked:
+            checkpoints = list(self._placement.checkpoints(start, end, lease.branches))
+        segments = plan(start, end, open_end, checkpoints or (), self._reaches)
+        if not self._promise(lease, segments, growth):
+            return False
+        if asked:
+            self._placement.placed(start, end, len(set(checkpoints or ())))
+        for first, last, anchors in segments:
+            segment = Segment(first, last, {})
+            for anchor in anchors:
+                segment.slots[anchor] = books.cells[anchor].slots.take(last - first)
+            lease.segments.append(segment)
+        lease.planned = end
+        return True
+
+    def _promise(self, lease: Lease, segments: list[PlannedSegment], growth: int) -> bool:
+        """Have promised what the segments need, out of the lease's growth first, and new growth."""
+        needs: dict[int, int] = {}
+        for first, last, anchors in segments:
+            for anchor in anchors:
+                needs[anchor] = needs.get(anchor, 0) + last - first
+        if not growth and not lease.growth:
+            return self._room.reserve(needs)
+        return self._grow(lease, needs, growth)
+
+    def _grow(self, lease: Lease, needs: dict[int, int], growth: int) -> bool:
+        """Cover `needs` from what the lease was promised, and top that up to `growth` pages."""
+        left: dict[int, int] = {}
+        missing: dict[int, int] = {}
+        for anchor, reach in enumerate(self._reaches):
+            count, had = needs.get(anchor, 0), lease.growth.get(anchor, 0)
+            wanted = growth if reach is None else min(growth, 2 * reach)
+            left[anchor] = max(had - count, wanted)
+            missing[anchor] = max(0, count + left[anchor] - had)
+        if not self._room.reserve(missing):
+            return False
+        lease.growth = left
+        return True
+
+    # -- committing -------------------------------------------------------------------------
+
+    def commit(self, lease: Lease, tokens: int, without: Collection[str]) -> None:
+        books = self._books
+        upto = (tokens - self._holdback) // self._page
+        assert lease.live and self.owns(lease), "committing with a lease that is not this index's"
+        assert upto <= lease.reserved, "committing pages that were not reserved"
+        assert tokens <= lease.prompt.tokens, "committing pages whose tokens are not known"
+        assert self.on_device(lease), "committing on top of pages that are not on the device"
+        if upto <= lease.boundary:
+            return
+        books.tick += 1
+        self._find_root(lease)
+        before = lease.node
+        while lease.boundary < upto:
+            segment = lease.segments.pop(0)
+            if segment.end > upto:
+                lease.segments.insert(0, self._cut(segment, upto))
+            if books.presence.needed:
+                for anchor, slots in segment.slots.items():
+                    books.presence.mark(Tier.DEVICE, books.anchor_names[anchor], slots, without)
+            self._insert(lease, segment, before)
+            lease.boundary = segment.end
+        lease.node.leases += 1
+        if books.finite_cells:
+            self._note_stop(lease, before)
+        self._move_pins(lease, before)
+        before.leases -= 1
+
+    def _find_root(self, lease: Lease) -> None:
+        """A prompt shorter than the holdback has no root of its own until it has grown."""
+        if self._holdback and lease.boundary == 0:
+            root, before = self._books.root(lease.prompt), lease.node
+            root.leases += 1
+            before.leases -= 1
+            lease.node = root
+            self._books.prune(before)
+
+    @staticmethod
+    def _cut(segment: Segment, at: int) -> Segment:
+        """Shorten a segment to end at page `at`; the rest is returned."""
+        kept, slots = at - segment.start, segment.slots
+        segment.slots = {anchor: taken[:kept].copy() for anchor, taken in slots.items()}
+        rest = Segment(at, segment.end, {a: taken[kept:].copy() for a, taken in slots.items()})
+        segment.end = at
+        return rest
+
+    def _insert(self, lease: Lease, segment: Segment, stand: Node) -> None:
+        """Hang the segment's pages below `lease.node`, which ends where the segment begins.
+
+        `stand` is the node at which the lease stood before.
+        """
+        books, body, page_bytes = self._books, lease.prompt.body, self._books.page_bytes
+        at, slots = segment.start, segment.slots
+        while at < segment.end:
+            offset = at * page_bytes
+            child = lease.node.children.get(body[offset : offset + page_bytes])
+            if child is None:
+                tokens = body[offset : segment.end * page_bytes]
+                if lease.node is stand and self._can_extend(stand, tokens, slots):
+                    books.extend(stand, tokens, slots)
+                else:
+                    self._append(lease, tokens, slots)
+                return
+            pages = self._matcher.shared(child, body, at, segment.end)
+            if pages < child.pages:
+                child = books.split(child, pages)
+            child.priority = max(child.priority, lease.priority)
+            self._fill(child, slots)
+            slots = {cell: taken[pages:] for cell, taken in slots.items()}
+            lease.node = child
+            at += pages
+
+    def _append(self, lease: Lease, tokens: bytes, slots: dict[int, Slots]) -> None:
+        """New pages at the end of the path, in a node of their own."""
+        books = self._books
+        leaf = books.add_leaf(lease.node, tokens, len(tokens) // books.page_bytes)
+        leaf.priority = lease.priority
+        for cell, taken in slots.items():
+            self._hold(leaf, cell, taken)
+        lease.node = leaf
+
+    def _can_extend(self, node: Node, tokens: bytes, slots: dict[int, Slots]) -> bool:
+        """Whether the node a lease stands at may grow in place: a leaf, held alike, its alone.
+
+        The lease itself pins every cell of it once. Windows and states do not grow: their pages
+        must be able to go one by one.
+        """
+        pages = len(tokens) // self._books.page_bytes
+        if node.children or node.arriving or not 0 < node.pages <= MOST_NODE_PAGES - pages:
+            return False
+        if node.leases > 1 or max(node.pins) > 1 or node.resident & self._books.finite_bits:
+            return False
+        cells = 0
+        for cell in slots:
+            cells |= 1 << cell
+        return node.resident == cells
+
+    def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
+        """Give the node our pages where it has none; doubles go back."""
+        node.last = self._books.tick
+        for cell, taken in slots.items():
+            mine = taken[: node.pages]
+            if node.resident >> cell & 1:
+                self._books.cells[cell].slots.free(mine)
+            else:
+                self._hold(node, cell, mine.copy())
+
+    def _hold(self, node: Node, cell: int, slots: Slots) -> None:
+        """A history is pinned to its end when the commit is done; a checkpoint may stay behind."""
+        self._books.hold(node, cell, slots)
+        if self._reaches[cell] is not None:
+            self._books.cells[cell].queue.offer(node)
+
+    @staticmethod
+    def _note_stop(lease: Lease, before: Node) -> None:
+        """What was committed belongs to a request that goes on to the end of its full pages."""
+        node = lease.node
+        stop = max(lease.boundary, lease.planned)
+        while True:
+            node.stop = max(node.stop, stop)
+            if node is before or node.parent is None:
+                return
+            node = node.parent
+
+    def _move_pins(self, lease: Lease, before: Node) -> None:
+        """Cover the committed pages: histories go on from `before`, windows and states move."""
+        books = self._books
+        old, lease.pins = lease.pins, []
+        for anchor, reach in enumerate(self._reaches):
+            if anchor in self._histories:
+                books.pins.below(anchor, lease.node, before)
+                lease.pins.append(Pin(anchor, lease.node, 0))
+            else:
+                start = 0 if reach is None else max(0, lease.boundary - reach)
+                lease.pins += books.pins.fastest(anchor, lease.node, start, Tier.DEVICE)
+        for pin in old:
+            if pin.cell not in self._histories:
+                books.pins.unpin(pin)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def release(self, lease: Lease) -> None:
+        if not lease.live:
+            return
+        books = self._books
+        assert self.owns(lease), "releasing a lease that is not this index's"
+        books.tick += 1
+        lease.live = False
+        del books.leases[lease.number]
+        books.use(lease.node, lease.priority, hits=0)
+        for segment in lease.segments:
+            for anchor, slots in segment.slots.items():
+                books.cells[anchor].slots.free(slots)
+        for anchor, count in lease.growth.items():
+            books.cells[anchor].slots.forfeit(count)
+        for pin in lease.pins:
+            books.pins.unpin(pin)
+        lease.node.leases -= 1
+        books.prune(lease.node)
+
+    def page_table(self, lease: Lease, anchor: int) -> Slots:
+        """The device slot of every page up to `lease.reserved`; -1 where there is none."""
+        table = np.full(lease.reserved, -1, np.int32)
+        for node in self._books.path(lease.node):
+            slots = node.slots[anchor]
+            if slots is not None:
+                table[node.depth : node.depth + node.pages] = slots
+        for segment in lease.segments:
+            if anchor in segment.slots:
+                table[segment.start : segment.end] = segment.slots[anchor]
+        return table

@@ -1,0 +1,217 @@
+"""Copies between tiers as the index sees them: begun, then landed or failed.
+
+Nothing is readable in the target until it landed. Until then the arrival owns the target's slots
+and pins the source, so whichever way it ends, ending it is a walk over what it recorded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtide.index.books import Books
+from kvtide.index.holding import Arrival, Lease, Part, Pin
+from kvtide.index.leasing import Leasing
+from kvtide.index.node import Node
+from kvtide.index.room import Room
+from kvtide.spec import Move, Slots, Tier
+
+Run = list[Node]
+"""Nodes that follow each other on one path, topmost first."""
+
+
+class Moving:
+    def __init__(self, books: Books, room: Room, leasing: Leasing) -> None:
+        self._books = books
+        self._room = room
+        self._leasing = leasing
+
+    def copy(self, lease: Lease, source: Tier, target: Tier) -> Arrival | None:
+        """Begin to copy the lease's path; None when the target has no room.
+
+        Upwards (a load, a fetch) goes what the lease needs to resume and no faster tier has.
+        Downwards (a backup, a store) goes all that the path has in the source, checkpoints on
+        the way included.
+        """
+        books = self._books
+        assert lease.live and self._leasing.owns(lease) and source is not target
+        books.tick += 1
+        guards = self._guard(lease, target)
+        runs = self._runs(lease, source, target)
+        needs = {
+            books.cell(target, anchor): sum(node.pages for run in of_anchor for node in run)
+            for anchor, of_anchor in runs.items()
+        }
+        arrival = None
+        if self._room.reserve(needs):
+            arrival = self._begin(runs, source, target)
+            arrival.lease = lease
+        for pin in guards:
+            books.pins.unpin(pin)
+        return arrival
+
+    def demote(self, source: Tier, target: Tier, anchor: int, pages: int) -> Arrival | None:
+        """Begin to move the next victims of a cell down; what has a copy there is dropped at once.
+
+        None when nothing is evictable or the target has no room. Landing frees the source. An
+        arrival without parts has nothing to move.
+        """
+        books, room = self._books, self._room
+        books.tick += 1
+        here, there = books.cell(source, anchor), books.cell(target, anchor)
+        victims: list[Pin] = []
+        found = 0
+        while found < pages and (node := books.cells[here].queue.pop()) is not None:
+            node = room.tail(node, room.share(node, here, pages - found))
+            found += node.pages
+            if (node.resident | node.arriving) >> there & 1:
+                books.drop(node, here)
+            else:
+                victims.append(books.pins.span(here, node, node.depth))
+        runs = {anchor: [[pin.node] for pin in victims]} if victims else {}
+        arrival = None
+        if found and room.reserve({there: sum(pin.node.pages for pin in victims)}):
+            arrival = self._begin(runs, source, target)
+            arrival.leaves_source = True
+        for pin in victims:
+            books.pins.unpin(pin)
+        return arrival
+
+    def land(self, arrival: Arrival) -> None:
+        """The bytes are there: the pages become readable in the target."""
+        books = self._books
+        self._close(arrival)
+        for part in arrival.parts:
+            for node, slots in self._slices(part):
+                if self._expects(node, part.cell, arrival):
+                    books.hold(node, part.cell, slots.copy())
+                    books.cells[part.cell].queue.offer(node)
+                else:
+                    books.cells[part.cell].slots.free(slots)
+        for pin in arrival.pins:
+            nodes = list(pin.nodes())
+            books.pins.unpin(pin)
+            if arrival.leaves_source:
+                self._leave(nodes, pin.cell)
+        for pin in arrival.guards:
+            books.pins.unpin(pin)
+        lease = arrival.lease
+        if lease is not None and lease.live:
+            self._leasing.repin(lease)
+
+    def fail(self, arrival: Arrival) -> None:
+        """The bytes will not come: every slot goes back, nothing was ever readable."""
+        books = self._books
+        self._close(arrival)
+        for part in arrival.parts:
+            for node, slots in self._slices(part):
+                books.cells[part.cell].slots.free(slots)
+                if self._expects(node, part.cell, arrival):
+                    books.give_up(node, part.cell)
+        for pin in (*arrival.pins, *arrival.guards):
+            books.pins.unpin(pin)
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _guard(self, lease: Lease, target: Tier) -> list[Pin]:
+        """Keep what the path already has in the target while room is made there."""
+        books = self._books
+        cells = range(books.cell(target, 0), books.cell(target, books.anchors))
+        return [pin for cell in cells for pin in books.pins.resident(cell, lease.node)]
+
+    def _runs(self, lease: Lease, source: Tier, target: Tier) -> dict[int, list[Run]]:
+        """Per anchor, the runs of nodes to copy: in the source, not held by the target."""
+        books = self._books
+        path = books.path(lease.node)
+        runs: dict[int, list[Run]] = {}
+        for anchor in range(books.anchors):
+            here = books.cell(source, anchor)
+            reach, start, held_by = books.cells[here].reach, 0, 1 << books.cell(target, anchor)
+            if target < source:
+                start = 0 if reach is None else lease.boundary - reach
+                held_by = sum(1 << books.cell(tier, anchor) for tier in Tier if tier < source)
+            found: list[Run] = []
+            joined = False
+            for node in path:
+                held = (node.resident | node.arriving) & held_by
+                wanted = not held and node.resident >> here & 1 and node.end > start
+                if wanted and joined:
+                    found[-1].append(node)
+                elif wanted:
+                    found.append([node])
+                joined = bool(wanted)
+            if found:
+                runs[anchor] = found
+        return runs
+
+    def _begin(self, runs: dict[int, list[Run]], source: Tier, target: Tier) -> Arrival:
+        """Take the promised slots, mark the pages ARRIVING, pin their source."""
+        books = self._books
+        number = books.next_number()
+        parts: list[Part] = []
+        pins: list[Pin] = []
+        guards: list[Pin] = []
+        moves: list[Move] = []
+        for anchor, of_anchor in runs.items():
+            here, there = books.cell(source, anchor), books.cell(target, anchor)
+            for run in of_anchor:
+                start, end = run[0].depth, run[-1].depth + run[-1].pages
+                slots = books.cells[there].slots.take(end - start)
+                for node in run:
+                    books.arrive(node, there, number)
+                parts.append(Part(there, run[-1], start, end, slots))
+                pins.append(books.pins.span(here, run[-1], start))
+                guards += self._pin_above(here, run[0]) + self._pin_above(there, run[0])
+            move = self._move(anchor, source, target, of_anchor, parts)
+            name, sources, targets = move.anchor, move.source_slots, move.target_slots
+            books.presence.copy(name, source, sources, target, targets)
+            moves.append(move)
+        arrival = Arrival(number, source, target, parts, pins, guards, tuple(moves))
+        books.arrivals[number] = arrival
+        return arrival
+
+    def _pin_above(self, cell: int, node: Node) -> list[Pin]:
+        """A history cannot lose the pages above others: they count as needed, too."""
+        above = node.parent
+        if above is None or self._books.cells[cell].reach is not None:
+            return []
+        return [self._books.pins.upwards(cell, above)] if above.resident >> cell & 1 else []
+
+    def _move(
+        self, anchor: int, source: Tier, target: Tier, runs: list[Run], parts: list[Part]
+    ) -> Move:
+        here = self._books.cell(source, anchor)
+        there = self._books.cell(target, anchor)
+        return Move(
+            self._books.anchor_names[anchor],
+            source,
+            target,
+            np.concatenate([node.resident_slots(here) for run in runs for node in run]),
+            np.concatenate([part.slots for part in parts if part.cell == there]),
+        )
+
+    def _close(self, arrival: Arrival) -> None:
+        known = self._books.arrivals.pop(arrival.number, None)
+        assert arrival.live and known is arrival, "this arrival is over, or another index's"
+        arrival.live = False
+        self._books.tick += 1
+
+    @staticmethod
+    def _expects(node: Node, cell: int, arrival: Arrival) -> bool:
+        """False when the pages were computed here in the meantime: then ours are doubles."""
+        return node.arrivals is not None and node.arrivals.get(cell) == arrival.number
+
+    @staticmethod
+    def _slices(part: Part) -> list[tuple[Node, Slots]]:
+        """The part's nodes as they are now, topmost first, each with its share of the slots."""
+        nodes = list(Pin(part.cell, part.node, part.start).nodes())
+        return [
+            (node, part.slots[node.depth - part.start : node.depth + node.pages - part.start])
+            for node in reversed(nodes)
+        ]
+
+    def _leave(self, nodes: list[Node], cell: int) -> None:
+        """Drop the source copies of a demotion, deepest first, unless somebody needs them again."""
+        queue = self._books.cells[cell].queue
+        for node in nodes:
+            if queue.evictable(node):
+                self._books.drop(node, cell)

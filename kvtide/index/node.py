@@ -1,0 +1,120 @@
+"""A run of pages on which everything is the same: the unit of the tree.
+
+A *cell* is one anchor in one tier (`cell = tier · anchors + anchor`). A node says of every cell
+whether its pages are ABSENT, ARRIVING or RESIDENT there, and this holds for the whole run: where
+two pages would differ, there are two nodes. So matching, pinning and eviction work on nodes and
+never look at single pages.
+
+    ABSENT ──arrive──▶ ARRIVING ──land──▶ RESIDENT ──drop──▶ ABSENT
+      │                    └────fail────▶ ABSENT
+      └─────────────hold (computed here)─▶ RESIDENT
+
+Only RESIDENT cells have slots in the node, so what is arriving cannot be read by mistake.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from kvtide.index.keys import Namespace
+from kvtide.spec import Slots
+
+RootName = tuple[Namespace, bytes]
+
+
+_NO_MARKS: list[int] = []
+
+
+class Residency(Enum):
+    ABSENT = "absent"
+    ARRIVING = "arriving"
+    RESIDENT = "resident"
+
+
+class Node:
+    """Fields only; `Books` changes them.
+
+    pages, depth   the run is pages [depth, depth + pages) of every prompt through it
+    tokens         the run's packed tokens
+    resident       bit per cell; `slots[cell]` holds the slot numbers of those
+    arriving       bit per cell; `arrivals[cell]` is the number of the arrival that owns the slots
+    kids           per cell, how many children are resident or arriving there
+    pins           per cell, how many leases and arrivals need these pages to stay
+    leases         how many leases stand at the end of this node, with or without pins
+    queued         bit per cell: stands in that cell's eviction queue
+    marks          per cell, what its eviction policy remembers; empty if none does
+    last … priority  what eviction policies look at
+    stop           the page up to which the request that computed the run went on
+    key            key of the run's last page, once somebody asked
+    """
+
+    __slots__ = (
+        "arrivals",
+        "arriving",
+        "born",
+        "children",
+        "depth",
+        "hits",
+        "key",
+        "kids",
+        "last",
+        "leases",
+        "marks",
+        "pages",
+        "parent",
+        "pins",
+        "priority",
+        "queued",
+        "resident",
+        "slots",
+        "stop",
+        "tokens",
+    )
+
+    def __init__(
+        self, parent: Node | None, tokens: bytes, pages: int, depth: int, cells: int
+    ) -> None:
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.tokens = tokens
+        self.pages = pages
+        self.depth = depth
+        self.resident = 0
+        self.arriving = 0
+        self.arrivals: dict[int, int] | None = None
+        self.slots: list[Slots | None] = [None] * cells
+        self.kids = [0] * cells
+        self.pins = [0] * cells
+        self.leases = 0
+        self.queued = 0
+        self.marks: list[int] = _NO_MARKS
+        self.last = 0
+        self.born = 0
+        self.hits = 0
+        self.priority = 0
+        self.stop = 0
+        self.key: bytes | None = None
+
+    @property
+    def end(self) -> int:
+        return self.depth + self.pages
+
+    def residency(self, cell: int) -> Residency:
+        if self.resident >> cell & 1:
+            return Residency.RESIDENT
+        return Residency.ARRIVING if self.arriving >> cell & 1 else Residency.ABSENT
+
+    def resident_slots(self, cell: int) -> Slots:
+        slots = self.slots[cell]
+        assert slots is not None, "only resident pages can be read"
+        return slots
+
+
+class Root(Node):
+    """Where the prompts of one namespace (and one head, see `keys`) begin: no pages of its own."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: RootName, cells: int) -> None:
+        super().__init__(None, b"", 0, 0, cells)
+        self.name = name

@@ -1,0 +1,46 @@
+"""Which slots carry their optional sidecars: a draft's KV may be absent, never stale.
+
+A sidecar lies at its anchor's slot, so its presence is one bit per slot. The bit is set or cleared
+when the slot's pages are committed, and travels with every copy between tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
+
+
+class Presence:
+    """A bit per slot, tier and optional sidecar. `needed`: the memory has such sidecars at all."""
+
+    def __init__(
+        self, memory: ModelMemory, capacity_pages: Mapping[Tier, Mapping[str, int]]
+    ) -> None:
+        self._bits: dict[tuple[Tier, str], dict[str, npt.NDArray[np.bool_]]] = {}
+        for anchor in memory.anchors:
+            optional = [p.name for p in memory.group(anchor.name) if _is_optional_sidecar(p)]
+            for tier in Tier if optional else ():
+                slots = capacity_pages.get(tier, {}).get(anchor.name, 0)
+                self._bits[tier, anchor.name] = {name: np.zeros(slots, bool) for name in optional}
+        self.needed = bool(self._bits)
+
+    def mark(self, tier: Tier, anchor: str, slots: Slots, without: Collection[str] = ()) -> None:
+        """These slots carry all optional sidecars of the anchor but those named."""
+        for name, bits in self._bits.get((tier, anchor), {}).items():
+            bits[slots] = name not in without
+
+    def copy(self, anchor: str, source: Tier, sources: Slots, target: Tier, targets: Slots) -> None:
+        """What a copied slot carried, its copy carries."""
+        for name, bits in self._bits.get((source, anchor), {}).items():
+            self._bits[target, anchor][name][targets] = bits[sources]
+
+    def of(self, tier: Tier, anchor: str, sidecar: str, slots: Slots) -> npt.NDArray[np.bool_]:
+        return self._bits[tier, anchor][sidecar][slots]
+
+
+def _is_optional_sidecar(pool: PoolSpec) -> bool:
+    return not pool.is_anchor and not pool.reuse.required

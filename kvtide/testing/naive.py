@@ -1,0 +1,106 @@
+"""The index's promises, kept page by page in plain sets: slow, obvious, independent.
+
+`NaiveIndex` knows which pages should be readable where because it is told what was asked for
+(`expect`) and hears what happened (`hear`, an event listener). It judges boundaries by the
+definition, one page at a time, and never looks into the index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from kvtide.index.events import Event, EventKind
+from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, pack
+from kvtide.spec import ModelMemory, Tier
+
+Where = tuple[Tier, str]
+
+
+class NaiveIndex:
+    def __init__(self, memory: ModelMemory, fingerprint: bytes = b"") -> None:
+        self._memory = memory
+        self._fingerprint = fingerprint
+        self.readable: dict[Where, set[bytes]] = {
+            (tier, pool.name): set() for tier in Tier for pool in memory.anchors
+        }
+        self._expected: set[tuple[Where, bytes]] = set()
+        self.complaints: list[str] = []
+
+    # -- identity, by definition ------------------------------------------------------------
+
+    def page_keys(
+        self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE
+    ) -> list[bytes]:
+        """The keys of all whole pages of a prompt, hashed from the start each time."""
+        packed = pack(list(tokens))
+        page, held = 4 * self._memory.page_tokens, 4 * self._memory.holdback
+        root = namespace.fingerprint(self._fingerprint)
+        key = hashlib.sha256(root + (packed[:held] or b"\0")).digest()
+        keys = []
+        for start in range(held, len(packed) - page + 1, page):
+            key = hashlib.sha256(key + packed[start : start + page]).digest()
+            keys.append(key)
+        return keys
+
+    # -- the rule, by definition ------------------------------------------------------------
+
+    def boundary(
+        self,
+        tokens: list[int],
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        slowest: Tier = Tier.STORAGE,
+    ) -> int:
+        """The deepest page boundary that leaves a token to compute and is valid."""
+        keys = self.page_keys(tokens, namespace)
+        limit = (len(tokens) - max(1, self._memory.holdback)) // self._memory.page_tokens
+        for boundary in range(min(limit, len(keys)), 0, -1):
+            if self.valid(keys, boundary, slowest):
+                return boundary
+        return 0
+
+    def valid(self, keys: list[bytes], boundary: int, slowest: Tier = Tier.STORAGE) -> bool:
+        """Whether everything a resume at `boundary` needs is readable in these tiers."""
+        return all(
+            any(keys[page] in self.readable[tier, pool.name] for tier in Tier if tier <= slowest)
+            for pool in self._memory.anchors
+            if pool.reuse.required
+            for page in self._needed(pool.reuse.reach_pages(self._memory.page_tokens), boundary)
+        )
+
+    @staticmethod
+    def _needed(reach: int | None, boundary: int) -> range:
+        return range(0 if reach is None else max(0, boundary - reach), boundary)
+
+    # -- what happens -----------------------------------------------------------------------
+
+    def expect(self, tier: Tier, anchor: str, keys: Iterable[bytes]) -> None:
+        """From now on these pages may be stored there, and by the end of the step must be."""
+        self._expected |= {((tier, anchor), key) for key in keys}
+
+    def hear(self, event: Event) -> None:
+        where = (event.tier, event.anchor)
+        readable = self.readable[where]
+        for key in event.page_keys:
+            if event.kind is EventKind.REMOVED:
+                if key not in readable:
+                    self.complaints.append(f"{where}: removed a page that was not readable")
+                readable.discard(key)
+            else:
+                if (where, key) not in self._expected:
+                    self.complaints.append(f"{where}: stored a page nobody computed or brought")
+                if key in readable:
+                    self.complaints.append(f"{where}: stored a page twice")
+                readable.add(key)
+
+    def end_step(self, evicting: bool = False) -> list[str]:
+        """The complaints of this step, with expected pages that did not become readable."""
+        complaints, self.complaints = self.complaints, []
+        if not evicting:
+            complaints += [
+                f"{where}: an expected page is not readable"
+                for where, key in self._expected
+                if key not in self.readable[where]
+            ]
+        self._expected = set()
+        return complaints

@@ -1,0 +1,79 @@
+"""Events are a complete account: who hears them all knows what is readable where."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvtide.index import POLICIES, Event, EventKind, EveryPages
+from kvtide.index.keys import pack
+from kvtide.spec import Tier
+from kvtide.testing.naive import NaiveIndex
+from tests.index.building import build, compute, keep
+from tests.index.memories import ALL_MEMORIES, FULL, PAGE
+from tests.index.traffic import Traffic
+
+STEPS = 4000 if os.environ.get("KVTIDE_LONG_TESTS") else 150
+SEED = int(os.environ.get("KVTIDE_SEED", "0"))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_events_bytes_and_books_agree_under_traffic(name: str, policy: str) -> None:
+    traffic = Traffic(ALL_MEMORIES[name], SEED, policy)
+    for number in range(STEPS):
+        verb = traffic.step()
+        assert traffic.problems() == [], f"seed {SEED}, step {number}: {verb}"
+    traffic.end()
+    assert traffic.index.validate() == [], f"seed {SEED}"
+    assert traffic.index.books.nodes == 0 and not traffic.index.books.roots
+    assert not any(traffic.naive.readable.values())
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_traffic_with_checkpoints_everywhere_agrees_too(name: str) -> None:
+    traffic = Traffic(ALL_MEMORIES[name], SEED, placement=EveryPages(2))
+    for number in range(STEPS):
+        verb = traffic.step()
+        assert traffic.problems() == [], f"seed {SEED}, step {number}: {verb}"
+
+
+def test_traffic_does_enough_to_mean_something() -> None:
+    """A random test that never gets to commit or land would prove nothing."""
+    traffic = Traffic(ALL_MEMORIES["window"], 0)
+    heard: list[Event] = []
+    traffic.index.subscribe(heard.append)
+    for _ in range(500):
+        traffic.step()
+    for kind in EventKind:
+        for tier in Tier:
+            assert sum(e.kind is kind and e.tier is tier for e in heard) >= 5, (kind, tier)
+
+
+def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:
+    index, heard = build(FULL), []
+    index.subscribe(heard.append)
+    text = list(range(5 * PAGE))
+    lease = compute(index, text[: 2 * PAGE])
+    lease.prompt.extend(text[2 * PAGE :])
+    index.reserve(lease, 5 * PAGE)
+    index.commit(lease, 5 * PAGE)
+    keys = NaiveIndex(FULL).page_keys(text)
+    first, second = heard
+    assert first.kind is second.kind is EventKind.STORED
+    assert first.page_keys == tuple(keys[:2]) and first.tokens == pack(text[: 2 * PAGE])
+    assert second.parent_key == keys[1] and second.page_keys == tuple(keys[2:])
+    assert second.tokens == pack(text[2 * PAGE :])
+    index.release(lease)
+    index.evict(Tier.DEVICE, "kv", 2)
+    assert heard[-1] == Event(
+        EventKind.REMOVED, Tier.DEVICE, "kv", keys[2], tuple(keys[3:]), pack(text[3 * PAGE :])
+    )
+
+
+def test_nothing_is_hashed_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = build(FULL)
+    monkeypatch.setattr("kvtide.index.books.chain", None)
+    keep(index, range(20))
+    assert index.clear(Tier.DEVICE) == 5

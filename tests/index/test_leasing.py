@@ -1,0 +1,260 @@
+"""Pin, reserve, commit, release: what a lease holds, and what it leaves behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtide.index import Namespace
+from kvtide.spec import Tier, with_draft
+from tests.index.building import back_up, build, compute, found, keep, lease_for
+from tests.index.memories import ALL_MEMORIES, DRAFTED, FULL, OPTIONAL, PAGE, TWO_HISTORIES, WINDOW
+
+TEXT = list(range(100, 140))
+
+
+def _free(index) -> list[int]:
+    return [cell.slots.available for cell in index.books.cells]
+
+
+# -- misuse ---------------------------------------------------------------------------------
+
+
+def test_releasing_twice_is_harmless() -> None:
+    index = build(FULL)
+    lease = lease_for(index, TEXT)
+    index.reserve(lease, 8)
+    index.release(lease)
+    free = _free(index)
+    index.release(lease)
+    assert _free(index) == free and index.validate() == []
+
+
+def test_releasing_a_foreign_lease_asserts() -> None:
+    ours, theirs = build(FULL), build(FULL)
+    lease_for(ours, TEXT)
+    lease = lease_for(theirs, TEXT)
+    with pytest.raises(AssertionError, match="not this index's"):
+        ours.release(lease)
+    assert lease.live and ours.validate() == theirs.validate() == []
+
+
+def test_committing_unreserved_pages_asserts() -> None:
+    index = build(FULL)
+    lease = lease_for(index, TEXT)
+    index.reserve(lease, 2 * PAGE)
+    with pytest.raises(AssertionError, match="not reserved"):
+        index.commit(lease, 3 * PAGE)
+    index.commit(lease, 2 * PAGE)
+    assert index.validate() == []
+
+
+def test_committing_unknown_tokens_asserts() -> None:
+    index = build(FULL)
+    lease = lease_for(index, TEXT[:PAGE])
+    index.reserve(lease, 2 * PAGE)
+    with pytest.raises(AssertionError, match="not known"):
+        index.commit(lease, 2 * PAGE)
+
+
+def test_committing_on_top_of_pages_not_on_the_device_asserts() -> None:
+    index = build(FULL)
+    keep(index, TEXT[:8])
+    back_up(index, TEXT[:8])
+    index.clear(Tier.DEVICE)
+    lease = lease_for(index, TEXT)
+    assert lease.boundary == 2 and not index.on_device(lease)
+    index.reserve(lease, 16)
+    with pytest.raises(AssertionError, match="not on the device"):
+        index.commit(lease, 16)
+
+
+def test_a_stale_hit_asserts() -> None:
+    index = build(FULL)
+    hit = index.match(index.prompt(TEXT))
+    keep(index, TEXT)
+    with pytest.raises(AssertionError, match="match again"):
+        index.pin(hit)
+    with pytest.raises(AssertionError, match="match again"):
+        index.why(hit)
+
+
+# -- all or none ----------------------------------------------------------------------------
+
+
+def test_reserve_without_room_in_one_anchor_changes_nothing() -> None:
+    index = build(TWO_HISTORIES, device={"kv": 10, "other": 3})
+    keep(index, TEXT[:8])
+    lease = lease_for(index, [7] * 16)
+    free = _free(index)
+    assert not index.reserve(lease, 16)
+    assert _free(index) == free and not lease.segments and found(index, TEXT[:8]) == 2
+    assert index.reserve(lease, 12)
+    assert index.validate() == []
+
+
+def test_promised_growth_cannot_fail() -> None:
+    index = build(FULL, device=8)
+    lease = lease_for(index, TEXT)
+    assert index.reserve(lease, 8, growth=4)
+    other = lease_for(index, [7] * 40)
+    assert not index.reserve(other, 12) and index.reserve(other, 8)
+    assert index.reserve(lease, 24)
+    index.commit(lease, 24)
+    assert lease.boundary == 6 and index.validate() == []
+    index.release(lease)
+    assert index.books.cells[0].slots.promised == 0
+
+
+def test_growth_promises_a_window_what_two_reaches_need() -> None:
+    index = build(WINDOW)
+    lease = lease_for(index, TEXT)
+    index.reserve(lease, 2 * PAGE, growth=9)
+    assert _free(index)[:2] == [40 - 2 - 9, 40 - 2 - 4]
+    index.reserve(lease, 3 * PAGE)
+    assert _free(index)[:2] == [40 - 2 - 9, 40 - 2 - 4], "taken from the promise"
+    index.release(lease)
+    assert _free(index)[:2] == [40, 40] and index.validate() == []
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_a_lease_that_grows_keeps_its_windows_and_lets_go_of_the_rest(name: str) -> None:
+    memory = ALL_MEMORIES[name]
+    index = build(memory)
+    lease = lease_for(index, TEXT)
+    for page in range(1, 8):
+        tokens = page * PAGE + memory.holdback
+        assert index.reserve(lease, tokens, checkpoints=range(9))
+        index.commit(lease, tokens)
+        index.clear(Tier.DEVICE)
+        assert index.match(index.prompt(TEXT[: tokens + 1])).boundary == page
+        for pool in memory.anchors:
+            needed = min(page, pool.reuse.reach_pages(PAGE) or page)
+            assert index.resident_pages(Tier.DEVICE, pool.name) == needed
+    assert index.validate() == []
+
+
+def test_with_holdback_the_last_full_page_is_a_checkpoint() -> None:
+    """16 tokens are three pages and one that still needs the token after it."""
+    index = build(DRAFTED)
+    lease = compute(index, TEXT[: 4 * PAGE])
+    assert lease.boundary == 3 and lease.reserved == 4
+    assert (index.page_table(lease, "swa") >= 0).tolist() == [False, True, True, True]
+    index.release(lease)
+    assert found(index, TEXT[: 4 * PAGE - 1]) == 3
+
+
+def test_a_window_smaller_than_the_prompt_is_enough_to_decode() -> None:
+    """Pages behind the window must not stay pinned while a request grows page by page."""
+    index = build(WINDOW, device={"kv": 40, "swa": 6})
+    lease = lease_for(index, [1] * PAGE)
+    for page in range(1, 30):
+        assert index.reserve(lease, page * PAGE), f"no room at page {page}"
+        lease.prompt.extend([page] * (page * PAGE - lease.prompt.tokens))
+        index.commit(lease, page * PAGE)
+    assert index.validate() == []
+
+
+# -- two leases, one prompt -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_pages_computed_twice_at_once_are_shared(name: str) -> None:
+    index = build(ALL_MEMORIES[name])
+    one, two = lease_for(index, TEXT), lease_for(index, TEXT)
+    for lease in (one, two):
+        index.reserve(lease, 17)
+    index.commit(one, 17)
+    free = _free(index)
+    index.commit(two, 17)
+    for anchor, pool in enumerate(index.memory.anchors):
+        ours, theirs = index.page_table(one, pool.name), index.page_table(two, pool.name)
+        assert np.array_equal(ours[:4], theirs[:4])
+        assert _free(index)[anchor] == free[anchor] + np.count_nonzero(theirs[:4] >= 0)
+    assert index.validate() == []
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_a_lease_behind_does_not_move_when_another_goes_further(name: str) -> None:
+    index = build(ALL_MEMORIES[name])
+    ahead, behind = lease_for(index, TEXT), lease_for(index, TEXT)
+    for lease in (ahead, behind):
+        index.reserve(lease, 17)
+    index.commit(behind, 9)
+    index.commit(ahead, 17)
+    assert index.validate() == []
+    index.commit(behind, 17)
+    assert index.validate() == []
+    kv = index.memory.anchors[0].name
+    tables = [index.page_table(lease, kv)[:4] for lease in (ahead, behind)]
+    assert np.array_equal(*tables)
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_committing_page_by_page_equals_committing_at_once(name: str) -> None:
+    memory = ALL_MEMORIES[name]
+    tables = []
+    for steps in ([25], range(1, 26)):
+        index = build(memory)
+        lease = lease_for(index, TEXT)
+        index.reserve(lease, 25)
+        for tokens in steps:
+            index.commit(lease, tokens)
+        assert lease.boundary == 6 and index.validate() == []
+        index.release(lease)
+        tables.append([index.resident_pages(Tier.DEVICE, p.name) for p in memory.anchors])
+        tables.append([found(index, TEXT[:n]) for n in range(len(TEXT))])
+    assert tables[:2] == tables[2:]
+
+
+def test_namespaces_never_share() -> None:
+    index = build(FULL)
+    spaces = [Namespace(), Namespace(adapter="a"), Namespace(cache_salt="a"), Namespace("a", "a")]
+    leases = [compute(index, TEXT[:8], namespace=space) for space in spaces]
+    slots = [slot for lease in leases for slot in index.page_table(lease, "kv").tolist()]
+    assert len(set(slots)) == 8
+
+
+def test_a_head_completed_after_the_pin_still_names_the_pages() -> None:
+    """A prompt shorter than the holdback: the tokens that complete it part the prompts."""
+    index = build(with_draft(FULL, FULL, holdback=2))
+    tables = []
+    for second in (6, 7):
+        lease = lease_for(index, [5])
+        lease.prompt.extend([second] + [1] * 9)
+        index.reserve(lease, 11)
+        index.commit(lease, 11)
+        tables.append(set(index.page_table(lease, "kv")[:2].tolist()))
+        assert index.validate() == []
+        index.release(lease)
+        assert index.match(index.prompt([5, second] + [1] * 9)).boundary == 2
+    assert not tables[0] & tables[1]
+
+
+# -- what is elsewhere ----------------------------------------------------------------------
+
+
+def test_optional_pages_in_the_host_tier_do_not_hinder_a_resume() -> None:
+    index = build(OPTIONAL)
+    keep(index, TEXT[:16])
+    arrival = index.demote(Tier.DEVICE, Tier.HOST, "draft", 4)
+    assert arrival is not None
+    index.land(arrival)
+    lease = lease_for(index, TEXT, slowest=Tier.DEVICE)
+    assert lease.boundary == 4 and index.on_device(lease)
+    index.reserve(lease, 24)
+    index.commit(lease, 24)
+    assert index.validate() == []
+
+
+def test_windows_met_in_the_host_tier_do_not_stop_a_lease_that_computes() -> None:
+    index = build(WINDOW)
+    lease = lease_for(index, TEXT)
+    index.reserve(lease, 40)
+    keep(index, TEXT[:16])
+    arrival = index.demote(Tier.DEVICE, Tier.HOST, "swa", 4)
+    assert arrival is not None
+    index.land(arrival)
+    index.commit(lease, 16)
+    index.commit(lease, 40)
+    assert lease.boundary == 10 and index.validate() == []

@@ -1,0 +1,307 @@
+"""Every verb in any order, every kind of memory, small capacities, against the naive model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvtide.index import (
+    POLICIES,
+    Arrival,
+    Branches,
+    CostBased,
+    EveryPages,
+    Index,
+    LastPage,
+    Lease,
+    Namespace,
+)
+from kvtide.spec import ALL, Tier
+from kvtide.testing.naive import NaiveIndex
+from tests.index.memories import ALL_MEMORIES, PAGE
+
+LONG = bool(os.environ.get("KVTIDE_LONG_TESTS"))
+NAMESPACES = (Namespace(), Namespace(adapter="a"), Namespace(cache_salt="a"))
+PLACEMENTS = (LastPage, Branches, lambda: EveryPages(3), CostBased)
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease with what the test knows about it."""
+
+    lease: Lease
+    tokens: list[int]
+    namespace: Namespace
+    found: int
+
+
+# Prompts are drawn from few pages, so that they share prefixes and part inside and between pages.
+_chunk = st.sampled_from([[1] * PAGE, [2] * PAGE, [1, 1, 2, 2], [1] * (3 * PAGE), [2, 1]])
+prompts = st.lists(_chunk, min_size=1, max_size=7).map(
+    lambda chunks: [t for c in chunks for t in c]
+)
+capacities = st.integers(4, 14)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+    arrivals = Bundle("arrivals")
+
+    @initialize(
+        name=st.sampled_from(sorted(ALL_MEMORIES)),
+        eviction=st.sampled_from(sorted(POLICIES)),
+        placement=st.sampled_from(PLACEMENTS),
+        device=capacities,
+        host=st.integers(0, 20),
+        storage=st.integers(0, 30),
+    )
+    def start(self, name, eviction, placement, device, host, storage):
+        memory = ALL_MEMORIES[name]
+        slots = {Tier.DEVICE: device, Tier.HOST: host, Tier.STORAGE: storage}
+        self.memory = memory
+        self.placement = placement
+        self.index = Index(
+            memory,
+            {tier: {pool.name: n for pool in memory.anchors} for tier, n in slots.items()},
+            eviction=eviction,
+            placement=placement(),
+            fingerprint=b"model",
+        )
+        self.naive = NaiveIndex(memory, b"model")
+        self.index.subscribe(self.naive.hear)
+        self.held: list[Held] = []
+        self.flying: list[Arrival] = []
+        self.seen: list[tuple[list[int], Namespace]] = []
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def keys(self, held: Held) -> list[bytes]:
+        return self.naive.page_keys(held.tokens, held.namespace)
+
+    # -- verbs ------------------------------------------------------------------------------
+
+    @rule(
+        target=leases,
+        tokens=prompts,
+        namespace=st.sampled_from(NAMESPACES),
+        slowest=st.sampled_from(list(Tier)),
+        priority=st.integers(0, 2),
+    )
+    def match_and_pin(self, tokens, namespace, slowest, priority):
+        prompt = self.index.prompt(tokens, namespace)
+        hit = self.index.match(prompt, slowest)
+        assert hit.boundary == self.naive.boundary(tokens, namespace, slowest)
+        stops = self.index.why(hit)
+        assert bool(stops) == (hit.boundary < hit.limit)
+        held = Held(self.index.pin(hit, priority), tokens, namespace, hit.boundary)
+        self.held.append(held)
+        self.seen.append((tokens, namespace))
+        return held
+
+    @rule(target=leases, held=leases, priority=st.integers(0, 2))
+    def match_the_same_again(self, held, priority):
+        return self.match_and_pin(held.tokens, held.namespace, Tier.STORAGE, priority)
+
+    @rule(
+        target=leases,
+        tokens=prompts,
+        namespace=st.sampled_from((*NAMESPACES[:1] * 3, *NAMESPACES)),
+        share=st.sampled_from([0.3, 0.6, 1.0]),
+    )
+    def compute(self, tokens, namespace, share):
+        """The usual course in one step, so that a run of steps has something to work on."""
+        held = self.match_and_pin(tokens, namespace, Tier.DEVICE, 0)
+        self.reserve(held)
+        self.commit(held, share)
+        return held
+
+    @rule(tokens=prompts, share=st.sampled_from([0.6, 1.0]))
+    def compute_and_release(self, tokens, share):
+        self.release(self.compute(tokens, NAMESPACES[0], share))
+
+    @rule(held=leases, share=st.sampled_from([0.3, 0.6, 1.0]))
+    def go_on(self, held, share):
+        if held.lease.live:
+            self.reserve(held)
+            self.commit(held, share)
+
+    @rule(held=leases)
+    def reserve(self, held):
+        if held.lease.live:
+            before = held.lease.reserved
+            if not self.index.reserve(held.lease, len(held.tokens)):
+                assert held.lease.reserved == before
+
+    @rule(held=leases, growth=st.integers(1, 4))
+    def reserve_with_growth(self, held, growth):
+        if held.lease.live:
+            self.index.reserve(held.lease, len(held.tokens), growth=growth)
+
+    @rule(held=leases, more=prompts)
+    def generate(self, held, more):
+        if held.lease.live and len(held.tokens) < 60:
+            held.tokens = held.tokens + more
+            held.lease.prompt.extend(more)
+            self.seen.append((held.tokens, held.namespace))
+
+    @rule(held=leases, share=st.sampled_from([0.3, 0.6, 1.0]))
+    def commit(self, held, share):
+        lease, page, holdback = held.lease, self.memory.page_tokens, self.memory.holdback
+        if not lease.live:
+            return
+        if not self.index.on_device(lease):
+            assert lease.boundary == held.found, "what was committed is on the device"
+            return
+        pages = min(lease.reserved, (len(held.tokens) - holdback) // page)
+        upto = lease.boundary + round(share * (pages - lease.boundary))
+        if upto <= lease.boundary:
+            return
+        keys = self.keys(held)
+        for segment in lease.segments:
+            for anchor in segment.slots:
+                pages_in = range(segment.start, min(segment.end, upto))
+                name = self.memory.anchors[anchor].name
+                self.naive.expect(Tier.DEVICE, name, [keys[p] for p in pages_in])
+        self.index.commit(lease, upto * page + holdback)
+        assert lease.boundary == upto
+        for pool in self.memory.anchors:
+            table = self.index.page_table(lease, pool.name)
+            if pool.reuse.reach_pages(page) is None and pool.reuse.required:
+                assert (table >= 0).all()
+
+    @rule(held=consumes(leases))
+    def release(self, held):
+        self.index.release(held.lease)
+        self.held = [other for other in self.held if other is not held]
+
+    @rule(
+        target=arrivals,
+        held=leases,
+        way=st.sampled_from(
+            [
+                (Tier.DEVICE, Tier.HOST),
+                (Tier.HOST, Tier.DEVICE),
+                (Tier.HOST, Tier.STORAGE),
+                (Tier.STORAGE, Tier.HOST),
+            ]
+        ),
+    )
+    def copy(self, held, way):
+        if not held.lease.live:
+            return multiple()
+        arrival = self.index.copy(held.lease, *way)
+        return self._flying(arrival)
+
+    @rule(
+        target=arrivals,
+        way=st.sampled_from([(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.STORAGE)]),
+        number=st.integers(0, 2),
+        pages=st.integers(1, 5),
+    )
+    def demote(self, way, number, pages):
+        anchors = self.memory.anchors
+        arrival = self.index.demote(*way, anchors[number % len(anchors)].name, pages)
+        return self._flying(arrival)
+
+    def _flying(self, arrival):
+        if arrival is None:
+            return multiple()
+        self.flying.append(arrival)
+        for move in arrival.moves:
+            assert len(move.source_slots) == len(move.target_slots) > 0
+        return arrival
+
+    @rule(arrival=consumes(arrivals))
+    def land(self, arrival):
+        for part in arrival.parts:
+            anchor = self.memory.anchors[part.cell % len(self.memory.anchors)].name
+            keys = self._path_keys(part.node)
+            self.naive.expect(arrival.target, anchor, keys[part.start : part.end])
+        self.index.land(arrival)
+        self.flying.remove(arrival)
+
+    def _path_keys(self, node):
+        keys = []
+        while node.parent is not None:
+            keys = self.index.books.page_keys(node) + keys
+            node = node.parent
+        return keys
+
+    @rule(arrival=consumes(arrivals))
+    def fail(self, arrival):
+        self.index.fail(arrival)
+        self.flying.remove(arrival)
+
+    @rule(tier=st.sampled_from(list(Tier)), number=st.integers(0, 2), pages=st.integers(1, 6))
+    def evict(self, tier, number, pages):
+        anchors = self.memory.anchors
+        name = anchors[number % len(anchors)].name
+        before = self.index.resident_pages(tier, name)
+        dropped = self.index.evict(tier, name, pages)
+        assert self.index.resident_pages(tier, name) == before - dropped
+
+    @rule(tier=st.sampled_from(list(Tier)), really=st.sampled_from([False] * 7 + [True]))
+    def clear(self, tier, really):
+        if really:
+            self.index.clear(tier)
+
+    # -- what must always hold --------------------------------------------------------------
+
+    @invariant()
+    def books_balance(self):
+        assert self.index.validate() == []
+
+    @invariant()
+    def naive_model_agrees(self):
+        assert self.naive.end_step() == []
+        for tokens, namespace in self.seen[-6:]:
+            for slowest in Tier:
+                hit = self.index.match(self.index.prompt(tokens, namespace), slowest)
+                assert hit.boundary == self.naive.boundary(tokens, namespace, slowest)
+
+    @invariant()
+    def leases_keep_what_they_need(self):
+        """Until it computes, all of its boundary; then the histories, and what it reserved."""
+        for held in self.held:
+            keys, boundary = self.keys(held), held.lease.boundary
+            if boundary == held.found:
+                assert self.naive.valid(keys, boundary)
+            for pool in self.memory.anchors:
+                if pool.reuse.required and pool.reuse.reach is ALL:
+                    readable = [self.naive.readable[tier, pool.name] for tier in Tier]
+                    assert all(any(key in tier for tier in readable) for key in keys[:boundary])
+
+    def teardown(self):
+        if not hasattr(self, "index"):
+            return
+        for arrival in self.flying:
+            self.index.fail(arrival)
+        for held in self.held:
+            self.index.release(held.lease)
+            self.index.release(held.lease)
+        for tier in Tier:
+            self.index.clear(tier)
+        assert self.index.validate() == []
+        assert self.index.books.nodes == 0 and not self.index.books.roots
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(
+    max_examples=2000 if LONG else 120,
+    stateful_step_count=60 if LONG else 40,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, *((Phase.shrink,) if LONG else ())),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
