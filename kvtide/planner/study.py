@@ -1,0 +1,170 @@
+"""What a plan answers: one replay as asked, and the replays that show what would change.
+
+  run         the tiers as given
+  placements  the same tiers, checkpoints kept in other places; for models with windows or states
+  sweep       one tier at several sizes
+
+A replay walks the trace once. Whoever wants to show progress passes a `Walk` that wraps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvtide.index import DEFAULT_POLICY, Branches, CostBased, EveryPages, LastPage, Placement
+from kvtide.planner.replay import Report, Setup, replay, size_tiers
+from kvtide.planner.traces import Request, Trace
+from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.spec.sizing import bytes_for
+
+_REGULAR_TOKENS = (8192, 2048)
+
+Walk = Callable[[Trace, str], Iterable[Request]]
+"""The requests of a trace in order; the words say what they are walked for."""
+
+
+def quietly(trace: Trace, label: str) -> Iterable[Request]:
+    """A walk that shows nothing."""
+    return trace
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """A way to place checkpoints, under the name by which it is chosen.
+
+    A placement may learn from what it sees, so every replay makes its own.
+    """
+
+    name: str
+    placement: Callable[[], Placement]
+
+
+LAST = Checkpoints("last", LastPage)
+BRANCH = Checkpoints("branch", Branches)
+COST = Checkpoints("cost", CostBased)
+
+
+def every(pages: int, page_tokens: int) -> Checkpoints:
+    return Checkpoints(f"every:{pages * page_tokens}", partial(EveryPages, pages))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Study:
+    """A model, its traffic and the tiers it is served from. A tier of 0 bytes is not there."""
+
+    memory: ModelMemory
+    trace: Trace
+    tier_bytes: Mapping[Tier, int]
+    eviction: str = DEFAULT_POLICY
+    checkpoints: Checkpoints = COST
+
+    def setup(self) -> Setup:
+        pages = size_tiers(self.memory, self.tier_bytes, self.trace)
+        return Setup(self.memory, pages, self.eviction, self.checkpoints.placement())
+
+
+def run(study: Study, walk: Walk = quietly) -> Report:
+    return replay(study.setup(), walk(study.trace, "replay"))
+
+
+# -- checkpoint placement -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementCost:
+    """What one way to place checkpoints finds, and how many a request leaves to do so.
+
+    The ideal that could resume at every page keeps none: `checkpoints_per_request` is None.
+    """
+
+    name: str
+    report: Report
+    checkpoints_per_request: float | None
+
+
+def has_checkpoints(memory: ModelMemory) -> bool:
+    """Whether it matters where windows and states are kept."""
+    return any(anchor.reuse.reach is not ALL for anchor in memory.anchors)
+
+
+def placements(study: Study, asked: Report, walk: Walk = quietly) -> list[PlacementCost]:
+    """The ways to place checkpoints, from the ideal that needs none to ever more of them.
+
+    `asked` is the report of the study's own way, which is not replayed again.
+    """
+    costs = []
+    if (ideal := _ideal(study)) is not None:
+        name = "every page (ideal)"
+        costs.append(PlacementCost(name, replay(ideal, walk(study.trace, name)), None))
+    for way in _ways(study):
+        report = asked
+        if way.name != study.checkpoints.name:
+            label = f"checkpoints {way.name}"
+            report = replay(replace(study, checkpoints=way).setup(), walk(study.trace, label))
+        costs.append(PlacementCost(way.name, report, _checkpoints(study.memory, report)))
+    return costs
+
+
+def _ways(study: Study) -> list[Checkpoints]:
+    page = study.memory.page_tokens
+    ways = [LAST, BRANCH, COST, *(every(-(-tokens // page), page) for tokens in _REGULAR_TOKENS)]
+    by_name = {way.name: way for way in [*ways, study.checkpoints]}
+    return list(by_name.values())
+
+
+def _ideal(study: Study) -> Setup | None:
+    """As if every page could be resumed at: the same pages of history, nothing else needed."""
+    setup = study.setup()
+    history = {anchor.name for anchor in study.memory.anchors if anchor.reuse.reach is ALL}
+    pools = tuple(p for p in study.memory.pools if (p.follows or p.name) in history)
+    if not pools:
+        return None
+    pages = {
+        tier: {anchor: count for anchor, count in anchors.items() if anchor in history}
+        for tier, anchors in setup.capacity_pages.items()
+    }
+    return replace(setup, memory=replace(study.memory, pools=pools), capacity_pages=pages)
+
+
+def _checkpoints(memory: ModelMemory, report: Report) -> float:
+    """Checkpoints a request leaves on the device, of the pool that has the most."""
+    kept = [
+        report.committed_pages.get(anchor.name, 0) / reach
+        for anchor in memory.anchors
+        if (reach := anchor.reuse.reach_pages(memory.page_tokens)) is not None
+    ]
+    return max(kept, default=0.0) / max(report.requests, 1)
+
+
+# -- sweeps ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One size of the swept tier."""
+
+    size_bytes: int
+    report: Report
+
+
+def sweep_sizes(memory: ModelMemory, around_bytes: int, points: int) -> list[int]:
+    """Sizes from 1/64 to 4 times `around_bytes`, evenly spaced by ratio; none too small to use."""
+    least = bytes_for(memory, 1)
+    low, high = math.log(around_bytes / 64), math.log(around_bytes * 4)
+    step = (high - low) / max(points - 1, 1)
+    return sorted({max(least, round(math.exp(low + i * step))) for i in range(points)})
+
+
+def sweep(study: Study, tier: Tier, sizes: Iterable[int], walk: Walk = quietly) -> list[SweepPoint]:
+    """Replay with one tier at each size, the others as given."""
+    listed = list(sizes)
+    found = []
+    for number, size in enumerate(listed, 1):
+        label = f"sweep of {tier.name.lower()}, {number} of {len(listed)}"
+        at_size = replace(study, tier_bytes={**study.tier_bytes, tier: size})
+        report = replay(at_size.setup(), walk(study.trace, label))
+        found.append(SweepPoint(size, report))
+    return found

@@ -1,0 +1,86 @@
+"""Studies: sweeps and placements replay the same traffic and differ only in what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvtide.index import DEFAULT_POLICY
+from kvtide.planner import study, workloads
+from kvtide.planner.study import LAST, Study, every
+from kvtide.spec import Tier, catalog
+from kvtide.spec.sizing import bytes_for
+
+HYBRID = catalog.resolve("deepseek-v4-flash")
+FULL = catalog.resolve("qwen3-8b")
+# Questions about the same few documents: prompts part where nobody stopped.
+RAG = workloads.parse("rag:requests=150,documents=12,retrieved=3")
+ASKED = Study(HYBRID, RAG, {Tier.DEVICE: 10**9, Tier.HOST: 4 * 10**9, Tier.STORAGE: 0})
+
+
+def test_placements_that_keep_more_checkpoints_find_more_up_to_the_ideal() -> None:
+    ideal, last, branch, learned, *regular = study.placements(ASKED, study.run(ASKED))
+    assert [cost.name for cost in (learned, *regular)] == ["cost", "every:8192", "every:2048"]
+    assert last.report.hit_rate < branch.report.hit_rate <= ideal.report.hit_rate
+    assert last.report.hit_rate < learned.report.hit_rate <= ideal.report.hit_rate
+    assert ideal.checkpoints_per_request is None
+    assert 0.5 < (last.checkpoints_per_request or 0.0) <= 1.0
+    kept = [cost.checkpoints_per_request or 0.0 for cost in (last, branch, *regular)]
+    assert kept == sorted(kept)
+
+
+def test_placement_that_was_asked_for_is_listed_with_the_report_it_had() -> None:
+    asked = replace(ASKED, checkpoints=every(2, 256))
+    report = study.run(asked)
+    costs = study.placements(asked, report)
+    assert costs[-1].name == "every:512"
+    assert costs[-1].report is report
+
+
+def test_ideal_differs_in_nothing_but_what_a_resume_needs() -> None:
+    ideal = study.placements(replace(ASKED, checkpoints=LAST), study.run(ASKED))[0].report
+    assert {anchor for _, anchor in ideal.resident_pages} == {"kv"}
+    assert ideal.prompt_tokens == RAG.prompt_tokens
+
+
+def test_placement_matters_only_to_models_with_windows_or_states() -> None:
+    assert study.has_checkpoints(HYBRID)
+    assert not study.has_checkpoints(FULL)
+
+
+def test_sweep_replays_every_size_and_a_larger_device_finds_more_there() -> None:
+    sizes = study.sweep_sizes(HYBRID, 2 * 10**9, points=4)
+    points = study.sweep(replace(ASKED, eviction="lru"), Tier.DEVICE, sizes)
+    assert [point.size_bytes for point in points] == sizes
+    found = [point.report.tier_hit_rate(Tier.DEVICE) for point in points]
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
+def test_sweep_sizes_run_from_a_64th_to_four_times_by_equal_ratios() -> None:
+    sizes = study.sweep_sizes(FULL, 64 * 10**9, points=5)
+    assert sizes[0] == pytest.approx(10**9)
+    assert sizes[-1] == pytest.approx(256 * 10**9)
+    assert sizes[1] / sizes[0] == pytest.approx(4)
+
+
+def test_sweep_sizes_are_never_too_small_for_a_page() -> None:
+    sizes = study.sweep_sizes(FULL, bytes_for(FULL, 2), points=8)
+    assert sizes[0] == bytes_for(FULL, 1)
+    assert sizes == sorted(set(sizes))
+
+
+def test_progress_is_told_what_every_walk_is_for() -> None:
+    labels: list[str] = []
+
+    def walk(trace: workloads.Trace, label: str) -> workloads.Trace:
+        labels.append(label)
+        return trace
+
+    asked = replace(ASKED, trace=workloads.parse("chat:users=2,turns=2"), eviction=DEFAULT_POLICY)
+    study.placements(asked, study.run(asked, walk), walk)
+    study.sweep(asked, Tier.HOST, [10**9], walk)
+    assert labels[0] == "replay"
+    assert "checkpoints last" in labels
+    assert labels[-1] == "sweep of host, 1 of 1"
