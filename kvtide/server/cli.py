@@ -1,0 +1,39 @@
+"""The `kvtide` command: reads the arguments, calls one room, prints what it says."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from kvtide import __version__
+from kvtide.planner.charts import ChartError
+from kvtide.planner.traces import TraceError
+from kvtide.server import cmd_bench, cmd_memory, cmd_plan
+from kvtide.server.console import CommandError
+from kvtide.spec import SpecError
+
+_COMMANDS = (cmd_plan, cmd_memory, cmd_bench)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvtide", description="A tiered KV cache for hybrid language models."
+    )
+    parser.add_argument("--version", action="version", version=f"kvtide {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add(commands)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (ChartError, CommandError, SpecError, TraceError) as refusal:
+        print(f"kvtide {args.command}: {refusal}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

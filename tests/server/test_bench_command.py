@@ -1,0 +1,76 @@
+"""`kvtide bench`: tables and JSON from one run, refusals in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtide.bench.contestants import Full, Handle, Timings
+from kvtide.server.cli import main
+
+SMALL = ["--workload", "chat:users=6,turns=3", "--repetitions", "1"]
+
+
+def test_index_prints_a_table_with_a_row_per_contestant(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--contestants", "full,window", "--growth", "1000", "--growth-requests", "20"]
+    assert main(["bench", "index", *SMALL, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "| full " in printed and "| window " in printed
+    assert "bytes of index per cached token" in printed
+    assert "1,000" in printed
+
+
+class Slower(Full):
+    """A contestant of another project, with an operation that ours do not have."""
+
+    def finish(self, handle: Handle, timings: Timings) -> None:
+        super().finish(handle, timings)
+        timings["hash"].append(1000)
+
+
+def test_contestants_may_differ_in_their_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    names = f"{__name__}:Slower,full"
+    assert main(["bench", "index", *SMALL, "--contestants", names, "--growth", ""]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "hash p50/p99 µs" in printed and "1.0/1" in printed and "| –" in printed.replace("  ", "")
+    )
+
+
+def test_index_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "index", *SMALL, "--growth", "", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["workloads"]
+    assert len(result["contestants"]) == 4
+    assert result["capacity_tokens"] > 0
+
+
+def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--workload", "chat:users=6,turns=3", "--capacities", "0.3,1.2"]
+    assert main(["bench", "hitrate", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "offline optimum" in printed
+    assert "default: gap closed" in printed
+    assert main(["bench", "hitrate", *arguments, "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [row["share"] for row in result["rows"]] == [0.3, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["index", "--contestants", "nobody"], "no contestant named nobody; use full"),
+        (["index", "--growth", "many"], "--growth takes numbers separated by commas"),
+        (
+            ["hitrate", "--policies", "best"],
+            "no eviction policy named best; use default, tide, lru",
+        ),
+        (["hitrate", "--trace", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["index", "--workload", "tea"], "tea"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
