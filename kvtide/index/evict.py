@@ -154,9 +154,9 @@ def _number(entry: tuple[Key, int, Node]) -> int:
 
 
 def in_reach(node: Node, reach: int) -> bool:
-    """Whether a leaf's end or a parting of prompts lies at most `reach` pages past the node.
+    """Whether a leaf's end or a parting of prompts reaches back to the node's last page.
 
-    Walks down single children, each at least a page long: at most `reach` steps.
+    Walks down single children, each at least a page long: fewer than `reach` steps.
     """
     limit = node.end + reach
     below = node

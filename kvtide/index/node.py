@@ -14,8 +14,6 @@ Only RESIDENT cells have slots in the node, so what is arriving cannot be read b
 
 from __future__ import annotations
 
-from enum import Enum
-
 from kvtide.index.keys import Namespace
 from kvtide.spec import Slots
 
@@ -23,12 +21,6 @@ RootName = tuple[Namespace, bytes]
 
 
 _NO_MARKS: list[int] = []
-
-
-class Residency(Enum):
-    ABSENT = "absent"
-    ARRIVING = "arriving"
-    RESIDENT = "resident"
 
 
 class Node:
@@ -98,11 +90,6 @@ class Node:
     @property
     def end(self) -> int:
         return self.depth + self.pages
-
-    def residency(self, cell: int) -> Residency:
-        if self.resident >> cell & 1:
-            return Residency.RESIDENT
-        return Residency.ARRIVING if self.arriving >> cell & 1 else Residency.ABSENT
 
     def resident_slots(self, cell: int) -> Slots:
         slots = self.slots[cell]

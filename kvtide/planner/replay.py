@@ -41,9 +41,6 @@ LINKS: Mapping[str, tuple[Tier, Tier]] = {
 
 _LINK_NAMES = {way: name for name, way in LINKS.items()}
 
-Pages = dict[tuple[Tier, str], int]
-"""Pages by tier and anchor."""
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:

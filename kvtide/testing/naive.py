@@ -93,14 +93,13 @@ class NaiveIndex:
                     self.complaints.append(f"{where}: stored a page twice")
                 readable.add(key)
 
-    def end_step(self, evicting: bool = False) -> list[str]:
+    def end_step(self) -> list[str]:
         """The complaints of this step, with expected pages that did not become readable."""
         complaints, self.complaints = self.complaints, []
-        if not evicting:
-            complaints += [
-                f"{where}: an expected page is not readable"
-                for where, key in self._expected
-                if key not in self.readable[where]
-            ]
+        complaints += [
+            f"{where}: an expected page is not readable"
+            for where, key in self._expected
+            if key not in self.readable[where]
+        ]
         self._expected = set()
         return complaints
