@@ -5,21 +5,22 @@
 `config`    a published `config.json`, read field by field
 `families`  from such a config to a memory, one function per family
 `catalog`   models known by name
-`tier`      device, host, storage; the value that asks for a copy
+`tier`      device, host, storage; the values that ask for copies
 `sizing`    how many pages of every anchor so many bytes hold
 """
 
 from kvtide.spec.memory import ModelMemory, RankSlice, with_draft
 from kvtide.spec.pool import ALL, DType, Entry, Field, PoolSpec, Reach, Reuse, SpecError
-from kvtide.spec.tier import Move, Slots, Tier
+from kvtide.spec.tier import EntryMove, PageMove, Slots, Tier
 
 __all__ = [
     "ALL",
     "DType",
     "Entry",
+    "EntryMove",
     "Field",
     "ModelMemory",
-    "Move",
+    "PageMove",
     "PoolSpec",
     "RankSlice",
     "Reach",

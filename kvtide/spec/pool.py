@@ -128,15 +128,20 @@ class Field:
         )
 
 
+ROW_ALIGN_BYTES = 16
+"""Every row is a multiple of this, so that all copies and all views of it are aligned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What one layer keeps for `tokens_per_entry` tokens: fields, in byte order, without gaps.
 
-    `row_align_bytes`: one layer's entries of one page are padded up to a multiple of this.
+    `row_align_bytes`: one layer's entries of one page are padded up to a multiple of this, and of
+    ROW_ALIGN_BYTES in any case.
     """
 
     fields: tuple[Field, ...]
-    row_align_bytes: int = 1
+    row_align_bytes: int = ROW_ALIGN_BYTES
 
     @property
     def bytes(self) -> int:
@@ -189,7 +194,7 @@ class PoolSpec:
 
     def row_bytes(self, page_tokens: int) -> int:
         """Bytes one layer keeps per page, its padding included."""
-        align = self.entry.row_align_bytes
+        align = math.lcm(self.entry.row_align_bytes, ROW_ALIGN_BYTES)
         return -(-self.entries_per_page(page_tokens) * self.entry.bytes // align) * align
 
     def page_bytes(self, page_tokens: int) -> int:

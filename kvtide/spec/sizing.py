@@ -31,22 +31,25 @@ def pages_for(
             fits = middle
         else:
             beyond = middle
-    return _pages(memory, fits, tokens_per_checkpoint)
+    return pages_per_anchor(memory, fits, tokens_per_checkpoint)
+
+
+def pages_per_anchor(
+    memory: ModelMemory, pages: int, tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
+) -> dict[str, int]:
+    """Pages of every anchor that go with `pages` pages of tokens; the same on every rank."""
+    return {
+        anchor.name: _anchor_pages(anchor, memory.page_tokens, pages, tokens_per_checkpoint)
+        for anchor in memory.anchors
+    }
 
 
 def bytes_for(
     memory: ModelMemory, pages: int, tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
 ) -> int:
     """Bytes that keep `pages` pages of tokens, and the checkpoints among them."""
-    counts = _pages(memory, pages, tokens_per_checkpoint)
+    counts = pages_per_anchor(memory, pages, tokens_per_checkpoint)
     return sum(memory.slot_bytes(anchor) * count for anchor, count in counts.items())
-
-
-def _pages(memory: ModelMemory, pages: int, tokens_per_checkpoint: int) -> dict[str, int]:
-    return {
-        anchor.name: _anchor_pages(anchor, memory.page_tokens, pages, tokens_per_checkpoint)
-        for anchor in memory.anchors
-    }
 
 
 def _anchor_pages(

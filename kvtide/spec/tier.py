@@ -1,4 +1,7 @@
-"""The three places a page can be, and the value that asks for a copy between two of them."""
+"""The three places a page can be, and the values that ask for copies between two of them.
+
+Pages and entries are copied by different types: what is meant is never inferred from a count.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class PageMove:
     """Copy these pages of one anchor, with its sidecars, from one tier to another."""
 
     anchor: str
@@ -28,3 +31,20 @@ class Move:
     target: Tier
     source_slots: Slots
     target_slots: Slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryMove:
+    """Copy single entries of one pool, in all its layers, from one tier to another.
+
+    The arrays name a slot and, counted in the order in which a page keeps them, the entry within
+    it; they are equally long.
+    """
+
+    pool: str
+    source: Tier
+    target: Tier
+    source_slots: Slots
+    source_entries: Slots
+    target_slots: Slots
+    target_entries: Slots

@@ -28,7 +28,7 @@ def pool(name: str, size: int, reuse: Reuse | None = None) -> PoolSpec:
     return PoolSpec(name, (0,), entry, PAGE, reuse=reuse or Reuse())
 
 
-KV, WINDOW, STATE = pool("kv", 10), pool("swa", 7, Reuse(5)), pool("state", 50, Reuse(1, PAGE))
+KV, WINDOW, STATE = pool("kv", 160), pool("swa", 112, Reuse(5)), pool("state", 800, Reuse(1, PAGE))
 FULL = ModelMemory("full", PAGE, (KV,), layers=1)
 HYBRID = ModelMemory("hybrid", PAGE, (KV, WINDOW), layers=1)
 RECURRENT = ModelMemory("recurrent", PAGE, (KV, STATE), layers=1)
@@ -57,7 +57,7 @@ def serve(memory: ModelMemory, pages: tuple[int, ...], *texts: str) -> Report:
 def test_repeated_prompt_is_found_on_the_device_and_nothing_is_loaded() -> None:
     report = serve(FULL, (9, 9, 9), "abc", "abc")
     assert report.hit_tokens == {Tier.DEVICE: 3 * PAGE, Tier.HOST: 0, Tier.STORAGE: 0}
-    assert report.moved_bytes == {"load": 0, "backup": 30, "fetch": 0, "store": 30}
+    assert report.moved_bytes == {"load": 0, "backup": 480, "fetch": 0, "store": 480}
     assert report.prompt_tokens == 2 * (3 * PAGE + 1)
 
 
@@ -69,13 +69,13 @@ def test_the_last_token_is_always_computed() -> None:
 def test_what_the_device_gave_up_is_loaded_from_the_host() -> None:
     report = serve(FULL, (4, 9), "abc", "xyz", "abc")
     assert report.hit_tokens == {Tier.DEVICE: 0, Tier.HOST: 3 * PAGE}
-    assert report.moved_bytes == {"load": 30, "backup": 60}
+    assert report.moved_bytes == {"load": 480, "backup": 960}
 
 
 def test_what_the_host_gave_up_is_fetched_and_then_loaded() -> None:
     report = serve(FULL, (4, 3, 20), "abc", "xyz", "abc")
     assert report.hit_tokens == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.STORAGE: 3 * PAGE}
-    assert report.moved_bytes == {"load": 30, "backup": 60, "fetch": 30, "store": 60}
+    assert report.moved_bytes == {"load": 480, "backup": 960, "fetch": 480, "store": 960}
 
 
 def test_prefix_spread_over_tiers_counts_for_each_what_it_had() -> None:
@@ -85,12 +85,12 @@ def test_prefix_spread_over_tiers_counts_for_each_what_it_had() -> None:
     assert found[Tier.DEVICE] > 0
     assert found[Tier.HOST] > 0
     assert sum(found.values()) == 4 * PAGE
-    assert report.moved_bytes["load"] == found[Tier.HOST] // PAGE * 10
+    assert report.moved_bytes["load"] == found[Tier.HOST] // PAGE * 160
 
 
 def test_moved_bytes_count_every_pool_by_its_own_size() -> None:
     # The window reaches 5 tokens: two pages at the end of each prompt.
-    assert serve(HYBRID, (9, 9), "abcd").moved_bytes["backup"] == 4 * 10 + 2 * 7
+    assert serve(HYBRID, (9, 9), "abcd").moved_bytes["backup"] == 4 * 160 + 2 * 112
 
 
 def test_prompt_longer_than_the_device_is_counted_and_leaves_nothing() -> None:
@@ -137,7 +137,7 @@ def test_windows_alone_count_the_whole_prefix_they_let_resume() -> None:
 
 def test_seconds_are_tokens_and_bytes_over_the_assumed_rates() -> None:
     report = serve(FULL, (4, 3, 20), "abc", "xyz", "abc")
-    rates = Rates(6.0, link_bytes_s=10.0, storage_read_bytes_s=5.0, storage_write_bytes_s=4.0)
+    rates = Rates(6.0, link_bytes_s=160.0, storage_read_bytes_s=80.0, storage_write_bytes_s=64.0)
     assert report.prefill_saved_s(rates) == 12 / 6
     assert [report.link_s(link, rates) for link in LINKS] == [3.0, 6.0, 6.0, 15.0]
     assert report.waited_s(rates) == 3.0 + 6.0
@@ -163,7 +163,7 @@ def test_books_balance_whatever_is_replayed(
         assert count <= pages[tier]
     if memory is FULL and len(pages) > 1 and not report.unfit_requests:
         below = sum(report.hit_tokens[tier] for tier in list(report.hit_tokens)[1:])
-        assert report.moved_bytes["load"] == below // PAGE * 10
+        assert report.moved_bytes["load"] == below // PAGE * 160
     assert report == serve(memory, pages, *served), "a replay is the same each time"
 
 

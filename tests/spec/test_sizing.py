@@ -21,8 +21,8 @@ def memory(*pools: PoolSpec) -> ModelMemory:
     return ModelMemory("m", 16, pools, layers=1)
 
 
-KV, WINDOW = pool("kv", 100), pool("swa", 30, Reuse(17))
-STATE = pool("state", 700, Reuse(1, stride=16))
+KV, WINDOW = pool("kv", 1600), pool("swa", 480, Reuse(17))
+STATE = pool("state", 11200, Reuse(1, stride=16))
 FREE = pool("kv", 0)
 MEMORIES = {
     "history": memory(KV),
@@ -30,7 +30,7 @@ MEMORIES = {
     "state beside history": memory(KV, STATE),
     "window beside a zero-byte anchor": memory(FREE, WINDOW),
     "window alone": memory(WINDOW),
-    "zero-byte anchor with a sidecar": memory(FREE, pool("c4", 9, follows="kv"), WINDOW),
+    "zero-byte anchor with a sidecar": memory(FREE, pool("c4", 144, follows="kv"), WINDOW),
 }
 
 
@@ -38,7 +38,7 @@ def cost(of: ModelMemory, pages: dict[str, int]) -> int:
     return sum(of.slot_bytes(anchor) * count for anchor, count in pages.items())
 
 
-@given(st.sampled_from(list(MEMORIES)), st.integers(0, 10**6), st.integers(16, 10**4))
+@given(st.sampled_from(list(MEMORIES)), st.integers(0, 10**7), st.integers(16, 10**4))
 def test_pages_fit_and_one_more_page_of_tokens_would_not(
     name: str, total: int, per_checkpoint: int
 ) -> None:
@@ -50,40 +50,42 @@ def test_pages_fit_and_one_more_page_of_tokens_would_not(
         assert bytes_for(declared, pages["kv"] + 1, per_checkpoint) > total
     else:
         # A page of tokens brings at most the two pages that the window reaches over.
-        assert total - cost(declared, pages) < 2 * 30 or pages["swa"] == 3
+        assert total - cost(declared, pages) < 2 * 480 or pages["swa"] == 3
 
 
 def test_history_alone_takes_every_page_that_fits() -> None:
-    assert pages_for(MEMORIES["history"], 1099) == {"kv": 10}
+    assert pages_for(MEMORIES["history"], 17_599) == {"kv": 10}
 
 
 def test_windows_get_one_checkpoint_of_their_reach_per_distance() -> None:
-    pages = pages_for(MEMORIES["window beside history"], 10**6, tokens_per_checkpoint=160)
+    pages = pages_for(MEMORIES["window beside history"], 16 * 10**6, tokens_per_checkpoint=160)
     # 17 tokens reach over two pages; a checkpoint every ten pages.
     assert pages["swa"] == pages["kv"] * 2 // 10
     assert pages["kv"] == 9434
 
 
 def test_a_small_tier_still_holds_one_checkpoint_and_the_page_after_it() -> None:
-    pages = pages_for(MEMORIES["window beside history"], 10**3)
+    pages = pages_for(MEMORIES["window beside history"], 16_000)
     assert pages == {"kv": 9, "swa": 3}
 
 
 def test_zero_byte_anchor_is_bounded_by_what_its_windows_cost() -> None:
-    pages = pages_for(MEMORIES["window beside a zero-byte anchor"], 3000, tokens_per_checkpoint=16)
+    pages = pages_for(
+        MEMORIES["window beside a zero-byte anchor"], 48_000, tokens_per_checkpoint=16
+    )
     assert pages["swa"] == 100
     assert pages["kv"] == 50
 
 
 def test_windows_without_a_history_fill_the_tier() -> None:
-    pages = pages_for(MEMORIES["window alone"], 3000)
+    pages = pages_for(MEMORIES["window alone"], 48_000)
     assert pages == {"swa": 100}
 
 
 def test_a_tier_too_small_for_a_page_of_every_pool_names_the_least() -> None:
     least = bytes_for(MEMORIES["state beside history"], 1)
-    assert least == 100 + 2 * 700
-    with pytest.raises(SpecError, match=r"1,499 bytes do not hold .* use at least 1,500"):
+    assert least == 1600 + 2 * 11200
+    with pytest.raises(SpecError, match=r"23,999 bytes do not hold .* use at least 24,000"):
         pages_for(MEMORIES["state beside history"], least - 1)
     assert pages_for(MEMORIES["state beside history"], least) == {"kv": 1, "state": 2}
 
