@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvtide.index.keys import Prompt
 from kvtide.index.node import Node
-from kvtide.spec import Move, Slots, Tier
+from kvtide.spec import PageMove, Slots, Tier
 
 
 class Pin(NamedTuple):
@@ -94,6 +94,9 @@ class Arrival:
 
     pins           the source of what is on its way
     guards         what a history has above it, in source and target: it cannot go before
+    leases         who waits for these pages: the lease they were begun for, and later ones that
+                   need some of them too
+    behind         the arrivals that bring the rest of what the lease waits for
     leaves_source  a demotion: landing also drops the source copies that nobody pinned since
     """
 
@@ -103,8 +106,9 @@ class Arrival:
     parts: list[Part]
     pins: list[Pin]
     guards: list[Pin]
-    moves: tuple[Move, ...]
-    lease: Lease | None = None
+    moves: tuple[PageMove, ...]
+    leases: list[Lease] = field(default_factory=list)
+    behind: tuple[Arrival, ...] = ()
     leaves_source: bool = False
     live: bool = True
 

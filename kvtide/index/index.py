@@ -33,7 +33,11 @@ from kvtide.spec import ModelMemory, Slots, Tier
 
 
 class Index:
-    """See the module. `capacity_pages[tier][anchor]` are the slots; a tier left out has none."""
+    """See the module. `capacity_pages[tier][anchor]` are the slots; a tier left out has none.
+
+    In a tier that `keeps`, room is never made by dropping the only copy of a page somebody may
+    resume from: there is no room then, `missing` says how much, and `demote` makes it.
+    """
 
     def __init__(
         self,
@@ -43,10 +47,12 @@ class Index:
         eviction: str = DEFAULT_POLICY,
         placement: Placement | None = None,
         fingerprint: bytes = b"",
+        keeps: Collection[Tier] = (),
     ) -> None:
         self.memory = memory
         self.books = Books(memory, capacity_pages, eviction, fingerprint)
-        self._room = Room(self.books)
+        kept = (self.books.cell(tier, number) for tier in keeps for number in self._anchors())
+        self._room = Room(self.books, frozenset(kept))
         self._matcher = Matcher(memory, self.books)
         self._leasing = Leasing(
             memory, self.books, self._matcher, self._room, placement or CostBased()
@@ -62,6 +68,10 @@ class Index:
     def match(self, prompt: Prompt, slowest: Tier = Tier.STORAGE) -> Hit:
         """The deepest boundary at which the prompt can resume from these tiers. Changes nothing."""
         return self._matcher.match(prompt, slowest)
+
+    def current(self, hit: Hit) -> bool:
+        """Whether nothing has changed since the hit was found."""
+        return hit.tick == self.books.tick
 
     def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
         """Where the pages up to the hit's boundary would come from."""
@@ -111,7 +121,14 @@ class Index:
 
     def page_table(self, lease: Lease, anchor: str) -> Slots:
         """The device slot of every page the lease has, -1 where the anchor keeps none."""
-        return self._leasing.page_table(lease, self._anchor(anchor))
+        return self._leasing.page_table(lease, self._anchor(anchor), coming=False)
+
+    def coming_table(self, lease: Lease, anchor: str) -> Slots:
+        """The page table with the slots of pages on their way to the device.
+
+        For those who wait for the transfer before they read: nothing is there yet.
+        """
+        return self._leasing.page_table(lease, self._anchor(anchor), coming=True)
 
     def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the lease's prefix on the device: has it this optional sidecar?"""
@@ -128,6 +145,10 @@ class Index:
         None when the target has no room. An arrival without parts has nothing to move.
         """
         return self._moving.copy(lease, source, target)
+
+    def needs(self, lease: Lease, source: Tier, target: Tier) -> dict[str, int]:
+        """How many slots of the target such a copy would take, by anchor. Changes nothing."""
+        return self._moving.needs(lease, source, target)
 
     def demote(self, source: Tier, target: Tier, anchor: str, pages: int) -> Arrival | None:
         """Begin to move victims of a full tier down; None when there is none, or no room."""
@@ -159,12 +180,30 @@ class Index:
         """Be told of every page that becomes readable somewhere, or ceases to be."""
         self.books.listeners.append(listener)
 
+    @property
+    def missing(self) -> dict[tuple[Tier, str], int]:
+        """What the last refusal lacked: pages by tier and anchor."""
+        names, anchors = self.books.anchor_names, self.books.anchors
+        missing = self._room.missing.items()
+        return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
+
+    def capacity(self, tier: Tier, anchor: str) -> int:
+        """All slots of an anchor in a tier."""
+        return self.books.cells[self.books.cell(tier, self._anchor(anchor))].slots.capacity
+
+    def free_pages(self, tier: Tier, anchor: str) -> int:
+        """Slots that are neither taken nor promised."""
+        return self.books.cells[self.books.cell(tier, self._anchor(anchor))].slots.available
+
     def resident_pages(self, tier: Tier, anchor: str) -> int:
         return self.books.cells[self.books.cell(tier, self._anchor(anchor))].resident_pages
 
     def validate(self) -> list[str]:
         """Every violation of the invariants, in sentences; empty when all is well."""
         return invariants.violations(self.books)
+
+    def _anchors(self) -> range:
+        return range(self.books.anchors)
 
     def _anchor(self, name: str) -> int:
         return self.books.anchor_names.index(name)

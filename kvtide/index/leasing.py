@@ -246,10 +246,17 @@ class Leasing:
                 self._hold(node, cell, mine.copy())
 
     def _hold(self, node: Node, cell: int, slots: Slots) -> None:
-        """A history is pinned to its end when the commit is done; a checkpoint may stay behind."""
+        """A history is pinned to its end when the commit is done; a checkpoint may stay behind.
+
+        Who waits for these pages to be brought has them now, and must not lose them before then.
+        """
+        coming = node.arrivals.get(cell) if node.arrivals else None
         self._books.hold(node, cell, slots)
         if self._reaches[cell] is not None:
             self._books.cells[cell].queue.offer(node)
+        for lease in self._books.arrivals[coming].leases if coming is not None else ():
+            if lease.live:
+                self.repin(lease)
 
     @staticmethod
     def _note_stop(lease: Lease, before: Node) -> None:
@@ -298,14 +305,26 @@ class Leasing:
         lease.node.leases -= 1
         books.prune(lease.node)
 
-    def page_table(self, lease: Lease, anchor: int) -> Slots:
-        """The device slot of every page up to `lease.reserved`; -1 where there is none."""
+    def page_table(self, lease: Lease, anchor: int, coming: bool) -> Slots:
+        """The device slot of every page up to `lease.reserved`; -1 where there is none.
+
+        `coming` includes the slots into which pages are on their way.
+        """
         table = np.full(lease.reserved, -1, np.int32)
         for node in self._books.path(lease.node):
             slots = node.slots[anchor]
+            if slots is None and coming and node.arriving >> anchor & 1:
+                slots = self._coming(node, anchor)
             if slots is not None:
                 table[node.depth : node.depth + node.pages] = slots
         for segment in lease.segments:
             if anchor in segment.slots:
                 table[segment.start : segment.end] = segment.slots[anchor]
         return table
+
+    def _coming(self, node: Node, cell: int) -> Slots:
+        """The slots that an arrival has for the node's pages. Arrivals here follow one path."""
+        assert node.arrivals is not None
+        arrival = self._books.arrivals[node.arrivals[cell]]
+        part = next(p for p in arrival.parts if p.cell == cell and p.start <= node.depth < p.end)
+        return part.slots[node.depth - part.start : node.depth - part.start + node.pages]

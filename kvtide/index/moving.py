@@ -13,7 +13,7 @@ from kvtide.index.holding import Arrival, Lease, Part, Pin
 from kvtide.index.leasing import Leasing
 from kvtide.index.node import Node
 from kvtide.index.room import Room
-from kvtide.spec import Move, Slots, Tier
+from kvtide.spec import PageMove, Slots, Tier
 
 Run = list[Node]
 """Nodes that follow each other on one path, topmost first."""
@@ -38,38 +38,39 @@ class Moving:
         guards = self._guard(lease, target)
         runs = self._runs(lease, source, target)
         needs = {
-            books.cell(target, anchor): sum(node.pages for run in of_anchor for node in run)
-            for anchor, of_anchor in runs.items()
+            books.cell(target, anchor): _pages(of_anchor) for anchor, of_anchor in runs.items()
         }
         arrival = None
         if self._room.reserve(needs):
             arrival = self._begin(runs, source, target)
-            arrival.lease = lease
+            if target < source:
+                # Nobody waits for a copy downwards, and it does not move what a lease pins.
+                arrival.leases.append(lease)
+                arrival.behind = self._awaited(lease, arrival)
         for pin in guards:
             books.pins.unpin(pin)
         return arrival
 
+    def needs(self, lease: Lease, source: Tier, target: Tier) -> dict[str, int]:
+        """How many slots of the target a copy of the lease's path would take, by anchor."""
+        runs = self._runs(lease, source, target)
+        return {self._books.anchor_names[anchor]: _pages(found) for anchor, found in runs.items()}
+
     def demote(self, source: Tier, target: Tier, anchor: int, pages: int) -> Arrival | None:
-        """Begin to move the next victims of a cell down; what has a copy there is dropped at once.
+        """Begin to move the next victims of a cell down, as many of them as fit there.
+
+        What has a copy below already, or is of no use to anybody, is dropped at once.
 
         None when nothing is evictable or the target has no room. Landing frees the source. An
         arrival without parts has nothing to move.
         """
-        books, room = self._books, self._room
+        books = self._books
         books.tick += 1
         here, there = books.cell(source, anchor), books.cell(target, anchor)
-        victims: list[Pin] = []
-        found = 0
-        while found < pages and (node := books.cells[here].queue.pop()) is not None:
-            node = room.tail(node, room.share(node, here, pages - found))
-            found += node.pages
-            if (node.resident | node.arriving) >> there & 1:
-                books.drop(node, here)
-            else:
-                victims.append(books.pins.span(here, node, node.depth))
+        victims, found = self._victims(here, there, pages)
         runs = {anchor: [[pin.node] for pin in victims]} if victims else {}
         arrival = None
-        if found and room.reserve({there: sum(pin.node.pages for pin in victims)}):
+        if found and self._room.reserve({there: sum(pin.node.pages for pin in victims)}):
             arrival = self._begin(runs, source, target)
             arrival.leaves_source = True
         for pin in victims:
@@ -94,9 +95,9 @@ class Moving:
                 self._leave(nodes, pin.cell)
         for pin in arrival.guards:
             books.pins.unpin(pin)
-        lease = arrival.lease
-        if lease is not None and lease.live:
-            self._leasing.repin(lease)
+        for lease in arrival.leases:
+            if lease.live:
+                self._leasing.repin(lease)
 
     def fail(self, arrival: Arrival) -> None:
         """The bytes will not come: every slot goes back, nothing was ever readable."""
@@ -111,6 +112,29 @@ class Moving:
             books.pins.unpin(pin)
 
     # -- the steps --------------------------------------------------------------------------
+
+    def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
+        """The next victims, pinned, that have to be copied; and how many pages leave in all."""
+        books, room, queue = self._books, self._room, self._books.cells[here].queue
+        fits = room.most(there)
+        victims: list[Pin] = []
+        found = 0
+        while found < pages and (node := queue.pop()) is not None:
+            count = room.share(node, here, pages - found)
+            lost = not node.arriving >> there & 1 and room.would_be_lost(node, here)
+            if lost and books.cells[here].reach is None:
+                count = min(count, fits)
+            if lost and not 0 < count <= fits:
+                queue.offer(node)
+                break
+            node = room.tail(node, count)
+            found += count
+            if lost:
+                fits -= count
+                victims.append(books.pins.span(here, node, node.depth))
+            else:
+                books.drop(node, here)
+        return victims, found
 
     def _guard(self, lease: Lease, target: Tier) -> list[Pin]:
         """Keep what the path already has in the target while room is made there."""
@@ -143,6 +167,25 @@ class Moving:
                 runs[anchor] = found
         return runs
 
+    def _awaited(self, lease: Lease, own: Arrival) -> tuple[Arrival, ...]:
+        """The other arrivals that bring pages of the lease's path to the same tier.
+
+        The lease is told to them, so that it is pinned there as soon as they land.
+        """
+        books, numbers = self._books, dict[int, None]()
+        for anchor in range(books.anchors):
+            cell = books.cell(own.target, anchor)
+            reach = books.cells[cell].reach
+            start = 0 if reach is None else lease.boundary - reach
+            for node in books.path(lease.node):
+                coming = node.arriving >> cell & 1 and node.end > start
+                if coming and node.arrivals is not None:
+                    numbers[node.arrivals[cell]] = None
+        others = tuple(books.arrivals[n] for n in numbers if n != own.number)
+        for other in others:
+            other.leases.append(lease)
+        return others
+
     def _begin(self, runs: dict[int, list[Run]], source: Tier, target: Tier) -> Arrival:
         """Take the promised slots, mark the pages ARRIVING, pin their source."""
         books = self._books
@@ -150,7 +193,7 @@ class Moving:
         parts: list[Part] = []
         pins: list[Pin] = []
         guards: list[Pin] = []
-        moves: list[Move] = []
+        moves: list[PageMove] = []
         for anchor, of_anchor in runs.items():
             here, there = books.cell(source, anchor), books.cell(target, anchor)
             for run in of_anchor:
@@ -178,10 +221,10 @@ class Moving:
 
     def _move(
         self, anchor: int, source: Tier, target: Tier, runs: list[Run], parts: list[Part]
-    ) -> Move:
+    ) -> PageMove:
         here = self._books.cell(source, anchor)
         there = self._books.cell(target, anchor)
-        return Move(
+        return PageMove(
             self._books.anchor_names[anchor],
             source,
             target,
@@ -215,3 +258,7 @@ class Moving:
         for node in nodes:
             if queue.evictable(node):
                 self._books.drop(node, cell)
+
+
+def _pages(runs: list[Run]) -> int:
+    return sum(node.pages for run in runs for node in run)

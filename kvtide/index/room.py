@@ -5,39 +5,65 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtide.index.books import Books
+from kvtide.index.evict import in_reach
 from kvtide.index.node import Node
 
 
 class Room:
-    def __init__(self, books: Books) -> None:
+    """`keeps`: the cells where room is not made by dropping the only copy of a page.
+
+    `missing` is what the last refusal lacked, by cell.
+    """
+
+    def __init__(self, books: Books, keeps: frozenset[int] = frozenset()) -> None:
         self._books = books
+        self._keeps = keeps
+        self.missing: dict[int, int] = {}
 
     def reserve(self, needs: Mapping[int, int]) -> bool:
-        """Promise slots in several cells, in all or in none; evicts only if it can succeed."""
+        """Promise slots in several cells, in all or in none; evicts only if it seems to help."""
         cells = self._books.cells
-        short = [cell for cell, count in needs.items() if count > cells[cell].slots.available]
-        for cell in short:
-            books = cells[cell]
-            if needs[cell] > books.slots.available + books.resident_pages - books.pinned_pages:
-                return False
-        for cell in short:
+        self.missing = self._lacking(needs)
+        if any(needs[cell] > self.most(cell) for cell in self.missing):
+            return False
+        for cell in self.missing:
+            # Making room in one cell may have made some in the next.
             missing = needs[cell] - cells[cell].slots.available
-            if self.evict(cell, max(missing, cells[cell].batch_pages)) < missing:
+            wanted = max(missing, cells[cell].batch_pages)
+            if missing > 0 and self.evict(cell, wanted, cell in self._keeps) < missing:
+                self.missing = self._lacking(needs)
                 return False
         for cell, count in needs.items():
             promised = cells[cell].slots.reserve(count)
             assert promised, "room was made, yet there is none"
         return True
 
-    def evict(self, cell: int, pages: int) -> int:
+    def most(self, cell: int) -> int:
+        """The most slots that can be promised in a cell, if all that is not pinned goes."""
+        books = self._books.cells[cell]
+        return books.slots.available + books.resident_pages - books.pinned_pages
+
+    def _lacking(self, needs: Mapping[int, int]) -> dict[int, int]:
+        cells = self._books.cells
+        return {
+            cell: count - cells[cell].slots.available
+            for cell, count in needs.items()
+            if count > cells[cell].slots.available
+        }
+
+    def evict(self, cell: int, pages: int, sparing: bool = False) -> int:
         """Drop at least `pages` pages from a cell if so many are evictable; how many it were.
 
-        Nodes that follow each other and were always used together go together.
+        Nodes that follow each other and were always used together go together. `sparing` ends at
+        the first victim that is worth keeping and has no copy below.
         """
         books, queue = self._books, self._books.cells[cell].queue
         dropped = 0
         node = queue.pop()
         while node is not None:
+            if sparing and self.would_be_lost(node, cell):
+                queue.offer(node)
+                break
             used, parent = (node.last, node.hits), node.parent
             count = self.share(node, cell, pages - dropped)
             dropped += count
@@ -53,6 +79,14 @@ class Room:
                 parent = queue.pop()
             node = parent
         return dropped
+
+    def would_be_lost(self, node: Node, cell: int) -> bool:
+        """Whether the cell has the only copy of pages from which somebody may resume."""
+        books = self._books.cells[cell]
+        below = books.anchor_bits & -(books.bit << 1)
+        if node.resident & below:
+            return False
+        return books.reach is None or in_reach(node, books.reach)
 
     def share(self, node: Node, cell: int, pages: int) -> int:
         """How many pages to take off a victim's end when `pages` are wanted.
