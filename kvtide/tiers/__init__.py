@@ -1,0 +1,27 @@
+"""Where bytes live: the device's memory and the host's.
+
+`layout`   what lies where; the only place with strides
+`buffers`  a tier's bytes, and how model code sees them: by pool and global layer
+`arena`    getting the memory: pinned, in huge pages, or refused with what the machine has
+`sizing`   how large a tier is: a ratio, bytes or tokens
+"""
+
+from kvtide.tiers.arena import Arena, TierError, device_arena, host_arena
+from kvtide.tiers.buffers import Buffers
+from kvtide.tiers.layout import Arrangement, Layout
+from kvtide.tiers.sizing import Bytes, Ratio, TierSize, Tokens, capacity_pages
+
+__all__ = [
+    "Arena",
+    "Arrangement",
+    "Buffers",
+    "Bytes",
+    "Layout",
+    "Ratio",
+    "TierError",
+    "TierSize",
+    "Tokens",
+    "capacity_pages",
+    "device_arena",
+    "host_arena",
+]

@@ -1,0 +1,84 @@
+"""The bytes of a tier, and how model code sees them.
+
+A tier's pages all lie in one block of memory (`Arena`); `Buffers` joins that block with the
+arrangement that says what lies where. Model code asks for a pool and a global layer and gets its
+own rows, one tensor per field, over all slots: `kv["k"][slot, entry]`. Views alias the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvtide.spec import DType, PoolSpec, Slots
+from kvtide.tiers.layout import Arrangement
+
+TORCH_DTYPES = {
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP8_E4M3: torch.float8_e4m3fn,
+    DType.UE8M0: torch.float8_e8m0fnu,
+    DType.UINT8: torch.uint8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """`data` is the tier's block of bytes, at least as long as the arrangement."""
+
+    arrangement: Arrangement
+    data: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert self.data.dtype is torch.uint8 and self.data.is_contiguous()
+        assert self.data.numel() >= self.arrangement.bytes, "the block is too small"
+        assert self.data.data_ptr() % 16 == 0, "rows are aligned only if the block is"
+
+    @property
+    def address(self) -> int:
+        return self.data.data_ptr()
+
+    def view(self, pool: str, layer: int) -> dict[str, torch.Tensor]:
+        """A layer's own rows by field: tensors of (slots, entries of a page, *field shape)."""
+        spec = self.arrangement.memory.pool(pool)
+        views: dict[str, torch.Tensor] = {}
+        offset = 0
+        for field in spec.entry.fields:
+            views[field.name] = self._field(spec, layer, offset, field.shape, field.dtype)
+            offset += field.bytes
+        return views
+
+    def rows(self, pool: str, layer: int) -> torch.Tensor:
+        """A layer's rows as bytes: (slots, bytes of a row)."""
+        spec = self.arrangement.memory.pool(pool)
+        row = self.arrangement.row(spec, layer)
+        slots = self.arrangement.slots[spec.follows or spec.name]
+        start = self.data.storage_offset() + row.offset
+        return self.data.as_strided((slots, row.bytes), (row.stride, 1), start)
+
+    def pages(self, anchor: str, slots: Slots) -> torch.Tensor:
+        """A copy of whole pages in canonical order: (pages, bytes behind a slot)."""
+        picked = torch.from_numpy(slots).long().to(self.data.device)
+        rows = self.arrangement.rows(anchor)
+        parts = [self.rows(row.pool, row.layer)[picked] for row in rows]
+        return torch.cat(parts, 1) if parts else self.data.new_empty((len(slots), 0))
+
+    def _field(
+        self, pool: PoolSpec, layer: int, offset: int, shape: tuple[int, ...], dtype: DType
+    ) -> torch.Tensor:
+        memory, size = self.arrangement.memory, dtype.size_bytes
+        row = self.arrangement.row(pool, layer)
+        strides = [row.stride, pool.entry.bytes]
+        assert not any(n % size for n in (row.offset + offset, *strides)), (
+            f"pool {pool.name}: a field of {dtype} lies across its own alignment"
+        )
+        extents = (
+            self.arrangement.slots[pool.follows or pool.name],
+            pool.entries_per_page(memory.page_tokens),
+        )
+        inner = torch.empty(shape, device="meta").stride()
+        typed = self.data[: self.data.numel() // size * size].view(TORCH_DTYPES[dtype])
+        start = typed.storage_offset() + (row.offset + offset) // size
+        return typed.as_strided((*extents, *shape), (*(n // size for n in strides), *inner), start)

@@ -1,0 +1,162 @@
+"""Where every row of a tier lies. The only place in the project that knows strides.
+
+A *row* is what one layer of one pool keeps for one page: always contiguous, always a multiple of
+16 bytes. An arrangement says of every row where it begins in slot 0 and how far apart slots are;
+the three layouts are three ways to fill in these two numbers, and nothing else tells them apart.
+
+    layer_first         pool ▸ layer ▸ slot     a layer's rows side by side, as attention reads them
+    page_first          pool ▸ slot ▸ layer     a page of one pool in one run
+    page_first_direct   anchor ▸ slot ▸ layer ▸ pool     all of a page in one run: the anchor's rows
+                        and its sidecars', in the order in which a forward pass needs them
+
+In the last one any range of layers is a single run per page, whatever pools a model has, so that
+a copy engine is given few large copies where the others give it many small ones. The same order is
+the canonical one in which a page leaves the process.
+
+`pieces` compares two arrangements and joins what is contiguous in both: the one strided copy that
+all backends implement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.spec import ModelMemory, PoolSpec, Slots
+
+
+class Layout(Enum):
+    LAYER_FIRST = "layer_first"
+    PAGE_FIRST = "page_first"
+    PAGE_FIRST_DIRECT = "page_first_direct"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layer of one pool: the row of slot s is `bytes` bytes from `offset + s · stride` on."""
+
+    pool: str
+    layer: int
+    offset: int
+    stride: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A strided copy: per page, `bytes` bytes from `offset + slot · stride` here to there."""
+
+    source_offset: int
+    source_stride: int
+    target_offset: int
+    target_stride: int
+    bytes: int
+
+
+class Arrangement:
+    """All rows of a tier with so many slots per anchor, laid out one way."""
+
+    def __init__(self, memory: ModelMemory, slots: Mapping[str, int], layout: Layout) -> None:
+        self.memory = memory
+        self.slots = {anchor.name: slots[anchor.name] for anchor in memory.anchors}
+        self.layout = layout
+        place = _PLACES[layout]
+        self._rows: dict[str, dict[tuple[int, str], Row]] = {}
+        start = 0
+        for anchor, count in self.slots.items():
+            found = sorted(place(memory, anchor, count, start), key=lambda row: row.layer)
+            self._rows[anchor] = {(row.layer, row.pool): row for row in found}
+            start += memory.slot_bytes(anchor) * count
+        self.bytes = start
+
+    def row(self, pool: PoolSpec, layer: int) -> Row:
+        """A pool's row by its global layer number."""
+        row = self._rows[pool.follows or pool.name].get((layer, pool.name))
+        assert row is not None, f"pool {pool.name} has layers {pool.layers}, not {layer}"
+        return row
+
+    def rows(self, anchor: str) -> tuple[Row, ...]:
+        """What one slot of the anchor stands for, in canonical order: by layer, then by pool."""
+        return tuple(self._rows[anchor].values())
+
+
+def pieces(
+    source: Arrangement, target: Arrangement, anchor: str, layers: Container[int]
+) -> tuple[Piece, ...]:
+    """How to copy pages of an anchor, these layers of them, in the fewest contiguous runs."""
+    pairs = zip(source.rows(anchor), target.rows(anchor), strict=True)
+    wanted = [(a, b) for a, b in pairs if a.layer in layers]
+    joined: list[Piece] = []
+    for a, b in sorted(wanted, key=lambda pair: pair[0].offset):
+        piece = Piece(a.offset, a.stride, b.offset, b.stride, a.bytes)
+        if joined and _adjoins(joined[-1], piece):
+            piece = replace(joined[-1], bytes=joined[-1].bytes + piece.bytes)
+            joined.pop()
+        joined.append(piece)
+    return tuple(joined)
+
+
+def entry_pieces(source: Arrangement, target: Arrangement, pool: PoolSpec) -> tuple[Piece, ...]:
+    """How to copy single entries of a pool: one piece per layer, indexed by `entry_offsets`."""
+    size = pool.entry.bytes
+    return tuple(
+        Piece(source.row(pool, layer).offset, 1, target.row(pool, layer).offset, 1, size)
+        for layer in pool.layers
+    )
+
+
+def entry_offsets(
+    arrangement: Arrangement, pool: PoolSpec, slots: Slots, entries: Slots
+) -> npt.NDArray[np.int64]:
+    """How far entries lie behind the beginning of slot 0; the same in every layer of the pool."""
+    row = arrangement.row(pool, pool.layers[0])
+    return slots.astype(np.int64) * row.stride + entries.astype(np.int64) * pool.entry.bytes
+
+
+def _adjoins(before: Piece, piece: Piece) -> bool:
+    return (
+        before.source_offset + before.bytes == piece.source_offset
+        and before.target_offset + before.bytes == piece.target_offset
+        and before.source_stride == piece.source_stride
+        and before.target_stride == piece.target_stride
+    )
+
+
+# -- the three layouts ----------------------------------------------------------------------
+
+
+def _layer_first(memory: ModelMemory, anchor: str, slots: int, start: int) -> Iterator[Row]:
+    for pool in memory.group(anchor):
+        size = pool.row_bytes(memory.page_tokens)
+        for layer in pool.layers:
+            yield Row(pool.name, layer, start, size, size)
+            start += slots * size
+
+
+def _page_first(memory: ModelMemory, anchor: str, slots: int, start: int) -> Iterator[Row]:
+    for pool in memory.group(anchor):
+        size, page = pool.row_bytes(memory.page_tokens), pool.page_bytes(memory.page_tokens)
+        for number, layer in enumerate(pool.layers):
+            yield Row(pool.name, layer, start + number * size, page, size)
+        start += slots * page
+
+
+def _page_first_direct(memory: ModelMemory, anchor: str, slots: int, start: int) -> Iterator[Row]:
+    group, page = memory.group(anchor), memory.slot_bytes(anchor)
+    for layer in sorted({layer for pool in group for layer in pool.layers}):
+        for pool in group:
+            if layer in pool.layers:
+                size = pool.row_bytes(memory.page_tokens)
+                yield Row(pool.name, layer, start, page, size)
+                start += size
+
+
+_PLACES = {
+    Layout.LAYER_FIRST: _layer_first,
+    Layout.PAGE_FIRST: _page_first,
+    Layout.PAGE_FIRST_DIRECT: _page_first_direct,
+}

@@ -1,0 +1,32 @@
+"""Which device the tests run on: `pytest --device cuda` where there is one, else the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device under test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tensors here are small: threads that wait for each other on a busy machine cost six times
+    # what they bring. Read when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Triton reads this when a kernel is defined, so it is set before any test module is imported.
+    if config.getoption("--device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        config.addinivalue_line(
+            "filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton"
+        )
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest):
+    import torch  # Most rooms do without it, and their tests should start as fast as they do.
+
+    chosen = torch.device(request.config.getoption("--device"))
+    assert chosen.type == "cpu" or torch.cuda.is_available(), "--device cuda needs a CUDA device"
+    return chosen
