@@ -1,0 +1,60 @@
+"""A lane without a thread: copies happen when the test says so, or fail."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+from kvtide.transfer.lane import Backend, Job
+from kvtide.transfer.timeline import HostTimeline
+
+
+class HandRunLane:
+    """Jobs wait in `jobs`, oldest first."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.timeline = HostTimeline()
+        self.failures = 0
+        self.jobs: deque[Job] = deque()
+        self._backend = backend
+        self._under_way: Iterator[None] | None = None
+
+    def submit(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def run(self, jobs: int = 1) -> int:
+        """Do the next jobs in full; how many there were."""
+        done = 0
+        while self.jobs and done < jobs:
+            self.run_steps(self.jobs[0].steps)
+            done += 1
+        return done
+
+    def run_steps(self, steps: int) -> None:
+        """Do some more steps of the next job."""
+        job = self.jobs[0]
+        if self._under_way is None:
+            self._under_way = self._backend.issue(job.works, job.steps)
+        try:
+            for _ in islice(self._under_way, steps):
+                job.ticket.reached()
+        except Exception as error:
+            self.fail(error)
+        else:
+            if job.ticket.done():
+                self._leave()
+
+    def fail(self, error: Exception) -> None:
+        """The next job fails; of its steps no more are done than were."""
+        self.failures += 1
+        self.jobs[0].ticket.fail(error)
+        self._leave()
+
+    def _leave(self) -> None:
+        self.jobs.popleft()
+        self._under_way = None
+
+    def close(self, timeout_s: float) -> bool:
+        self.run(len(self.jobs))
+        return True

@@ -1,0 +1,87 @@
+"""Which backend works where: one table, checked at the start, from which the tests are made.
+
+| backend     | copies by                                                        |
+|-------------|------------------------------------------------------------------|
+| `reference` | plain memory copies on a CPU                                     |
+| `kernel`    | a device program that reads and writes pinned host memory        |
+| `direct`    | the copy engine, in batches                                      |
+| `auto`      | `direct` for long runs and `kernel` for short ones, as measured  |
+
+A cell that is not in the table is refused with the choices that are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kvtide.tiers.arena import TierError
+from kvtide.tiers.buffers import Buffers
+from kvtide.tiers.layout import Layout
+from kvtide.transfer.auto import measured_auto
+from kvtide.transfer.copier import Copier
+from kvtide.transfer.direct import Direct
+from kvtide.transfer.lane import Backend, Lane
+from kvtide.transfer.reference import Reference
+from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import CudaTimeline, HostTimeline
+
+ANY = frozenset(Layout)
+
+CELLS: Mapping[tuple[str, str], frozenset[Layout]] = {
+    ("cpu", "reference"): ANY,
+    ("cuda", "kernel"): ANY,
+    ("cuda", "direct"): ANY,
+    ("cuda", "auto"): ANY,
+}
+"""Kind of device and backend → the host layouts that the backend works with there."""
+
+DEFAULTS = {"cpu": "reference", "cuda": "auto"}
+
+
+def check(device: torch.device, backend: str, layout: Layout) -> None:
+    """Refuse a cell that is not in the table, naming those that are."""
+    if layout in CELLS.get((device.type, backend), ()):
+        return
+    valid = [
+        f"{name} (host layout {', '.join(sorted(one.value for one in layouts))})"
+        for (kind, name), layouts in CELLS.items()
+        if kind == device.type
+    ]
+    if not valid:
+        kinds = " or ".join(sorted({kind for kind, _ in CELLS}))
+        raise TierError(f"device {device.type}: nothing copies to and from it; use {kinds}")
+    raise TierError(
+        f"backend {backend} with host layout {layout.value} does not work on {device.type}; "
+        f"use {' or '.join(valid)}"
+    )
+
+
+def open_backend(name: str, device: Buffers, host: Buffers) -> Backend:
+    """The backend of that name. `auto` measures in the tiers' memory, which must be empty yet."""
+    check(device.data.device, name, host.arrangement.layout)
+    if name == "reference":
+        return Reference()
+    if name == "direct":
+        return Direct()
+    if name == "auto":
+        return measured_auto(device, host)
+    from kvtide.transfer.kernel import Kernel  # Triton is needed where it is used.
+
+    return Kernel(device.data.device)
+
+
+def open_copier(name: str, device: Buffers, host: Buffers) -> Copier:
+    """A copier with a lane in each direction."""
+    backend = open_backend(name, device, host)
+    on = device.data.device
+    lanes = {
+        way: Lane(
+            way.name.lower(),
+            CudaTimeline(on) if on.type == "cuda" else HostTimeline(),
+            backend,
+        )
+        for way in Way
+    }
+    return Copier(device, host, lanes)

@@ -1,0 +1,157 @@
+"""Copies between the device and the host: what to copy is worked out here, backends do it.
+
+The calling thread turns moves into strided copies over tables made at the start, and leaves the
+rest to the lane of that direction. Loads go in groups of layers, first layers first, so that a
+forward pass starts when its first group is there; backups go whole. All moves of one call are one
+submission: pages of one anchor are copied together, whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from kvtide.spec import ALL, EntryMove, ModelMemory, PageMove, Slots, Tier
+from kvtide.tiers.buffers import Buffers
+from kvtide.tiers.layout import entry_offsets, entry_pieces, pieces
+from kvtide.transfer.lane import Job, Ticket
+from kvtide.transfer.strided import Addresses, PieceTable, Strided, Way
+from kvtide.transfer.timeline import Timeline
+
+GROUP_PAGE_BYTES = 192 * 1024
+"""What a group of layers should at least bring per page: smaller copies waste the link."""
+
+MOST_GROUPS = 16
+
+
+class Issuer(Protocol):
+    """What runs jobs in one direction: `lane.Lane`; in tests also one that is run by hand."""
+
+    timeline: Timeline
+    failures: int
+
+    def submit(self, job: Job) -> None: ...
+    def close(self, timeout_s: float) -> bool: ...
+
+
+class Copier:
+    """Moves pages and entries between two buffers. `groups` are the steps of a load."""
+
+    def __init__(
+        self,
+        device: Buffers,
+        host: Buffers,
+        lanes: Mapping[Way, Issuer],
+        groups: Sequence[range] = (),
+    ) -> None:
+        memory = device.arrangement.memory
+        assert host.arrangement.memory == memory, "both sides must keep the same memory"
+        self.groups = tuple(groups) or layer_groups(memory)
+        grouped = {layer for group in self.groups for layer in group}
+        assert all(grouped.issuperset(pool.layers) for pool in memory.pools), "a layer is left out"
+        self.lanes = lanes
+        self._buffers = {Tier.DEVICE: device, Tier.HOST: host}
+        self._memory = memory
+        self._tables = {
+            (way, anchor.name): self._page_table(way, anchor.name)
+            for way in Way
+            for anchor in memory.anchors
+        }
+        self._entry_tables: dict[tuple[Way, str], PieceTable] = {}
+
+    def step_of(self, layer: int) -> int:
+        """Which step of a load brings this layer."""
+        for step, layers in enumerate(self.groups):
+            if layer in layers:
+                return step
+        raise AssertionError(f"no step brings layer {layer}; there are {self.groups}")
+
+    def copy(self, way: Way, moves: Sequence[PageMove], timeout_s: float) -> Ticket:
+        """Copy whole pages, after all that the calling thread has queued on the device."""
+        joined: dict[str, list[PageMove]] = {}
+        for move in moves:
+            assert (move.source, move.target) == way.value, f"{move} does not go {way.name}"
+            joined.setdefault(move.anchor, []).append(move)
+        works = []
+        for anchor, of_anchor in joined.items():
+            source = np.concatenate([move.source_slots for move in of_anchor], dtype=np.int64)
+            target = np.concatenate([move.target_slots for move in of_anchor], dtype=np.int64)
+            self._check(way.source, anchor, source, len(target))
+            self._check(way.target, anchor, target, len(source))
+            table = self._tables[way, anchor]
+            if len(table) and len(source):
+                works.append(Strided(table, source, target))
+        return self._submit(way, works, len(self._steps(way)), timeout_s)
+
+    def copy_entries(self, way: Way, moves: Sequence[EntryMove], timeout_s: float) -> Ticket:
+        """Copy single entries, all layers of a pool in one step."""
+        works = [
+            self._entries(way, move)
+            for move in moves
+            if len(move.source_slots) and self._memory.pool(move.pool).layers
+        ]
+        return self._submit(way, works, 1, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what was submitted; False if a lane did not end in time."""
+        closed = [lane.close(timeout_s) for lane in self.lanes.values()]
+        return all(closed)
+
+    def _check(self, tier: Tier, anchor: str, slots: Addresses | Slots, count: int) -> None:
+        """Wrong slots would be wrong addresses."""
+        capacity = self._buffers[tier].arrangement.slots[anchor]
+        assert len(slots) == count, "a move names as many source slots as target slots"
+        assert not count or 0 <= slots.min() <= slots.max() < capacity, f"{anchor}: no such slot"
+
+    def _steps(self, way: Way) -> Sequence[range]:
+        return self.groups if way is Way.LOAD else (range(self._memory.end_layer),)
+
+    def _submit(self, way: Way, works: Sequence[Strided], steps: int, timeout_s: float) -> Ticket:
+        lane = self.lanes[way]
+        ticket = Ticket(lane.timeline, steps, time.monotonic() + timeout_s)
+        lane.submit(Job(ticket, works, steps, lane.timeline.fence()))
+        return ticket
+
+    def _page_table(self, way: Way, anchor: str) -> PieceTable:
+        source, target = self._buffers[way.source], self._buffers[way.target]
+        found = [
+            pieces(source.arrangement, target.arrangement, anchor, layers)
+            for layers in self._steps(way)
+        ]
+        return PieceTable.of(way, source, target, found)
+
+    def _entries(self, way: Way, move: EntryMove) -> Strided:
+        assert (move.source, move.target) == way.value, f"{move} does not go {way.name}"
+        pool = self._memory.pool(move.pool)
+        count = len(move.source_slots)
+        self._check(way.source, pool.follows or pool.name, move.source_slots, count)
+        self._check(way.target, pool.follows or pool.name, move.target_slots, count)
+        source, target = self._buffers[way.source], self._buffers[way.target]
+        table = self._entry_tables.get((way, pool.name))
+        if table is None:
+            found = entry_pieces(source.arrangement, target.arrangement, pool)
+            table = PieceTable.of(way, source, target, [found])
+            self._entry_tables[way, pool.name] = table
+        return Strided(
+            table,
+            entry_offsets(source.arrangement, pool, move.source_slots, move.source_entries),
+            entry_offsets(target.arrangement, pool, move.target_slots, move.target_entries),
+        )
+
+
+def layer_groups(memory: ModelMemory, most: int = MOST_GROUPS) -> tuple[range, ...]:
+    """The model's layers in order, cut into groups that bring about the same number of bytes."""
+    page = memory.page_tokens
+    histories = [pool for pool in memory.pools if pool.reuse.reach is ALL and pool.layers]
+    counted = histories or memory.pools
+    layers = range(memory.end_layer) if memory.part is None else memory.part.layers
+    sizes = [sum(p.row_bytes(page) for p in counted if layer in p.layers) for layer in layers]
+    count = max(1, min(most, len(layers), sum(sizes) // GROUP_PAGE_BYTES))
+    ends = np.searchsorted(np.cumsum(sizes), np.arange(1, count) * sum(sizes) / count) + 1
+    cuts = sorted({0, *(int(end) for end in ends), len(layers)})
+    first = layers.start
+    return tuple(range(first + a, first + b) for a, b in pairwise(cuts))

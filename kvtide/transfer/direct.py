@@ -1,0 +1,103 @@
+"""The copy engine: batches of asynchronous copies, without a program on the device.
+
+The driver takes a list of copies in one call (`cuMemcpyBatchAsync`). Handing the list over costs
+the calling thread half a microsecond per copy and some tens per call, and the engine starts only
+when the call returns: so long lists are cut, and the first part is on its way while the next is
+handed over. The arrays are passed as they are, by address, since making a Python object per
+copy would cost more than the copy.
+
+A driver whose queue is full waits inside the call, and keeps everybody else on the device waiting
+with it, the other direction too. So the lane waits here instead, before that can happen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvtide.transfer.strided import Strided, runs
+
+MOST_COPIES = 128
+"""Copies per call: enough to hide what a call costs, few enough for the engine to start early."""
+
+MOST_IN_FLIGHT = 256
+"""Copies handed over and not done, per stream: far more than keep the engine busy."""
+
+_IN_STREAM_ORDER = 1
+_BESIDE_COMPUTE = 1
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: access order, two location hints of two integers each, flags."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class DirectUnavailableError(RuntimeError):
+    """This machine cannot do batched copies. The message names the remedy."""
+
+
+class Direct:
+    """Copies on the current stream."""
+
+    name = "direct"
+
+    def __init__(self) -> None:
+        self._batch = _batch_function()
+        self._attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+        self._first = ctypes.c_size_t(0)
+        self._in_flight: dict[int, deque[tuple[int, torch.cuda.Event]]] = {}
+
+    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+        source, target, sizes, bounds = runs(works, steps)
+        columns = [np.ascontiguousarray(column) for column in (target, source, sizes)]
+        addresses = [column.ctypes.data for column in columns]
+        stream = torch.cuda.current_stream().cuda_stream
+        for first, last in pairwise(bounds):
+            for start in range(first, last, MOST_COPIES):
+                count = min(MOST_COPIES, last - start)
+                in_flight = self._in_flight.setdefault(stream, deque())
+                while in_flight and sum(n for n, _ in in_flight) > MOST_IN_FLIGHT - count:
+                    in_flight.popleft()[1].synchronize()
+                self._submit([address + 8 * start for address in addresses], count, stream)
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                in_flight.append((count, event))
+            yield
+
+    def _submit(self, columns: list[int], count: int, stream: int) -> None:
+        attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
+        status = self._batch(*columns, count, attributes, first, 1, stream)
+        if status:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {status}")
+
+
+def _batch_function() -> ctypes._CFunctionType:
+    """The driver's function, found through cuda-bindings and called without its conversions."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise DirectUnavailableError(
+            "direct: cuda-bindings is not installed; install it, or use the kernel backend"
+        ) from None
+    error, pointer, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", 13000, 0)
+    if error or not int(pointer):
+        raise DirectUnavailableError(
+            "direct: the driver has no batched copies (CUDA 13 brought them in this form); "
+            "update it, or use the kernel backend"
+        )
+    address, size = ctypes.c_void_p, ctypes.c_size_t
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int, address, address, address, size, address, address, size, address
+    )
+    return kind(int(pointer))

@@ -1,0 +1,129 @@
+"""One direction of the link: a thread that issues copies in order, and tickets for their end.
+
+Issuing a large copy costs the driver more time than a step has to give, so the thread that runs
+the model only leaves a job here. A lane is supervised: whatever a job raises becomes that job's
+failure and a count, and the lane goes on.
+
+A job's steps are issued one after another. Whoever needs what a step brings waits for that step
+alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtide.transfer.strided import Strided
+from kvtide.transfer.timeline import Event, Timeline
+
+
+class TransferError(RuntimeError):
+    """Bytes that somebody waits for will not come, or not in time."""
+
+
+class Backend(Protocol):
+    """Issues copies on the current stream, or does them at once."""
+
+    name: str
+
+    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+        """Issue the works step by step; yields when all of a step was issued."""
+
+
+class Ticket:
+    """A submitted job, as seen by those who wait for it. `error` says why it failed."""
+
+    def __init__(self, timeline: Timeline, steps: int, deadline: float) -> None:
+        self.deadline = deadline
+        self.error: BaseException | None = None
+        self._timeline = timeline
+        self._steps = steps
+        self._issued: list[Event] = []
+        self._changed = threading.Condition()
+
+    def wait(self, step: int) -> None:
+        """Make the caller's coming work wait for a step of the job."""
+        step = range(self._steps)[step]
+        with self._changed:
+            in_time = self._changed.wait_for(
+                lambda: len(self._issued) > step, max(0.0, self.deadline - time.monotonic())
+            )
+        if self.error is not None:
+            raise TransferError(f"the copy failed: {self.error}") from self.error
+        if not in_time:
+            raise TransferError("the copy missed its deadline")
+        self._timeline.follow(self._issued[step])
+
+    def done(self) -> bool:
+        """Whether nothing of this job touches memory any more, however it ended."""
+        issued = self._issued
+        return len(issued) == self._steps and self._timeline.passed(issued[-1])
+
+    def reached(self) -> None:
+        """One more step was issued."""
+        event = self._timeline.record()
+        with self._changed:
+            self._issued.append(event)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake everybody: no more of this job will be issued than was.
+
+        A device that cannot even say how far it got is never known to be done.
+        """
+        self.error = error
+        event: Event = None
+        with suppress(RuntimeError):
+            event = self._timeline.record()
+        with self._changed:
+            self._issued += [event] * (self._steps - len(self._issued))
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    ticket: Ticket
+    works: Sequence[Strided]
+    steps: int
+    after: Event
+
+    def run(self, timeline: Timeline, backend: Backend) -> None:
+        with timeline.inside(self.after):
+            for _ in backend.issue(self.works, self.steps):
+                self.ticket.reached()
+
+
+class Lane:
+    def __init__(self, name: str, timeline: Timeline, backend: Backend) -> None:
+        self.name = name
+        self.timeline = timeline
+        self.failures = 0
+        self._backend = backend
+        self._closed = False
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"kvtide-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        assert not self._closed, "the lane is closed"
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float) -> bool:
+        """Issue what was submitted, then end the thread; False if it did not end in time."""
+        self._closed = True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.run(self.timeline, self._backend)
+            except BaseException as error:  # Even an exit ends the job and not the lane.
+                self.failures += 1
+                job.ticket.fail(error)

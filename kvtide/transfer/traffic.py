@@ -1,0 +1,96 @@
+"""All transfers that are not over, in the order in which they were begun.
+
+The owner of the books says what is reserved and what an end means; here is what they have in
+common: transfers begun since the last submission leave together, a transfer is judged by its
+ticket, and nothing is waited for longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import Generic
+
+from kvtide.spec import PageMove
+from kvtide.transfer.copier import Copier
+from kvtide.transfer.strided import Way
+from kvtide.transfer.transfer import H, State, Transfer
+
+
+class Verdict(IntEnum):
+    """How a transfer stands. The least of several ranks' verdicts is what holds for all.
+
+    LATE is pending past its deadline: nobody should wait for it, and its slots are not free.
+    """
+
+    LATE = 0
+    PENDING = 1
+    FAILED = 2
+    LANDED = 3
+
+
+class Traffic(Generic[H]):
+    def __init__(
+        self, copier: Copier, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._copier = copier
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._open: dict[int, Transfer[H]] = {}
+        self._numbers = 0
+
+    def __iter__(self) -> Iterator[Transfer[H]]:
+        return iter(self._open.values())
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def plan(self, way: Way) -> Transfer[H]:
+        self._numbers += 1
+        transfer: Transfer[H] = Transfer(self._numbers, way)
+        self._open[transfer.number] = transfer
+        return transfer
+
+    def reserve(self, transfer: Transfer[H], holding: H, moves: tuple[PageMove, ...]) -> None:
+        """It has its slots in every anchor, and can leave with the next submission."""
+        transfer.to(State.RESERVED)
+        transfer.holding, transfer.moves = holding, moves
+
+    def submit(self, way: Way) -> int:
+        """Everything reserved in this direction leaves as one submission; how many it were.
+
+        A submission that raises is a failed flight: its transfers are judged like all others.
+        """
+        leaving = [t for t in self if t.way is way and t.state is State.RESERVED]
+        if not leaving:
+            return 0
+        ticket = error = None
+        try:
+            moves = [move for transfer in leaving for move in transfer.moves]
+            ticket = self._copier.copy(way, moves, self._timeout_s)
+        except Exception as raised:
+            error = raised
+        for transfer in leaving:
+            transfer.to(State.FLYING)
+            transfer.ticket, transfer.error = ticket, error
+        return len(leaving)
+
+    def flying(self) -> list[Transfer[H]]:
+        """Oldest first."""
+        return [transfer for transfer in self if transfer.state is State.FLYING]
+
+    def verdict(self, transfer: Transfer[H]) -> Verdict:
+        ticket = transfer.ticket
+        if ticket is None:
+            return Verdict.FAILED
+        if not ticket.done():
+            return Verdict.LATE if self._clock() > ticket.deadline else Verdict.PENDING
+        transfer.error = ticket.error
+        return Verdict.LANDED if ticket.error is None else Verdict.FAILED
+
+    def end(self, transfer: Transfer[H], state: State) -> None:
+        """Landed or failed: from now on it holds nothing."""
+        transfer.to(state)
+        transfer.holding = None
+        del self._open[transfer.number]
