@@ -1,0 +1,50 @@
+"""The library's face: a model's memory over device and host, as one cache.
+
+`cache`       the verbs; start here
+`config`      what a cache is made with
+`lease`       what a caller holds: a match, a lease
+`writing`     when pages are copied to the host
+`flights`     arrivals of the index and transfers of bytes, tied together
+`sessions`    conversations whose prefix must stay
+`ranks`       agreement between the ranks of one model
+`hardware`    the memory of both tiers and the copier between them
+`stats`       what it has done; `invariants` what must hold
+"""
+
+from kvtide.cache.cache import Progress, TieredCache
+from kvtide.cache.config import CacheConfig
+from kvtide.cache.hardware import Hardware
+from kvtide.cache.lease import Lease, Match
+from kvtide.cache.ranks import Agreement, Alone, Ranks, RanksDivergedError
+from kvtide.cache.stats import PageCount, Stats
+from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace
+from kvtide.spec import Tier
+from kvtide.tiers import Bytes, Layout, Ratio, TierError, Tokens
+from kvtide.transfer.lane import TransferError
+
+__all__ = [
+    "Agreement",
+    "Alone",
+    "Branches",
+    "Bytes",
+    "CacheConfig",
+    "CostBased",
+    "EveryPages",
+    "Hardware",
+    "LastPage",
+    "Layout",
+    "Lease",
+    "Match",
+    "Namespace",
+    "PageCount",
+    "Progress",
+    "Ranks",
+    "RanksDivergedError",
+    "Ratio",
+    "Stats",
+    "Tier",
+    "TierError",
+    "TieredCache",
+    "Tokens",
+    "TransferError",
+]

@@ -1,0 +1,342 @@
+"""`TieredCache`: a model's memory over device and host, for people who write engines.
+
+    match ─▶ reserve ─▶ load ─▶ [wait(layer) … forward] ─▶ commit … commit ─▶ release
+                                    poll, once per step
+
+The cache owns the device's pages and the host's. It takes tokens and returns leases; it never sees
+a request. All calls come from one thread and none waits for a copy, except `wait` for the layer
+that is needed next. Copies run beside the model and become visible in `poll`.
+
+What always holds: what `match` finds is there; what a lease was promised stays until `release`;
+pages on their way are not readable; whatever fails gives back all it held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtide.cache.config import CacheConfig
+from kvtide.cache.flights import Flight, Flights
+from kvtide.cache.hardware import Hardware
+from kvtide.cache.invariants import violations
+from kvtide.cache.lease import Lease, Match
+from kvtide.cache.ranks import Agreement, Alone
+from kvtide.cache.sessions import Sessions
+from kvtide.cache.stats import Counts, PageCount, Stats
+from kvtide.cache.writing import POLICIES
+from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
+from kvtide.index import Lease as IndexLease
+from kvtide.index.keys import Tokens
+from kvtide.spec import ALL, ModelMemory, Slots, Tier
+from kvtide.transfer.lane import TransferError
+from kvtide.transfer.strided import Way
+from kvtide.transfer.traffic import Traffic
+from kvtide.transfer.transfer import State
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a poll brought: leases whose prefix is all there, leases whose prefix will not come."""
+
+    landed: tuple[Lease, ...] = ()
+    failed: tuple[Lease, ...] = ()
+
+
+class TieredCache:
+    """See the module. Tests bring their own `hardware`; otherwise the config says what to open."""
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        config: CacheConfig,
+        *,
+        agreement: Agreement | None = None,
+        placement: Placement | None = None,
+        hardware: Hardware | None = None,
+    ) -> None:
+        self.memory = memory
+        self.config = config
+        self._agreement = agreement or Alone()
+        self.hardware = hardware or Hardware.open(memory, config, self._agreement)
+        writing = POLICIES[config.write_policy if config.host_size else "none"]
+        self.index = Index(
+            memory,
+            self.hardware.capacity_pages,
+            eviction=config.eviction,
+            placement=placement,
+            fingerprint=config.fingerprint,
+            keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
+        )
+        traffic: Traffic[Arrival] = Traffic(self.hardware.copier, config.transfer_timeout_s)
+        self._flights = Flights(self.index, traffic, self._agreement)
+        self._writing = writing(self.index, self._flights, config.headroom)
+        self._sessions = Sessions(self.index, config.session_share)
+        self._leases: dict[int, Lease] = {}
+        self._counts = Counts()
+
+    # -- finding ----------------------------------------------------------------------------
+
+    def prompt(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
+        """A request's tokens in the form the cache works with; made once per request."""
+        return self.index.prompt(tokens, namespace)
+
+    def match(self, prompt: Prompt, slowest: Tier = Tier.HOST) -> Match:
+        """How much of the prompt is kept on the device, or down to `slowest`. Changes nothing."""
+        hit = self.index.match(prompt, slowest)
+        page = self.memory.page_tokens
+        by_tier = {tier: n * page for tier, n in self.index.pages_by_tier(hit).items()}
+        return Match(prompt, hit.boundary * page, by_tier, slowest, hit)
+
+    def why(self, prompt: Prompt, slowest: Tier = Tier.HOST) -> list[Stop]:
+        """Per pool, what keeps a match of this prompt from going deeper."""
+        return self.index.why(self.index.match(prompt, slowest))
+
+    # -- a request --------------------------------------------------------------------------
+
+    def reserve(
+        self, match: Match, tokens: int | None = None, growth_pages: int = 0, priority: int = 0
+    ) -> Lease | None:
+        """Lease the match, with device slots for its prefix and for the tokens up to `tokens`.
+
+        `tokens` is all of the prompt if not given; `growth_pages` promises as many further ones.
+        In every pool or in none: `None` means no room now, and nothing changed; try again after
+        a `poll`. It may never fit if it is more than `most_tokens`. A match that is out of date is
+        made again.
+        """
+        upto = match.prompt.tokens if tokens is None else tokens
+        lease = self._reserve(match, upto, growth_pages, priority)
+        if lease is None and self._writing.make_room(self._missing()):
+            lease = self._reserve(match, upto, growth_pages, priority)
+        if lease is None:
+            self._counts.refused += 1
+            return None
+        self._counts.leased(match.prompt.tokens, lease.by_tier, lease.why)
+        self._writing.found(lease.inner)
+        return lease
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest sequence whose history fits the device when nothing else is there."""
+        histories = [anchor for anchor in self.memory.anchors if anchor.reuse.reach is ALL]
+        pages = [self.index.capacity(Tier.DEVICE, a.name) for a in histories or self.memory.anchors]
+        return min(pages) * self.memory.page_tokens
+
+    def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
+        """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full."""
+        if self.index.reserve(lease.inner, tokens, growth=growth_pages):
+            return True
+        again = self._writing.make_room(self._missing())
+        return again and self.index.reserve(lease.inner, tokens, growth=growth_pages)
+
+    def load(self, lease: Lease) -> None:
+        """Start the copies that bring the lease's prefix to the device.
+
+        Loads of other leases reserved since the last call leave in the same submission.
+        """
+        if lease.loading:
+            self._flights.submit(Way.LOAD)
+
+    def wait(self, lease: Lease, layer: int) -> None:
+        """Make the model's coming work wait until the prefix is there for this (global) layer.
+
+        On a GPU this orders streams and returns at once; on a CPU it blocks. Raises
+        `TransferError` when the load failed or missed its deadline: release the lease then. Other
+        ranks may not know of it yet: with several, all release it when `poll` says that it failed.
+        """
+        if lease.transfers:
+            lease.wait(self.hardware.copier.step_of(layer))
+
+    def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
+        """The tokens up to `tokens` are computed: their full pages can be found from now on.
+
+        For a lease that is still loading it happens when the load has landed, and not at all if
+        that fails. `without` names optional sidecars (a draft's KV) that were not computed.
+        """
+        assert lease.live, "committing with a lease that was released"
+        if lease.loading:
+            lease.pending.append((tokens, without))
+        elif not lease.failed:
+            self.index.commit(lease.inner, tokens, without)
+            self._writing.committed(lease.inner)
+
+    def release(self, lease: Lease) -> None:
+        """Give back exactly what the lease holds. A second time is harmless."""
+        self._leases.pop(lease.inner.number, None)
+        self.index.release(lease.inner)
+
+    def page_table(self, lease: Lease, pool: str) -> Slots:
+        """The device slot of every page the lease has, -1 where the pool keeps none.
+
+        Includes slots into which pages are on their way: `wait` comes before reading them.
+        """
+        anchor = self.memory.pool(pool).follows or pool
+        if lease.loading:
+            return self.index.coming_table(lease.inner, anchor)
+        return self.index.page_table(lease.inner, anchor)
+
+    def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
+        """For every page of the prefix on the device: has it this optional sidecar?"""
+        return self.index.carries(lease.inner, sidecar)
+
+    def view(self, pool: str, layer: int) -> dict[str, torch.Tensor]:
+        """What a layer keeps on the device, by field: (slots, entries of a page, *shape)."""
+        return self.hardware.device.view(pool, layer)
+
+    # -- beside requests --------------------------------------------------------------------
+
+    def poll(self) -> Progress:
+        """Once per step: let land what is done everywhere, start copies that are due."""
+        told: dict[int, Lease] = {}
+        for flight, inners in self._flights.settle():
+            waiting = (self._leases.get(inner.number) for inner in inners)
+            for lease in (lease for lease in waiting if lease is not None and not lease.failed):
+                if flight in lease.transfers:
+                    told[lease.inner.number] = lease
+                    if flight.state is not State.LANDED:
+                        lease.fail(_explained(flight))
+        landed = [lease for lease in told.values() if not lease.failed and not lease.loading]
+        for lease in landed:
+            self._settled(lease)
+        self._writing.tick()
+        for way in Way:
+            self._flights.submit(way)
+        failed = [lease for lease in told.values() if lease.failed]
+        return Progress(tuple(landed), tuple(failed))
+
+    def prefetch(self, prompt: Prompt) -> bool:
+        """Begin to bring a waiting prompt's prefix to the device, if slots are free for it.
+
+        Nothing is evicted for it and nothing has to be released: it only makes a later `reserve`
+        find more on the device. The copies leave with the next `load` or `poll`.
+        """
+        found = self.match(prompt)
+        if found.tokens == self.match(prompt, Tier.DEVICE).tokens:
+            return False
+        inner = self.index.pin(found.hit)
+        flights = self._flights.load(inner) if self._fits_free(inner) else None
+        self.index.release(inner)
+        return bool(flights)
+
+    def keep(self, session: str, prompt: Prompt, priority: int = 0) -> bool:
+        """Pin what the session's next turn can resume from, until `forget` or the next `keep`."""
+        return self._sessions.keep(session, prompt, priority)
+
+    def forget(self, session: str) -> bool:
+        """Unpin a session; False if it was not kept (any more)."""
+        return self._sessions.forget(session)
+
+    def flush(self, tier: Tier) -> int:
+        """Drop every page of a tier that nobody needs; returns how many it were."""
+        return self.index.clear(tier)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Poll until nothing is in flight; False if that took longer than allowed, on any rank."""
+        deadline = time.monotonic() + timeout_s
+        self.poll()
+        while len(self._flights):
+            (in_time,) = self._agreement.least([time.monotonic() <= deadline])
+            if not in_time:
+                return False
+            time.sleep(0.0002)
+            self.poll()
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish what is in flight and give the memory back."""
+        self._sessions.forget_all()
+        self.drain(timeout_s)
+        self.hardware.close(timeout_s)
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        flights, index, counts = self._flights, self.index, self._counts
+        anchors = [anchor.name for anchor in self.memory.anchors]
+        return Stats(
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=dict(counts.cached_tokens),
+            misses=dict(counts.misses),
+            refused=counts.refused,
+            transfers={(w.name.lower(), s.value): n for (w, s), n in flights.ended.items()},
+            moved_bytes={way.name.lower(): flights.moved_bytes[way] for way in Way},
+            moved_pages={way.name.lower(): flights.moved_pages[way] for way in Way},
+            in_flight=len(flights),
+            overdue=len(flights.overdue()),
+            lane_failures={
+                way.name.lower(): lane.failures for way, lane in self.hardware.copier.lanes.items()
+            },
+            skipped_backups=self._writing.skipped,
+            pages={
+                (tier, anchor): PageCount(
+                    index.capacity(tier, anchor),
+                    index.resident_pages(tier, anchor),
+                    index.free_pages(tier, anchor),
+                )
+                for tier in (Tier.DEVICE, Tier.HOST)
+                for anchor in anchors
+            },
+            sessions=len(self._sessions),
+        )
+
+    def validate(self) -> list[str]:
+        """Every violation of what must hold, in sentences; empty when all is well."""
+        return [*self.index.validate(), *violations(self.index, self._flights, self._leases)]
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _reserve(self, match: Match, tokens: int, growth: int, priority: int) -> Lease | None:
+        """Pin, load slots, compute slots: all of it, or nothing."""
+        if not self.index.current(match.hit):
+            match = self.match(match.prompt, match.slowest)
+        why = tuple(self.index.why(match.hit))
+        inner = self.index.pin(match.hit, priority)
+        # A match of the device alone waits for nothing, not even for what is optional.
+        flights = self._flights.load(inner) if match.slowest > Tier.DEVICE else []
+        if flights is None or not self.index.reserve(inner, tokens, growth=growth):
+            self._undo(inner, flights or [])
+            return None
+        if any(flight in self._flights.overdue() for flight in flights):
+            # Waiting for it would fail, and it holds its slots: compute these pages instead.
+            self._undo(inner, flights)
+            return self._reserve(self.match(match.prompt, Tier.DEVICE), tokens, growth, priority)
+        lease = Lease(inner, match.tokens, match.by_tier, why, flights)
+        self._leases[inner.number] = lease
+        return lease
+
+    def _undo(self, inner: IndexLease, flights: list[Flight]) -> None:
+        """Take back a reservation; flights that were begun for others go on."""
+        for flight in flights:
+            own = flight.holding is not None and flight.holding.leases[0] is inner
+            if own and flight.state is State.RESERVED:
+                self._flights.cancel(flight)
+        self.index.release(inner)
+
+    def _settled(self, lease: Lease) -> None:
+        """The lease's load has landed: do what it was waiting for."""
+        pending, lease.pending = lease.pending, []
+        for tokens, without in pending:
+            self.commit(lease, tokens, without)
+
+    def _missing(self) -> dict[str, int]:
+        """What the last refusal lacked on the device."""
+        missing = self.index.missing.items()
+        return {anchor: pages for (tier, anchor), pages in missing if tier is Tier.DEVICE}
+
+    def _fits_free(self, inner: IndexLease) -> bool:
+        """Whether what the host has of the lease's prefix fits on the device without evicting."""
+        needs = self.index.needs(inner, Tier.HOST, Tier.DEVICE)
+        return all(
+            pages <= self.index.free_pages(Tier.DEVICE, name) for name, pages in needs.items()
+        )
+
+
+def _explained(flight: Flight) -> TransferError:
+    """Why a load that has not landed never will, or not in time."""
+    elsewhere = "it missed its deadline" if flight.late else "it failed on another rank"
+    return TransferError(f"the prefix could not be loaded: {flight.error or elsewhere}")

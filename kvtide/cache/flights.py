@@ -1,0 +1,146 @@
+"""Arrivals of the index and transfers of bytes, tied together: begun here, ended here.
+
+This is the one place that lands or fails an arrival, so that what a transfer held goes back in one
+way whatever went wrong: no room, a submission that raised, a copy that broke halfway, a rank that
+could not follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from kvtide.cache.ranks import Agreement
+from kvtide.index import Arrival, Index
+from kvtide.index import Lease as IndexLease
+from kvtide.spec import Tier
+from kvtide.transfer.strided import Way
+from kvtide.transfer.traffic import Traffic, Verdict
+from kvtide.transfer.transfer import State, Transfer
+
+Flight = Transfer[Arrival]
+
+
+class Flights:
+    """`ended` counts transfers by direction and end, `moved_bytes` what landed."""
+
+    def __init__(self, index: Index, traffic: Traffic[Arrival], agreement: Agreement) -> None:
+        self.ended: Counter[tuple[Way, State]] = Counter()
+        self.moved_bytes: Counter[Way] = Counter()
+        self.moved_pages: Counter[Way] = Counter()
+        self._index = index
+        self._traffic = traffic
+        self._agreement = agreement
+        self._flights: dict[int, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._traffic)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._traffic)
+
+    # -- beginning --------------------------------------------------------------------------
+
+    def load(self, lease: IndexLease) -> list[Flight] | None:
+        """Begin to bring the lease's prefix to the device; all that it has to wait for.
+
+        That may include flights begun for others. None when there is no room.
+        """
+        arrival = self._index.copy(lease, Tier.HOST, Tier.DEVICE)
+        flight = self._begin(Way.LOAD, lambda: arrival)
+        if arrival is None or flight is None:
+            return None
+        others = [self._flights[other.number] for other in arrival.behind]
+        return others if flight.over else [flight, *others]
+
+    def backup(self, lease: IndexLease) -> bool:
+        """Begin to copy what the lease's path has on the device and not on the host."""
+        begun = self._begin(Way.BACKUP, lambda: self._index.copy(lease, Tier.DEVICE, Tier.HOST))
+        return begun is not None
+
+    def demote(self, anchor: str, pages: int) -> int | None:
+        """Begin to move victims to the host; how many are on their way, None for no way.
+
+        Zero: those that had a copy were dropped at once, and there is room now.
+        """
+        begun = self._begin(
+            Way.BACKUP, lambda: self._index.demote(Tier.DEVICE, Tier.HOST, anchor, pages)
+        )
+        return None if begun is None else begun.pages
+
+    def leaving(self, anchor: str) -> int:
+        """Device pages of an anchor that will be free when demotions under way have landed."""
+        flights = (f for f in self._traffic if f.holding is not None and f.holding.leaves_source)
+        moves = (move for flight in flights for move in flight.moves if move.anchor == anchor)
+        return sum(len(move.source_slots) for move in moves)
+
+    def _begin(self, way: Way, reserve: Callable[[], Arrival | None]) -> Flight | None:
+        flight = self._traffic.plan(way)
+        arrival = reserve()
+        if arrival is None:
+            self._end(flight, None, State.FAILED)
+            return None
+        if not arrival.parts:
+            self._end(flight, arrival, State.LANDED)
+            return flight
+        self._traffic.reserve(flight, arrival, arrival.moves)
+        self._flights[arrival.number] = flight
+        return flight
+
+    # -- ending -----------------------------------------------------------------------------
+
+    def submit(self, way: Way) -> None:
+        self._traffic.submit(way)
+
+    def cancel(self, flight: Flight) -> None:
+        """Give up a flight that has not left yet."""
+        assert flight.state is State.RESERVED
+        self._end(flight, flight.holding, State.FAILED)
+
+    def settle(self) -> list[tuple[Flight, list[IndexLease]]]:
+        """End what is done on every rank, note what is late; each with the leases that waited."""
+        flying = self._traffic.flying()
+        if not flying:
+            return []
+        mine = [self._traffic.verdict(flight) for flight in flying]
+        verdicts = self._agreement.least(mine, self._index.books.tick)
+        news = []
+        for flight, verdict in zip(flying, verdicts, strict=False):
+            if verdict == Verdict.PENDING or (verdict == Verdict.LATE and flight.late):
+                continue
+            assert flight.holding is not None
+            news.append((flight, list(flight.holding.leases)))
+            if verdict == Verdict.LATE:
+                flight.late = True
+            else:
+                landed = verdict == Verdict.LANDED
+                self._end(flight, flight.holding, State.LANDED if landed else State.FAILED)
+        return news
+
+    def overdue(self) -> list[Flight]:
+        """Flights that nobody should wait for any more, though their slots are still in use."""
+        return [flight for flight in self._traffic if flight.late]
+
+    def _end(self, flight: Flight, arrival: Arrival | None, state: State) -> None:
+        """The one place where a transfer ends: it lands, or forfeits all it held."""
+        if arrival is not None:
+            self._flights.pop(arrival.number, None)
+            if state is State.LANDED:
+                self._index.land(arrival)
+            else:
+                self._index.fail(arrival)
+        left = flight.state is State.FLYING
+        self._traffic.end(flight, state)
+        if left:
+            self._count(flight)
+
+    def _count(self, flight: Flight) -> None:
+        """Only what was on its way counts: no room, or nothing to move, is not a transfer."""
+        self.ended[flight.way, flight.state] += 1
+        if flight.state is State.FAILED:
+            return
+        self.moved_pages[flight.way] += flight.pages
+        self.moved_bytes[flight.way] += sum(
+            len(move.source_slots) * self._index.memory.slot_bytes(move.anchor)
+            for move in flight.moves
+        )

@@ -1,0 +1,90 @@
+"""What callers of the cache hold: a match, and the lease it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from kvtide.index import Arrival, Hit, Prompt, Stop
+from kvtide.index import Lease as IndexLease
+from kvtide.index.keys import Tokens
+from kvtide.spec import Tier
+from kvtide.transfer.lane import TransferError
+from kvtide.transfer.transfer import State, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a prompt is kept, and where. Nothing is held by it.
+
+    tokens   where generation could resume
+    by_tier  how many of them would come from which tier
+    """
+
+    prompt: Prompt
+    tokens: int
+    by_tier: Mapping[Tier, int]
+    slowest: Tier
+    hit: Hit
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to read a prefix and to write what comes after it, until released.
+
+        ready ──commit──▶ ready
+          ▲
+        loading ──all transfers landed──▶ ready        commits made meanwhile happen now
+          └─────one failed or is late───▶ failed       nothing of it is kept; release it
+
+    cached_tokens  where the model goes on: the prompt's tokens before are or will be on the device
+    by_tier        how many of them came from which tier
+    why            per pool, what kept the match from going deeper
+    pending        commits that wait for the load, each with what it was made without
+    """
+
+    inner: IndexLease
+    cached_tokens: int
+    by_tier: Mapping[Tier, int]
+    why: tuple[Stop, ...]
+    transfers: list[Transfer[Arrival]] = field(default_factory=list)
+    error: TransferError | None = None
+    pending: list[tuple[int, Collection[str]]] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.inner.prompt
+
+    @property
+    def live(self) -> bool:
+        return self.inner.live
+
+    @property
+    def loading(self) -> bool:
+        """Whether pages of the prefix are still on their way."""
+        return self.error is None and any(not transfer.over for transfer in self.transfers)
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def append(self, tokens: Tokens) -> None:
+        """The model generated these tokens."""
+        self.inner.prompt.extend(tokens)
+
+    def fail(self, error: TransferError) -> None:
+        """The prefix will not come, and so nothing can be committed on top of it."""
+        self.error, self.pending = error, []
+
+    def wait(self, step: int) -> None:
+        """Make the caller's coming work wait for a step of the load; raises if it failed."""
+        if self.error is not None:
+            raise self.error
+        for transfer in self.transfers:
+            if transfer.state is State.FAILED:
+                raise TransferError("the prefix could not be loaded") from transfer.error
+            if transfer.state is State.FLYING:
+                if transfer.ticket is None:
+                    raise TransferError("the prefix could not be loaded") from transfer.error
+                transfer.ticket.wait(step)
+            assert transfer.state is not State.RESERVED, "wait comes after `load`"

@@ -1,0 +1,67 @@
+"""Conversations whose prefix must stay until their next turn.
+
+A session pins what a later turn needs to resume, where it is now. Pins are bounded: when sessions
+would hold more than their share of the device, the one that was kept longest ago lets go. So a
+forgotten session costs memory but never the service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtide.index import Index, Prompt
+from kvtide.index import Lease as IndexLease
+from kvtide.spec import Tier
+
+
+class Sessions:
+    def __init__(self, index: Index, share: float) -> None:
+        memory = index.memory
+        self._index = index
+        self._reaches = {
+            anchor.name: anchor.reuse.reach_pages(memory.page_tokens) for anchor in memory.anchors
+        }
+        self._most = {name: share * index.capacity(Tier.DEVICE, name) for name in self._reaches}
+        self._leases: dict[str, IndexLease] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, session: object) -> bool:
+        return session in self._leases
+
+    def keep(self, session: str, prompt: Prompt, priority: int) -> bool:
+        """Pin what the prompt's next turn can resume from, instead of what was pinned before.
+
+        False, and no other session loses anything, when that alone is more than all sessions
+        together may hold.
+        """
+        self.forget(session)
+        lease = self._index.pin(self._index.match(prompt), priority)
+        if self._over_share([lease]):
+            self._index.release(lease)
+            return False
+        self._leases[session] = lease
+        while self._over_share(self._leases.values()):
+            self.forget(next(iter(self._leases)))
+        return True
+
+    def forget(self, session: str) -> bool:
+        """Let go of a session's prefix; False if there was none."""
+        lease = self._leases.pop(session, None)
+        if lease is None:
+            return False
+        self._index.release(lease)
+        return True
+
+    def forget_all(self) -> None:
+        for session in list(self._leases):
+            self.forget(session)
+
+    def _over_share(self, leases: Iterable[IndexLease]) -> bool:
+        """Counted as if no two sessions shared a page, which is on the safe side."""
+        held = [lease.boundary for lease in leases]
+        return any(
+            sum(pages if reach is None else min(pages, reach) for pages in held) > self._most[name]
+            for name, reach in self._reaches.items()
+        )

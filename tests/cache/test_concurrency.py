@@ -1,0 +1,476 @@
+"""Everything at once, at random, against bytes that must be right and books that must balance.
+
+`Traffic` does one random thing per step: requests that begin, compute in chunks, generate and are
+aborted at any moment; copies that end in any order between the directions, layer by layer, or
+fail in every way; sessions, prefetches, flushes. After every step all books balance, every
+readable page holds what its tokens say, every free slot is untouched, and what a lease was
+promised can be read. What `match` promises was committed before, in the same namespace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvtide.cache import Lease, Match, Namespace, TransferError
+from kvtide.index import POLICIES, Branches, CostBased, EveryPages, LastPage, Prompt
+from kvtide.spec import ModelMemory, Tier
+from kvtide.testing.faults import FaultError
+from kvtide.tiers import Layout
+from kvtide.transfer.lane import Lane
+from kvtide.transfer.reference import Reference
+from kvtide.transfer.strided import Strided, Way
+from kvtide.transfer.timeline import HostTimeline
+from kvtide.transfer.transfer import State
+from tests.cache.building import HandLane, PageName, Rig, page_names, text
+from tests.cache.memories import ALL_MEMORIES, PAGE, every_memory
+
+LONG = bool(os.environ.get("KVTIDE_LONG_TESTS"))
+NAMESPACES = (*[Namespace()] * 8, Namespace(adapter="a"), Namespace(cache_salt="a"))
+PLACEMENTS = (LastPage, Branches, lambda: EveryPages(2), CostBased)
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
+DOCUMENTS = 5
+MOST_TOKENS = 30
+MOST_RUNNING = 3
+
+
+@dataclass(eq=False)
+class Running:
+    """A request. `computed`: the pages its model has written; `pending`: not committed yet."""
+
+    lease: Lease
+    computed: int
+    pending: list[PageName] = field(default_factory=list)
+    told: bool = False
+
+
+class Traffic:
+    """`step` does one random thing; `problems` says what does not hold now."""
+
+    def __init__(self, memory: ModelMemory, write_policy: str, seed: int) -> None:
+        self.chance = chance = random.Random(f"{memory.model} {write_policy} {seed}")
+        self.rig = Rig(
+            memory,
+            device=chance.choice((10, 14, 18)),
+            host=chance.choice((0, 10, 20, 30, 30, 30, 30)),
+            layouts=(chance.choice(list(Layout)), chance.choice(list(Layout))),
+            lanes=self.lanes(),
+            placement=chance.choice(PLACEMENTS)(),
+            write_policy=write_policy,
+            eviction=chance.choice(list(POLICIES)),
+            headroom=chance.choice((0.0, 0.1, 0.3)),
+        )
+        self.cache = self.rig.cache
+        self.flushes = 0.5 if write_policy == "write_back" else 6
+        self.running: list[Running] = []
+        self.committed: set[PageName] = set()
+        self.documents: list[list[int]] = []
+        for _ in range(DOCUMENTS):
+            self.documents.append(self._document())
+        self.document = self.documents[0]
+
+    def lanes(self) -> dict[Way, Lane] | None:
+        """Run by hand."""
+
+    def verbs(self) -> dict[Callable[[], None], float]:
+        """What may happen now, and how often."""
+        jobs = sum(len(lane.jobs) for lane in self.rig.hands.values())
+        return {
+            self.begin: 16, self.go_on: 20 * bool(self.running), self.finish: 4, self.load: 2,
+            self.poll: 12 if self.cache.stats().in_flight else 1, self.copy: 16 * bool(jobs),
+            self.break_copy: 1.5 * bool(jobs), self.expire: bool(jobs), self.refuse: 0.4,
+            self.prefetch: 2, self.keep: 1, self.forget: 2, self.flush: self.flushes,
+        }  # fmt: skip
+
+    def step(self) -> str:
+        verbs = self.verbs()
+        (verb,) = self.chance.choices(list(verbs), list(verbs.values()))
+        verb()
+        return verb.__name__
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _document(self) -> list[int]:
+        """Tokens that begin like those of another document, up to some point."""
+        chance, tokens = self.chance, []
+        if self.documents:
+            tokens = chance.choice(self.documents)[: chance.randrange(MOST_TOKENS)]
+        return tokens + [chance.randrange(9) for _ in range(MOST_TOKENS - len(tokens))]
+
+    def _prompt(self) -> Prompt:
+        """The beginning of a document, often of the last one, and a few tokens that may be new."""
+        chance = self.chance
+        if chance.random() < 0.6:
+            self.document = chance.choice(self.documents)
+        tokens = self.document[: chance.randrange(1, MOST_TOKENS)]
+        tokens += [chance.randrange(2)] * chance.choice((0, 1, PAGE))
+        return self.cache.prompt(tokens[:MOST_TOKENS], chance.choice(NAMESPACES))
+
+    def begin(self) -> None:
+        if len(self.running) == MOST_RUNNING:
+            self.finish()
+        chance, prompt = self.chance, self._prompt()
+        match = self.cache.match(prompt, chance.choice((Tier.DEVICE, Tier.HOST, Tier.HOST)))
+        self._judge(match)
+        tokens = chance.choice((None, None, chance.randrange(1, prompt.tokens + 1)))
+        growth, priority = chance.choice((0, 0, 2)), chance.randrange(3)
+        lease = self.cache.reserve(match, tokens, growth, priority)
+        if lease is None:
+            return
+        self._judge(self.cache.match(prompt, Tier.DEVICE))
+        assert set(page_names(prompt)[: lease.inner.boundary]) <= self.committed
+        self.running.append(Running(lease, lease.inner.boundary))
+        if chance.random() < 0.7:
+            self.cache.load(lease)
+
+    def _judge(self, match: Match) -> None:
+        """Nothing is promised that was not committed, and a token is left to compute."""
+        pages, rest = divmod(match.tokens, PAGE)
+        assert not rest and match.tokens < match.prompt.tokens
+        assert set(page_names(match.prompt)[:pages]) <= self.committed
+        assert sum(match.by_tier.values()) == match.tokens
+
+    def go_on(self) -> None:
+        """Generate, grow, compute a chunk and commit it; or there is nothing more to do."""
+        chance, running = self.chance, self.chance.choice(self.running)
+        lease = running.lease
+        if chance.random() < 0.4 and lease.prompt.tokens < MOST_TOKENS:
+            lease.append([chance.randrange(3)] * chance.randrange(1, 2 * PAGE))
+        if not self.cache.grow(lease, lease.prompt.tokens, chance.choice((0, 0, 1))):
+            return
+        left = min(lease.inner.reserved, len(page_names(lease.prompt))) - running.computed
+        if left > 0 and not lease.failed:
+            self._commit(running, running.computed + round(chance.choice((0.5, 1, 1)) * left))
+        elif chance.random() < 0.5:
+            self._release(running)
+
+    def _commit(self, running: Running, pages: int) -> None:
+        lease, names = running.lease, page_names(running.lease.prompt)
+        optional = [p.name for p in self.rig.memory.pools if p.follows and not p.reuse.required]
+        without = self.chance.choice(((), tuple(optional)))
+        self.rig.write(lease, running.computed, pages, without)
+        running.pending += names[running.computed : pages]
+        running.computed = pages
+        waits = lease.loading
+        self.cache.commit(lease, pages * PAGE + self.rig.memory.holdback, without)
+        if not waits:
+            self._committed(running)
+
+    def _committed(self, running: Running) -> None:
+        self.committed.update(running.pending)
+        running.pending = []
+        assert running.lease.inner.boundary == running.computed
+
+    def finish(self) -> None:
+        """At any moment: done, aborted while loading, failed."""
+        if self.running:
+            self._release(self.chance.choice(self.running))
+
+    def _release(self, running: Running) -> None:
+        self.running.remove(running)
+        self.cache.release(running.lease)
+        self.cache.release(running.lease)
+
+    def load(self) -> None:
+        if self.running:
+            self.cache.load(self.chance.choice(self.running).lease)
+
+    # -- beside requests --------------------------------------------------------------------
+
+    def poll(self) -> None:
+        progress = self.cache.poll()
+        known = {running.lease.inner.number: running for running in self.running}
+        for lease in (*progress.landed, *progress.failed):
+            running = known[lease.inner.number]
+            assert not running.told, "a lease is told once how its load ended"
+            running.told = True
+            assert not lease.loading and not lease.pending
+        for lease in progress.landed:
+            assert not lease.failed
+            self._committed(known[lease.inner.number])
+        for lease in progress.failed:
+            assert lease.failed
+
+    def prefetch(self) -> None:
+        free = self._device_counts("resident")
+        self.cache.prefetch(self._prompt())
+        assert self._device_counts("resident") == free, "a prefetch evicted something"
+
+    def _device_counts(self, what: str) -> dict[str, int]:
+        pages = self.cache.stats().pages.items()
+        return {name: getattr(n, what) for (tier, name), n in pages if tier is Tier.DEVICE}
+
+    def keep(self) -> None:
+        self.cache.keep(self.chance.choice("abc"), self._prompt(), self.chance.randrange(3))
+
+    def forget(self) -> None:
+        self.cache.forget(self.chance.choice("abc"))
+
+    def flush(self) -> None:
+        """Pages leave; most often all of the device's, after everybody has gone."""
+        tier = self.chance.choice((*[Tier.DEVICE] * 11, Tier.HOST))
+        while self.running and tier is Tier.DEVICE and self.chance.random() < 0.9:
+            self.finish()
+        self.cache.flush(tier)
+
+    # -- copies -----------------------------------------------------------------------------
+
+    def shared(self) -> bool:
+        """Whether two requests wait for the same copy."""
+        awaited = Counter(t for r in self.running for t in r.lease.transfers if r.lease.loading)
+        return any(count > 1 for count in awaited.values())
+
+    def _lane(self) -> HandLane:
+        """One that has something to do, if there is any."""
+        lanes = list(self.rig.hands.values())
+        return self.chance.choice([lane for lane in lanes if lane.jobs] or lanes)
+
+    def copy(self) -> None:
+        """The next jobs of a direction, the last one perhaps in part."""
+        lane = self._lane()
+        lane.run(self.chance.choice((0, 1, 1, 3)))
+        if lane.jobs:
+            lane.run_steps(self.chance.randrange(lane.jobs[0].steps + 1))
+
+    def break_copy(self) -> None:
+        lane = self._lane()
+        self.chance.choice((lane.run_halfway, lane.run_raising, lambda: lane.run_raising(2)))()
+
+    def refuse(self) -> None:
+        self._lane().refusals = 1
+
+    def expire(self) -> None:
+        self._lane().expire()
+
+    # -- what must hold ---------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        found = self.rig.problems()
+        for lease in (running.lease for running in self.running):
+            there = self.there(lease)
+            if self._broken(lease):
+                found += [p for layer in there for p in self._goes_on(lease, layer)]
+            else:
+                found += self.rig.misread(lease, there)
+                for layer in there:
+                    self.cache.wait(lease, layer)
+        return found
+
+    def there(self, lease: Lease) -> list[int]:
+        """The layers of a lease's prefix that have arrived, as far as the lanes know."""
+        copier, lane = self.cache.hardware.copier, self.rig.hands[Way.LOAD]
+        tickets = [t.ticket for t in lease.transfers if not t.over]
+        return [
+            layer
+            for group in copier.groups
+            for layer in group
+            if all(t is not None and lane.arrived(t, copier.step_of(layer)) for t in tickets)
+        ]
+
+    @staticmethod
+    def _broken(lease: Lease) -> bool:
+        """Whether a load went wrong, whoever knows of it yet."""
+        tickets = [t.ticket for t in lease.transfers if t.ticket is not None]
+        return lease.failed or any(ticket.error for ticket in tickets)
+
+    def _goes_on(self, lease: Lease, layer: int) -> list[str]:
+        try:
+            self.cache.wait(lease, layer)
+        except TransferError:
+            return []
+        return [f"layer {layer} of a failed load was waited for, and nothing raised"]
+
+    def end(self) -> None:
+        while self.running:
+            self.finish()
+        self.rig.end()
+
+
+class Jittery:
+    """The reference, on a machine that stutters and where copies sometimes break."""
+
+    name = "jittery"
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._backend = Reference()
+
+    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+        for _ in self._backend.issue(works, steps):
+            time.sleep(self._chance.choice((0, 0, 0.0001, 0.001)))
+            fate = self._chance.random()
+            if fate < 0.02:
+                raise FaultError("it breaks") if fate > 0.004 else SystemExit("it ends the thread")
+            yield
+
+
+class ThreadedTraffic(Traffic):
+    """The same requests, over lanes with threads of their own."""
+
+    def lanes(self) -> dict[Way, Lane]:
+        return {way: Lane(way.name, HostTimeline(), Jittery(self.chance)) for way in Way}
+
+    def verbs(self) -> dict[Callable[[], None], float]:
+        by_hand = (self.copy, self.break_copy, self.refuse, self.expire)
+        verbs = {verb: weight for verb, weight in super().verbs().items() if verb not in by_hand}
+        return {**verbs, self.nap: 4}
+
+    def nap(self) -> None:
+        time.sleep(0.001)
+
+    def there(self, lease: Lease) -> list[int]:
+        """All layers, after having waited for each; none of a load that fails or has not left."""
+        if any(transfer.state is State.RESERVED for transfer in lease.transfers):
+            return []
+        layers = [layer for group in self.cache.hardware.copier.groups for layer in group]
+        try:
+            for layer in layers:
+                self.cache.wait(lease, layer)
+        except TransferError:
+            assert self._broken(lease)
+            return []
+        return layers
+
+
+CASES = [
+    (name, policy, seed)
+    for seed in range(20 if LONG else 1)
+    for name in ALL_MEMORIES
+    for policy in WRITE_POLICIES
+]
+every_case = pytest.mark.parametrize(("name", "policy", "seed"), CASES)
+
+
+def play(traffic: Traffic, steps: int) -> None:
+    done = []
+    for _ in range(steps):
+        done.append(traffic.step())
+        assert traffic.problems() == [], done[-12:]
+    traffic.end()
+
+
+@every_case
+def test_everything_in_any_order_keeps_books_and_bytes_right(name, policy, seed):
+    play(Traffic(ALL_MEMORIES[name], policy, seed), 500 if LONG else 200)
+
+
+@every_case
+def test_everything_beside_real_threads_keeps_books_and_bytes_right(name, policy, seed):
+    play(ThreadedTraffic(ALL_MEMORIES[name], policy, seed), 300 if LONG else 60)
+
+
+WORTH_MEETING = (
+    "a commit pending", "two wait for one", "late", "load landed", "load failed",
+    "backup landed", "backup failed", "refused", "skipped", "DEVICE", "HOST",
+    "no prompt with these tokens was kept", "pages were given up", "pages are still arriving",
+    "no checkpoint was kept further on",
+)  # fmt: skip
+
+
+def test_the_traffic_meets_what_it_is_about():
+    """Else the tests above could pass because nothing happened in them."""
+    met: Counter[str] = Counter()
+    pairs = (("window", "write_through"), ("v4_drafted", "write_back"))
+    for (name, policy), seed in itertools.product(pairs, range(4)):
+        traffic = Traffic(ALL_MEMORIES[name], policy, seed)
+        for _ in range(400):
+            traffic.step()
+            met["a commit pending"] += any(running.pending for running in traffic.running)
+            met["two wait for one"] += traffic.shared()
+            met["late"] += traffic.cache.stats().overdue
+        stats = traffic.cache.stats()
+        met.update({f"{way} {end}": n for (way, end), n in stats.transfers.items()})
+        met.update({tier.name: n for tier, n in stats.cached_tokens.items()})
+        met.update({"refused": stats.refused, "skipped": stats.skipped_backups})
+        for (_, reason), count in stats.misses.items():
+            met[reason] += count
+        traffic.end()
+    assert [what for what in WORTH_MEETING if met[what] < 5] == [], met
+
+
+# -- two requests that need the same pages --------------------------------------------------
+
+
+def test_two_requests_for_the_same_pages_share_one_copy(build):
+    rig = build()
+    rig.remember_on_host(text(1, 4))
+    first, second = rig.started(text(1, 4)), rig.started(text(1, 6))
+    assert first.transfers == second.transfers
+    assert first.loading and second.loading
+    rig.hands[Way.LOAD].run()
+    assert set(rig.cache.poll().landed) == {first, second}
+    assert rig.cache.stats().moved_pages["load"] == 4
+    assert rig.misread(first) == [] and rig.misread(second) == []
+
+
+def test_requests_reserved_since_the_last_load_leave_together(build):
+    rig = build()
+    for number in (1, 2):
+        rig.remember_on_host(text(number, 3))
+    leases = [rig.cache.reserve(rig.cache.match(rig.cache.prompt(text(n, 3)))) for n in (1, 2)]
+    rig.cache.load(leases[0])
+    assert len(rig.hands[Way.LOAD].jobs) == 1
+    rig.hands[Way.LOAD].run()
+    assert set(rig.cache.poll().landed) == set(leases)
+
+
+@every_memory
+def test_a_request_that_needs_more_waits_for_both_copies(build, memory):
+    rig = build(memory, placement=EveryPages(1))
+    rig.remember_on_host(text(1, 6))
+    first, second = rig.started(text(1, 3)), rig.started(text(1, 6))
+    assert len(second.transfers) == 2 or memory is ALL_MEMORIES["window_only"]
+    lane = rig.hands[Way.LOAD]
+    lane.run()
+    assert rig.cache.poll().landed == (first,)
+    assert second.loading and rig.misread(first) == []
+    lane.run()
+    assert rig.cache.poll().landed == (second,)
+    assert rig.misread(second) == []
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@every_memory
+def test_who_shares_a_load_keeps_its_pages_when_the_first_has_gone(build, memory, steps):
+    rig = build(memory)
+    rig.remember_on_host(text(1, 4))
+    first, second = rig.started(text(1, 4)), rig.started(text(1, 4))
+    rig.hands[Way.LOAD].run_steps(min(steps, len(rig.cache.hardware.copier.groups) - 1))
+    rig.cache.release(first)
+    rig.hands[Way.LOAD].run()
+    assert rig.cache.poll().landed == (second,)
+    rig.cache.flush(Tier.DEVICE)
+    while rig.begin(text(2, 1)) is not None:
+        pass
+    assert rig.misread(second) == []
+
+
+def test_pages_that_both_have_left_can_go(build):
+    rig = build()
+    rig.remember_on_host(text(1, 4))
+    for lease in (rig.started(text(1, 4)), rig.started(text(1, 4))):
+        rig.cache.release(lease)
+    rig.settle()
+    assert rig.cache.flush(Tier.DEVICE) == 4
+
+
+@every_memory
+def test_pages_that_another_computed_meanwhile_stay_for_those_who_wait(build, memory):
+    rig = build(memory)
+    rig.remember_on_host(text(1, 4))
+    waiting = rig.started(text(1, 4))
+    other = rig.started(text(1, 4), slowest=Tier.DEVICE)
+    rig.compute(other)
+    rig.cache.release(other)
+    rig.cache.flush(Tier.DEVICE)
+    assert rig.problems() == []
+    rig.hands[Way.LOAD].run()
+    assert rig.cache.poll().landed == (waiting,)
+    assert rig.problems() == [] and rig.misread(waiting) == []
