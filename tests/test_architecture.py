@@ -21,7 +21,7 @@ SEES: dict[str, set[str]] = {
     "layers": {"spec"},
     "models": {"spec"},
     "planner": {"spec", "index"},
-    "bench": {"spec", "index", "planner"},
+    "bench": {"spec", "index", "planner", "tiers", "transfer"},
     "transfer": {"spec", "tiers", "storage"},
     "cache": _CORE - {"cache"},
     "engine": {*_CORE, "layers", "models"},

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtide.bench import hitrate, index
 from kvtide.planner import traces, workloads
+from kvtide.server import bench_transfer
 from kvtide.server.console import CommandError, progress, table
 
 LONG_PROMPTS = "rag:requests=96,documents=24,retrieved=1,document=131072,system=0,question=256"
@@ -18,6 +19,9 @@ def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure what kvtide costs")
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="WHAT")
     _add_index(kinds.add_parser("index", help="time per request, memory, growth of the index"))
+    bench_transfer.add(
+        kinds.add_parser("transfer", help="how fast pages move between device and host")
+    )
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.bench.contestants import Full, Handle, Timings
 from kvtide.server.cli import main
+from kvtide.tiers import Layout
 
 SMALL = ["--workload", "chat:users=6,turns=3", "--repetitions", "1"]
 
@@ -74,3 +75,38 @@ def test_bad_input_is_refused_in_a_sentence(
 ) -> None:
     assert main(["bench", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+# -- transfer -------------------------------------------------------------------------------
+
+
+def test_transfer_measures_every_goal_both_ways_and_every_cell(capsys) -> None:
+    options = ["--device", "cpu", "--tokens", "256", "--repetitions", "1", "--cells", "--json"]
+    assert main(["bench", "transfer", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {row["way"] for row in result["goals"]} == {"load", "backup"}
+    assert {row["layout"] for row in result["cells"]} == {layout.value for layout in Layout}
+    for row in result["goals"] + result["cells"]:
+        assert row["bytes"] > 0 and row["gb_s"] > 0 and row["alone"] > 0 and row["back_to_back"] > 0
+    assert {"µs", "share"} == {row["unit"] for row in result["beside"]}
+
+
+def test_transfer_prints_tables_with_the_goals(capsys) -> None:
+    assert (
+        main(["bench", "transfer", "--device", "cpu", "--tokens", "256", "--repetitions", "1"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "DeepSeek-V4-Flash, page 256" in text and "≥ 92%" in text and "< 200 µs" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (["--tokens", "10"], "256 or more"),
+        (["--repetitions", "0"], "of 1"),
+        (["--device", "tpu"], "cpu or cuda"),
+    ],
+)
+def test_transfer_refuses_what_cannot_be_measured(capsys, options, remedy) -> None:
+    assert main(["bench", "transfer", *options]) == 2
+    assert remedy in capsys.readouterr().err
