@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.index.invariants import CHECKS
+from kvtide.cache.invariants import CHECKS as CACHE_CHECKS
+from kvtide.index.invariants import CHECKS as INDEX_CHECKS
+from kvtide.spec import Tier
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -15,13 +17,17 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 def test_readme_code_runs_as_it_stands() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, object] = {"tokens": list(range(300))}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
-    index = names["index"]
+    index, cache = names["index"], names["cache"]
     assert index.validate() == []
     assert index.match(index.prompt(list(range(300)))).boundary == 4
+    assert cache.drain(timeout_s=10) and cache.validate() == []
+    cache.flush(Tier.DEVICE)
+    assert cache.match(cache.prompt(list(range(300)))).by_tier == {Tier.HOST: 256}
+    cache.close()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -33,5 +39,5 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_invariants_are_all_explained() -> None:
     explained = (ROOT / "docs" / "INVARIANTS.md").read_text()
-    for check in CHECKS:
+    for check in (*INDEX_CHECKS, *CACHE_CHECKS):
         assert f"`{check.__name__}`" in explained
