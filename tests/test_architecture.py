@@ -19,7 +19,7 @@ SEES: dict[str, set[str]] = {
     "tiers": {"spec"},
     "storage": {"spec"},
     "layers": {"spec"},
-    "models": {"spec"},
+    "models": {"spec", "layers"},
     "planner": {"spec", "index"},
     "bench": {"spec", "index", "planner", "tiers", "transfer"},
     "transfer": {"spec", "tiers", "storage"},

@@ -42,6 +42,25 @@ class Config:
             raise self.refusal(f"`{name}` is {value!r}; use a whole number of at least {least}")
         return value
 
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A number, whole or not; infinite where the config says so."""
+        value = self.find(*names)
+        if value is None and default is not None:
+            return default
+        number = _number(value)
+        if number is None:
+            raise self.refusal(f"`{names[0]}` is {value!r}; use a number")
+        return number
+
+    def numbers(self, name: str, *default: float) -> tuple[float, ...]:
+        """As many numbers as `default` has."""
+        items = self.listing(name)
+        found = default if items is None else tuple(map(_number, items))
+        numbers = tuple(number for number in found if number is not None)
+        if not len(numbers) == len(found) == len(default):
+            raise self.refusal(f"`{name}` is {items}; use a list of {len(default)} numbers")
+        return numbers
+
     def flag(self, name: str) -> bool:
         return bool(self.values.get(name))
 
@@ -81,3 +100,12 @@ class Config:
     def beneath(self, defaults: Mapping[str, object]) -> Config:
         """This config with values for the fields it leaves out; a null stays a null."""
         return replace(self, values={**defaults, **self.values})
+
+
+def _number(value: object) -> float | None:
+    """JSON has no infinity: `transformers` writes it as an object of one field."""
+    if isinstance(value, Mapping) and isinstance(value.get("__float__"), str):
+        return float(value["__float__"])
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None

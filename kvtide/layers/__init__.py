@@ -1,0 +1,29 @@
+"""What models are made of: torch on any device, over paged state.
+
+`step`        what a forward pass is given
+`forward`     a step as layers see it: state read and written through page tables
+`arithmetic`  the order of sums, chosen once: batched, or deterministic to the bit
+`attending`, `scan`, `elementary`, `rope`, `moe`   the arithmetic of layers, without pages
+`blueprint`   what layers are built from: weights by name, the config, the declared memory
+`dense`, `attention`, `recurrent`   layers
+"""
+
+from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic, choose
+from kvtide.layers.attention import Attention
+from kvtide.layers.blueprint import Blueprint, Weights
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.step import Rows, Step
+
+__all__ = [
+    "Arithmetic",
+    "Attention",
+    "Batched",
+    "Blueprint",
+    "Deterministic",
+    "ForwardPass",
+    "Place",
+    "Rows",
+    "Step",
+    "Weights",
+    "choose",
+]

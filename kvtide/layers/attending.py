@@ -1,0 +1,80 @@
+"""Attention of one sequence's new tokens over its context: the arithmetic, without pages.
+
+One function serves both modes. Queries are taken in blocks, and a block sees exactly the keys
+that some query in it sees. With blocks of one query every shape depends on nothing but how many
+tokens that query sees, and so does the result; with larger blocks a mask does the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ALIGNED_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32)."""
+
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first token that a query at this position sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:
+    """Queries (tokens, heads, dim) of the last of the tokens that keys and values are of.
+
+    Keys and values have fewer heads; each serves as many neighbouring query heads.
+    """
+    past = len(keys) - len(queries)
+    keys, values = keys.float(), values.float()
+    mixed = []
+    for start in range(0, len(queries), block):
+        some = queries[start : start + block]
+        position = past + start
+        seen = slice(how.first_seen(position), position + len(some))
+        mixed.append(_attend_block(some.float(), _at(keys, seen), _at(values, seen), how))
+    return torch.cat(mixed).to(queries.dtype)
+
+
+def _at(context: Tensor, seen: slice) -> Tensor:
+    """A matrix product may depend on where its operands begin, so they begin alike."""
+    some = context[seen]
+    return some if some.data_ptr() % _ALIGNED_BYTES == 0 else some.clone()
+
+
+def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
+    count, heads, dim = queries.shape
+    kv_heads, each = keys.shape[1], heads // keys.shape[1]
+    grouped = (queries * how.scale).view(count, kv_heads, each, dim).permute(1, 2, 0, 3)
+    scores = torch.bmm(grouped.reshape(kv_heads, each * count, dim), keys.permute(1, 2, 0))
+    scores = scores.view(kv_heads, each, count, len(keys))
+    if count > 1:
+        scores.masked_fill_(_hidden(count, len(keys), how.window, keys.device), -torch.inf)
+    shares = _shares(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
+    mixed = torch.bmm(shares, values.transpose(0, 1)).view(kv_heads, each, count, -1)
+    return mixed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+
+
+def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys): true where a query must not see a key. The last query is the last key."""
+    position = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    hidden = key > position
+    return hidden if window is None else hidden | (key <= position - window)
+
+
+def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys; a sink takes its share of the whole and gives nothing back."""
+    if sinks is None:
+        return scores.softmax(-1)
+    kv_heads, each, count, keys = scores.shape
+    sink = sinks.view(kv_heads, each, 1, 1).expand(-1, -1, count, 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :keys]

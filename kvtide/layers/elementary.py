@@ -1,0 +1,48 @@
+"""Row-wise functions, made only of operations that treat every element alike.
+
+`silu`, `gelu`, `sigmoid` and `softplus` of torch compute an element differently when it stands in
+the last, incomplete vector of a tensor: how many tokens share a step then shows in the last
+bit. `exp`, `tanh`, `log1p`, `rsqrt`, `cos` and `sin` do not, nor do sums over rows, so everything
+here is made of those. `arithmetic.rows_stand_alone` verifies it on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def swish(x: Tensor, gain: float = 1.0) -> Tensor:
+    """x · σ(gain · x)."""
+    wide = x.float()
+    return (wide / (1 + torch.exp(-gain * wide))).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    wide = x.float()
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last axis, in fp32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_pytorch_tanh": gelu_tanh,
+    "silu": swish,
+    "swish": swish,
+}
+"""By the name that configs know them by."""

@@ -1,0 +1,128 @@
+"""Rotary positions: how fast each pair of dimensions turns, and turning them.
+
+Frequencies come from a config in any of its spellings: `rope_theta` with `rope_scaling` as labs
+publish it, or `rope_parameters` as `transformers` writes it, flat or by layer type. Kinds that
+depend on how long a sequence has become (dynamic, longrope) are refused: a key that was kept
+would no longer be the key that is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtide.spec.config import Config
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """`frequencies`: radians per position, one for each pair. `gain` multiplies what is turned."""
+
+    frequencies: Tensor
+    gain: float = 1.0
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Cosines and sines at these positions: (tokens, 2, pairs)."""
+        angles = positions[:, None].float() * self.frequencies.to(positions.device)
+        return torch.stack([angles.cos(), angles.sin()], dim=1) * self.gain
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turns pairs (i, i + n) of the first 2n dimensions of every head by what a `Rope` says.
+
+    The dimensions after them stay as they are.
+    """
+    pairs = turns.shape[-1]
+    cos, sin = turns[:, None, 0], turns[:, None, 1]
+    first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([*(half.to(x.dtype) for half in turned), x[..., 2 * pairs :]], dim=-1)
+
+
+def rope_parameters(config: Config, layer_type: str = "full_attention") -> Config:
+    """What a config says of rotary positions, for layers of this type, in one spelling."""
+    given = config.nested("rope_parameters") or config.nested("rope_scaling")
+    given = Config(config.model, {}) if given is None else given
+    given = given.nested(layer_type) or given
+    outer = ("rope_theta", "partial_rotary_factor", "max_position_embeddings")
+    given = given.beneath({name: config.find(name) for name in outer})
+    original = config.find("original_max_position_embeddings")
+    if original is None:
+        original = given.find("original_max_position_embeddings", "max_position_embeddings")
+    values = {**given.values, "original_max_position_embeddings": original}
+    return Config(config.model, values)
+
+
+def rope(parameters: Config, head_dim: int) -> Rope:
+    """The rotation that these parameters describe, for heads of so many dimensions."""
+    kind = parameters.find("rope_type", "type") or "default"
+    scale = _SCALINGS.get(str(kind))
+    if scale is None:
+        raise parameters.refusal(
+            f"rope type {kind!r} is not one that cached keys can use; use {', '.join(_SCALINGS)}"
+        )
+    dims = int(head_dim * parameters.number("partial_rotary_factor", default=1.0))
+    theta = parameters.number("rope_theta", default=10_000.0)
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    return scale(parameters, 1.0 / theta**exponents)
+
+
+def _unscaled(parameters: Config, frequencies: Tensor) -> Rope:
+    return Rope(frequencies)
+
+
+def _linear(parameters: Config, frequencies: Tensor) -> Rope:
+    return Rope(frequencies / parameters.number("factor"))
+
+
+def _llama3(parameters: Config, frequencies: Tensor) -> Rope:
+    """Slow pairs are slowed down by `factor`, fast ones not, those between in proportion."""
+    factor, low = parameters.number("factor"), parameters.number("low_freq_factor")
+    high = parameters.number("high_freq_factor")
+    turns = parameters.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope((1 - share) * frequencies / factor + share * frequencies)
+
+
+def _yarn(parameters: Config, frequencies: Tensor) -> Rope:
+    """As llama3, but in proportion to a pair's number, and with what is turned made larger."""
+    original = parameters.number("original_max_position_embeddings")
+    stretched = parameters.number("max_position_embeddings", default=original) / original
+    factor = parameters.number("factor", default=stretched)
+    theta, pairs = parameters.number("rope_theta", default=10_000.0), len(frequencies)
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(original / (times * 2 * math.pi)) / math.log(theta)
+
+    low = pair_that_turns(parameters.number("beta_fast", default=32.0))
+    high = pair_that_turns(parameters.number("beta_slow", default=1.0))
+    if parameters.values.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    # A ramp from and to the same pair is a step.
+    width = (high - low) or 0.001
+    slowed = ((torch.arange(pairs, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return Rope(
+        frequencies / factor * slowed + frequencies * (1 - slowed), _yarn_gain(parameters, factor)
+    )
+
+
+def _yarn_gain(parameters: Config, factor: float) -> float:
+    def gain(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    both = [parameters.number(name, default=0.0) for name in ("mscale", "mscale_all_dim")]
+    default = gain(both[0]) / gain(both[1]) if all(both) else gain(1.0)
+    return parameters.number("attention_factor", default=default)
+
+
+_SCALINGS: dict[str, Callable[[Config, Tensor], Rope]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

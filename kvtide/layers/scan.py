@@ -1,0 +1,86 @@
+"""Mamba2's recurrence over one sequence's new tokens, in two orders of the same sums.
+
+    state ← exp(dt·decay) · state + dt · x ⊗ B        y = state · C
+
+`scan_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
+result depends on nothing but its history. `scan_chunks` takes tokens together and turns most
+of it into matrix products; it is faster, and equal but for rounding.
+
+Shapes: x (tokens, heads, dim), dt (tokens, heads), decay (heads), B and C (tokens, groups, width),
+state (heads, dim, width); all fp32. Heads share B and C by group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ScanInput:
+    """What one sequence's new tokens feed into the recurrence."""
+
+    x: Tensor
+    dt: Tensor
+    decay: Tensor
+    b: Tensor
+    c: Tensor
+
+    def by_head(self) -> ScanInput:
+        """With B and C repeated for every head of their group."""
+        each = self.x.shape[1] // self.b.shape[1]
+        b, c = (t.repeat_interleave(each, dim=1) for t in (self.b, self.c))
+        return ScanInput(self.x, self.dt, self.decay, b, c)
+
+    def span(self, start: int, end: int) -> ScanInput:
+        x, dt, b, c = (t[start:end] for t in (self.x, self.dt, self.b, self.c))
+        return ScanInput(x, dt, self.decay, b, c)
+
+
+def scan_tokens(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (tokens, heads, dim) and the state after the last token."""
+    tokens = tokens.by_head()
+    outputs = []
+    for x, dt, b, c in zip(tokens.x, tokens.dt, tokens.b, tokens.c, strict=True):
+        kept = torch.exp(dt * tokens.decay)[:, None, None] * state
+        state = kept + (dt[:, None] * x)[:, :, None] * b[:, None]
+        outputs.append((state * c[:, None]).sum(-1))
+    return torch.stack(outputs), state
+
+
+def scan_chunks(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As `scan_tokens`."""
+    tokens = tokens.by_head()
+    outputs = []
+    for start in range(0, len(tokens.x), _CHUNK_TOKENS):
+        output, state = _scan_chunk(tokens.span(start, start + _CHUNK_TOKENS), state)
+        outputs.append(output)
+    return torch.cat(outputs), state
+
+
+def _scan_chunk(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
+    fed = (tokens.x * tokens.dt[..., None]).transpose(0, 1)
+    b, c = tokens.b.transpose(0, 1), tokens.c.transpose(0, 1)
+    between = _decay_between((tokens.dt * tokens.decay).T)
+    from_before, to_end = between[:, :, 0, None], between[:, -1, 1:, None]
+    within = (c @ b.mT) * between[:, :, 1:]
+    output = within @ fed + (c * from_before) @ state.mT
+    state = from_before[:, -1:] * state + fed.mT @ (b * to_end)
+    return output.transpose(0, 1), state
+
+
+def _decay_between(logs: Tensor) -> Tensor:
+    """From (heads, tokens) to (heads, tokens, 1 + tokens): what is left at token i of what came
+    in at token j - 1, of the state before the chunk for j = 0, of what comes later nothing.
+
+    Sums run from j to i and are not differences of sums from the start, which would cancel.
+    """
+    count = logs.shape[1]
+    steps = logs[:, :, None].expand(-1, -1, count + 1)
+    later = torch.ones(count, count + 1, dtype=torch.bool, device=logs.device)
+    sums = steps.masked_fill(later.triu(1), 0).cumsum(1)
+    return sums.masked_fill(later.triu(2), -torch.inf).exp()

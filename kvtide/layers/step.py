@@ -1,0 +1,54 @@
+"""What a forward pass is given: the tokens of one step, and where each sequence's state lies.
+
+A step holds tokens of several sequences, one after another: whole prompts, chunks of prompts,
+single tokens of sequences that generate. Model code sees nothing else of the engine: it reads the
+state of earlier tokens through `view` and the page tables, and writes that of the new ones there.
+
+What lies where. A sequence's token at position p belongs to page p // page_tokens; the page's slot
+in an anchor's pools is `slots[anchor][page]`, -1 where that anchor keeps no such page. Entries
+(keys, values, latents) of a page lie in its slot by position. A running state (a recurrent
+state, a convolution's tail) after token p lies in the slot of p's page: it is read from the page of
+the last token before the step and written to the page of the last token in it. A page that is
+complete is never written again, so a snapshot at a page's end stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One sequence's new tokens: rows [start, end) of the step, after `past` earlier tokens.
+
+    `slots[anchor]` is an int64 tensor with a slot for every page up to that of the last new token.
+    """
+
+    start: int
+    end: int
+    past: int
+    slots: Mapping[str, torch.Tensor]
+
+    @property
+    def total(self) -> int:
+        """Tokens of the sequence when the step is done."""
+        return self.past + self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`view(pool, layer)` gives a layer's fields as tensors (slots, entries of a page, *shape).
+
+    `wait(layer)` must be called before a layer reads the state of earlier tokens: it may still be
+    on its way.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    sequences: tuple[Rows, ...]
+    page_tokens: int
+    view: Callable[[str, int], Mapping[str, torch.Tensor]]
+    wait: Callable[[int], None]

@@ -1,0 +1,234 @@
+"""Tiny random models of `transformers`, and ours beside them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor
+
+from kvtide.models import Model, build
+from kvtide.spec.families import KVDType
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY = 211
+
+Fields = dict[str, object]
+
+
+def _fields(**fields: object) -> Fields:
+    return fields
+
+
+def _config(family: str, **fields: object) -> tuple[str, Fields]:
+    return family, fields
+
+
+_BASE = _fields(
+    vocab_size=VOCABULARY,
+    hidden_size=96,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=None,
+)
+_LLAMA3 = _fields(
+    rope_type="llama3",
+    rope_theta=10_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_LINEAR = _fields(rope_type="linear", rope_theta=30_000.0, factor=8.0)
+_YARN = _fields(
+    rope_type="yarn", rope_theta=10_000.0, factor=16.0, original_max_position_embeddings=256
+)
+_FALCON = _fields(
+    mamba_d_ssm=128,
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_d_state=16,
+    mamba_chunk_size=32,
+    embedding_multiplier=2.5,
+    lm_head_multiplier=0.7,
+    key_multiplier=1.7,
+    attention_in_multiplier=1.3,
+    attention_out_multiplier=0.8,
+    ssm_in_multiplier=0.9,
+    ssm_out_multiplier=1.4,
+    ssm_multipliers=[0.8, 1.1, 0.7, 1.2, 0.9],
+    mlp_multipliers=[1.3, 0.6],
+)
+
+CONFIGS: dict[str, tuple[str, Fields]] = {
+    "llama": _config("Llama", head_dim=24),
+    "llama-tied-wide-heads": _config(
+        "Llama",
+        head_dim=40,
+        num_attention_heads=6,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    "llama-biases-llama3-rope": _config(
+        "Llama",
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=4,
+        rope_parameters=_LLAMA3,
+    ),
+    "llama-linear-rope": _config("Llama", rope_parameters=_LINEAR),
+    "llama-yarn-rope": _config("Llama", rope_parameters=_YARN),
+    "mistral": _config("Mistral", head_dim=24, sliding_window=None),
+    "mistral-windows": _config("Mistral", head_dim=32, sliding_window=21),
+    "qwen2": _config("Qwen2", num_key_value_heads=4, tie_word_embeddings=True),
+    "qwen2-some-windows": _config(
+        "Qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=1
+    ),
+    "qwen3": _config("Qwen3", head_dim=32),
+    "qwen3-yarn-rope": _config(
+        "Qwen3", head_dim=16, num_key_value_heads=1, attention_bias=True, rope_parameters=_YARN
+    ),
+    "gemma3": _config(
+        "Gemma3Text",
+        head_dim=32,
+        sliding_window=20,
+        query_pre_attn_scalar=24,
+        num_hidden_layers=7,
+    ),
+    "gemma3-scaled-rope": _config(
+        "Gemma3Text",
+        head_dim=16,
+        num_key_value_heads=1,
+        sliding_window=64,
+        query_pre_attn_scalar=40,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=0.3,
+        tie_word_embeddings=False,
+        rope_parameters=_fields(
+            full_attention=_LINEAR,
+            sliding_attention=_fields(rope_type="default", rope_theta=500.0),
+        ),
+    ),
+    "gpt_oss": _config(
+        "GptOss", head_dim=32, sliding_window=24, num_local_experts=6, num_experts_per_tok=2
+    ),
+    "gpt_oss-plain-rope-tight-clamp": _config(
+        "GptOss",
+        head_dim=16,
+        num_key_value_heads=4,
+        sliding_window=7,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        num_hidden_layers=4,
+        swiglu_limit=0.05,
+        swiglu_alpha=1.1,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+        rope_parameters=_fields(rope_type="default", rope_theta=10_000.0),
+    ),
+    "falcon_h1": _config("FalconH1", **_FALCON),
+    "falcon_h1-groups-norm": _config(
+        "FalconH1",
+        **_FALCON,
+        head_dim=40,
+        mamba_n_groups=2,
+        mamba_d_conv=3,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        attention_bias=True,
+    ),
+    "falcon_h1-norm-first-no-conv": _config(
+        "FalconH1",
+        **_FALCON,
+        mamba_n_groups=4,
+        mamba_d_conv=1,
+        mamba_rms_norm=True,
+        mamba_conv_bias=False,
+        time_step_limit=[0.6, 1.1],
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """A transformers model's weights, as a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+
+    def get(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+
+def config_of(name: str) -> transformers.PreTrainedConfig:
+    family, fields = CONFIGS[name]
+    return getattr(transformers, f"{family}Config")(**{**_BASE, **fields})
+
+
+@functools.cache
+def oracle(name: str) -> transformers.PreTrainedModel:
+    """With nothing at its trivial initial value: norms, sinks, biases, time steps."""
+    config = config_of(name)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if key.endswith("A_log"):
+                weight.add_(noise - 4)  # So that states last for hundreds of tokens.
+            elif weight.dim() == 1 or key.endswith("_bias") or key.endswith("sinks"):
+                weight.add_(noise * 0.2)
+            else:
+                weight.add_(noise * 0.05)
+    return model
+
+
+def ours(
+    name: str,
+    *,
+    deterministic: bool = False,
+    page_tokens: int = 16,
+    kv_dtype: KVDType = KVDType.FP32,
+    dtype: torch.dtype = torch.float32,
+) -> Model:
+    """Our model from the oracle's config, as `save_pretrained` writes it, and weights."""
+    model = oracle(name)
+    return build(
+        json.loads(model.config.to_json_string()),
+        StateDict(model.state_dict()),
+        page_tokens=page_tokens,
+        kv_dtype=kv_dtype,
+        dtype=dtype,
+        deterministic=deterministic,
+    )
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+@functools.cache
+def expected(name: str, length: int, seed: int = 1) -> Tensor:
+    """The oracle's logits of every token of a prompt."""
+    with torch.no_grad():
+        ids = torch.tensor([prompt(length, seed)])
+        return oracle(name)(ids, use_cache=False).logits[0]
