@@ -1,0 +1,267 @@
+"""A model on disk: its config, its weights and its tokenizer, from a folder or from a GGUF file.
+
+A folder holds `config.json` and `model.safetensors`, or shards and their index, as
+`save_pretrained` and the labs write them. A GGUF file is read as the folder it was made from: the
+same config fields, the same names of weights.
+
+Files are mapped and a weight is read when it is asked for: a pipeline stage that asks for its own
+layers touches only those. What can be known to be wrong is refused on opening.
+
+The fingerprint stands for the weights in the keys of stored pages, where equal has to mean equal.
+By default it takes 64 bytes of each row and of each KiB, small tensors whole, with all names,
+dtypes and shapes and the config: 16 GB in a second, where hashing every byte takes two cores
+seven. Training, merging, quantising and patching rows change what is sampled; an edit of single
+numbers by hand may not. Who does that asks for every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from kvtide.layers import Weights
+from kvtide.models.errors import CheckpointError
+from kvtide.models.gguf import GGUF, architectures
+
+SAMPLE_BYTES = 64
+SAMPLE_EVERY_BYTES = 1024
+HASHED_WHOLE_BYTES = 1 << 20
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
+"""Fields of a config that say where it was written, not what the model computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight as it lies on disk: what it is, its bytes, and how many of them make a row."""
+
+    form: str
+    data: NDArray[np.uint8]
+    row_bytes: int
+
+
+class StoredWeights(Weights, Protocol):
+    """Weights on disk, by HF's names.
+
+    `get` gives one on the CPU: float32 where it was quantised, else as it was stored. It may lie
+    in the mapped file: copy it before writing to it.
+    """
+
+    def names(self) -> Collection[str]: ...
+
+    def stored(self, name: str) -> Stored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open checkpoint. `tokenizer_files` are a folder's own; a GGUF file is `gguf` itself."""
+
+    path: Path
+    config: Mapping[str, object]
+    weights: StoredWeights
+    tokenizer_files: Mapping[str, Path]
+    gguf: GGUF | None = None
+
+    def fingerprint(self, *, every_byte: bool = False) -> bytes:
+        """32 bytes that stand for config and weights, however they are sharded."""
+        described = {k: v for k, v in self.config.items() if k not in _NOT_THE_MODEL}
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+        hashed = partial(_digest, self.weights, every_byte=every_byte)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            for part in pool.map(hashed, sorted(self.weights.names())):
+                digest.update(part)
+        return digest.digest()
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The model in this folder or GGUF file."""
+    place = Path(path)
+    if place.is_dir():
+        return _open_folder(place)
+    if not place.exists():
+        raise CheckpointError(
+            f"{place}: no such file or folder; pass a folder with a config.json or a .gguf file"
+        )
+    file = GGUF(place)
+    return Checkpoint(place, architectures.config(file), GGUFWeights(file), {}, file)
+
+
+# -- folders -----------------------------------------------------------------------------------
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = _config(folder)
+    method = config.get("quantization_config")
+    if method is not None:
+        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
+        raise CheckpointError(
+            f"{folder}: the weights are quantised ({name}), which is not read here; use a "
+            "checkpoint in bf16, fp16 or fp32, or a GGUF file"
+        )
+    files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return Checkpoint(folder, config, SafetensorsWeights(folder), files)
+
+
+def _config(folder: Path) -> dict[str, object]:
+    path = folder / "config.json"
+    if path.is_file():
+        return read_json(path)
+    if found := sorted(folder.glob("*.gguf")):
+        raise CheckpointError(f"{folder}: no config.json here; pass the file itself: {found[0]}")
+    raise CheckpointError(
+        f"{folder}: no config.json here; put the model's there, or pass the folder that has it"
+    )
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as flaw:
+        raise CheckpointError(f"{path}: not readable as JSON ({flaw}); download it again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{path}: holds a {type(values).__name__}, not a JSON object; download it again"
+        )
+    return values
+
+
+class _Shard(Protocol):
+    """A mapped safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class SafetensorsWeights:
+    """The weights of a folder, in one file or in shards. Every shard is there and can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._homes: dict[str, _Shard] = {}
+        for file in _weight_files(folder):
+            shard = _opened(file)
+            self._homes.update(dict.fromkeys(shard.keys(), shard))
+
+    def names(self) -> Collection[str]:
+        return self._homes.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._homes
+
+    def get(self, name: str) -> torch.Tensor:
+        if name not in self._homes:
+            raise _missing(self._folder, name)
+        return self._homes[name].get_tensor(name)
+
+    def stored(self, name: str) -> Stored:
+        tensor = self.get(name)
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+        rows = max(1, tensor.shape[:-1].numel())
+        return Stored(f"{tensor.dtype} {tuple(tensor.shape)}", data, data.size // rows)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index.is_file():
+        raise CheckpointError(
+            f"{folder}: neither model.safetensors nor {index.name} is here; save the model with "
+            "save_pretrained, which writes safetensors"
+        )
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{index}: there is no `weight_map` in it; download it again")
+    shards = sorted({str(shard) for shard in places.values()})
+    if gone := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise CheckpointError(
+            f"{folder}: {len(gone)} of {len(shards)} shards are missing, {gone[0]} first; "
+            "download them"
+        )
+    return [folder / shard for shard in shards]
+
+
+def _opened(file: Path) -> _Shard:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as flaw:
+        raise CheckpointError(
+            f"{file}: not readable as safetensors ({flaw}); download it again"
+        ) from None
+
+
+def _missing(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: there is no tensor {name}, which the config asks for; use the config.json that "
+        "the weights were saved with"
+    )
+
+
+# -- GGUF --------------------------------------------------------------------------------------
+
+
+class GGUFWeights:
+    """The weights of a GGUF file under HF's names, in HF's order of rows."""
+
+    def __init__(self, file: GGUF) -> None:
+        self._file = file
+        self._sources = architectures.sources(file)
+
+    def names(self) -> Collection[str]:
+        return self._sources.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._sources
+
+    def get(self, name: str) -> torch.Tensor:
+        if name not in self._sources:
+            raise _missing(self._file.path, name)
+        source = self._sources[name]
+        tensor = self._file.read(source.name)
+        return tensor if source.change is None else source.change(tensor)
+
+    def stored(self, name: str) -> Stored:
+        source = self._sources[name].name
+        tensor = self._file.tensors[source]
+        form = f"{tensor.form.name} {tensor.shape}"
+        return Stored(form, self._file.raw(source), tensor.row_bytes)
+
+
+# -- fingerprints ------------------------------------------------------------------------------
+
+
+def _digest(weights: StoredWeights, name: str, *, every_byte: bool) -> bytes:
+    stored = weights.stored(name)
+    digest = hashlib.sha256(f"{name} {stored.form} ".encode())
+    whole = every_byte or stored.data.size <= HASHED_WHOLE_BYTES
+    digest.update((stored.data if whole else _sample(stored)).data)
+    return digest.digest()
+
+
+def _sample(stored: Stored) -> NDArray[np.uint8]:
+    """64 bytes out of each row, or of each KiB where rows are longer."""
+    step = min(stored.row_bytes, SAMPLE_EVERY_BYTES)
+    steps = stored.data.size // step
+    lines = stored.data[: steps * step].reshape(steps, step)[:, :SAMPLE_BYTES]
+    return np.concatenate([lines.reshape(-1), stored.data[steps * step :]])
