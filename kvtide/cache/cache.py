@@ -129,10 +129,13 @@ class TieredCache:
 
     def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
         """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full."""
-        if self.index.reserve(lease.inner, tokens, growth=growth_pages):
+        within = tokens <= lease.inner.reserved * self.memory.page_tokens
+        if within and not growth_pages:
+            return True
+        if self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True):
             return True
         again = self._writing.make_room(self._missing())
-        return again and self.index.reserve(lease.inner, tokens, growth=growth_pages)
+        return again and self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True)
 
     def load(self, lease: Lease) -> None:
         """Start the copies that bring the lease's prefix to the device.
@@ -162,8 +165,10 @@ class TieredCache:
         if lease.loading:
             lease.pending.append((tokens, without))
         elif not lease.failed:
+            before = lease.inner.boundary
             self.index.commit(lease.inner, tokens, without)
-            self._writing.committed(lease.inner)
+            if lease.inner.boundary > before:
+                self._writing.committed(lease.inner)
 
     def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless."""
@@ -298,7 +303,7 @@ class TieredCache:
         inner = self.index.pin(match.hit, priority)
         # A match of the device alone waits for nothing, not even for what is optional.
         flights = self._flights.load(inner) if match.slowest > Tier.DEVICE else []
-        if flights is None or not self.index.reserve(inner, tokens, growth=growth):
+        if flights is None or not self.index.reserve(inner, tokens, growth=growth, running=True):
             self._undo(inner, flights or [])
             return None
         if any(flight in self._flights.overdue() for flight in flights):

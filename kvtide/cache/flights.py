@@ -54,7 +54,12 @@ class Flights:
         return others if flight.over else [flight, *others]
 
     def backup(self, lease: IndexLease) -> bool:
-        """Begin to copy what the lease's path has on the device and not on the host."""
+        """Begin to copy what the lease's path has on the device and not on the host.
+
+        False if the host has no room, or copies there do not end: each holds pages of the device.
+        """
+        if self._stuck():
+            return False
         begun = self._begin(Way.BACKUP, lambda: self._index.copy(lease, Tier.DEVICE, Tier.HOST))
         return begun is not None
 
@@ -63,6 +68,8 @@ class Flights:
 
         Zero: those that had a copy were dropped at once, and there is room now.
         """
+        if self._stuck():
+            return None
         begun = self._begin(
             Way.BACKUP, lambda: self._index.demote(Tier.DEVICE, Tier.HOST, anchor, pages)
         )
@@ -70,9 +77,17 @@ class Flights:
 
     def leaving(self, anchor: str) -> int:
         """Device pages of an anchor that will be free when demotions under way have landed."""
-        flights = (f for f in self._traffic if f.holding is not None and f.holding.leaves_source)
+        flights = (
+            flight
+            for flight in self._traffic
+            if flight.holding is not None and flight.holding.leaves_source and not flight.late
+        )
         moves = (move for flight in flights for move in flight.moves if move.anchor == anchor)
         return sum(len(move.source_slots) for move in moves)
+
+    def _stuck(self) -> bool:
+        """Whether a copy to the host is past its deadline."""
+        return any(flight.late and flight.way is Way.BACKUP for flight in self._traffic)
 
     def _begin(self, way: Way, reserve: Callable[[], Arrival | None]) -> Flight | None:
         flight = self._traffic.plan(way)

@@ -28,7 +28,7 @@ class Match:
     hit: Hit
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Lease:
     """The right to read a prefix and to write what comes after it, until released.
 
@@ -81,8 +81,6 @@ class Lease:
         if self.error is not None:
             raise self.error
         for transfer in self.transfers:
-            if transfer.state is State.FAILED:
-                raise TransferError("the prefix could not be loaded") from transfer.error
             if transfer.state is State.FLYING:
                 if transfer.ticket is None:
                     raise TransferError("the prefix could not be loaded") from transfer.error

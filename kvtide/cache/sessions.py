@@ -27,9 +27,6 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __contains__(self, session: object) -> bool:
-        return session in self._leases
-
     def keep(self, session: str, prompt: Prompt, priority: int) -> bool:
         """Pin what the prompt's next turn can resume from, instead of what was pinned before.
 

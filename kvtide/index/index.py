@@ -88,15 +88,21 @@ class Index:
         return self._leasing.pin(hit, priority)
 
     def reserve(
-        self, lease: Lease, tokens: int, checkpoints: Iterable[int] | None = None, growth: int = 0
+        self,
+        lease: Lease,
+        tokens: int,
+        checkpoints: Iterable[int] | None = None,
+        growth: int = 0,
+        running: bool = False,
     ) -> bool:
         """Take device slots for the pages up to `tokens`, in every anchor or in none.
 
         `checkpoints` (page boundaries) overrides the placement. `growth` promises as many
         further pages: a later call takes from the promise first, and cannot fail for pools that
-        keep the whole history.
+        keep the whole history. `running` also keeps what the request itself needs to go on at
+        `tokens`: the windows and states before it, whether or not they are worth a checkpoint.
         """
-        return self._leasing.reserve(lease, tokens, checkpoints, growth)
+        return self._leasing.reserve(lease, tokens, checkpoints, growth, running)
 
     def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
         """The tokens up to `tokens` are computed: their full pages become readable.

@@ -89,7 +89,12 @@ class Leasing:
     # -- reserving --------------------------------------------------------------------------
 
     def reserve(
-        self, lease: Lease, tokens: int, checkpoints: Iterable[int] | None, growth: int
+        self,
+        lease: Lease,
+        tokens: int,
+        checkpoints: Iterable[int] | None,
+        growth: int,
+        running: bool,
     ) -> bool:
         assert lease.live and self.owns(lease), "reserving with a lease that is not this index's"
         books = self._books
@@ -100,7 +105,8 @@ class Leasing:
         asked = checkpoints is None and books.finite_cells and start < end
         if asked:
             checkpoints = list(self._placement.checkpoints(start, end, lease.branches))
-        segments = plan(start, end, open_end, checkpoints or (), self._reaches)
+        stops = [*(checkpoints or ()), *([end] if running else ())]
+        segments = plan(start, end, open_end, stops, self._reaches)
         if not self._promise(lease, segments, growth):
             return False
         if asked:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvtide.bench import hitrate, index
+from kvtide.bench import hitrate, index, step
 from kvtide.planner import traces, workloads
 from kvtide.server import bench_transfer
 from kvtide.server.console import CommandError, progress, table
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     bench_transfer.add(
         kinds.add_parser("transfer", help="how fast pages move between device and host")
     )
+    _add_step(kinds.add_parser("step", help="what a step of the engine costs besides the model"))
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))
 
 
@@ -66,6 +67,14 @@ def _add_hitrate(parser: argparse.ArgumentParser) -> None:
         "--capacities", default="0.01,0.05,0.2", help="shares of the footprint, comma-separated"
     )
     parser.set_defaults(run=_run_hitrate)
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=32, help="requests that generate together")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_run_step)
 
 
 def _sources(args: argparse.Namespace, default: str) -> list[traces.Trace]:
@@ -187,3 +196,24 @@ def _hitrate_table(result: hitrate.Comparison, policies: list[str]) -> str:
     return f"\n{result.workload}: token hit rate, unlimited {result.unlimited:.4f}\n\n" + table(
         header, rows
     )
+
+
+# -- step -----------------------------------------------------------------------------------
+
+
+def _run_step(args: argparse.Namespace) -> int:
+    if min(args.batch, args.prompt_tokens, args.steps) < 1:
+        raise CommandError("bench step: --batch, --prompt-tokens and --steps must be at least 1")
+    names = progress(step.MEMORIES, len(step.MEMORIES), "memories")
+    costs = [step.measure(name, args.batch, args.prompt_tokens, args.steps) for name in names]
+    if args.json:
+        print(json.dumps([cost.as_json() for cost in costs], indent=2))
+        return 0
+    header = ("memory", "batch", "p50 ms", "p99 ms", "goal", "reached")
+    goal, reached = f"< {step.GOAL_MS:g} ms", ("no", "yes")
+    rows = [
+        (c.memory, c.batch, f"{c.p50_ms:.2f}", f"{c.p99_ms:.2f}", goal, reached[c.reached])
+        for c in costs
+    ]
+    print(table(header, rows))
+    return 0

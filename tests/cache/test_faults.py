@@ -451,3 +451,20 @@ def test_a_copy_that_never_ends_keeps_nobody_waiting_and_nothing_is_reused(build
     faulty.hold.set()
     assert rig.cache.drain(10)
     assert rig.problems() == [] and rig.misread(other) == []
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_backups_that_never_end_do_not_keep_requests_out(build, policy):
+    rig = build(device=16, write_policy=policy, transfer_timeout_s=0.01, headroom=0.0)
+    rig.remember(text(1, 6))
+    assert rig.begin(text(2, 13)) is None
+    rig.cache.poll()
+    time.sleep(0.02)
+    rig.cache.poll()
+    assert rig.cache.stats().overdue
+    for number in range(3, 9):
+        lease = rig.begin(text(number, 2))
+        assert lease is not None
+        rig.compute(lease)
+        rig.cache.release(lease)
+        rig.cache.poll()

@@ -110,3 +110,21 @@ def test_transfer_prints_tables_with_the_goals(capsys) -> None:
 def test_transfer_refuses_what_cannot_be_measured(capsys, options, remedy) -> None:
     assert main(["bench", "transfer", *options]) == 2
     assert remedy in capsys.readouterr().err
+
+
+# -- step -----------------------------------------------------------------------------------
+
+
+def test_step_measures_every_kind_of_memory(capsys) -> None:
+    options = ["--batch", "4", "--prompt-tokens", "100", "--steps", "20"]
+    assert main(["bench", "step", *options, "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert [cost["memory"] for cost in costs] == ["full", "window", "recurrent"]
+    assert all(0 < cost["p50_ms"] <= cost["p99_ms"] for cost in costs)
+    assert main(["bench", "step", *options]) == 0
+    assert "< 1 ms" in capsys.readouterr().out
+
+
+def test_step_refuses_an_empty_batch(capsys) -> None:
+    assert main(["bench", "step", "--batch", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err

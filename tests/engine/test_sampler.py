@@ -1,0 +1,248 @@
+"""From logits to a token: what the settings rule out, and what a draw depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtide.engine import Sampling
+from kvtide.engine.sampler import Chosen, Drawing, choose_all
+
+WARM = Sampling(temperature=1.0)
+
+
+def row(*logits: float) -> torch.Tensor:
+    return torch.tensor(logits, dtype=torch.float32)
+
+
+def from_chances(*chances: float) -> torch.Tensor:
+    return torch.tensor(chances).log()
+
+
+def choose(
+    logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+) -> Chosen:
+    """The next token of a request without company."""
+    return choose_all(logits[None], [Drawing(sampling, prompt, [*prompt, *output])])[0]
+
+
+def drawn(logits: torch.Tensor, sampling: Sampling, draws: int = 300) -> set[int]:
+    """Every token that comes in so many draws."""
+    drawings = [Drawing(replace(sampling, seed=s), [0], [0]) for s in range(draws)]
+    return {chosen.token for chosen in choose_all(logits.expand(draws, -1), drawings)}
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+def allowed(logits: np.ndarray, sampling: Sampling) -> set[int]:
+    """The tokens that may come, by the definitions: one rule after the other."""
+    left = list(np.argsort(-logits, kind="stable"))
+    if sampling.top_k:
+        left = left[: sampling.top_k]
+    if sampling.min_p:
+        chances = softmax(logits[left])
+        left = [t for t, c in zip(left, chances, strict=True) if c >= sampling.min_p * chances[0]]
+    if sampling.top_p < 1.0:
+        before, kept = 0.0, []
+        for token, chance in zip(left, softmax(logits[left]), strict=True):
+            if not kept or before < sampling.top_p:
+                kept.append(token)
+            before += chance
+        left = kept
+    return {int(token) for token in left}
+
+
+# -- greedy ---------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_likeliest_whatever_the_seed():
+    for seed in range(20):
+        assert choose(row(1, 3, 2), Sampling(seed=seed), [0], []).token == 1
+
+
+def test_without_rows_nothing_is_chosen():
+    assert choose_all(torch.empty(0, 5), []) == []
+
+
+def test_company_changes_nothing():
+    """Every row gets what it gets alone: greedy, penalised and drawn ones side by side."""
+    kinds = [
+        Sampling(),
+        Sampling(logprobs=2),
+        Sampling(temperature=0.8, seed=3, top_p=0.9),
+        Sampling(repetition_penalty=1.5, logprobs=1),
+        Sampling(presence_penalty=1.0, frequency_penalty=0.3),
+        Sampling(temperature=1.3, seed=3, min_p=0.02, top_k=9),
+    ]
+    logits = torch.randn(12, 40, generator=torch.Generator().manual_seed(1))
+    drawings = [Drawing(kinds[n % 6], [n, 2], [n, 2, *range(n)]) for n in range(12)]
+    alone = [choose_all(logits[n : n + 1], [drawings[n]])[0] for n in range(12)]
+    assert choose_all(logits, drawings) == alone
+    assert choose_all(logits.flip(0), drawings[::-1]) == alone[::-1]
+
+
+# -- draws ----------------------------------------------------------------------------------
+
+
+def test_a_draw_is_a_function_of_seed_and_step_alone():
+    logits = torch.zeros(1000)
+    first = [choose(logits, replace(WARM, seed=5), [0], [1] * n).token for n in range(20)]
+    torch.manual_seed(99)
+    torch.rand(7)
+    for n in reversed(range(20)):  # Others draw in between, and the order is another.
+        choose(logits, replace(WARM, seed=n), [3], [2])
+        assert choose(logits, replace(WARM, seed=5), [0], [1] * n).token == first[n]
+
+
+def test_a_draw_leaves_the_global_generator_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    choose(torch.zeros(50), WARM, [0], [])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_steps_and_seeds_draw_differently():
+    logits = torch.zeros(10_000)
+    assert len({choose(logits, WARM, [0], [1] * n).token for n in range(50)}) > 40
+    assert len(drawn(logits, WARM, 50)) > 40
+
+
+def test_any_integer_is_a_seed():
+    for seed in (-1, -(2**63), 2**63, 2**64 - 1):
+        choose(torch.zeros(5), replace(WARM, seed=seed), [0], [])
+
+
+def test_draws_follow_the_chances():
+    logits, draws = from_chances(0.5, 0.3, 0.2), 3000
+    counts = np.bincount(
+        [choose(logits, replace(WARM, seed=s), [0], []).token for s in range(draws)]
+    )
+    assert np.allclose(counts / draws, [0.5, 0.3, 0.2], atol=0.04)
+
+
+def test_temperature_sharpens_and_flattens():
+    logits = row(0, 2, 4)
+    assert drawn(logits, Sampling(temperature=0.05)) == {2}
+    assert drawn(logits, Sampling(temperature=50.0)) == {0, 1, 2}
+
+
+# -- what is ruled out ----------------------------------------------------------------------
+
+
+@given(
+    order=st.permutations(range(6)),
+    top_k=st.integers(0, 8),
+    top_p=st.sampled_from([0.01, 0.3, 0.55, 0.8, 0.97, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.35, 0.7, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_exactly_what_the_limits_leave_comes(order, top_k, top_p, min_p):
+    chances = np.array([0.26, 0.21, 0.17, 0.14, 0.12, 0.10])[list(order)]
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert drawn(from_chances(*chances), sampling, 150) == allowed(np.log(chances), sampling)
+
+
+def test_limits_apply_after_the_temperature():
+    logits = from_chances(0.6, 0.3, 0.1)
+    assert drawn(logits, Sampling(temperature=1.0, top_p=0.55)) == {0}
+    assert drawn(logits, Sampling(temperature=10.0, top_p=0.55)) == {0, 1}
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-12])
+def test_top_p_always_keeps_the_likeliest(top_p):
+    for logits in (row(0, 0, 9), row(-50, -60, -49.5), torch.arange(500).float() / 1e4):
+        likeliest = int(logits.argmax())
+        assert drawn(logits, Sampling(temperature=1.0, top_p=top_p), 20) == {likeliest}
+
+
+def test_a_top_k_of_more_than_the_vocabulary_rules_nothing_out():
+    assert drawn(torch.zeros(4), replace(WARM, top_k=100)) == {0, 1, 2, 3}
+
+
+# -- penalties ------------------------------------------------------------------------------
+
+
+def test_presence_counts_once_and_only_what_was_generated():
+    sampling = Sampling(presence_penalty=1.5)
+    assert choose(row(0, 1, 2), sampling, [2, 2], []).token == 2
+    assert choose(row(0, 1, 2), sampling, [0], [2]).token == 1
+    assert choose(row(0, -2, 1), sampling, [0], [2, 2, 2, 2]).token == 0
+    assert choose(row(0, -2, 1.6), sampling, [0], [2, 2, 2, 2]).token == 2
+
+
+def test_frequency_counts_every_time_and_only_what_was_generated():
+    sampling = Sampling(frequency_penalty=0.5)
+    assert choose(row(0, 1, 2), sampling, [2] * 9, []).token == 2
+    assert choose(row(0, 1, 2), sampling, [0], [2]).token == 2
+    assert choose(row(0, 1, 2), sampling, [0], [2, 0, 2, 2]).token == 1
+
+
+def test_negative_penalties_ask_for_more_of_the_same():
+    assert choose(row(0, 1), Sampling(presence_penalty=-2), [0], [0]).token == 0
+    assert choose(row(0, 1), Sampling(frequency_penalty=-0.6), [0], [0, 0]).token == 0
+
+
+def test_repetition_weakens_prompt_and_output_alike():
+    sampling = Sampling(repetition_penalty=2.0)
+    assert choose(row(3, 4, 1), sampling, [1], []).token == 0
+    assert choose(row(3, 4, 1), sampling, [2], [1]).token == 0
+    assert choose(row(3, 4, 1), sampling, [1, 1], [1, 1]).token == 0
+    assert choose(row(1.9, 4, 1), sampling, [1, 1], [1, 1]).token == 1, "it counts only once"
+
+
+def test_repetition_makes_negative_logits_more_negative():
+    sampling = Sampling(repetition_penalty=2.0)
+    assert choose(row(-1, -1.5), sampling, [0], []).token == 1
+    assert choose(row(-1, -2.5), sampling, [0], []).token == 0
+
+
+def test_penalties_add_up_repetition_first():
+    sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+    # 8 / 2 - 1 - 2 * 0.5 = 2, whichever way one comes to it.
+    assert choose(row(8, 1.9), sampling, [1], [0, 0]).token == 0
+    assert choose(row(8, 2.1, 2.1), sampling, [0], [0, 0]).token == 1
+
+
+# -- logprobs -------------------------------------------------------------------------------
+
+
+def test_logprobs_are_the_models_whatever_the_settings():
+    logits = from_chances(0.5, 0.3, 0.2)
+    bent = Sampling(
+        temperature=3.0, top_k=1, presence_penalty=9.0, repetition_penalty=9.0, logprobs=3
+    )
+    chosen = choose(logits, bent, [0], [0])
+    assert chosen.token != 0, "the penalties worked"
+    assert chosen.logprob == pytest.approx(math.log([0.5, 0.3, 0.2][chosen.token]))
+    assert [token for token, _ in chosen.top] == [0, 1, 2]
+    assert [value for _, value in chosen.top] == pytest.approx(
+        [math.log(c) for c in (0.5, 0.3, 0.2)]
+    )
+
+
+def test_as_many_logprobs_as_were_asked_for():
+    logits = from_chances(0.1, 0.6, 0.3)
+    assert choose(logits, Sampling(), [0], []).top == ()
+    assert [t for t, _ in choose(logits, Sampling(logprobs=1), [0], []).top] == [1]
+    assert [t for t, _ in choose(logits, Sampling(logprobs=2), [0], []).top] == [1, 2]
+
+
+def test_more_logprobs_than_the_vocabulary_are_all_of_it():
+    assert len(choose(row(1, 2, 3), Sampling(logprobs=20), [0], []).top) == 3
+
+
+def test_the_logits_are_left_as_they_were():
+    logits = row(1, 2, 3)
+    sampling = Sampling(1.0, 0.5, 2, 0.5, 0, 1.0, 1.0, 2.0, 2)
+    choose(logits, sampling, [0, 1], [1, 2])
+    assert logits.tolist() == [1, 2, 3]

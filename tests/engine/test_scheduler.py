@@ -1,0 +1,284 @@
+"""Who runs next, and how many of its tokens: without a model, steps are only counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Ask, Request, State
+from kvtide.engine.sampler import Chosen
+from kvtide.engine.scheduler import Scheduler, Share
+from kvtide.index import EveryPages
+from kvtide.spec import ModelMemory, Tier
+from tests.cache.building import text
+from tests.cache.memories import FULL, PAGE, RECURRENT
+
+
+class Desk:
+    """A scheduler, its cache, and requests that are computed by saying so."""
+
+    def __init__(
+        self,
+        memory: ModelMemory = FULL,
+        *,
+        pages: int = 16,
+        chunk_tokens: int = 64,
+        most_running: int = 8,
+        **more: Any,
+    ) -> None:
+        config = CacheConfig(Tokens(pages * PAGE), host_size=None, tokens_per_checkpoint=PAGE)
+        self.cache = TieredCache(memory, config, **more)
+        self.scheduler = Scheduler(self.cache, chunk_tokens, most_running)
+        self.requests: list[Request] = []
+
+    def queue(
+        self, pages: int = 2, *, extra: int = 1, answer: int = 4, priority: int = 0
+    ) -> Request:
+        """A request whose prompt has whole pages and some tokens, unlike any other's."""
+        number = len(self.requests) + 1
+        ask = Ask(tuple(text(number, pages, extra)), answer, priority=priority)
+        request = Request(number, ask, self.cache.prompt(ask.tokens), list(ask.tokens))
+        self.requests.append(request)
+        self.scheduler.queue(request)
+        return request
+
+    def step(self) -> list[Share]:
+        """Admit, plan, and have the plan computed: whoever comes to its end gets a token."""
+        self.scheduler.admit()
+        shares = self.scheduler.plan()
+        for request, end in shares:
+            request.computed = end
+            self.cache.commit(request.held, end)
+            if end == request.length:
+                request.generated(Chosen(7, 0.0))
+        return shares
+
+    def end(self) -> None:
+        for request in self.requests:
+            self.scheduler.remove(request)
+        assert not self.scheduler.running and not self.scheduler.waiting
+        assert self.cache.validate() == []
+        assert not self.cache.index.books.leases
+        for count in self.cache.stats().pages.values():
+            assert count.free + count.resident == count.capacity
+        self.cache.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def make(*args: Any, **options: Any) -> Desk:
+        desks.append(Desk(*args, **options))
+        return desks[-1]
+
+    yield make
+    for each in desks:
+        each.end()
+
+
+# -- who comes in ---------------------------------------------------------------------------
+
+
+def test_priorities_come_before_age_and_age_among_equals(desk):
+    at = desk()
+    low, high, second_low, second_high = (at.queue(priority=p) for p in (0, 2, 0, 2))
+    at.scheduler.admit()
+    assert at.scheduler.running == [high, second_high, low, second_low]
+    assert all(request.state is State.RUNNING for request in at.requests)
+
+
+def test_no_more_run_than_may(desk):
+    at = desk(most_running=2)
+    first, second, third = (at.queue() for _ in range(3))
+    at.scheduler.admit()
+    assert at.scheduler.running == [first, second] and at.scheduler.waiting == 1
+    at.scheduler.remove(first)
+    at.scheduler.admit()
+    assert at.scheduler.running == [second, third]
+
+
+def test_nobody_overtakes_the_head_that_waits_for_room(desk):
+    at = desk(pages=9)
+    running, large, small = at.queue(4), at.queue(6), at.queue(1)
+    at.scheduler.admit()
+    assert at.scheduler.running == [running] and at.scheduler.waiting == 2
+    assert large.lease is None and small.state is State.WAITING
+    at.scheduler.remove(running)
+    at.scheduler.admit()
+    assert at.scheduler.running == [large] and at.scheduler.waiting == 1
+
+
+def test_a_higher_priority_becomes_the_head(desk):
+    at = desk(pages=9)
+    running, large = at.queue(4), at.queue(6)
+    at.scheduler.admit()
+    urgent = at.queue(1, priority=1)
+    at.scheduler.admit()
+    assert at.scheduler.running == [running, urgent] and large.state is State.WAITING
+
+
+def test_admission_reserves_room_for_the_whole_answer(desk):
+    at = desk(pages=8)
+    talker, other = at.queue(2, answer=4 * PAGE), at.queue(2)
+    at.scheduler.admit()
+    assert at.scheduler.running == [talker] and other.state is State.WAITING
+    while talker.length < talker.most_length:
+        assert [share.request for share in at.step()] == [talker]
+    assert talker.admissions == 1
+
+
+def test_what_is_found_is_counted_at_the_first_admission(desk):
+    at = desk()
+    first = at.queue(3)
+    at.step()
+    assert first.by_tier == {} or sum(first.by_tier.values()) == 0
+    asked = first.ask.tokens
+    again = Request(99, first.ask, at.cache.prompt(asked), list(asked))
+    at.requests.append(again)
+    at.scheduler.queue(again)
+    at.scheduler.admit()
+    assert again.by_tier == {Tier.DEVICE: 3 * PAGE} and again.computed == 3 * PAGE
+
+
+# -- a step ---------------------------------------------------------------------------------
+
+
+def test_those_who_generate_come_before_prompts(desk):
+    at = desk(pages=32, chunk_tokens=12)
+    old = at.queue(5)
+    at.step()
+    quick = at.queue(0, extra=2)
+    at.scheduler.admit()
+    assert at.step() == [Share(old, 5 * PAGE + 1), Share(quick, 2)]
+    long = at.queue(8)
+    late = at.queue(0, extra=1)  # One token is all it has: it is as good as one that generates.
+    shares = at.step()
+    assert [share.request for share in shares] == [old, quick, late, long]
+    assert shares[-1].end == 12 - 3, "the prompt gets what is left"
+
+
+def test_prompts_are_served_oldest_first(desk):
+    at = desk(chunk_tokens=2 * PAGE)
+    first, second = at.queue(1), at.queue(3)
+    assert at.step() == [Share(first, PAGE + 1), Share(second, PAGE - 1)]
+
+
+@pytest.mark.parametrize("memory", [FULL, RECURRENT], ids=["full", "recurrent"])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, PAGE, 3 * PAGE + 2])
+def test_no_step_computes_more_than_a_chunk(desk, memory, chunk_tokens):
+    at = desk(memory, pages=48, chunk_tokens=chunk_tokens)
+    for pages in (4, 1, 3, 0):
+        at.queue(pages, answer=3)
+    for _ in range(400):
+        before = {request.number: request.computed for request in at.requests}
+        at.scheduler.admit()
+        shares = at.scheduler.plan()
+        counts = [share.end - before[share.request.number] for share in shares]
+        assert all(count > 0 for count in counts) and 0 < sum(counts) <= chunk_tokens
+        for request, end in shares:
+            request.computed = end
+            at.cache.commit(request.held, end)
+            if end == request.length:
+                request.generated(Chosen(7, 0.0))
+                if len(request.output) == request.ask.max_tokens:
+                    at.scheduler.remove(request)
+        if not at.scheduler.running and not at.scheduler.waiting:
+            break
+    assert all(len(request.output) == 3 for request in at.requests)
+
+
+# -- out again ------------------------------------------------------------------------------
+
+
+def test_a_retracted_request_gets_its_old_place_and_its_pages_back(desk):
+    at = desk(most_running=1)
+    first, second = at.queue(3), at.queue(1)
+    at.step()
+    third = at.queue(1)
+    at.scheduler.retract(first)
+    assert first.state is State.WAITING and first.lease is None and at.scheduler.waiting == 3
+    at.scheduler.admit()
+    assert at.scheduler.running == [first]
+    assert first.computed == 3 * PAGE and first.admissions == 2 and len(first.output) == 1
+    at.scheduler.remove(first)
+    at.scheduler.admit()
+    assert at.scheduler.running == [second] and third.state is State.WAITING
+
+
+def test_a_retracted_request_holds_nothing(desk):
+    at = desk()
+    request = at.queue(3)
+    at.step()
+    at.scheduler.retract(request)
+    assert not at.cache.index.books.leases
+    at.cache.flush(Tier.DEVICE)
+    assert all(
+        count.free == count.capacity
+        for (tier, _), count in at.cache.stats().pages.items()
+        if tier is Tier.DEVICE
+    )
+    at.step()
+    assert request.computed == request.length - 1, "it computes what is gone, and goes on"
+
+
+def test_a_waiting_request_can_be_removed_from_anywhere(desk):
+    at = desk(most_running=1)
+    requests = [at.queue(1, priority=p) for p in (0, 3, 1, 2)]
+    at.scheduler.remove(requests[2])
+    at.scheduler.remove(requests[2])
+    order = []
+    while at.scheduler.waiting:
+        at.scheduler.admit()
+        order.append(at.scheduler.running[0])
+        at.scheduler.remove(at.scheduler.running[0])
+    assert order == [requests[1], requests[3], requests[0]]
+
+
+# -- running states -------------------------------------------------------------------------
+
+
+def test_a_step_ends_where_a_state_is_kept(desk):
+    at = desk(RECURRENT, pages=32, placement=EveryPages(2))
+    request = at.queue(5, extra=2)
+    ends = []
+    while request.computed < len(request.ask.tokens):
+        ((_, end),) = at.step()
+        ends.append(end)
+    assert ends == [2 * PAGE, 4 * PAGE, 5 * PAGE, 5 * PAGE + 2]
+
+
+def test_no_step_passes_a_page_with_a_state(desk):
+    """The state after a page is written only by a step that ends there."""
+    at = desk(RECURRENT, pages=64, chunk_tokens=11, placement=EveryPages(3))
+    for pages in (7, 2, 9):
+        at.queue(pages, extra=3, answer=2 * PAGE)
+    for _ in range(60):
+        before = {request: request.computed for request in at.requests}
+        at.scheduler.admit()
+        for request, end in at.scheduler.plan():
+            table = at.cache.page_table(request.held, "state")
+            inside = range(before[request] // PAGE, (end - 1) // PAGE)
+            assert all(table[page] < 0 for page in inside)
+            assert table[(end - 1) // PAGE] >= 0, "the state where the step ends has a slot"
+            request.computed = end
+            at.cache.commit(request.held, end)
+            if end == request.length and request.length < request.most_length:
+                request.generated(Chosen(7, 0.0))
+            elif end == request.length:
+                at.scheduler.remove(request)
+        assert at.cache.validate() == []
+    assert not at.scheduler.running and not at.scheduler.waiting
+
+
+def test_a_resumed_state_is_where_the_match_says(desk):
+    at = desk(RECURRENT, pages=32, placement=EveryPages(2))
+    request = at.queue(5, extra=2)
+    at.step()
+    at.scheduler.retract(request)
+    at.scheduler.admit()
+    assert request.computed == 2 * PAGE
+    assert at.cache.page_table(request.held, "state")[1] >= 0
