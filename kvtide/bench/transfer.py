@@ -68,7 +68,7 @@ class Measured:
     layout: str
     backend: str
     bytes: int
-    steps: int
+    legs: int
     gb_s: float
     alone: float
     back_to_back: float

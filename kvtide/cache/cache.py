@@ -153,7 +153,7 @@ class TieredCache:
         ranks may not know of it yet: with several, all release it when `poll` says that it failed.
         """
         if lease.transfers:
-            lease.wait(self.hardware.copier.step_of(layer))
+            lease.wait(self.hardware.copier.leg_of(layer))
 
     def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
         """The tokens up to `tokens` are computed: their full pages can be found from now on.

@@ -76,13 +76,13 @@ class Lease:
         """The prefix will not come, and so nothing can be committed on top of it."""
         self.error, self.pending = error, []
 
-    def wait(self, step: int) -> None:
-        """Make the caller's coming work wait for a step of the load; raises if it failed."""
+    def wait(self, leg: int) -> None:
+        """Make the caller's coming work wait for a leg of the load; raises if it failed."""
         if self.error is not None:
             raise self.error
         for transfer in self.transfers:
             if transfer.state is State.FLYING:
                 if transfer.ticket is None:
                     raise TransferError("the prefix could not be loaded") from transfer.error
-                transfer.ticket.wait(step)
+                transfer.ticket.wait(leg)
             assert transfer.state is not State.RESERVED, "wait comes after `load`"

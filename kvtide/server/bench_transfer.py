@@ -98,7 +98,7 @@ def _report(result: dict[str, Any]) -> str:
 
 
 def _share_table(rows: list[dict[str, Any]], title: str) -> str:
-    header = (title, "way", "host layout", "backend", "bytes", "steps", "GB/s", "alone",
+    header = (title, "way", "host layout", "backend", "bytes", "legs", "GB/s", "alone",
               "back to back", "goal")  # fmt: skip
     cells = [
         (
@@ -107,7 +107,7 @@ def _share_table(rows: list[dict[str, Any]], title: str) -> str:
             row["layout"],
             row["backend"],
             format_bytes(row["bytes"]),
-            row["steps"],
+            row["legs"],
             f"{row['gb_s']:.1f}",
             f"{row['alone']:.1%}",
             f"{row['back_to_back']:.1%}",

@@ -15,14 +15,14 @@ class FaultError(Exception):
 
 
 class FaultyBackend:
-    """Copies like the backend it wraps, except for the steps whose numbers are named.
+    """Copies like the backend it wraps, except for the legs whose numbers are named.
 
     Steps are numbered over all jobs, as they come.
 
     raises    these raise before they copy anything
     halves    these copy half of their pages, and then raise
     kills     these end the thread they run on
-    `hold` is a gate: while it is closed (`hold.clear()`), steps wait there.
+    `hold` is a gate: while it is closed (`hold.clear()`), legs wait there.
     """
 
     name = "faulty"
@@ -34,34 +34,34 @@ class FaultyBackend:
         halves: Container[int] = (),
         kills: Container[int] = (),
     ) -> None:
-        self.steps = 0
+        self.legs = 0
         self.hold = threading.Event()
         self.hold.set()
         self._backend = backend
         self._raises, self._halves, self._kills = raises, halves, kills
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
-        issuing = self._backend.issue(works, steps)
-        for step in range(steps):
-            number, self.steps = self.steps, self.steps + 1
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
+        issuing = self._backend.issue(works, legs)
+        for leg in range(legs):
+            number, self.legs = self.legs, self.legs + 1
             self.hold.wait()
             if number in self._kills:
                 raise SystemExit("killed by a test")
             if number in self._raises:
-                raise FaultError(f"step {number}")
+                raise FaultError(f"leg {number}")
             if number in self._halves:
-                self._half(works, steps, step)
-                raise FaultError(f"step {number}, halfway")
+                self._half(works, legs, leg)
+                raise FaultError(f"leg {number}, halfway")
             next(issuing)
             yield
 
-    def _half(self, works: Sequence[Strided], steps: int, step: int) -> None:
-        """Copy the first half of the pages, of all steps up to this one."""
+    def _half(self, works: Sequence[Strided], legs: int, leg: int) -> None:
+        """Copy the first half of the pages, of all legs up to this one."""
         halves = [
             Strided(
                 w.table, *(index[: len(index) // 2] for index in (w.source_index, w.target_index))
             )
             for w in works
         ]
-        for _ in islice(self._backend.issue(halves, steps), step + 1):
+        for _ in islice(self._backend.issue(halves, legs), leg + 1):
             pass

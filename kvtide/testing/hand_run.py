@@ -27,17 +27,17 @@ class HandRunLane:
         """Do the next jobs in full; how many there were."""
         done = 0
         while self.jobs and done < jobs:
-            self.run_steps(self.jobs[0].steps)
+            self.run_legs(self.jobs[0].legs)
             done += 1
         return done
 
-    def run_steps(self, steps: int) -> None:
-        """Do some more steps of the next job."""
+    def run_legs(self, legs: int) -> None:
+        """Do some more legs of the next job."""
         job = self.jobs[0]
         if self._under_way is None:
-            self._under_way = self._backend.issue(job.works, job.steps)
+            self._under_way = self._backend.issue(job.works, job.legs)
         try:
-            for _ in islice(self._under_way, steps):
+            for _ in islice(self._under_way, legs):
                 job.ticket.reached()
         except Exception as error:
             self.fail(error)
@@ -46,7 +46,7 @@ class HandRunLane:
                 self._leave()
 
     def fail(self, error: Exception) -> None:
-        """The next job fails; of its steps no more are done than were."""
+        """The next job fails; of its legs no more are done than were."""
         self.failures += 1
         self.jobs[0].ticket.fail(error)
         self._leave()

@@ -51,7 +51,7 @@ class Auto:
         self._direct = direct
         self._split: dict[PieceTable, tuple[PieceTable, PieceTable]] = {}
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
         short: list[Strided] = []
         long: list[Strided] = []
         for work in works:
@@ -59,9 +59,7 @@ class Auto:
             for table, part in zip(tables, (short, long), strict=True):
                 if len(table):
                     part.append(Strided(table, work.source_index, work.target_index))
-        for _ in zip(
-            self._direct.issue(long, steps), self._kernel.issue(short, steps), strict=True
-        ):
+        for _ in zip(self._direct.issue(long, legs), self._kernel.issue(short, legs), strict=True):
             yield
 
     def _parts(self, table: PieceTable) -> tuple[PieceTable, PieceTable]:

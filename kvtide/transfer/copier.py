@@ -39,7 +39,7 @@ class Issuer(Protocol):
 
 
 class Copier:
-    """Moves pages and entries between two buffers. `groups` are the steps of a load."""
+    """Moves pages and entries between two buffers. `groups` are the legs of a load."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Copier:
         }
         self._entry_tables: dict[tuple[Way, str], PieceTable] = {}
 
-    def step_of(self, layer: int) -> int:
-        """Which step of a load brings this layer."""
-        for step, layers in enumerate(self.groups):
+    def leg_of(self, layer: int) -> int:
+        """Which leg of a load brings this layer."""
+        for leg, layers in enumerate(self.groups):
             if layer in layers:
-                return step
-        raise AssertionError(f"no step brings layer {layer}; there are {self.groups}")
+                return leg
+        raise AssertionError(f"no leg brings layer {layer}; there are {self.groups}")
 
     def copy(self, way: Way, moves: Sequence[PageMove], timeout_s: float) -> Ticket:
         """Copy whole pages, after all that the calling thread has queued on the device."""
@@ -85,10 +85,10 @@ class Copier:
             table = self._tables[way, anchor]
             if len(table) and len(source):
                 works.append(Strided(table, source, target))
-        return self._submit(way, works, len(self._steps(way)), timeout_s)
+        return self._submit(way, works, len(self._legs(way)), timeout_s)
 
     def copy_entries(self, way: Way, moves: Sequence[EntryMove], timeout_s: float) -> Ticket:
-        """Copy single entries, all layers of a pool in one step."""
+        """Copy single entries, all layers of a pool in one leg."""
         works = [
             self._entries(way, move)
             for move in moves
@@ -107,20 +107,20 @@ class Copier:
         assert len(slots) == count, "a move names as many source slots as target slots"
         assert not count or 0 <= slots.min() <= slots.max() < capacity, f"{anchor}: no such slot"
 
-    def _steps(self, way: Way) -> Sequence[range]:
+    def _legs(self, way: Way) -> Sequence[range]:
         return self.groups if way is Way.LOAD else (range(self._memory.end_layer),)
 
-    def _submit(self, way: Way, works: Sequence[Strided], steps: int, timeout_s: float) -> Ticket:
+    def _submit(self, way: Way, works: Sequence[Strided], legs: int, timeout_s: float) -> Ticket:
         lane = self.lanes[way]
-        ticket = Ticket(lane.timeline, steps, time.monotonic() + timeout_s)
-        lane.submit(Job(ticket, works, steps, lane.timeline.fence()))
+        ticket = Ticket(lane.timeline, legs, time.monotonic() + timeout_s)
+        lane.submit(Job(ticket, works, legs, lane.timeline.fence()))
         return ticket
 
     def _page_table(self, way: Way, anchor: str) -> PieceTable:
         source, target = self._buffers[way.source], self._buffers[way.target]
         found = [
             pieces(source.arrangement, target.arrangement, anchor, layers)
-            for layers in self._steps(way)
+            for layers in self._legs(way)
         ]
         return PieceTable.of(way, source, target, found)
 

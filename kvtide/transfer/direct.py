@@ -58,8 +58,8 @@ class Direct:
         self._first = ctypes.c_size_t(0)
         self._in_flight: dict[int, deque[tuple[int, torch.cuda.Event]]] = {}
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
-        source, target, sizes, bounds = runs(works, steps)
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
+        source, target, sizes, bounds = runs(works, legs)
         columns = [np.ascontiguousarray(column) for column in (target, source, sizes)]
         addresses = [column.ctypes.data for column in columns]
         stream = torch.cuda.current_stream().cuda_stream

@@ -69,19 +69,19 @@ class Kernel:
         self._programs = programs
         self._chunks: dict[PieceTable, list[torch.Tensor]] = {}
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
         prepared = [
             (
                 work.table,
-                self._chunk_steps(work.table),
+                self._chunk_legs(work.table),
                 self._on_device(work.source_index),
                 self._on_device(work.target_index),
             )
             for work in works
         ]
-        for step in range(steps):
+        for leg in range(legs):
             for table, chunks, sources, targets in prepared:
-                self._launch(table, chunks[step], sources, targets)
+                self._launch(table, chunks[leg], sources, targets)
             yield
 
     def _launch(
@@ -107,11 +107,11 @@ class Kernel:
             num_warps=WARPS,
         )
 
-    def _chunk_steps(self, table: PieceTable) -> list[torch.Tensor]:
-        """The chunks of every step, on the device; listed once per table."""
+    def _chunk_legs(self, table: PieceTable) -> list[torch.Tensor]:
+        """The chunks of every leg, on the device; listed once per table."""
         chunks = self._chunks.get(table)
         if chunks is None:
-            lists = [_chunk_list(table, a, b) for a, b in pairwise(table.steps)]
+            lists = [_chunk_list(table, a, b) for a, b in pairwise(table.legs)]
             chunks = self._chunks[table] = [self._on_device(one) for one in lists]
         return chunks
 

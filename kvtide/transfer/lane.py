@@ -4,7 +4,7 @@ Issuing a large copy costs the driver more time than a step has to give, so the 
 the model only leaves a job here. A lane is supervised: whatever a job raises becomes that job's
 failure and a count, and the lane goes on.
 
-A job's steps are issued one after another. Whoever needs what a step brings waits for that step
+A job's legs are issued one after another. Whoever needs what a leg brings waits for that leg
 alone.
 """
 
@@ -31,41 +31,41 @@ class Backend(Protocol):
 
     name: str
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
-        """Issue the works step by step; yields when all of a step was issued."""
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
+        """Issue the works leg by leg; yields when all of a leg was issued."""
 
 
 class Ticket:
     """A submitted job, as seen by those who wait for it. `error` says why it failed."""
 
-    def __init__(self, timeline: Timeline, steps: int, deadline: float) -> None:
+    def __init__(self, timeline: Timeline, legs: int, deadline: float) -> None:
         self.deadline = deadline
         self.error: BaseException | None = None
         self._timeline = timeline
-        self._steps = steps
+        self._legs = legs
         self._issued: list[Event] = []
         self._changed = threading.Condition()
 
-    def wait(self, step: int) -> None:
-        """Make the caller's coming work wait for a step of the job."""
-        step = range(self._steps)[step]
+    def wait(self, leg: int) -> None:
+        """Make the caller's coming work wait for a leg of the job."""
+        leg = range(self._legs)[leg]
         with self._changed:
             in_time = self._changed.wait_for(
-                lambda: len(self._issued) > step, max(0.0, self.deadline - time.monotonic())
+                lambda: len(self._issued) > leg, max(0.0, self.deadline - time.monotonic())
             )
         if self.error is not None:
             raise TransferError(f"the copy failed: {self.error}") from self.error
         if not in_time:
             raise TransferError("the copy missed its deadline")
-        self._timeline.follow(self._issued[step])
+        self._timeline.follow(self._issued[leg])
 
     def done(self) -> bool:
         """Whether nothing of this job touches memory any more, however it ended."""
         issued = self._issued
-        return len(issued) == self._steps and self._timeline.passed(issued[-1])
+        return len(issued) == self._legs and self._timeline.passed(issued[-1])
 
     def reached(self) -> None:
-        """One more step was issued."""
+        """One more leg was issued."""
         event = self._timeline.record()
         with self._changed:
             self._issued.append(event)
@@ -81,7 +81,7 @@ class Ticket:
         with suppress(RuntimeError):
             event = self._timeline.record()
         with self._changed:
-            self._issued += [event] * (self._steps - len(self._issued))
+            self._issued += [event] * (self._legs - len(self._issued))
             self._changed.notify_all()
 
 
@@ -89,12 +89,12 @@ class Ticket:
 class Job:
     ticket: Ticket
     works: Sequence[Strided]
-    steps: int
+    legs: int
     after: Event
 
     def run(self, timeline: Timeline, backend: Backend) -> None:
         with timeline.inside(self.after):
-            for _ in backend.issue(self.works, self.steps):
+            for _ in backend.issue(self.works, self.legs):
                 self.ticket.reached()
 
 

@@ -14,8 +14,8 @@ class Reference:
 
     name = "reference"
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
-        source, target, sizes, bounds = runs(works, steps)
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
+        source, target, sizes, bounds = runs(works, legs)
         copies = list(zip(target.tolist(), source.tolist(), sizes.tolist(), strict=True))
         for start, end in pairwise(bounds):
             for copy in copies[start:end]:

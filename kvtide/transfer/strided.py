@@ -1,10 +1,10 @@
-"""The one copy primitive: pieces × pages, in steps.
+"""The one copy primitive: pieces × pages, in legs.
 
 A *piece* is a run of bytes that repeats from slot to slot at a fixed stride, in the source and in
 the target (`tiers.layout`). `Strided` says: copy these pieces for these slots. Every backend does
 exactly that, for pages and for single entries, in every layout; they differ only in how.
 
-A table's pieces are sorted into steps: what must be there first is copied first.
+A table's pieces are sorted into legs: what must be there first is copied first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Way(Enum):
 class PieceTable:
     """The pieces of one kind of copy, with addresses. Made once, used for every such copy.
 
-    steps       the pieces of step s are those from `steps[s]` up to `steps[s + 1]`
+    legs       the pieces of leg s are those from `legs[s]` up to `legs[s + 1]`
     word_bytes  divides every address and length that the table can give
     fills_slots  nothing lies between a piece in one slot and the same piece in the next
     """
@@ -55,15 +55,15 @@ class PieceTable:
     target: Addresses
     target_stride: Addresses
     bytes: Addresses
-    steps: tuple[int, ...]
+    legs: tuple[int, ...]
     word_bytes: int
     fills_slots: bool
 
     @classmethod
     def of(
-        cls, way: Way, source: Buffers, target: Buffers, steps: Sequence[Sequence[Piece]]
+        cls, way: Way, source: Buffers, target: Buffers, legs: Sequence[Sequence[Piece]]
     ) -> PieceTable:
-        pieces = [piece for step in steps for piece in step]
+        pieces = [piece for leg in legs for piece in leg]
 
         def column(name: str) -> Addresses:
             return np.array([getattr(piece, name) for piece in pieces], np.int64)
@@ -75,7 +75,7 @@ class PieceTable:
             column("target_offset") + target.address,
             column("target_stride"),
             column("bytes"),
-            (0, *np.cumsum([len(step) for step in steps]).tolist()),
+            (0, *np.cumsum([len(leg) for leg in legs]).tolist()),
             math.gcd(16, *(piece.bytes for piece in pieces)),
             all(p.bytes == p.source_stride == p.target_stride for p in pieces),
         )
@@ -84,7 +84,7 @@ class PieceTable:
         return len(self.bytes)
 
     def pick(self, chosen: npt.NDArray[np.bool_]) -> PieceTable:
-        """The table of these pieces only, in the same steps."""
+        """The table of these pieces only, in the same legs."""
         kept = np.concatenate(([0], np.cumsum(chosen)))
         return PieceTable(
             self.way,
@@ -93,7 +93,7 @@ class PieceTable:
             self.target[chosen],
             self.target_stride[chosen],
             self.bytes[chosen],
-            tuple(int(kept[bound]) for bound in self.steps),
+            tuple(int(kept[bound]) for bound in self.legs),
             self.word_bytes,
             self.fills_slots,
         )
@@ -115,26 +115,26 @@ class Strided:
 class Runs(NamedTuple):
     """Plain copies: so many bytes from each source address to the target address.
 
-    Those of step s are the ones from `steps[s]` up to `steps[s + 1]`.
+    Those of leg s are the ones from `legs[s]` up to `legs[s + 1]`.
     """
 
     source: Addresses
     target: Addresses
     bytes: Addresses
-    steps: tuple[int, ...]
+    legs: tuple[int, ...]
 
 
-def runs(works: Sequence[Strided], steps: int) -> Runs:
-    """The works as plain copies, step by step."""
+def runs(works: Sequence[Strided], legs: int) -> Runs:
+    """The works as plain copies, leg by leg."""
     parts = [_runs(work) for work in works]
     if len(parts) == 1:
         return parts[0]
     if not parts:
         nothing = np.empty(0, np.int64)
-        return Runs(nothing, nothing, nothing, (0,) * (steps + 1))
-    counts = np.array([np.diff(part.steps) for part in parts])
-    step = np.concatenate([np.repeat(np.arange(steps), count) for count in counts])
-    order = np.argsort(step, kind="stable")
+        return Runs(nothing, nothing, nothing, (0,) * (legs + 1))
+    counts = np.array([np.diff(part.legs) for part in parts])
+    leg = np.concatenate([np.repeat(np.arange(legs), count) for count in counts])
+    order = np.argsort(leg, kind="stable")
     return Runs(
         np.concatenate([part.source for part in parts])[order],
         np.concatenate([part.target for part in parts])[order],
@@ -158,5 +158,5 @@ def _runs(work: Strided) -> Runs:
         source.ravel(),
         target.ravel(),
         np.broadcast_to(sizes, source.shape).ravel(),
-        tuple(bound * len(sources) for bound in table.steps),
+        tuple(bound * len(sources) for bound in table.legs),
     )

@@ -134,9 +134,9 @@ class HandLane(HandRunLane):
             raise FaultError("nothing can be submitted")
         super().submit(job)
 
-    def run_steps(self, steps: int) -> None:
+    def run_legs(self, steps: int) -> None:
         ticket = self.jobs[0].ticket
-        super().run_steps(steps)
+        super().run_legs(steps)
         self._arrived[ticket] = self._arrived.get(ticket, 0) + steps
 
     def arrived(self, ticket: Ticket, step: int) -> bool:
@@ -145,12 +145,12 @@ class HandLane(HandRunLane):
 
     def run_halfway(self) -> None:
         """The next job copies half of the pages of its next step, and breaks."""
-        self._halves.add(self._faulty.steps)
+        self._halves.add(self._faulty.legs)
         self.run()
 
     def run_raising(self, step: int = 0) -> None:
         """The next job breaks before its coming step of that number."""
-        self._raises.add(self._faulty.steps + step)
+        self._raises.add(self._faulty.legs + step)
         self.run()
 
     def expire(self) -> None:

@@ -147,7 +147,7 @@ class Stand:
 
     def break_next(self, way: Way, halfway: bool = False) -> None:
         """The next step that way raises, before it copied anything or after half of it."""
-        self._broken[way][halfway].add(self._backends[way].steps)
+        self._broken[way][halfway].add(self._backends[way].legs)
 
     def copied(self, lease: Lease) -> bool:
         """Wait until this rank's own load is over; whether it went well."""

@@ -48,7 +48,7 @@ def test_restored_pages_hold_what_was_computed_layer_by_layer(build, memory, dev
     assert lease.cached_tokens == 5 * PAGE and lease.by_tier == {Tier.HOST: 5 * PAGE}
     assert rig.misread(lease)
     for layers in rig.cache.hardware.copier.groups:
-        rig.hands[Way.LOAD].run_steps(1)
+        rig.hands[Way.LOAD].run_legs(1)
         for layer in layers:
             rig.cache.wait(lease, layer)
         assert rig.misread(lease, range(layers.stop)) == []

@@ -237,7 +237,7 @@ class Traffic:
         lane = self._lane()
         lane.run(self.chance.choice((0, 1, 1, 3)))
         if lane.jobs:
-            lane.run_steps(self.chance.randrange(lane.jobs[0].steps + 1))
+            lane.run_legs(self.chance.randrange(lane.jobs[0].legs + 1))
 
     def break_copy(self) -> None:
         lane = self._lane()
@@ -271,7 +271,7 @@ class Traffic:
             layer
             for group in copier.groups
             for layer in group
-            if all(t is not None and lane.arrived(t, copier.step_of(layer)) for t in tickets)
+            if all(t is not None and lane.arrived(t, copier.leg_of(layer)) for t in tickets)
         ]
 
     @staticmethod
@@ -442,7 +442,7 @@ def test_who_shares_a_load_keeps_its_pages_when_the_first_has_gone(build, memory
     rig = build(memory)
     rig.remember_on_host(text(1, 4))
     first, second = rig.started(text(1, 4)), rig.started(text(1, 4))
-    rig.hands[Way.LOAD].run_steps(min(steps, len(rig.cache.hardware.copier.groups) - 1))
+    rig.hands[Way.LOAD].run_legs(min(steps, len(rig.cache.hardware.copier.groups) - 1))
     rig.cache.release(first)
     rig.hands[Way.LOAD].run()
     assert rig.cache.poll().landed == (second,)

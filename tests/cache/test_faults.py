@@ -99,8 +99,8 @@ BREAKS = {
     "before it copied anything": lambda lane: lane.run_raising(),
     "between two layers": lambda lane: lane.run_raising(2),
     "halfway through the first layer": lambda lane: lane.run_halfway(),
-    "halfway through a later layer": lambda lane: (lane.run_steps(2), lane.run_halfway()),
-    "in the last layer": lambda lane: lane.run_raising(lane.jobs[0].steps - 1),
+    "halfway through a later layer": lambda lane: (lane.run_legs(2), lane.run_halfway()),
+    "in the last layer": lambda lane: lane.run_raising(lane.jobs[0].legs - 1),
 }
 
 
@@ -243,7 +243,7 @@ def test_nothing_of_a_load_can_be_found_on_the_device_before_all_of_it_landed(bu
     rig.started(text(1, 4))
     for _ in range(FULL.layers):
         assert rig.found(text(1, 4), Tier.DEVICE) == 0
-        rig.hands[Way.LOAD].run_steps(1)
+        rig.hands[Way.LOAD].run_legs(1)
         assert rig.problems() == []
     rig.cache.poll()
     assert rig.found(text(1, 4), Tier.DEVICE) == 4 * PAGE
@@ -287,7 +287,7 @@ def test_a_request_may_go_at_any_moment_of_its_load(build, memory, moment):
     if moment != "before it left":
         rig.cache.load(lease)
         steps = {"before a layer": 0, "between layers": 2, "done": memory.layers}
-        rig.hands[Way.LOAD].run_steps(steps[moment])
+        rig.hands[Way.LOAD].run_legs(steps[moment])
     rig.cache.release(lease)
     assert rig.problems() == []
     assert rig.cache.flush(Tier.DEVICE) == 0, "a copy may still be writing there"
@@ -301,7 +301,7 @@ def test_a_request_may_go_at_any_moment_of_its_load(build, memory, moment):
 def late_load(rig: Rig, tokens: list[int]) -> Lease:
     """A request whose load is under way and will not end in time."""
     lease, lane = rig.started(tokens), rig.hands[Way.LOAD]
-    lane.run_steps(min(1, lane.jobs[0].steps - 1))
+    lane.run_legs(min(1, lane.jobs[0].legs - 1))
     lane.expire()
     return lease
 

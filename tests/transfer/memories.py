@@ -175,15 +175,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a strided copy is made from: pieces by step, and slots. Offsets are within a block."""
+    """What a strided copy is made from: pieces by leg, and slots. Offsets are within a block."""
 
-    steps: tuple[tuple[Piece, ...], ...]
+    legs: tuple[tuple[Piece, ...], ...]
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
     @property
     def pieces(self) -> list[Piece]:
-        return [piece for step in self.steps for piece in step]
+        return [piece for leg in self.legs for piece in leg]
 
     @property
     def bytes(self) -> int:
@@ -199,16 +199,16 @@ class Sketch:
     def work(self, source: int = 0, target: int = 0, way: Way = Way.LOAD) -> Strided:
         """The copy between two blocks at these addresses."""
         ends = Place(source), Place(target)
-        table = PieceTable.of(way, *ends, self.steps)  # type: ignore[arg-type]
+        table = PieceTable.of(way, *ends, self.legs)  # type: ignore[arg-type]
         return Strided(table, np.array(self.sources, np.int64), np.array(self.targets, np.int64))
 
-    def naive(self, step: int, base: int = 0) -> Origins:
-        """The bytes of a step, one at a time."""
+    def naive(self, leg: int, base: int = 0) -> Origins:
+        """The bytes of a leg, one at a time."""
         return {
             base + piece.target_offset + there * piece.target_stride + byte: (
                 base + piece.source_offset + here * piece.source_stride + byte
             )
-            for piece in self.steps[step]
+            for piece in self.legs[leg]
             for here, there in zip(self.sources, self.targets, strict=True)
             for byte in range(piece.bytes)
         }

@@ -25,17 +25,17 @@ CPU = torch.device("cpu")
 
 
 class Recorder:
-    """Copies nothing, but keeps the sizes of what it was given, by step."""
+    """Copies nothing, but keeps the sizes of what it was given, by leg."""
 
     def __init__(self, name: str, log: list[str] | None = None) -> None:
         self.name = name
         self.log = [] if log is None else log
         self.sizes: list[list[list[int]]] = []
 
-    def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
         self.sizes.append([])
-        for step in range(steps):
-            bounds = [work.table.steps[step : step + 2] for work in works]
+        for leg in range(legs):
+            bounds = [work.table.legs[leg : leg + 2] for work in works]
             self.sizes[-1].append(
                 [
                     size
@@ -43,13 +43,13 @@ class Recorder:
                     for size in w.table.bytes[a:b]
                 ]
             )
-            self.log.append(f"{self.name} {step}")
+            self.log.append(f"{self.name} {leg}")
             yield
 
 
-def job(way: Way, *steps: Sequence[int]) -> list[Strided]:
-    """One work with pieces of these sizes in its steps."""
-    found = tuple(tuple(Piece(0, size, 0, size, size) for size in sizes) for sizes in steps)
+def job(way: Way, *legs: Sequence[int]) -> list[Strided]:
+    """One work with pieces of these sizes in its legs."""
+    found = tuple(tuple(Piece(0, size, 0, size, size) for size in sizes) for sizes in legs)
     return [Sketch(found, (4, 2), (1, 0)).work(way=way)]
 
 
@@ -73,7 +73,7 @@ def test_each_way_has_its_own_length() -> None:
     assert direct.sizes == [[[2048, 8192]], [[8192]]]
 
 
-def test_a_step_is_over_when_both_have_issued_theirs() -> None:
+def test_a_leg_is_over_when_both_have_issued_theirs() -> None:
     log: list[str] = []
     both = Auto(Recorder("kernel", log), Recorder("direct", log), dict.fromkeys(Way, 64))
     issuing = both.issue(job(Way.LOAD, [32, 96], [32, 96]), 2)
@@ -97,9 +97,9 @@ def test_slots_go_with_both_parts_and_an_empty_part_is_not_handed_over() -> None
 
 def _keeping(recorder: Recorder, given: list[Strided]) -> Backend:
     class Keeping(Recorder):
-        def issue(self, works: Sequence[Strided], steps: int) -> Iterator[None]:
+        def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
             given.extend(works)
-            return recorder.issue(works, steps)
+            return recorder.issue(works, legs)
 
     return Keeping(recorder.name)
 

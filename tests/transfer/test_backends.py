@@ -172,7 +172,7 @@ def direct_over(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Direct:
     return Direct()
 
 
-def test_direct_hands_over_every_run_in_batches_that_do_not_cross_a_step(
+def test_direct_hands_over_every_run_in_batches_that_do_not_cross_a_leg(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = FakeDriver()
@@ -186,8 +186,8 @@ def test_direct_hands_over_every_run_in_batches_that_do_not_cross_a_step(
     rng = np.random.default_rng(1)
     source, target = random_bytes(rng, 80000), random_bytes(rng, 80000)
     wanted = target.clone()
-    for step, _ in enumerate(engine.issue([one.work(source.data_ptr(), target.data_ptr())], 3)):
-        naive = one.naive(step)
+    for leg, _ in enumerate(engine.issue([one.work(source.data_ptr(), target.data_ptr())], 3)):
+        naive = one.naive(leg)
         wanted[list(naive)] = source[list(naive.values())]
         assert torch.equal(target, wanted)
     assert driver.batches == [MOST_COPIES, 2 * slots - MOST_COPIES, slots]

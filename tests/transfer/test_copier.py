@@ -1,4 +1,4 @@
-"""The copier: what a call submits, in which steps, and what has come when a step was waited for."""
+"""The copier: what a call submits, in which legs, and what has come when a leg was waited for."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def backup(anchor: str, source: Sequence[int], target: Sequence[int]) -> PageMov
     return PageMove(anchor, Tier.DEVICE, Tier.HOST, slot_array(source), slot_array(target))
 
 
-def step_bytes(job: Job) -> list[list[int]]:
-    """Of every step, how long its runs are."""
-    found = runs(job.works, job.steps)
-    return [sorted(found.bytes[a:b].tolist()) for a, b in pairwise(found.steps)]
+def leg_bytes(job: Job) -> list[list[int]]:
+    """Of every leg, how long its runs are."""
+    found = runs(job.works, job.legs)
+    return [sorted(found.bytes[a:b].tolist()) for a, b in pairwise(found.legs)]
 
 
 # -- what is submitted ----------------------------------------------------------------------
 
 
-def test_moves_of_one_anchor_are_copied_together_in_every_step() -> None:
+def test_moves_of_one_anchor_are_copied_together_in_every_leg() -> None:
     one = setup("gpt_oss_draft", groups=[range(0, 2), range(2, 4), range(4, 6)])
     moves = [load("kv", [1], [4]), load("swa", [2], [2]), load("kv", [7, 0], [5, 3])]
     one.copier.copy(Way.LOAD, moves, LONG_S)
@@ -75,19 +75,19 @@ def test_moves_of_one_anchor_are_copied_together_in_every_step() -> None:
     assert (kv.source_index.tolist(), kv.target_index.tolist()) == ([1, 7, 0], [4, 5, 3])
     assert (swa.source_index.tolist(), swa.target_index.tolist()) == ([2], [2])
     assert kv.source_index.dtype == kv.target_index.dtype == np.int64
-    # Windows are in the layers 0 and 2 only, and the last step is the draft's two layers.
+    # Windows are in the layers 0 and 2 only, and the last leg is the draft's two layers.
     row = one.tiers.memory.pool("kv").row_bytes(16)
-    assert step_bytes(job) == [[row] * 4, [row] * 4, [row] * 6]
+    assert leg_bytes(job) == [[row] * 4, [row] * 4, [row] * 6]
 
 
-def test_a_backup_is_one_step_whatever_the_groups() -> None:
+def test_a_backup_is_one_leg_whatever_the_groups() -> None:
     one = setup("gpt_oss_draft", groups=[range(layer, layer + 1) for layer in range(6)])
     one.copier.copy(Way.BACKUP, [backup("kv", [1], [4]), backup("swa", [2], [2])], LONG_S)
     (job,) = one.lanes[Way.BACKUP].jobs
-    assert job.steps == 1
+    assert job.legs == 1
     memory = one.tiers.memory
     pages = sum(memory.slot_bytes(anchor) for anchor in ("kv", "swa"))
-    assert [sum(sizes) for sizes in step_bytes(job)] == [pages]
+    assert [sum(sizes) for sizes in leg_bytes(job)] == [pages]
 
 
 def test_pages_that_follow_each_other_on_both_sides_are_copied_as_one_run() -> None:
@@ -95,7 +95,7 @@ def test_pages_that_follow_each_other_on_both_sides_are_copied_as_one_run() -> N
     page = one.tiers.memory.slot_bytes("kv")
     moves = [backup("kv", [2, 3], [4, 5]), backup("kv", [4], [6]), backup("kv", [7], [0])]
     one.copier.copy(Way.BACKUP, moves, LONG_S)
-    assert step_bytes(one.lanes[Way.BACKUP].jobs[0]) == [[page, 3 * page]]
+    assert leg_bytes(one.lanes[Way.BACKUP].jobs[0]) == [[page, 3 * page]]
 
 
 def test_rows_that_follow_each_other_are_joined_layer_by_layer() -> None:
@@ -104,8 +104,8 @@ def test_rows_that_follow_each_other_are_joined_layer_by_layer() -> None:
     one.copier.copy(Way.BACKUP, [backup("kv", [2, 3, 4], [4, 5, 6])], LONG_S)
     one.copier.copy(Way.BACKUP, [backup("kv", [2, 3, 4], [6, 5, 4])], LONG_S)
     joined, apart = one.lanes[Way.BACKUP].jobs
-    assert step_bytes(joined) == [[3 * row] * 4]
-    assert step_bytes(apart) == [[row] * 12]
+    assert leg_bytes(joined) == [[3 * row] * 4]
+    assert leg_bytes(apart) == [[row] * 12]
 
 
 def test_an_anchor_without_bytes_moves_without_a_copy() -> None:
@@ -141,7 +141,7 @@ def test_nothing_to_load_is_there_as_soon_as_the_lane_came_by(moves: list[PageMo
     one.tiers.assert_as_expected()
 
 
-def test_entries_of_one_call_are_one_step_and_empty_moves_add_nothing() -> None:
+def test_entries_of_one_call_are_one_leg_and_empty_moves_add_nothing() -> None:
     one = setup("glm_moe_dsa", groups=[range(0, 2), range(2, 4)])
     some, none = slot_array([1, 2]), slot_array([])
 
@@ -150,7 +150,7 @@ def test_entries_of_one_call_are_one_step_and_empty_moves_add_nothing() -> None:
 
     moves = [move("kv", some), move("kv", none), move("index", some)]
     one.copier.copy_entries(Way.LOAD, moves, LONG_S)
-    assert step_bytes(one.lanes[Way.LOAD].jobs[0]) == [[32] * 2 * 2 + [80] * 2 * 4]
+    assert leg_bytes(one.lanes[Way.LOAD].jobs[0]) == [[32] * 2 * 2 + [80] * 2 * 4]
 
 
 def test_each_way_has_its_own_lane() -> None:
@@ -182,7 +182,7 @@ def test_addresses_in_a_tier_of_many_terabytes_are_exact() -> None:
     at, entry = slot_array([last]), slot_array([63])
     move = EntryMove("kv", Tier.DEVICE, Tier.HOST, at, entry, at, entry)
     copier.copy_entries(Way.BACKUP, [move], LONG_S)
-    page, single = (runs(job.works, job.steps) for job in lanes[Way.BACKUP].jobs)
+    page, single = (runs(job.works, job.legs) for job in lanes[Way.BACKUP].jobs)
     assert page.source.tolist() == [(y * slots + last) * row for y in range(4)]
     assert page.target.tolist() == [(y * slots + last - 5) * row for y in range(4)]
     assert single.source.tolist() == [(y * slots + last) * row + 63 * size for y in range(4)]
@@ -231,20 +231,20 @@ def test_copies_come_after_what_was_queued_when_they_were_submitted() -> None:
         ("glm_moe_dsa_stage", [range(2, 3), range(3, 4)]),
     ],
 )
-def test_a_step_brings_its_layers_while_later_ones_have_not_run(
+def test_a_leg_brings_its_layers_while_later_ones_have_not_run(
     name: str, groups: list[range]
 ) -> None:
     one = setup(name, groups)
     moves = [load(anchor.name, [1, 6], [4, 0]) for anchor in one.tiers.memory.anchors]
     before = one.tiers.blocks[Tier.DEVICE].bytes()
     ticket = one.copier.copy(Way.LOAD, moves, SHORT_S)
-    for step in range(len(groups)):
+    for leg in range(len(groups)):
         with pytest.raises(TransferError, match="missed its deadline"):
-            ticket.wait(step)
-        one.lanes[Way.LOAD].run_steps(1)
-        ticket.wait(step)
-        _assert_layers_came(one.tiers, moves, range(groups[0].start, groups[step].stop), before)
-        assert ticket.done() == (step == len(groups) - 1)
+            ticket.wait(leg)
+        one.lanes[Way.LOAD].run_legs(1)
+        ticket.wait(leg)
+        _assert_layers_came(one.tiers, moves, range(groups[0].start, groups[leg].stop), before)
+        assert ticket.done() == (leg == len(groups) - 1)
 
 
 def _assert_layers_came(
@@ -263,17 +263,17 @@ def _assert_layers_came(
 
 
 @pytest.mark.parametrize("name", list(MEMORIES))
-def test_the_step_of_a_layer_is_the_one_that_brings_it(name: str) -> None:
+def test_the_leg_of_a_layer_is_the_one_that_brings_it(name: str) -> None:
     memory = MEMORIES[name]
     layers = range(memory.end_layer) if memory.part is None else memory.part.layers
     groups = [range(layer, layer + 1) for layer in layers]
     one = setup(name, groups)
     for number, layer in enumerate(layers):
-        assert one.copier.step_of(layer) == number
+        assert one.copier.leg_of(layer) == number
     moves = [load(anchor.name, [0], [1]) for anchor in memory.anchors]
     one.copier.copy(Way.LOAD, moves, LONG_S)
     (job,) = one.lanes[Way.LOAD].jobs
-    for layer, sizes in zip(layers, step_bytes(job), strict=True):
+    for layer, sizes in zip(layers, leg_bytes(job), strict=True):
         kept = (pool for pool in memory.pools if layer in pool.layers)
         assert sum(sizes) == sum(pool.row_bytes(memory.page_tokens) for pool in kept)
 
@@ -284,7 +284,7 @@ def test_a_load_that_fails_midway_is_an_error_for_whoever_waits() -> None:
     copier = Copier(one.tiers.device, one.tiers.host, dict.fromkeys(Way, lane), one.copier.groups)
     ticket = copier.copy(Way.LOAD, [load("kv", [1], [4])], LONG_S)
     lane.run()
-    with pytest.raises(TransferError, match="the copy failed: step 1") as refusal:
+    with pytest.raises(TransferError, match="the copy failed: leg 1") as refusal:
         ticket.wait(1)
     assert isinstance(refusal.value.__cause__, FaultError)
     assert ticket.done()

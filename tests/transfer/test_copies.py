@@ -126,8 +126,8 @@ def seeded(*words: object) -> np.random.Generator:
 
 def copy_pages(copier: Copier, tiers: Tiers, way: Way, moves: list[PageMove]) -> None:
     ticket = copier.copy(way, moves, TIMEOUT_S)
-    for step in range(len(copier.groups) if way is Way.LOAD else 1):
-        ticket.wait(step)
+    for leg in range(len(copier.groups) if way is Way.LOAD else 1):
+        ticket.wait(leg)
     for move in moves:
         tiers.expect(move)
 

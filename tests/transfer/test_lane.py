@@ -42,18 +42,18 @@ class Bench:
         self.lanes.append((Lane("test", self._timeline, backend), backend))
         return self.lanes[-1]
 
-    def copy(self, rows: Sequence[int], step: int = 0, steps: int = 1) -> Strided:
-        """A copy of these rows that belongs to one step of several."""
+    def copy(self, rows: Sequence[int], leg: int = 0, legs: int = 1) -> Strided:
+        """A copy of these rows that belongs to one leg of several."""
         piece = Piece(0, ROW_BYTES, 0, ROW_BYTES, ROW_BYTES)
-        found = tuple((piece,) if number == step else () for number in range(steps))
+        found = tuple((piece,) if number == leg else () for number in range(legs))
         ends = self.source.data_ptr(), self.target.data_ptr()
         return Sketch(found, tuple(rows), tuple(rows)).work(*ends)
 
-    def submit(self, lane: Lane, *steps: Sequence[int], timeout_s: float = LONG_S) -> Ticket:
-        """A job that brings these rows, step by step."""
-        ticket = Ticket(lane.timeline, len(steps), time.monotonic() + timeout_s)
-        works = [self.copy(rows, step, len(steps)) for step, rows in enumerate(steps)]
-        lane.submit(Job(ticket, works, len(steps), lane.timeline.fence()))
+    def submit(self, lane: Lane, *legs: Sequence[int], timeout_s: float = LONG_S) -> Ticket:
+        """A job that brings these rows, leg by leg."""
+        ticket = Ticket(lane.timeline, len(legs), time.monotonic() + timeout_s)
+        works = [self.copy(rows, leg, len(legs)) for leg, rows in enumerate(legs)]
+        lane.submit(Job(ticket, works, len(legs), lane.timeline.fence()))
         return ticket
 
     def arrived(self) -> list[int]:
@@ -85,7 +85,7 @@ def eventually(condition: Callable[[], object]) -> None:
 # -- work -----------------------------------------------------------------------------------
 
 
-def test_a_wait_returns_when_the_steps_bytes_are_there(bench: Bench) -> None:
+def test_a_wait_returns_when_the_legs_bytes_are_there(bench: Bench) -> None:
     lane, _ = bench.lane()
     ticket = bench.submit(lane, [0, 1], [5])
     ticket.wait(0)
@@ -104,9 +104,9 @@ def test_jobs_run_in_the_order_of_their_submission(
     seen: list[int] = []
     issue = backend.issue
 
-    def recorded(works: Sequence[Strided], steps: int) -> Iterator[None]:
+    def recorded(works: Sequence[Strided], legs: int) -> Iterator[None]:
         seen.append(int(works[0].source_index[0]))
-        return issue(works, steps)
+        return issue(works, legs)
 
     monkeypatch.setattr(backend, "issue", recorded)
     tickets = [bench.submit(lane, [row]) for row in (3, 8, 0)]
@@ -125,7 +125,7 @@ def test_a_job_without_a_copy_still_ends(bench: Bench) -> None:
     eventually(ticket.done)
 
 
-def test_the_last_step_is_found_from_the_end_and_an_unknown_one_refused(bench: Bench) -> None:
+def test_the_last_leg_is_found_from_the_end_and_an_unknown_one_refused(bench: Bench) -> None:
     lane, _ = bench.lane()
     ticket = bench.submit(lane, [0], [1])
     ticket.wait(-1)
@@ -141,7 +141,7 @@ def test_an_exception_fails_its_own_ticket_and_the_lane_goes_on(bench: Bench) ->
     lane, _ = bench.lane(raises=[1])
     before, failed, after = (bench.submit(lane, [row]) for row in (2, 3, 4))
     before.wait(0)
-    with pytest.raises(TransferError, match="the copy failed: step 1") as refusal:
+    with pytest.raises(TransferError, match="the copy failed: leg 1") as refusal:
         failed.wait(0)
     assert isinstance(refusal.value.__cause__, FaultError)
     after.wait(0)
@@ -151,14 +151,14 @@ def test_an_exception_fails_its_own_ticket_and_the_lane_goes_on(bench: Bench) ->
     eventually(failed.done)
 
 
-def test_after_a_failure_no_later_step_of_the_job_is_issued(bench: Bench) -> None:
+def test_after_a_failure_no_later_leg_of_the_job_is_issued(bench: Bench) -> None:
     lane, backend = bench.lane(raises=[1])
     ticket = bench.submit(lane, [0], [1], [2])
-    for step in (1, 2):
-        with pytest.raises(TransferError, match="step 1"):
-            ticket.wait(step)
+    for leg in (1, 2):
+        with pytest.raises(TransferError, match="leg 1"):
+            ticket.wait(leg)
     eventually(ticket.done)
-    assert backend.steps == 2
+    assert backend.legs == 2
     assert bench.arrived() == [0]
 
 

@@ -31,24 +31,24 @@ def sketch(*found: Piece, sources: Sequence[int], targets: Sequence[int]) -> Ske
 
 @st.composite
 def jobs(draw: st.DrawFn, words: Sequence[int] = (1, 2, 4, 8, 16), works: int = 3) -> list[Sketch]:
-    """Works of as many steps each, with pieces that fill their stride or leave room.
+    """Works of as many legs each, with pieces that fill their stride or leave room.
 
     Pieces lie one behind the other as in a real tier. Slots come shuffled or in order, so that
     some follow each other on one side, on both, or on neither.
     """
-    steps = draw(st.integers(1, 3))
-    return [_drawn(draw, steps, words) for _ in range(draw(st.integers(1, works)))]
+    legs = draw(st.integers(1, 3))
+    return [_drawn(draw, legs, words) for _ in range(draw(st.integers(1, works)))]
 
 
-def _drawn(draw: st.DrawFn, steps: int, words: Sequence[int]) -> Sketch:
+def _drawn(draw: st.DrawFn, legs: int, words: Sequence[int]) -> Sketch:
     word = draw(st.sampled_from(words))
     gap = st.sampled_from(draw(st.sampled_from(((0,), (0, 1, 3)))))
     found: list[list[Piece]] = []
     source = target = 0
-    for step in range(steps):
+    for leg in range(legs):
         found.append([])
-        # A step may be empty, but not all of them.
-        for _ in range(draw(st.integers(0 if step else 1, 2))):
+        # A leg may be empty, but not all of them.
+        for _ in range(draw(st.integers(0 if leg else 1, 2))):
             # The very first size is an odd number of words: no wider word divides them all.
             size = word * (draw(st.integers(1, 6)) if source else draw(st.sampled_from((1, 3, 5))))
             gaps = [word * draw(gap) for _ in range(2)]
@@ -64,10 +64,10 @@ def _drawn(draw: st.DrawFn, steps: int, words: Sequence[int]) -> Sketch:
 # -- runs -----------------------------------------------------------------------------------
 
 
-def copied(found: Runs, step: int) -> Origins:
-    """The bytes that the runs of a step copy; none is written twice."""
+def copied(found: Runs, leg: int) -> Origins:
+    """The bytes that the runs of a leg copy; none is written twice."""
     origins: Origins = {}
-    for run in range(found.steps[step], found.steps[step + 1]):
+    for run in range(found.legs[leg], found.legs[leg + 1]):
         source, target = int(found.source[run]), int(found.target[run])
         for byte in range(int(found.bytes[run])):
             assert target + byte not in origins
@@ -77,17 +77,17 @@ def copied(found: Runs, step: int) -> Origins:
 
 @settings(max_examples=120, deadline=None)
 @given(job=jobs())
-def test_runs_copy_step_by_step_exactly_what_a_naive_expansion_does(job: list[Sketch]) -> None:
-    steps = len(job[0].steps)
-    found = runs([one.work(FAR * i, FAR * i) for i, one in enumerate(job)], steps)
-    assert len(found.steps) == steps + 1
-    assert found.steps[0] == 0
-    assert found.steps[-1] == len(found.source) == len(found.target) == len(found.bytes)
-    for step in range(steps):
+def test_runs_copy_leg_by_leg_exactly_what_a_naive_expansion_does(job: list[Sketch]) -> None:
+    legs = len(job[0].legs)
+    found = runs([one.work(FAR * i, FAR * i) for i, one in enumerate(job)], legs)
+    assert len(found.legs) == legs + 1
+    assert found.legs[0] == 0
+    assert found.legs[-1] == len(found.source) == len(found.target) == len(found.bytes)
+    for leg in range(legs):
         wanted: Origins = {}
         for i, one in enumerate(job):
-            wanted |= one.naive(step, FAR * i)
-        assert copied(found, step) == wanted
+            wanted |= one.naive(leg, FAR * i)
+        assert copied(found, leg) == wanted
     assert sum(one.work().bytes for one in job) == found.bytes.sum()
 
 
@@ -100,7 +100,7 @@ def test_slots_that_follow_each_other_are_joined_where_every_piece_fills_its_slo
     pairs = list(zip(one.sources, one.targets, strict=True))
     stretches = len(pairs) - sum((a + 1, b + 1) == after for (a, b), after in pairwise(pairs))
     fills = all(p.bytes == p.source_stride == p.target_stride for p in one.pieces)
-    found = runs([one.work()], len(one.steps))
+    found = runs([one.work()], len(one.legs))
     assert len(found.bytes) == len(one.pieces) * (stretches if fills else len(pairs))
 
 
@@ -110,7 +110,7 @@ def test_slots_that_follow_on_both_sides_become_one_long_run() -> None:
     assert found.source.tolist() == [96, 288]
     assert found.target.tolist() == [4096 + 192, 4096]
     assert found.bytes.tolist() == [96, 32]
-    assert found.steps == (0, 2)
+    assert found.legs == (0, 2)
 
 
 @pytest.mark.parametrize("targets", [(6, 8, 7), (8, 7, 6)])
@@ -134,13 +134,13 @@ def test_addresses_far_into_a_large_tier_do_not_wrap_around() -> None:
     assert found.target.tolist() == [block + 2**45 + 11 * (far + 16), block + 2**45]
 
 
-def test_nothing_to_copy_is_no_run_in_every_step() -> None:
+def test_nothing_to_copy_is_no_run_in_every_leg() -> None:
     filled, apart = Piece(0, 32, 0, 32, 32), Piece(4096, 48, 4096, 32, 32)
     for found in ((filled,), (filled, apart)):
         empty = Sketch((found, ()), (), ()).work()
         for works in ([], [empty], [empty, empty]):
             assert len(runs(works, 2).bytes) == 0
-            assert runs(works, 2).steps == (0, 0, 0)
+            assert runs(works, 2).legs == (0, 0, 0)
 
 
 # -- tables ---------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def tier_of(name: str) -> Buffers:
 
 
 @pytest.mark.parametrize("name", list(MEMORIES))
-def test_a_table_has_the_pieces_of_each_step_at_their_addresses_in_words_of_16_bytes(
+def test_a_table_has_the_pieces_of_each_leg_at_their_addresses_in_words_of_16_bytes(
     name: str,
 ) -> None:
     memory, tier = MEMORIES[name], tier_of(name)
@@ -162,10 +162,10 @@ def test_a_table_has_the_pieces_of_each_step_at_their_addresses_in_words_of_16_b
     for anchor in memory.anchors:
         found = [pieces(tier.arrangement, tier.arrangement, anchor.name, y) for y in halves]
         table = PieceTable.of(Way.BACKUP, tier, tier, found)
-        assert table.steps == (0, len(found[0]), len(found[0]) + len(found[1]))
-        offsets = [piece.source_offset + tier.address for step in found for piece in step]
+        assert table.legs == (0, len(found[0]), len(found[0]) + len(found[1]))
+        offsets = [piece.source_offset + tier.address for leg in found for piece in leg]
         assert table.source.tolist() == table.target.tolist() == offsets
-        assert table.bytes.tolist() == [piece.bytes for step in found for piece in step]
+        assert table.bytes.tolist() == [piece.bytes for leg in found for piece in leg]
         columns = (table.source, table.source_stride, table.target, table.target_stride)
         assert table.word_bytes == 16
         assert all((column % 16 == 0).all() for column in (*columns, table.bytes))
@@ -176,17 +176,17 @@ def test_a_table_of_odd_entries_has_the_widest_word_that_fits(
     sizes: tuple[int, ...], word: int
 ) -> None:
     tier = tier_of("llama")
-    steps = [[Piece(0, 1, 0, 1, size)] for size in sizes]
-    assert PieceTable.of(Way.LOAD, tier, tier, steps).word_bytes == word
+    legs = [[Piece(0, 1, 0, 1, size)] for size in sizes]
+    assert PieceTable.of(Way.LOAD, tier, tier, legs).word_bytes == word
 
 
-def test_picked_pieces_keep_their_columns_their_steps_and_their_word() -> None:
+def test_picked_pieces_keep_their_columns_their_legs_and_their_word() -> None:
     first, second, third = Piece(0, 32, 8, 40, 16), Piece(512, 48, 600, 56, 8), Piece(9, 9, 9, 9, 8)
     table = Sketch(((first,), (second, third), ()), (1,), (2,)).work().table
     picked = table.pick(np.array([False, True, False]))
     assert len(table) == 3 and len(picked) == 1
     assert (picked.way, picked.word_bytes) == (Way.LOAD, 8)
-    assert picked.steps == (0, 0, 1, 1)
+    assert picked.legs == (0, 0, 1, 1)
     columns = (picked.source, picked.source_stride, picked.target, picked.target_stride)
     assert [column.tolist() for column in (*columns, picked.bytes)] == [
         [512],
@@ -206,11 +206,11 @@ def test_a_way_knows_its_ends() -> None:
 
 
 def assert_copies(backend: Backend, job: list[Sketch], device: torch.device) -> None:
-    """When a step was issued its bytes are there, and no other byte of the target changed.
+    """When a leg was issued its bytes are there, and no other byte of the target changed.
 
-    What it has copied is spoiled at the source, so that no later step may copy it again.
+    What it has copied is spoiled at the source, so that no later leg may copy it again.
     """
-    rng, steps = np.random.default_rng(len(job[0].sources)), len(job[0].steps)
+    rng, legs = np.random.default_rng(len(job[0].sources)), len(job[0].legs)
     blocks = [[random_bytes(rng, one.bytes + 64).to(device) for _ in range(2)] for one in job]
     wanted = [target.cpu().clone() for _, target in blocks]
     works = [
@@ -218,14 +218,14 @@ def assert_copies(backend: Backend, job: list[Sketch], device: torch.device) -> 
         for one, (source, target) in zip(job, blocks, strict=True)
     ]
     issued = 0
-    for _ in backend.issue(works, steps):
+    for _ in backend.issue(works, legs):
         for one, (source, target), held in zip(job, blocks, wanted, strict=True):
             naive = one.naive(issued)
             held[list(naive)] = source.cpu()[list(naive.values())]
             assert torch.equal(target.cpu(), held)
             source[list(naive.values())] += 1
         issued += 1
-    assert issued == steps
+    assert issued == legs
 
 
 @settings(max_examples=40, deadline=None)
@@ -269,7 +269,7 @@ def test_the_kernel_copies_more_chunks_than_its_programs_take_at_once(
     assert_copies(Kernel(device, programs=1), [one], device)
 
 
-def test_without_work_every_step_is_issued_and_nothing_copied(device: torch.device) -> None:
+def test_without_work_every_leg_is_issued_and_nothing_copied(device: torch.device) -> None:
     none = Sketch(((Piece(0, 32, 0, 32, 32),), ()), (), ()).work()
     for backend in (Kernel(device), Reference()):
         assert len(list(backend.issue([], 3))) == 3
