@@ -236,6 +236,15 @@ class TieredCache:
         """Unpin a session; False if it was not kept (any more)."""
         return self._sessions.forget(session)
 
+    def forget_oldest(self) -> bool:
+        """Unpin the session that was kept longest ago; False if there is none."""
+        return self._sessions.forget_oldest()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is in flight."""
+        return len(self._flights) > 0
+
     def flush(self, tier: Tier) -> int:
         """Drop every page of a tier that nobody needs; returns how many it were."""
         return self.index.clear(tier)

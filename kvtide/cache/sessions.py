@@ -40,7 +40,7 @@ class Sessions:
             return False
         self._leases[session] = lease
         while self._over_share(self._leases.values()):
-            self.forget(next(iter(self._leases)))
+            self.forget_oldest()
         return True
 
     def forget(self, session: str) -> bool:
@@ -50,6 +50,9 @@ class Sessions:
             return False
         self._index.release(lease)
         return True
+
+    def forget_oldest(self) -> bool:
+        return bool(self._leases) and self.forget(next(iter(self._leases)))
 
     def forget_all(self) -> None:
         for session in list(self._leases):

@@ -14,6 +14,7 @@ from kvtide.engine.runner import Runner
 from kvtide.engine.sampler import Chosen, Drawing, choose_all
 from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.models import Model
+from kvtide.spec import Tier
 
 
 class Update(NamedTuple):
@@ -64,8 +65,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass over everybody's next tokens."""
-        for request in self._failed():
-            self.scheduler.retract(request)
+        self._retract(self._failed())
         self.scheduler.admit()
         shares = self.scheduler.plan()
         if not shares:
@@ -90,9 +90,15 @@ class Engine:
 
     def _restart(self, shares: list[Share]) -> list[Update]:
         """A prefix did not come in the midst of a pass: nobody in it knows how far it got."""
-        for share in shares:
-            self.scheduler.retract(share.request)
+        self._retract([share.request for share in shares])
         return []
+
+    def _retract(self, requests: list[Request]) -> None:
+        """Let them wait again; who waited for the host does not ask it a second time."""
+        for request in requests:
+            if request.held.loading or request.held.failed:
+                request.slowest = Tier.DEVICE
+            self.scheduler.retract(request)
 
     def _commit(self, share: Share) -> None:
         request, end = share
@@ -112,6 +118,8 @@ class Engine:
         return Update(request, chosen, finish)
 
     def _finish(self, request: Request, finish: Finish) -> None:
+        if request.lease is not None and request.lease.loading:
+            self.cache.poll()  # What it computed is kept only once its prefix has landed.
         self.scheduler.remove(request)
         request.state, request.finish = State.FINISHED, finish
         if request.ask.session is not None:
@@ -122,6 +130,8 @@ class Engine:
             raise RequestError("the prompt has no tokens; send at least one")
         if not all(0 <= token < self.model.vocabulary for token in ask.tokens):
             raise RequestError(f"token ids must lie in 0..{self.model.vocabulary - 1}")
+        if problem := ask.sampling.problem():
+            raise RequestError(problem)
         if ask.max_tokens < 1:
             raise RequestError(f"max_tokens is {ask.max_tokens}; ask for at least 1")
         total = len(ask.tokens) + ask.max_tokens

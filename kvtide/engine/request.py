@@ -54,6 +54,7 @@ class Request:
     """`computed` of its tokens have their state in the lease's pages; `output` was generated.
 
     tokens   the prompt's, then the generated ones
+    slowest  how far down its prefix may lie: the device alone after a load that failed
     by_tier  where the prompt's first admission found its tokens
     why      per pool, what kept it from finding more
     """
@@ -68,6 +69,7 @@ class Request:
     lease: Lease | None = None
     computed: int = 0
     admissions: int = 0
+    slowest: Tier = Tier.HOST
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
 

@@ -6,6 +6,7 @@ what it draws depends neither on its company nor on how often it was interrupted
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,24 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int = 0
+
+    def problem(self) -> str | None:
+        """What cannot be drawn from, in a sentence; None if all is well."""
+        ranges = {
+            "temperature": (0.0, 100.0),
+            "top_p": (0.0, 1.0),
+            "top_k": (0, math.inf),
+            "min_p": (0.0, 1.0),
+            "presence_penalty": (-100.0, 100.0),
+            "frequency_penalty": (-100.0, 100.0),
+            "repetition_penalty": (0.01, 100.0),
+            "logprobs": (0, math.inf),
+        }
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                return f"{name} is {value}; use a number from {least:g} to {most:g}"
+        return None
 
 
 GREEDY = Sampling()

@@ -22,14 +22,17 @@ class Share(NamedTuple):
 
 
 class Scheduler:
-    """`chunk_tokens` is the most that one step computes, `most_running` the largest batch."""
+    """`chunk_tokens` is the most that one step computes, `most_running` the largest batch.
+
+    No more run than a step has tokens, so that all who generate get one.
+    """
 
     def __init__(self, cache: TieredCache, chunk_tokens: int, most_running: int) -> None:
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
         self._chunk_tokens = chunk_tokens
-        self._most_running = most_running
+        self._most_running = min(most_running, chunk_tokens)
         pools = cache.memory.pools
         self._states = sorted({p.follows or p.name for p in pools if p.tail_entries is not None})
 
@@ -45,11 +48,15 @@ class Scheduler:
         heapq.heappush(self._waiting, (-request.ask.priority, request.number, request))
 
     def admit(self) -> None:
-        """Take in waiting requests as long as there is room for the first of them."""
+        """Take in waiting requests as long as there is room for the first of them.
+
+        When nothing runs and nothing moves, only pins of sessions can be in its way: they go.
+        """
         while self._waiting and len(self.running) < self._most_running:
-            if not self._start(self._waiting[0][2]):
+            if self._start(self._waiting[0][2]):
+                heapq.heappop(self._waiting)
+            elif self.running or self._cache.busy or not self._cache.forget_oldest():
                 return
-            heapq.heappop(self._waiting)
 
     def retract(self, request: Request) -> None:
         """Take its slots and let it wait again; what it committed stays in the cache."""
@@ -71,7 +78,7 @@ class Scheduler:
 
         Windows and states are kept where a step ends, and where that is only the step knows.
         """
-        match = self._cache.match(request.prompt)
+        match = self._cache.match(request.prompt, request.slowest)
         page = self._cache.memory.page_tokens
         growth = -(-request.most_length // page) - match.tokens // page
         lease = self._cache.reserve(match, match.tokens, growth, request.ask.priority)

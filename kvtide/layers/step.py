@@ -24,7 +24,8 @@ import torch
 class Rows:
     """One sequence's new tokens: rows [start, end) of the step, after `past` earlier tokens.
 
-    `slots[anchor]` is an int64 tensor with a slot for every page up to that of the last new token.
+    `slots[anchor]` is an int64 tensor with a slot for every page, at least up to that of the last
+    new token.
     """
 
     start: int

@@ -1,0 +1,529 @@
+"""The engine over a model whose answers anybody can work out: all of its memory has to be right.
+
+The next token is a sum over every token so far, as each layer has kept it. So a page that is
+missing, stale or another's changes the answer; slots that nobody owns are full of poison.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtide.cache import CacheConfig, Hardware, TieredCache, Tokens, TransferError
+from kvtide.engine import Ask, Engine, Finish, Request, RequestError, Sampling, State, Update
+from kvtide.layers import Step
+from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
+from kvtide.testing.faults import FaultyBackend
+from kvtide.tiers import Arrangement, Buffers, Layout
+from kvtide.transfer.copier import Copier
+from kvtide.transfer.lane import Lane
+from kvtide.transfer.reference import Reference
+from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import HostTimeline
+from tests.cache.building import POISON, TIERS, PoisonedSlots, Rows
+
+PAGE = 4
+LAYERS = 3
+VOCABULARY = 97
+MEMORY = ModelMemory(
+    "sums",
+    PAGE,
+    (PoolSpec("kv", tuple(range(LAYERS)), Entry((Field("x", (1,), DType.FP32),))),),
+    layers=LAYERS,
+)
+
+
+def said_after(tokens: Sequence[int]) -> int:
+    layers = sum(layer + 1 for layer in range(LAYERS))
+    return layers * sum((at + 1) * token for at, token in enumerate(tokens)) % VOCABULARY
+
+
+def answer_to(tokens: Sequence[int], count: int) -> list[int]:
+    """What the model says, by arithmetic."""
+    said = list(tokens)
+    for _ in range(count):
+        said.append(said_after(said))
+    return said[len(tokens) :]
+
+
+def words(number: int, count: int) -> tuple[int, ...]:
+    """A prompt that shares no page with that of any other number."""
+    return (number, *((number * 31 + at * 7) % VOCABULARY for at in range(count - 1)))
+
+
+class Sums:
+    """Keeps every token in every layer, and says their weighted sum."""
+
+    memory = MEMORY
+    vocabulary = VOCABULARY
+
+    def __init__(self, max_positions: int) -> None:
+        self.max_positions = max_positions
+        self.steps: list[Step] = []
+
+    def forward(self, step: Step) -> Tensor:
+        self.steps.append(step)
+        hidden = torch.zeros(len(step.tokens), 1, dtype=torch.float64)
+        for layer in range(LAYERS):
+            step.wait(layer)
+            kept = step.view("kv", layer)["x"]
+            for rows in step.sequences:
+                hidden[rows.start : rows.end, 0] += self._layer(layer, kept, step, rows)
+        return hidden
+
+    def _layer(self, layer: int, kept: Tensor, step: Step, rows: Any) -> Tensor:
+        slots = rows.slots["kv"]
+        at = step.positions[rows.start : rows.end]
+        assert at.tolist() == list(range(rows.past, rows.total))
+        kept[slots[at // PAGE], at % PAGE, 0] = step.tokens[rows.start : rows.end].float() + layer
+        pages = slots[: -(-rows.total // PAGE)]
+        assert (pages >= 0).all(), "a page without a slot"
+        history = kept[pages].reshape(-1)[: rows.total].double() - layer
+        weights = torch.arange(1, rows.total + 1, dtype=torch.float64)
+        return (layer + 1) * (history * weights).cumsum(0)[rows.past :]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return -((torch.arange(VOCABULARY) - hidden) % VOCABULARY).float()
+
+
+class Stand:
+    """An engine over poisoned memory, whose loads break on demand."""
+
+    def __init__(
+        self,
+        *,
+        device: int = 16,
+        host: int = 32,
+        chunk_tokens: int = 64,
+        most_running: int = 8,
+        max_positions: int = 4096,
+        **options: Any,
+    ) -> None:
+        self._raises: set[int] = set()
+        self.loads = FaultyBackend(Reference(), raises=self._raises)
+        backends = {way: self.loads if way is Way.LOAD else Reference() for way in Way}
+        lanes = {way: Lane(way.name.lower(), HostTimeline(), backends[way]) for way in Way}
+        blocks = (_buffers(device), _buffers(host))
+        copier = Copier(*blocks, lanes, [range(layer, layer + 1) for layer in range(LAYERS)])
+        config = CacheConfig(Tokens(PAGE), **{"host_size": Tokens(PAGE), **options})
+        self.cache = TieredCache(MEMORY, config, hardware=Hardware(*blocks, copier))
+        for cell in self.cache.index.books.cells:
+            if cell.tier in TIERS:
+                rows = Rows(blocks[TIERS.index(cell.tier)])
+                cell.slots = PoisonedSlots(cell.slots.capacity, rows, "kv")
+        self.model = Sums(max_positions)
+        self.engine = Engine(
+            self.model, self.cache, chunk_tokens=chunk_tokens, most_running=most_running
+        )
+
+    def submit(self, tokens: Sequence[int], count: int = 3, **more: Any) -> Request:
+        return self.engine.submit(Ask(tuple(tokens), count, **more))
+
+    def step(self) -> list[Update]:
+        updates = self.engine.step()
+        assert self.cache.validate() == []
+        return updates
+
+    def finish(self, steps: int = 200) -> None:
+        """Step until all is answered."""
+        for _ in range(steps):
+            if self.engine.idle:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {steps} steps")
+
+    def ask(self, tokens: Sequence[int], count: int = 3, **more: Any) -> Request:
+        """Submit, and step until it is answered."""
+        request = self.submit(tokens, count, **more)
+        self.finish()
+        return request
+
+    def remember_on_host(self, tokens: Sequence[int]) -> None:
+        self.ask(tokens, 1)
+        assert self.cache.drain(10)
+        self.cache.flush(Tier.DEVICE)
+
+    def break_load(self, leg: int = 0) -> None:
+        """The next load breaks before its leg of that number."""
+        self._raises.add(self.loads.legs + leg)
+
+    def end(self) -> None:
+        for request in list(self.engine.scheduler.running):
+            self.engine.abort(request)
+        self.cache._sessions.forget_all()
+        assert self.cache.drain(10)
+        assert self.cache.validate() == []
+        assert not self.cache._leases and not self.cache.index.books.leases
+        for count in self.cache.stats().pages.values():
+            assert count.free + count.resident == count.capacity
+        for tier in TIERS:
+            self.cache.flush(tier)
+        assert all(count.free == count.capacity for count in self.cache.stats().pages.values())
+        self.cache.close()
+
+
+def _buffers(pages: int) -> Buffers:
+    arrangement = Arrangement(MEMORY, {"kv": pages}, Layout.PAGE_FIRST_DIRECT)
+    return Buffers(arrangement, torch.full((arrangement.bytes,), POISON, dtype=torch.uint8))
+
+
+def right(request: Request) -> bool:
+    """Whether the answer so far is what the model has to say."""
+    said = [chosen.token for chosen in request.output]
+    return said == answer_to(request.ask.tokens, len(said))
+
+
+def complete(*requests: Request) -> bool:
+    return all(
+        r.state is State.FINISHED and len(r.output) == r.ask.max_tokens and right(r)
+        for r in requests
+    )
+
+
+@pytest.fixture
+def stand() -> Iterator[Callable[..., Stand]]:
+    """Makes engines; whatever a test does with one, in the end nothing of it is missing."""
+    stands: list[Stand] = []
+
+    def make(**options: Any) -> Stand:
+        stands.append(Stand(**options))
+        return stands[-1]
+
+    yield make
+    for each in stands:
+        each.end()
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "remedy"),
+    [
+        ((), 1, "send at least one"),
+        ((1, VOCABULARY), 1, r"must lie in 0\.\.96"),
+        ((-1,), 1, r"must lie in 0\.\.96"),
+        ((1,), 0, "ask for at least 1"),
+        ((1,), -3, "ask for at least 1"),
+        (words(1, 60), 5, "are 65; this engine serves 64: shorten one of them"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_a_remedy(stand, tokens, count, remedy):
+    at = stand(device=16)
+    with pytest.raises(RequestError, match=remedy):
+        at.submit(tokens, count)
+    assert at.engine.idle
+
+
+def test_the_models_positions_limit_too(stand):
+    at = stand(max_positions=10)
+    assert at.engine.most_tokens == 10
+    with pytest.raises(RequestError, match="this engine serves 10"):
+        at.submit(words(1, 8), 3)
+    assert complete(at.ask(words(1, 8), 2))
+
+
+def test_the_longest_request_that_is_not_refused_is_served(stand):
+    at = stand(device=16, chunk_tokens=7)
+    for count in (1, 5, 62):
+        assert complete(at.ask(words(count, 64 - count), count))
+
+
+# -- answers --------------------------------------------------------------------------------
+
+
+def test_requests_end_at_their_length(stand):
+    at = stand()
+    request = at.submit(words(1, 9), 3)
+    updates = []
+    while not at.engine.idle:
+        updates += at.step()
+    assert [u.chosen.token for u in updates] == answer_to(words(1, 9), 3)
+    assert [u.finish for u in updates] == [None, None, Finish.LENGTH]
+    assert request.finish is Finish.LENGTH and complete(request)
+
+
+def test_a_stop_id_ends_the_answer_and_is_part_of_it(stand):
+    at = stand()
+    said = answer_to(words(1, 9), 8)
+    stop = next(token for token in said[2:] if token not in said[:2])
+    request = at.ask(words(1, 9), 8, stop_ids=frozenset({stop, 96 if stop != 96 else 95}))
+    assert request.finish is Finish.STOP and right(request)
+    assert request.output[-1].token == stop and len(request.output) < 8
+
+
+def test_a_stop_id_in_the_last_place_is_a_stop(stand):
+    at = stand()
+    last = answer_to(words(1, 9), 1)[0]
+    assert at.ask(words(1, 9), 1, stop_ids=frozenset({last})).finish is Finish.STOP
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 5, 64])
+def test_no_chunk_changes_an_answer(stand, chunk_tokens):
+    at = stand(chunk_tokens=chunk_tokens, device=24)
+    requests = [at.submit(words(n, 5 + 4 * n), 5) for n in range(1, 5)]
+    at.finish(400)
+    assert complete(*requests)
+    assert max(len(step.tokens) for step in at.model.steps) <= chunk_tokens
+
+
+def test_a_later_request_joins_those_who_generate(stand):
+    at = stand()
+    first = at.submit(words(1, 9), 10)
+    at.step()
+    at.step()
+    second = at.submit(words(2, 6), 3)
+    updates = at.step()
+    assert [update.request for update in updates] == [first, second]
+    assert [rows.end - rows.start for rows in at.model.steps[-1].sequences] == [1, 6]
+    at.finish()
+    assert complete(first, second) and len(at.model.steps) == 10, "nobody waited for anybody"
+
+
+def test_a_request_whose_turn_has_not_come_leaves_no_update(stand):
+    at = stand(chunk_tokens=4)
+    request = at.submit(words(1, 9), 1)
+    assert [at.step(), at.step()] == [[], []] and request.computed == 8
+    ((_, chosen, finish),) = at.step()
+    assert chosen.token == answer_to(words(1, 9), 1)[0] and finish is Finish.LENGTH
+
+
+def test_priorities_are_answered_first(stand):
+    at = stand(most_running=1)
+    low, high = at.submit(words(1, 5), 2), at.submit(words(2, 5), 2, priority=1)
+    at.step()
+    assert at.engine.scheduler.running == [high] and low.state is State.WAITING
+    at.finish()
+    assert complete(low, high)
+
+
+def test_what_was_computed_is_found_again_in_either_tier(stand):
+    at = stand()
+    tokens = words(1, 3 * PAGE + 1)
+    assert at.ask(tokens).by_tier == {}
+    assert at.ask(tokens).by_tier == {Tier.DEVICE: 3 * PAGE}
+    assert at.cache.drain(10)
+    at.cache.flush(Tier.DEVICE)
+    again = at.ask(tokens)
+    assert again.by_tier == {Tier.HOST: 3 * PAGE} and complete(again)
+
+
+def test_more_requests_than_fit_take_turns(stand):
+    at = stand(device=8, host=64, chunk_tokens=9)
+    requests = [at.submit(words(n % 5 + 1, 6 + n), 6) for n in range(12)]
+    at.finish(1000)
+    assert complete(*requests)
+
+
+def test_sampled_answers_do_not_depend_on_company(stand):
+    sampling = Sampling(temperature=20.0, seed=11, logprobs=2)
+    alone = stand().ask(words(1, 9), 6, sampling=sampling)
+    at = stand(chunk_tokens=5)
+    others = [at.submit(words(n, 7), 4) for n in (2, 3)]
+    request = at.submit(words(1, 9), 6, sampling=sampling)
+    for _ in range(6):
+        at.step()
+    if request.state is State.RUNNING:
+        at.engine.scheduler.retract(request)
+    at.finish()
+    assert request.output == alone.output and complete(*others)
+    assert len({chosen.token for chosen in alone.output}) > 1 and not right(alone)
+
+
+# -- aborts ---------------------------------------------------------------------------------
+
+
+def test_a_waiting_request_can_be_aborted(stand):
+    at = stand(most_running=1)
+    first, second, third = (at.submit(words(n, 6), 3) for n in (1, 2, 3))
+    at.step()
+    at.engine.abort(second)
+    assert second.state is State.FINISHED and second.finish is Finish.ABORT
+    at.finish()
+    assert complete(first, third) and second.output == []
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_a_running_request_can_be_aborted_at_any_step(stand, steps):
+    at = stand(chunk_tokens=5)
+    first, second = at.submit(words(1, 9), 4), at.submit(words(2, 9), 4)
+    for _ in range(steps):
+        at.step()
+    at.engine.abort(first)
+    assert first.finish is (
+        Finish.ABORT if first.lease is None and len(first.output) < 4 else Finish.LENGTH
+    )
+    assert first.lease is None and first not in at.engine.scheduler.running
+    at.finish()
+    assert complete(second) and right(first)
+
+
+def test_a_request_can_be_aborted_while_its_prefix_is_on_its_way(stand):
+    at = stand(chunk_tokens=4)
+    at.remember_on_host(words(1, 15))
+    busy = at.submit(words(2, 12), 2)
+    request = at.submit(words(1, 15), 2)
+    at.loads.hold.clear()
+    at.step()  # The chunk is spent on the older one, so nobody waits for the load.
+    assert request.held.loading
+    at.engine.abort(request)
+    at.loads.hold.set()
+    at.finish()
+    assert complete(busy) and complete(at.ask(words(1, 15), 2))
+
+
+def test_a_finished_request_cannot_be_aborted_any_more(stand):
+    at = stand()
+    request = at.ask(words(1, 6))
+    at.engine.abort(request)
+    at.engine.abort(request)
+    assert request.finish is Finish.LENGTH and complete(request)
+
+
+def test_an_aborted_request_gives_everything_back(stand):
+    at = stand()
+    request = at.submit(words(1, 13), 9)
+    at.step()
+    at.engine.abort(request)
+    assert not at.cache.index.books.leases
+    assert at.cache.drain(10)
+    pages = at.cache.stats().pages[Tier.DEVICE, "kv"]
+    assert pages.free + pages.resident == pages.capacity and pages.resident == 3
+    assert at.ask(words(1, 13)).by_tier == {Tier.DEVICE: 12}, "what it computed is kept"
+
+
+# -- sessions -------------------------------------------------------------------------------
+
+
+def test_a_session_keeps_its_conversation(stand):
+    at = stand(device=16, host_size=None)
+    first = at.ask(words(1, 13), 3, session="a")
+    assert at.cache.stats().sessions == 1
+    for number in range(2, 9):
+        at.ask(words(number, 22), 3)
+    following = at.ask((*first.tokens, 5, 6), 3, session="a")
+    assert following.by_tier == {Tier.DEVICE: 12} and complete(following)
+    assert at.cache.stats().sessions == 1
+    assert at.cache.forget("a") and at.cache.stats().sessions == 0
+
+
+def test_without_a_session_nothing_is_pinned(stand):
+    at = stand()
+    at.ask(words(1, 13))
+    assert at.cache.stats().sessions == 0
+
+
+def test_sessions_never_keep_a_request_out_that_was_accepted(stand):
+    at = stand(device=16)
+    at.ask(words(1, 29), 3, session="a")
+    assert at.cache.stats().sessions == 1
+    assert complete(at.ask(words(2, 60), 4))
+
+
+# -- loads that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", range(LAYERS))
+def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step):
+    at = stand()
+    at.remember_on_host(words(1, 13))
+    busy = at.submit(words(2, 7), 6)
+    at.step()
+    at.break_load(step)
+    request = at.submit(words(1, 13), 4)
+    assert at.step() == [] and at.model.steps[-1].sequences[0].past == 7
+    assert at.engine.scheduler.running == [] and at.engine.scheduler.waiting == 2
+    assert busy.lease is None and request.lease is None
+    at.finish()
+    assert complete(busy, request)
+    assert busy.admissions == 2 and request.admissions >= 2
+
+
+def test_everybody_in_a_pass_that_broke_starts_again(stand, monkeypatch):
+    at = stand()
+    at.remember_on_host(words(1, 13))
+    requests = [at.submit(words(n, 13), 4) for n in (2, 3, 1)]
+    wait, calls = at.cache.wait, []
+
+    def breaking(lease: Any, layer: int) -> None:
+        calls.append(layer)
+        if calls == [0, 1]:
+            raise TransferError("once")
+        wait(lease, layer)
+
+    monkeypatch.setattr(at.cache, "wait", breaking)
+    assert at.step() == [] and at.engine.scheduler.waiting == 3
+    at.finish()
+    assert complete(*requests) and [r.admissions for r in requests] == [2, 2, 2]
+
+
+def test_a_load_that_fails_unnoticed_is_begun_again(stand):
+    """Its request is not in the pass; the next poll says that it failed."""
+    at = stand(chunk_tokens=4)
+    at.remember_on_host(words(1, 15))
+    busy = at.submit(words(2, 12), 2)
+    at.break_load(1)
+    request = at.submit(words(1, 15), 3)
+    at.step()
+    assert request.admissions == 1 and request.computed == 12
+    deadline = time.monotonic() + 10
+    while not at.cache.hardware.copier.lanes[Way.LOAD].failures and time.monotonic() < deadline:
+        time.sleep(0.001)
+    at.step()
+    assert request.admissions == 2 and busy.admissions == 1
+    at.finish()
+    assert complete(busy, request)
+
+
+def test_loads_that_always_fail_keep_nobody_from_an_answer(stand):
+    at = stand()
+    at.remember_on_host(words(1, 13))
+    for step in range(1000):
+        at.break_load(step)
+    request = at.submit(words(1, 13), 4)
+    at.finish()
+    assert complete(request)
+
+
+def test_many_failures_change_no_answer(stand):
+    at = stand(device=12, host=64, chunk_tokens=11)
+    requests = []
+    for turn in range(6):
+        at.break_load(turn % 4)
+        at.break_load(3 + turn)
+        requests += [at.submit((*words(n, 9 + n), turn), 4) for n in range(1, 5)]
+        at.finish(300)
+        at.cache.drain(10)
+        at.cache.flush(Tier.DEVICE)
+    assert complete(*requests)
+    assert at.cache.stats().lane_failures["load"] > 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "remedy"),
+    [
+        (Sampling(temperature=float("nan")), "temperature is nan; use a number from 0 to 100"),
+        (Sampling(top_p=1.5), "top_p is 1.5"),
+        (Sampling(min_p=-1), "min_p is -1"),
+        (Sampling(repetition_penalty=0), "repetition_penalty is 0"),
+    ],
+)
+def test_settings_that_cannot_be_drawn_from_are_refused(stand, sampling, remedy):
+    at = stand()
+    with pytest.raises(RequestError, match=remedy):
+        at.engine.submit(Ask((1, 2, 3), 4, sampling))
+
+
+def test_an_answer_of_one_token_on_a_loading_prefix_keeps_what_it_computed(stand):
+    at = stand()
+    at.remember_on_host(words(1, 13))
+    request = at.submit(words(1, 25), 1)
+    at.finish()
+    assert complete(request)
+    found = at.cache.match(at.cache.prompt([*words(1, 25), 0])).tokens
+    assert found == 25 // at.cache.memory.page_tokens * at.cache.memory.page_tokens
