@@ -137,6 +137,13 @@ class TieredCache:
         again = self._writing.make_room(self._missing())
         return again and self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True)
 
+    def shrink(self, lease: Lease, tokens: int) -> None:
+        """Give back slots beyond `tokens`, which stay promised: less was computed than planned.
+
+        Where windows and states are kept is then decided anew by the next `grow`.
+        """
+        self.index.shrink(lease.inner, tokens)
+
     def load(self, lease: Lease) -> None:
         """Start the copies that bring the lease's prefix to the device.
 

@@ -16,7 +16,6 @@ the host has no room either are pages dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from kvtide.cache.flights import Flights
 from kvtide.index import Index
@@ -24,23 +23,12 @@ from kvtide.index import Lease as IndexLease
 from kvtide.spec import Tier
 
 
-class Writing(Protocol):
-    keeps_only_copies: bool
-
-    def found(self, lease: IndexLease) -> None:
-        """A prompt found the lease's prefix."""
-
-    def committed(self, lease: IndexLease) -> None:
-        """Pages were added to the lease's prefix."""
-
-    def make_room(self, missing: Mapping[str, int]) -> bool:
-        """A request lacked device pages; True if trying again may succeed at once."""
-
-    def tick(self) -> None:
-        """A step has passed."""
-
-
 class Never:
+    """Copies nothing; what the others differ from.
+
+    `keeps_only_copies`: room on the device is not made by dropping the only copy of a page.
+    """
+
     keeps_only_copies = False
 
     def __init__(self, index: Index, flights: Flights, headroom: float) -> None:
@@ -50,16 +38,17 @@ class Never:
         self.skipped = 0
 
     def found(self, lease: IndexLease) -> None:
-        pass
+        """A prompt found the lease's prefix."""
 
     def committed(self, lease: IndexLease) -> None:
-        pass
+        """Pages were added to the lease's prefix."""
 
     def make_room(self, missing: Mapping[str, int]) -> bool:
+        """A request lacked device pages; True if trying again may succeed at once."""
         return False
 
     def tick(self) -> None:
-        pass
+        """A step has passed."""
 
     def _back_up(self, lease: IndexLease) -> None:
         if not self._flights.backup(lease):

@@ -22,7 +22,8 @@ class Share(NamedTuple):
 
 
 class Scheduler:
-    """`chunk_tokens` is the most that one step computes, `most_running` the largest batch.
+    """`chunk_tokens` is the most that one step computes (it may change between steps),
+    `most_running` the largest batch.
 
     No more run than a step has tokens, so that all who generate get one.
     """
@@ -31,7 +32,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._most_running = min(most_running, chunk_tokens)
         pools = cache.memory.pools
         self._states = sorted({p.follows or p.name for p in pools if p.tail_entries is not None})
@@ -97,7 +98,7 @@ class Scheduler:
 
     def plan(self) -> list[Share]:
         """Requests that generate come first; a request without slots for its share waits again."""
-        left = self._chunk_tokens
+        left = self.chunk_tokens
         shares = []
         for request in sorted(self.running, key=lambda r: (r.length - r.computed > 1, r.number)):
             count = min(request.length - request.computed, left)
@@ -108,12 +109,16 @@ class Scheduler:
                 self.retract(request)
                 continue
             end = self._cut(request, end)
+            self._cache.shrink(request.held, end)
             left -= end - request.computed
             shares.append(Share(request, end))
         return shares
 
     def _cut(self, request: Request, end: int) -> int:
-        """A running state is written where a step ends: end where a snapshot is wanted."""
+        """A running state is written where a step ends: end where a snapshot is wanted.
+
+        What was taken beyond goes back: the next step may end elsewhere, and needs its state there.
+        """
         page = self._cache.memory.page_tokens
         for anchor in self._states:
             table = self._cache.page_table(request.held, anchor)

@@ -104,6 +104,10 @@ class Index:
         """
         return self._leasing.reserve(lease, tokens, checkpoints, growth, running)
 
+    def shrink(self, lease: Lease, tokens: int) -> None:
+        """Give back the slots of pages beyond `tokens`; as many stay promised as `growth`."""
+        self._leasing.shrink(lease, -(-tokens // self.memory.page_tokens))
+
     def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
         """The tokens up to `tokens` are computed: their full pages become readable.
 

@@ -143,6 +143,22 @@ class Leasing:
         lease.growth = left
         return True
 
+    def shrink(self, lease: Lease, pages: int) -> None:
+        """Give back the slots beyond a page; as many stay promised to the lease."""
+        assert lease.live and self.owns(lease) and pages >= lease.boundary
+        self._books.tick += 1
+        while lease.segments and lease.segments[-1].end > pages:
+            segment = lease.segments.pop()
+            if segment.start < pages:
+                lease.segments.append(segment)
+                segment = self._cut(segment, pages)
+            for anchor, slots in segment.slots.items():
+                pool = self._books.cells[anchor].slots
+                pool.free(slots)
+                promised = pool.reserve(len(slots))
+                assert promised, "what was just freed is free"
+                lease.growth[anchor] = lease.growth.get(anchor, 0) + len(slots)
+
     # -- committing -------------------------------------------------------------------------
 
     def commit(self, lease: Lease, tokens: int, without: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from functools import cache as cached
 
 import pytest
 
-from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
+from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
 from kvtide.engine import Ask, Chosen, Engine, Finish, Request, Sampling
 from kvtide.models import Model
 from kvtide.spec import Tier
@@ -131,3 +131,20 @@ def test_a_repeated_prompt_finds_its_whole_pages(family: str) -> None:
     (restored,) = answer(engine, Ask(tokens, 2, SAMPLING))
     assert restored.by_tier == {Tier.HOST: 5 * PAGE} and restored.output == first.output
     engine.cache.close()
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma3"])
+def test_a_share_that_was_cut_short_goes_on_with_what_the_next_step_leaves_it(family) -> None:
+    rng = random.Random(11)
+    model = model_of(family)
+    config = CacheConfig(Tokens(2048), host_size=Ratio(2), tokens_per_checkpoint=16)
+    cache = TieredCache(model.memory, config, placement=EveryPages(3))
+    engine = Engine(model, cache, chunk_tokens=90)
+    requests = [engine.submit(Ask(text(rng, 150), 12, SAMPLING)) for _ in range(4)]
+    while not engine.idle:
+        engine.scheduler.chunk_tokens = rng.choice((9, 20, 90))
+        engine.step()
+        assert cache.validate() == []
+    for request in requests:
+        assert tuple(request.output) == alone(family, request.ask.tokens, 12)
+    cache.close()

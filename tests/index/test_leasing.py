@@ -258,3 +258,19 @@ def test_windows_met_in_the_host_tier_do_not_stop_a_lease_that_computes() -> Non
     index.commit(lease, 16)
     index.commit(lease, 40)
     assert lease.boundary == 10 and index.validate() == []
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+@pytest.mark.parametrize("kept", [0, 3, 7, 8, 16])
+def test_shrinking_gives_slots_back_and_keeps_them_promised(name: str, kept: int) -> None:
+    index = build(ALL_MEMORIES[name])
+    free = [cell.slots.available for cell in index.books.cells]
+    lease = index.pin(index.match(index.prompt(list(range(16)))))
+    assert index.reserve(lease, 16, growth=2, running=True)
+    left = [cell.slots.available for cell in index.books.cells]
+    index.shrink(lease, kept)
+    assert lease.reserved == -(-kept // 4) and index.validate() == []
+    assert [cell.slots.available for cell in index.books.cells] == left, "others cannot take them"
+    assert index.reserve(lease, 16, running=True) and index.validate() == []
+    index.release(lease)
+    assert [cell.slots.available for cell in index.books.cells] == free
