@@ -55,6 +55,7 @@ class Copier:
         assert all(grouped.issuperset(pool.layers) for pool in memory.pools), "a layer is left out"
         self.lanes = lanes
         self._buffers = {Tier.DEVICE: device, Tier.HOST: host}
+        self._blocks = (device.data, host.data)
         self._memory = memory
         self._tables = {
             (way, anchor.name): self._page_table(way, anchor.name)
@@ -113,7 +114,7 @@ class Copier:
     def _submit(self, way: Way, works: Sequence[Strided], legs: int, timeout_s: float) -> Ticket:
         lane = self.lanes[way]
         ticket = Ticket(lane.timeline, legs, time.monotonic() + timeout_s)
-        lane.submit(Job(ticket, works, legs, lane.timeline.fence()))
+        lane.submit(Job(ticket, works, legs, lane.timeline.fence(), self._blocks))
         return ticket
 
     def _page_table(self, way: Way, anchor: str) -> PieceTable:

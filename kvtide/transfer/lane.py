@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from kvtide.transfer.strided import Strided
 from kvtide.transfer.timeline import Event, Timeline
 
@@ -87,10 +89,13 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """`blocks` is the memory the works' addresses lie in: it cannot go before the job ran."""
+
     ticket: Ticket
     works: Sequence[Strided]
     legs: int
     after: Event
+    blocks: Sequence[torch.Tensor] = ()
 
     def run(self, timeline: Timeline, backend: Backend) -> None:
         with timeline.inside(self.after):

@@ -250,8 +250,8 @@ def ranks_give_up_draining_together(world: World) -> None:
 
 def _diverging(world: World) -> Stand:
     """On a group of its own, since an exchange that not all ranks join leaves it unusable."""
-    group = dist.new_group(timeout=timedelta(seconds=5))
-    return Stand(world, world.tensor_slice(), Ranks(group, timeout_s=1.0))
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    return Stand(world, world.tensor_slice(), Ranks(group, timeout_s=5.0))
 
 
 def _expect_divergence(stand: Stand, within_s: float) -> None:
@@ -270,7 +270,7 @@ def an_extra_transfer_on_one_rank_is_noticed_by_all(world: World) -> None:
     if world.odd_one:
         stand.keep(range(100, 125))
     stand.cache.poll()
-    _expect_divergence(stand, within_s=1.0)
+    _expect_divergence(stand, within_s=4.0)
 
 
 def an_extra_call_that_moved_nothing_is_noticed_by_all(world: World) -> None:
@@ -279,7 +279,7 @@ def an_extra_call_that_moved_nothing_is_noticed_by_all(world: World) -> None:
         stand.release(stand.leased(stand.prompt(range(100, 125))))
     stand.keep(range(25))
     stand.cache.poll()
-    _expect_divergence(stand, within_s=1.0)
+    _expect_divergence(stand, within_s=4.0)
 
 
 def a_rank_that_nobody_answers_does_not_hang(world: World) -> None:
@@ -287,7 +287,7 @@ def a_rank_that_nobody_answers_does_not_hang(world: World) -> None:
     if world.odd_one:
         stand.keep(range(25))
         stand.cache.poll()
-        _expect_divergence(stand, within_s=3.0)
+        _expect_divergence(stand, within_s=15.0)
     else:
         assert stand.cache.poll() == Progress()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,6 +63,20 @@ def leg_bytes(job: Job) -> list[list[int]]:
     """Of every leg, how long its runs are."""
     found = runs(job.works, job.legs)
     return [sorted(found.bytes[a:b].tolist()) for a, b in pairwise(found.legs)]
+
+
+def test_a_copier_that_was_dropped_leaves_its_memory_to_the_jobs_under_way() -> None:
+    """Nobody has to close a cache before it goes, say with an exception: that must not crash."""
+    one = setup("llama")
+    blocks = [weakref.ref(tier.data) for tier in (one.tiers.device, one.tiers.host)]
+    lane, move = one.lanes[Way.BACKUP], backup("kv", [0], [1])
+    one.copier.copy(Way.BACKUP, [move], LONG_S)
+    del one
+    gc.collect()
+    assert all(block() is not None for block in blocks)
+    lane.run()
+    gc.collect()
+    assert all(block() is None for block in blocks)
 
 
 # -- what is submitted ----------------------------------------------------------------------
