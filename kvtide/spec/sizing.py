@@ -55,11 +55,15 @@ def bytes_for(
 def _anchor_pages(
     anchor: PoolSpec, page_tokens: int, pages: int, tokens_per_checkpoint: int
 ) -> int:
-    """A finite reach gets its share, but never less than one checkpoint and the page after it."""
+    """A finite reach gets its share, but never less than one request needs to run.
+
+    That is what it resumes from, and twice as much for what it goes on to: a step keeps its last
+    stretch while the one before is still read.
+    """
     reach = anchor.reuse.reach_pages(page_tokens)
     if reach is None:
         return pages
-    return max(reach + 1, pages * page_tokens * reach // tokens_per_checkpoint)
+    return max(3 * reach, pages * page_tokens * reach // tokens_per_checkpoint)
 
 
 def _beyond(memory: ModelMemory, total_bytes: int, tokens_per_checkpoint: int) -> int:

@@ -64,9 +64,9 @@ def test_windows_get_one_checkpoint_of_their_reach_per_distance() -> None:
     assert pages["kv"] == 9434
 
 
-def test_a_small_tier_still_holds_one_checkpoint_and_the_page_after_it() -> None:
+def test_a_small_tier_still_holds_what_one_request_needs_to_run() -> None:
     pages = pages_for(MEMORIES["window beside history"], 16_000)
-    assert pages == {"kv": 9, "swa": 3}
+    assert pages == {"kv": 8, "swa": 6}
 
 
 def test_zero_byte_anchor_is_bounded_by_what_its_windows_cost() -> None:
@@ -84,10 +84,10 @@ def test_windows_without_a_history_fill_the_tier() -> None:
 
 def test_a_tier_too_small_for_a_page_of_every_pool_names_the_least() -> None:
     least = bytes_for(MEMORIES["state beside history"], 1)
-    assert least == 1600 + 2 * 11200
-    with pytest.raises(SpecError, match=r"23,999 bytes do not hold .* use at least 24,000"):
+    assert least == 1600 + 3 * 11200
+    with pytest.raises(SpecError, match=r"35,199 bytes do not hold .* use at least 35,200"):
         pages_for(MEMORIES["state beside history"], least - 1)
-    assert pages_for(MEMORIES["state beside history"], least) == {"kv": 1, "state": 2}
+    assert pages_for(MEMORIES["state beside history"], least) == {"kv": 1, "state": 3}
 
 
 def test_memory_without_a_byte_is_refused() -> None:

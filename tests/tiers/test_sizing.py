@@ -119,17 +119,17 @@ def test_tokens_that_fill_no_page_name_the_page() -> None:
 
 
 def test_too_few_bytes_name_the_least_and_the_least_fits() -> None:
-    with pytest.raises(TierError, match=r"63 bytes do not hold .* use at least 64"):
-        capacity_pages(WINDOWED, Bytes(63))
-    assert capacity_pages(WINDOWED, Bytes(64)) == {"kv": 1, "swa": 3}
+    with pytest.raises(TierError, match=r"111 bytes do not hold .* use at least 112"):
+        capacity_pages(WINDOWED, Bytes(111))
+    assert capacity_pages(WINDOWED, Bytes(112)) == {"kv": 1, "swa": 6}
 
 
 def test_too_small_a_ratio_names_the_least_and_the_least_fits() -> None:
     with pytest.raises(
-        TierError, match=r"0\.01 times the device tier's 3,000 bytes .* at least 0\.022$"
+        TierError, match=r"0\.01 times the device tier's 3,000 bytes .* at least 0\.038$"
     ):
         capacity_pages(WINDOWED, Ratio(0.01), device_bytes=3000)
-    assert capacity_pages(WINDOWED, Ratio(0.022), device_bytes=3000) == {"kv": 1, "swa": 3}
+    assert capacity_pages(WINDOWED, Ratio(0.038), device_bytes=3000) == {"kv": 1, "swa": 6}
 
 
 @pytest.mark.parametrize("size", [Bytes(100), Ratio(1.0), Tokens(100)])
