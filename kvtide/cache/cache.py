@@ -86,6 +86,14 @@ class TieredCache:
         """A request's tokens in the form the cache works with; made once per request."""
         return self.index.prompt(tokens, namespace)
 
+    def scratch(self, tokens: Tokens) -> Prompt:
+        """A prompt that finds nothing and is found by nobody: for computing it without the cache.
+
+        Reserve, commit and release it like any other: each lease has its pages to itself, no
+        write policy copies them, and `release` drops them all.
+        """
+        return self.index.scratch(tokens)
+
     def match(self, prompt: Prompt, slowest: Tier = Tier.HOST) -> Match:
         """How much of the prompt is kept on the device, or down to `slowest`. Changes nothing."""
         hit = self.index.match(prompt, slowest)
@@ -116,7 +124,8 @@ class TieredCache:
         if lease is None:
             self._counts.refused += 1
             return None
-        self._counts.leased(match.prompt.tokens, lease.by_tier, lease.why)
+        if not lease.inner.hidden:
+            self._counts.leased(match.prompt.tokens, lease.by_tier, lease.why)
         self._writing.found(lease.inner)
         return lease
 
@@ -128,14 +137,20 @@ class TieredCache:
         return min(pages) * self.memory.page_tokens
 
     def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
-        """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full."""
+        """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full.
+
+        Checkpoints on the way are wishes of the placement: where they do not fit, the lease goes on
+        without them.
+        """
         within = tokens <= lease.inner.reserved * self.memory.page_tokens
         if within and not growth_pages:
             return True
         if self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True):
             return True
         again = self._writing.make_room(self._missing())
-        return again and self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True)
+        if again and self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True):
+            return True
+        return self.index.reserve(lease.inner, tokens, (), growth_pages, running=True)
 
     def shrink(self, lease: Lease, tokens: int) -> None:
         """Give back slots beyond `tokens`, which stay promised: less was computed than planned.
@@ -171,11 +186,9 @@ class TieredCache:
         assert lease.live, "committing with a lease that was released"
         if lease.loading:
             lease.pending.append((tokens, without))
-        elif not lease.failed:
-            before = lease.inner.boundary
+        elif not lease.failed and self._full_pages(tokens) > lease.inner.boundary:
             self.index.commit(lease.inner, tokens, without)
-            if lease.inner.boundary > before:
-                self._writing.committed(lease.inner)
+            self._writing.committed(lease.inner)
 
     def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless."""
@@ -246,6 +259,23 @@ class TieredCache:
     def forget_oldest(self) -> bool:
         """Unpin the session that was kept longest ago; False if there is none."""
         return self._sessions.forget_oldest()
+
+    def quarantine(self, prompt: Prompt) -> int:
+        """Let nobody find again what shares the prompt's first page, as it may be corrupt.
+
+        Returns how many pages that are, over tiers and pools. They are dropped as soon as no lease
+        or copy needs them. Leases that hold some go on with them, and nothing that they commit
+        is found; sessions let go of theirs. The same tokens can be computed anew at once.
+        """
+        pages = self.index.banish(prompt)
+        self._sessions.forget_hidden()
+        self._flights.cancel_pointless()
+        return pages
+
+    @property
+    def making_room(self) -> bool:
+        """Whether pages are leaving the device: `reserve` may find room when they have landed."""
+        return any(self._flights.leaving(anchor.name) for anchor in self.memory.anchors)
 
     @property
     def busy(self) -> bool:
@@ -343,6 +373,9 @@ class TieredCache:
         pending, lease.pending = lease.pending, []
         for tokens, without in pending:
             self.commit(lease, tokens, without)
+
+    def _full_pages(self, tokens: int) -> int:
+        return (tokens - self.memory.holdback) // self.memory.page_tokens
 
     def _missing(self) -> dict[str, int]:
         """What the last refusal lacked on the device."""

@@ -112,6 +112,13 @@ class Flights:
         assert flight.state is State.RESERVED
         self._end(flight, flight.holding, State.FAILED)
 
+    def cancel_pointless(self) -> None:
+        """Give up flights that have not left yet, of pages that nobody will read."""
+        for flight in list(self._traffic):
+            arrival = flight.holding
+            if flight.state is State.RESERVED and arrival is not None and arrival.pointless:
+                self.cancel(flight)
+
     def settle(self) -> list[tuple[Flight, list[IndexLease]]]:
         """End what is done on every rank, note what is late; each with the leases that waited."""
         flying = self._traffic.flying()

@@ -62,7 +62,9 @@ class Lease:
     @property
     def loading(self) -> bool:
         """Whether pages of the prefix are still on their way."""
-        return self.error is None and any(not transfer.over for transfer in self.transfers)
+        if not self.transfers or self.error is not None:
+            return False
+        return any(not transfer.over for transfer in self.transfers)
 
     @property
     def failed(self) -> bool:

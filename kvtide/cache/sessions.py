@@ -54,6 +54,12 @@ class Sessions:
     def forget_oldest(self) -> bool:
         return bool(self._leases) and self.forget(next(iter(self._leases)))
 
+    def forget_hidden(self) -> None:
+        """Let go of prefixes that no turn will find again."""
+        hidden = [session for session, lease in self._leases.items() if lease.hidden]
+        for session in hidden:
+            self.forget(session)
+
     def forget_all(self) -> None:
         for session in list(self._leases):
             self.forget(session)

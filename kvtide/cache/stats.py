@@ -23,7 +23,7 @@ class PageCount:
 class Stats:
     """Counted since the cache was made, except where it says "now".
 
-    prompt_tokens     of all leases
+    prompt_tokens     of all leases but those of scratch prompts
     cached_tokens     of these, found again, by tier
     misses            leases by (pool, reason) that kept them from finding more
     refused           calls of `reserve` for which there was no room

@@ -9,6 +9,7 @@
 `placement`   where checkpoints go; `costs` learns it
 `books`       the tree and its counts; `node` its unit; `cells` one anchor in one tier
 `holding`     what leases and arrivals hold; `pins` what must stay
+`hiding`      what nobody may find again
 `keys`        namespaces, prompts, page keys; `slots` reserve → take → forfeit
 `events`      what was stored and removed; `invariants` what always holds
 """

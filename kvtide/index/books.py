@@ -13,7 +13,7 @@ import numpy as np
 from kvtide.index.cells import cells_of
 from kvtide.index.events import Event, EventKind, Listener
 from kvtide.index.holding import Arrival, Lease
-from kvtide.index.keys import TOKEN_BYTES, Prompt, chain
+from kvtide.index.keys import TOKEN_BYTES, Hidden, Namespace, Prompt, chain, unlike_any_prompt
 from kvtide.index.node import Node, Root, RootName
 from kvtide.index.pins import Pins
 from kvtide.index.presence import Presence
@@ -63,11 +63,18 @@ class Books:
     # -- structure --------------------------------------------------------------------------
 
     def root(self, prompt: Prompt) -> Root:
-        """The root of the prompt's namespace, made if need be."""
+        """The root of the prompt's namespace, made if need be; of a hidden one, always anew."""
+        if isinstance(prompt.namespace, Hidden):
+            return self._hidden_root()
         name = (prompt.namespace, prompt.head)
         root = self.roots.get(name)
         if root is None:
             root = self.roots[name] = Root(name, len(self.cells))
+        return root
+
+    def _hidden_root(self) -> Root:
+        name = (Hidden(self.next_number()), b"")
+        root = self.roots[name] = Root(name, len(self.cells))
         return root
 
     def add_leaf(self, parent: Node, tokens: bytes, pages: int) -> Node:
@@ -132,13 +139,10 @@ class Books:
         for cell, added in slots.items():
             node.slots[cell] = np.concatenate((node.resident_slots(cell), added))
             books = self.cells[cell]
-            if self.betting:
-                books.policy.inserted(node, node.pages - pages)
             books.resident_pages += pages
             if node.pins[cell]:
                 books.pinned_pages += pages
-            if self.listeners:
-                self._emit(EventKind.STORED, cell, node, node.pages - pages)
+            self._tell_stored(node, cell, node.pages - pages)
 
     def join(self, node: Node) -> None:
         """Make one node of this one and its neighbours above and below, where nothing differs.
@@ -189,11 +193,9 @@ class Books:
 
     def truncate(self, node: Node, pages: int, cell: int) -> None:
         """Drop all but the first `pages` pages of a leaf that is held in `cell` alone."""
-        if self.listeners:
-            self._emit(EventKind.REMOVED, cell, node, pages)
+        self._tell_removed(node, cell, pages)
         slots = node.resident_slots(cell)
         books = self.cells[cell]
-        books.policy.removed(node, pages)
         books.slots.free(slots[pages:])
         books.resident_pages -= node.pages - pages
         node.slots[cell] = slots[:pages].copy()
@@ -217,6 +219,42 @@ class Books:
                 self._reach_changed(parent)
             node.parent = None
             node = parent
+
+    def hide(self, top: Node) -> int:
+        """Take a whole branch from its root: how many pages nobody finds any more.
+
+        It stays in one piece under a root of its own, for those who hold something in it, and they
+        may go on below.
+        """
+        above, first = top.parent, top.tokens[: self.page_bytes]
+        assert isinstance(above, Root) and not above.hidden
+        pages = sum(self._withdraw(node) for node in reversed([top, *self.below(top)]))
+        del above.children[first]
+        root = top.parent = self._hidden_root()
+        root.children[top.tokens[: self.page_bytes]] = top
+        held = top.resident | top.arriving
+        for cell in range(len(self.cells)):
+            above.kids[cell] -= held >> cell & 1
+            root.kids[cell] += held >> cell & 1
+        self.prune(above)
+        return pages
+
+    def _withdraw(self, node: Node) -> int:
+        """Tell everybody that the node's pages are gone, though some may have to stay a while.
+
+        The children come first: a page's key takes the tokens above it. In the tree the node gets
+        a name that no prompt has, since who computes such a page anew must not be given this one.
+        """
+        resident = [number for number, cell in enumerate(self.cells) if node.resident & cell.bit]
+        for cell in resident:
+            self.cells[cell].policy.withdrawn(node)
+            if self.listeners:
+                self._emit(EventKind.REMOVED, cell, node, 0)
+        children = node.children.values()
+        node.children = {child.tokens[: self.page_bytes]: child for child in children}
+        node.tokens = unlike_any_prompt(node.tokens)
+        node.hidden = True
+        return node.pages * len(resident)
 
     def _reach_changed(self, parent: Node) -> None:
         """A child came or went. With one child left, what was in reach may be out of it now."""
@@ -244,12 +282,8 @@ class Books:
             node.parent.kids[cell] += 1
         node.resident |= bit
         node.slots[cell] = slots
-        books = self.cells[cell]
-        if self.betting:
-            books.policy.inserted(node, 0)
-        books.resident_pages += node.pages
-        if self.listeners:
-            self._emit(EventKind.STORED, cell, node, 0)
+        self.cells[cell].resident_pages += node.pages
+        self._tell_stored(node, cell, 0)
 
     def drop(self, node: Node, cell: int) -> None:
         """Forget the pages' copy in this cell, and the node if it was the last one.
@@ -270,11 +304,8 @@ class Books:
 
     def _forget(self, node: Node, cell: int) -> None:
         assert node.resident >> cell & 1 and not node.pins[cell]
-        if self.listeners:
-            self._emit(EventKind.REMOVED, cell, node, 0)
+        self._tell_removed(node, cell, 0)
         books = self.cells[cell]
-        if self.betting:
-            books.policy.removed(node, 0)
         books.slots.free(node.resident_slots(cell))
         books.resident_pages -= node.pages
         node.slots[cell] = None
@@ -371,8 +402,27 @@ class Books:
     def _root_key(self, root: Node) -> bytes:
         assert isinstance(root, Root)
         namespace, head = root.name
+        assert isinstance(namespace, Namespace), "nobody is told of hidden pages"
         (root.key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
         return root.key
+
+    def _tell_stored(self, node: Node, cell: int, first: int) -> None:
+        """Pages from number `first` on became readable: for the policy, and for who listens."""
+        if node.hidden:
+            return
+        if self.betting:
+            self.cells[cell].policy.inserted(node, first)
+        if self.listeners:
+            self._emit(EventKind.STORED, cell, node, first)
+
+    def _tell_removed(self, node: Node, cell: int, first: int) -> None:
+        """Pages from number `first` on are about to leave the cell."""
+        if node.hidden:
+            return
+        if self.betting:
+            self.cells[cell].policy.removed(node, first)
+        if self.listeners:
+            self._emit(EventKind.REMOVED, cell, node, first)
 
     def _emit(self, kind: EventKind, cell: int, node: Node, first: int) -> None:
         assert node.parent is not None
@@ -393,7 +443,13 @@ class Books:
 
     def walk(self) -> Iterator[Node]:
         """Every node but the roots, parents first, in insertion order."""
-        pending: list[Node] = [c for root in self.roots.values() for c in root.children.values()]
+        for root in self.roots.values():
+            yield from self.below(root)
+
+    @staticmethod
+    def below(node: Node) -> Iterator[Node]:
+        """Every node below this one, parents first."""
+        pending = list(node.children.values())
         while pending:
             node = pending.pop()
             yield node

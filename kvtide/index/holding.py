@@ -74,6 +74,11 @@ class Lease:
         """The page up to which this lease has slots."""
         return self.segments[-1].end if self.segments else self.boundary
 
+    @property
+    def hidden(self) -> bool:
+        """Whether what it stands on, and what it commits, is found by nobody."""
+        return self.node.hidden
+
 
 class Part(NamedTuple):
     """One anchor's pages [start, end of node) of an arrival."""
@@ -115,3 +120,10 @@ class Arrival:
     @property
     def pages(self) -> int:
         return sum(part.end - part.start for part in self.parts)
+
+    @property
+    def pointless(self) -> bool:
+        """Whether all it brings is hidden and no lease waits for it."""
+        return all(part.node.hidden for part in self.parts) and not any(
+            lease.live for lease in self.leases
+        )

@@ -1,7 +1,7 @@
 """Where everything is, logically: the verbs of the index.
 
     match ─▶ pin ─▶ [copy ─▶ land | fail] ─▶ reserve ─▶ commit … commit ─▶ release
-                                        evict, demote, clear make room
+                                        evict, demote, clear make room; banish forbids
 
 `Index` takes prompts and returns leases; it never sees bytes, time or requests. It is
 deterministic: a logical clock, no wall time, no order that depends on hashes. One thread at a time.
@@ -22,8 +22,9 @@ from kvtide.index.books import Books
 from kvtide.index.choice import DEFAULT_POLICY
 from kvtide.index.costs import CostBased
 from kvtide.index.events import Listener
+from kvtide.index.hiding import banish
 from kvtide.index.holding import Arrival, Lease
-from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, Prompt, Tokens
+from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
 from kvtide.index.leasing import Leasing
 from kvtide.index.match import Hit, Matcher, Stop
 from kvtide.index.moving import Moving
@@ -64,6 +65,14 @@ class Index:
     def prompt(self, tokens: Tokens, namespace: Namespace = DEFAULT_NAMESPACE) -> Prompt:
         """A request's tokens in the form the index works with; made once per request."""
         return Prompt(tokens, namespace, self.memory.holdback)
+
+    def scratch(self, tokens: Tokens) -> Prompt:
+        """A prompt that finds nothing and is found by nobody: for computing it without the cache.
+
+        It is leased like any other. Each lease has its pages to itself, nothing of them is copied
+        down, and its release drops them.
+        """
+        return Prompt(tokens, SCRATCH, self.memory.holdback)
 
     def match(self, prompt: Prompt, slowest: Tier = Tier.STORAGE) -> Hit:
         """The deepest boundary at which the prompt can resume from these tiers. Changes nothing."""
@@ -183,6 +192,14 @@ class Index:
         """Drop every page of a tier that nobody needs; returns how many it were."""
         everything = 1 << 60
         return sum(self.evict(tier, pool.name, everything) for pool in self.memory.anchors)
+
+    def banish(self, prompt: Prompt) -> int:
+        """Let nobody find again what shares the prompt's first page; how many pages it were.
+
+        Counted over tiers and anchors. They are dropped at once, or when the leases and arrivals
+        that need them end; leases that stand on them go on, and nobody finds what they commit.
+        """
+        return banish(self.books, prompt)
 
     # -- looking ----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from kvtide.index.books import Books
 from kvtide.index.holding import Pin
+from kvtide.index.keys import Hidden
 from kvtide.index.node import Node
 
 
@@ -163,6 +164,22 @@ def leases_stand_at_their_boundary(books: Books) -> Iterator[str]:
             yield f"lease {lease.number}: its node does not end at its boundary {lease.boundary}"
 
 
+def hidden_trees_hang_on_roots_without_a_name(books: Books) -> Iterator[str]:
+    for root in books.roots.values():
+        if root.hidden != isinstance(root.name[0], Hidden):
+            yield f"root {root.name}: a prompt may name it or not, it says otherwise"
+    for node in books.walk():
+        if node.parent is not None and node.hidden != node.parent.hidden:
+            yield f"{_name(node)}: hidden, or not, otherwise than the page before"
+
+
+def hidden_pages_are_needed(books: Books) -> Iterator[str]:
+    for node in books.walk():
+        for number, cell in enumerate(books.cells):
+            if node.hidden and cell.queue.evictable(node):
+                yield f"{_name(node)}: hidden, and in cell {number} although nobody needs it"
+
+
 Check = Callable[[Books], Iterator[str]]
 
 CHECKS: tuple[Check, ...] = (
@@ -177,4 +194,6 @@ CHECKS: tuple[Check, ...] = (
     arrivals_are_expected,
     evictable_nodes_are_queued,
     leases_stand_at_their_boundary,
+    hidden_trees_hang_on_roots_without_a_name,
+    hidden_pages_are_needed,
 )

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 TOKEN_BYTES = 4
+MOST_TOKEN = 2**31 - 1
 
 Tokens = npt.NDArray[np.integer] | Sequence[int] | bytes
 
@@ -42,14 +43,32 @@ class Namespace(NamedTuple):
 DEFAULT_NAMESPACE = Namespace()
 
 
+class Hidden(NamedTuple):
+    """A namespace that no request can name, so that no match ever finds what is in it.
+
+    `number` tells their trees apart. No tree has number 0: prompts say it, and each of their
+    leases gets a tree of its own.
+    """
+
+    number: int = 0
+
+
+SCRATCH = Hidden()
+
+
 def pack(tokens: Tokens) -> bytes:
     """Token ids as little-endian int32 bytes, the form in which they are kept and compared."""
     if isinstance(tokens, bytes):
         assert len(tokens) % TOKEN_BYTES == 0, "packed tokens are 4 bytes each"
         return tokens
+    if isinstance(tokens, list) and len(tokens) == 1:
+        # What a request generates comes one by one, for everybody and in every step.
+        (token,) = tokens
+        if 0 <= token <= MOST_TOKEN:
+            return int(token).to_bytes(TOKEN_BYTES, "little")
     array = np.asarray(tokens)
-    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
-        raise ValueError("token ids must lie in 0..2147483647")
+    if array.size and (array.min() < 0 or array.max() > MOST_TOKEN):
+        raise ValueError(f"token ids must lie in 0..{MOST_TOKEN}")
     return array.astype("<i4", copy=False).tobytes()
 
 
@@ -63,7 +82,7 @@ class Prompt:
 
     __slots__ = ("body", "head", "holdback", "namespace", "tokens")
 
-    def __init__(self, tokens: Tokens, namespace: Namespace, holdback: int) -> None:
+    def __init__(self, tokens: Tokens, namespace: Namespace | Hidden, holdback: int) -> None:
         packed = pack(tokens)
         cut = holdback * TOKEN_BYTES
         self.namespace = namespace
@@ -79,6 +98,12 @@ class Prompt:
         self.head += packed[:missing]
         self.body += packed[missing:]
         self.tokens += len(packed) // TOKEN_BYTES
+
+
+def unlike_any_prompt(tokens: bytes) -> bytes:
+    """The same run under a first page that no prompt has: its first token is below zero."""
+    sign = TOKEN_BYTES - 1
+    return tokens[:sign] + bytes((tokens[sign] ^ 0x80,)) + tokens[TOKEN_BYTES:]
 
 
 def chain(key: bytes, tokens: bytes, page_bytes: int) -> Iterator[bytes]:

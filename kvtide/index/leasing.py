@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from kvtide.index.books import MOST_NODE_PAGES, Books
+from kvtide.index.hiding import hidden_roots, sweep
 from kvtide.index.holding import Lease, Pin, Segment
 from kvtide.index.match import Hit, Matcher
 from kvtide.index.node import Node
@@ -48,7 +49,7 @@ class Leasing:
             self._placement.parted(hit.matched, hit.nodes[-1].stop)
         books.leases[lease.number] = lease
         self._pin_prefix(lease)
-        if books.betting:
+        if books.betting and not node.hidden:
             books.asked(hit.prompt.tokens // self._page)
         books.use(node, priority, hits=1)
         return lease
@@ -187,6 +188,7 @@ class Leasing:
             self._note_stop(lease, before)
         self._move_pins(lease, before)
         before.leases -= 1
+        sweep(books, hidden_roots([lease.node]))
 
     def _find_root(self, lease: Lease) -> None:
         """A prompt shorter than the holdback has no root of its own until it has grown."""
@@ -324,6 +326,7 @@ class Leasing:
             books.cells[anchor].slots.forfeit(count)
         for pin in lease.pins:
             books.pins.unpin(pin)
+        sweep(books, hidden_roots([lease.node]))
         lease.node.leases -= 1
         books.prune(lease.node)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvtide.index.books import Books
+from kvtide.index.hiding import hidden_roots, sweep
 from kvtide.index.holding import Arrival, Lease, Part, Pin
 from kvtide.index.leasing import Leasing
 from kvtide.index.node import Node
@@ -30,7 +31,7 @@ class Moving:
 
         Upwards (a load, a fetch) goes what the lease needs to resume and no faster tier has.
         Downwards (a backup, a store) goes all that the path has in the source, checkpoints on
-        the way included.
+        the way included; nothing of what is hidden, since nobody will find it there.
         """
         books = self._books
         assert lease.live and self._leasing.owns(lease) and source is not target
@@ -80,6 +81,7 @@ class Moving:
     def land(self, arrival: Arrival) -> None:
         """The bytes are there: the pages become readable in the target."""
         books = self._books
+        hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
         for part in arrival.parts:
             for node, slots in self._slices(part):
@@ -98,10 +100,12 @@ class Moving:
         for lease in arrival.leases:
             if lease.live:
                 self._leasing.repin(lease)
+        sweep(books, hidden)
 
     def fail(self, arrival: Arrival) -> None:
         """The bytes will not come: every slot goes back, nothing was ever readable."""
         books = self._books
+        hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
         for part in arrival.parts:
             for node, slots in self._slices(part):
@@ -110,6 +114,7 @@ class Moving:
                     books.give_up(node, part.cell)
         for pin in (*arrival.pins, *arrival.guards):
             books.pins.unpin(pin)
+        sweep(books, hidden)
 
     # -- the steps --------------------------------------------------------------------------
 
@@ -145,6 +150,8 @@ class Moving:
     def _runs(self, lease: Lease, source: Tier, target: Tier) -> dict[int, list[Run]]:
         """Per anchor, the runs of nodes to copy: in the source, not held by the target."""
         books = self._books
+        if lease.hidden and target > source:
+            return {}
         path = books.path(lease.node)
         runs: dict[int, list[Run]] = {}
         for anchor in range(books.anchors):

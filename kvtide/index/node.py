@@ -14,10 +14,10 @@ Only RESIDENT cells have slots in the node, so what is arriving cannot be read b
 
 from __future__ import annotations
 
-from kvtide.index.keys import Namespace
+from kvtide.index.keys import Hidden, Namespace
 from kvtide.spec import Slots
 
-RootName = tuple[Namespace, bytes]
+RootName = tuple[Namespace | Hidden, bytes]
 
 
 _NO_MARKS: list[int] = []
@@ -33,6 +33,7 @@ class Node:
     kids           per cell, how many children are resident or arriving there
     pins           per cell, how many leases and arrivals need these pages to stay
     leases         how many leases stand at the end of this node, with or without pins
+    hidden         no match finds it, nobody is told of it, and it goes once nobody needs it
     queued         bit per cell: stands in that cell's eviction queue
     marks          per cell, what its eviction policy remembers; empty if none does
     last … priority  what eviction policies look at
@@ -46,6 +47,7 @@ class Node:
         "born",
         "children",
         "depth",
+        "hidden",
         "hits",
         "key",
         "kids",
@@ -78,6 +80,7 @@ class Node:
         self.kids = [0] * cells
         self.pins = [0] * cells
         self.leases = 0
+        self.hidden: bool = parent is not None and parent.hidden
         self.queued = 0
         self.marks: list[int] = _NO_MARKS
         self.last = 0
@@ -105,3 +108,4 @@ class Root(Node):
     def __init__(self, name: RootName, cells: int) -> None:
         super().__init__(None, b"", 0, 0, cells)
         self.name = name
+        self.hidden = isinstance(name[0], Hidden)

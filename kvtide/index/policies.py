@@ -38,6 +38,9 @@ class Policy:
     def removed(self, node: Node, first: int) -> None:
         """The node's pages from number `first` on are about to leave the cell."""
 
+    def withdrawn(self, node: Node) -> None:
+        """The node's pages are nobody's any more, whatever any policy would have kept."""
+
     def merged(self, upper: Node, lower: Node) -> None:
         """The lower node is about to take over the upper one's pages."""
 

@@ -107,6 +107,10 @@ class Tide(Policy):
         if len(self._ghosts) > self._most_ghosts:
             self._forget(next(iter(self._ghosts)))
 
+    def withdrawn(self, node: Node) -> None:
+        """LRU would not find them either: nothing is owed, and no ghost stays behind."""
+        self._leave(node.marks[self._cell], node.pages, 0)
+
     def merged(self, upper: Node, lower: Node) -> None:
         """The lower node takes over the upper one's pages, which were used no earlier."""
         self._leave(lower.marks[self._cell], lower.pages, 0)

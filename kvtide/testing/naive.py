@@ -25,6 +25,8 @@ class NaiveIndex:
             (tier, pool.name): set() for tier in Tier for pool in memory.anchors
         }
         self._expected: set[tuple[Where, bytes]] = set()
+        self._unwanted: set[tuple[Where, bytes]] = set()
+        self._first: dict[bytes, bytes] = {}
         self.complaints: list[str] = []
 
     # -- identity, by definition ------------------------------------------------------------
@@ -41,7 +43,12 @@ class NaiveIndex:
         for start in range(held, len(packed) - page + 1, page):
             key = hashlib.sha256(key + packed[start : start + page]).digest()
             keys.append(key)
+        self._first |= dict.fromkeys(keys, keys[0] if keys else b"")
         return keys
+
+    def first_of(self, key: bytes) -> bytes:
+        """The key of the first page of the prompts that have this page."""
+        return self._first[key]
 
     # -- the rule, by definition ------------------------------------------------------------
 
@@ -78,6 +85,18 @@ class NaiveIndex:
         """From now on these pages may be stored there, and by the end of the step must be."""
         self._expected |= {((tier, anchor), key) for key in keys}
 
+    def banish(self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+        """All that shares the first page must not be readable at the end of the step: how much."""
+        first = self.page_keys(tokens, namespace)[:1]
+        gone = {
+            (where, key)
+            for where, readable in self.readable.items()
+            for key in readable
+            if self._first[key] in first
+        }
+        self._unwanted |= gone
+        return len(gone)
+
     def hear(self, event: Event) -> None:
         where = (event.tier, event.anchor)
         readable = self.readable[where]
@@ -94,12 +113,17 @@ class NaiveIndex:
                 readable.add(key)
 
     def end_step(self) -> list[str]:
-        """The complaints of this step, with expected pages that did not become readable."""
+        """The complaints of this step, with pages that should be readable now, or should not."""
         complaints, self.complaints = self.complaints, []
         complaints += [
             f"{where}: an expected page is not readable"
             for where, key in self._expected
             if key not in self.readable[where]
         ]
-        self._expected = set()
+        complaints += [
+            f"{where}: a banished page is readable"
+            for where, key in self._unwanted
+            if key in self.readable[where]
+        ]
+        self._expected, self._unwanted = set(), set()
         return complaints

@@ -3,7 +3,8 @@
 What a page holds is a function of who it is: its namespace, the tokens up to its end, the pool and
 the layer. So whoever reads a page can tell whether it is the right one, byte for byte, wherever
 it has been meanwhile. Slots that nobody owns are full of POISON, from the moment they are free:
-reading a page that was given up, or writing into one, does not go unnoticed.
+reading a page that was given up, or writing into one, does not go unnoticed. Nor does reading
+a page that was in quarantine before: slots remember who had them by then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from kvtide.cache import CacheConfig, Hardware, Lease, Namespace, TieredCache, Tokens
 from kvtide.index import DEFAULT_NAMESPACE, Branches, Prompt
-from kvtide.index.keys import TOKEN_BYTES
+from kvtide.index.keys import TOKEN_BYTES, Hidden
 from kvtide.index.node import Node
 from kvtide.index.slots import SlotPool
 from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
@@ -45,7 +46,9 @@ def text(number: int, pages: int, extra: int = 1) -> list[int]:
 
 
 @lru_cache(maxsize=1 << 16)
-def content(namespace: Namespace, prefix: bytes, pool: str, layer: int, size: int) -> bytes:
+def content(
+    namespace: Namespace | Hidden, prefix: bytes, pool: str, layer: int, size: int
+) -> bytes:
     """The row that a model computes: of this pool and layer, after exactly these tokens."""
     name = repr((namespace, pool, layer)).encode()
     return hashlib.shake_128(name + prefix).digest(size)
@@ -84,7 +87,7 @@ class Rows:
         return all((self._of[name][slots] == POISON).all() for name in self._anchors[anchor])
 
 
-PageName = tuple[Namespace, bytes]
+PageName = tuple[Namespace | Hidden, bytes]
 """Namespace and packed tokens up to the page's end, with the holdback: what a page stands for."""
 
 
@@ -97,17 +100,23 @@ def page_names(prompt: Prompt, page_tokens: int = PAGE) -> list[PageName]:
 
 
 class PoisonedSlots(SlotPool):
-    """Slots whose bytes are gone as soon as they are free."""
+    """Slots whose bytes are gone as soon as they are free.
 
-    __slots__ = ("_anchor", "_rows")
+    `quarantined` has those in quarantine, each with the leases (their numbers) that may read it.
+    """
+
+    __slots__ = ("_anchor", "_rows", "quarantined")
 
     def __init__(self, capacity: int, rows: Rows, anchor: str) -> None:
         super().__init__(capacity)
         self._rows = rows
         self._anchor = anchor
+        self.quarantined: dict[int, set[int]] = {}
 
     def free(self, slots: Slots) -> None:
         super().free(slots)
+        for slot in slots.tolist():
+            self.quarantined.pop(slot, None)
         self._rows.poison(self._anchor, slots)
 
 
@@ -268,6 +277,32 @@ class Rig:
         """How many tokens of a prompt are kept."""
         return self.cache.match(self.cache.prompt(tokens, namespace), slowest).tokens
 
+    def quarantine(self, prompt: Prompt) -> int:
+        """Quarantine what shares the prompt's first page; from now on its slots are watched."""
+        books, leases = self.cache.index.books, self.cache._leases.values()
+        readers: dict[tuple[int, int], set[int]] = {}
+        for lease in leases:
+            for cell, anchor in enumerate(self.memory.anchors):
+                for slot in self.cache.page_table(lease, anchor.name).tolist():
+                    readers.setdefault((cell, slot), set()).add(lease.inner.number)
+        for cell, slots in self._branch(prompt):
+            pool = books.cells[cell].slots
+            assert isinstance(pool, PoisonedSlots)
+            for slot in slots.tolist():
+                pool.quarantined[slot] = readers.get((cell, slot), set())
+        return self.cache.quarantine(prompt)
+
+    def _branch(self, prompt: Prompt) -> Iterator[tuple[int, Slots]]:
+        """All slots, by cell, of pages that share the prompt's first one, and of those coming."""
+        books = self.cache.index.books
+        root = books.roots.get((prompt.namespace, prompt.head))
+        top = root.children.get(prompt.body[: books.page_bytes]) if root else None
+        nodes = [] if top is None else [top, *books.below(top)]
+        for node in nodes:
+            yield from ((cell, slots) for cell, slots in enumerate(node.slots) if slots is not None)
+        for arrival in books.arrivals.values():
+            yield from ((part.cell, part.slots) for part in arrival.parts if part.node in nodes)
+
     # -- copies -----------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -286,7 +321,7 @@ class Rig:
 
     def problems(self) -> list[str]:
         """What does not hold now: in the books, in readable pages, in slots that are free."""
-        return [*self.cache.validate(), *self._spoiled(), *self._disturbed()]
+        return [*self.cache.validate(), *self._spoiled(), *self._disturbed(), *self._misled()]
 
     def misread(self, lease: Lease, layers: Collection[int] | None = None) -> list[str]:
         """What the model would read wrong of a lease's prefix, or miss of it."""
@@ -323,12 +358,13 @@ class Rig:
         return max(0, boundary - reach) if boundary * PAGE == lease.cached_tokens else boundary
 
     def _spoiled(self) -> Iterator[str]:
-        """Readable pages, in either tier, that hold something else than they should."""
+        """Pages that can be found, in either tier, and hold something else than they should."""
         books = self.cache.index.books
         pending: list[tuple[Node, Namespace, bytes]] = [
             (child, namespace, head)
             for (namespace, head), root in books.roots.items()
             for child in root.children.values()
+            if not root.hidden
         ]
         while pending:
             node, namespace, above = pending.pop()
@@ -353,6 +389,21 @@ class Rig:
                 for layer in pool.layers if here else ():
                     if not self.rows[tier].holds(pool, layer, slot, name):
                         yield f"{tier.name}: slot {slot} has a wrong {pool.name}, layer {layer}"
+
+    def _misled(self) -> Iterator[str]:
+        """Leases that came to read a page after it was in quarantine.
+
+        Behind its windows a lease may see pages that were brought for others; it reads none.
+        """
+        cells = self.cache.index.books.cells
+        for number, lease in self.cache._leases.items():
+            for cell, anchor in zip(cells, self.memory.anchors, strict=False):
+                assert isinstance(cell.slots, PoisonedSlots)
+                reach = anchor.reuse.reach_pages(PAGE)
+                first = 0 if reach is None else max(0, lease.inner.boundary - reach)
+                for slot in self.cache.page_table(lease, anchor.name)[first:].tolist():
+                    if number not in cell.slots.quarantined.get(slot, {number}):
+                        yield f"lease {number} came to read slot {slot}, in quarantine"
 
     def _disturbed(self) -> Iterator[str]:
         for cell in self.cache.index.books.cells:

@@ -4,7 +4,8 @@
 aborted at any moment; copies that end in any order between the directions, layer by layer, or
 fail in every way; sessions, prefetches, flushes. After every step all books balance, every
 readable page holds what its tokens say, every free slot is untouched, and what a lease was
-promised can be read. What `match` promises was committed before, in the same namespace.
+promised can be read. What `match` promises was committed before, in the same namespace, and not
+quarantined since; of pages in quarantine nobody reads more than it did by then.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from kvtide.cache import Lease, Match, Namespace, TransferError
 from kvtide.index import POLICIES, Branches, CostBased, EveryPages, LastPage, Prompt
+from kvtide.index.keys import TOKEN_BYTES, Hidden, pack
 from kvtide.spec import ModelMemory, Tier
 from kvtide.testing.faults import FaultError
 from kvtide.tiers import Layout
@@ -43,12 +46,16 @@ MOST_RUNNING = 3
 
 @dataclass(eq=False)
 class Running:
-    """A request. `computed`: the pages its model has written; `pending`: not committed yet."""
+    """A request. `computed`: the pages its model has written; `pending`: not committed yet.
+
+    `hidden`: nobody finds what it commits, since it is scratch, or its prefix in quarantine.
+    """
 
     lease: Lease
     computed: int
     pending: list[PageName] = field(default_factory=list)
     told: bool = False
+    hidden: bool = False
 
 
 class Traffic:
@@ -87,6 +94,7 @@ class Traffic:
             self.poll: 12 if self.cache.stats().in_flight else 1, self.copy: 16 * bool(jobs),
             self.break_copy: 1.5 * bool(jobs), self.expire: bool(jobs), self.refuse: 0.4,
             self.prefetch: 2, self.keep: 1, self.forget: 2, self.flush: self.flushes,
+            self.quarantine: 3 if any(r.lease.loading for r in self.running) else 0.8,
         }  # fmt: skip
 
     def step(self) -> str:
@@ -117,6 +125,9 @@ class Traffic:
         if len(self.running) == MOST_RUNNING:
             self.finish()
         chance, prompt = self.chance, self._prompt()
+        scratch = chance.random() < 0.1
+        if scratch:
+            prompt = self.cache.scratch(prompt.head + prompt.body)
         match = self.cache.match(prompt, chance.choice((Tier.DEVICE, Tier.HOST, Tier.HOST)))
         self._judge(match)
         tokens = chance.choice((None, None, chance.randrange(1, prompt.tokens + 1)))
@@ -126,7 +137,7 @@ class Traffic:
             return
         self._judge(self.cache.match(prompt, Tier.DEVICE))
         assert set(page_names(prompt)[: lease.inner.boundary]) <= self.committed
-        self.running.append(Running(lease, lease.inner.boundary))
+        self.running.append(Running(lease, lease.inner.boundary, hidden=scratch))
         if chance.random() < 0.7:
             self.cache.load(lease)
 
@@ -142,7 +153,7 @@ class Traffic:
         chance, running = self.chance, self.chance.choice(self.running)
         lease = running.lease
         if chance.random() < 0.4 and lease.prompt.tokens < MOST_TOKENS:
-            lease.append([chance.randrange(3)] * chance.randrange(1, 2 * PAGE))
+            lease.append(self._more(lease)[: chance.randrange(1, 2 * PAGE)])
         if not self.cache.grow(lease, lease.prompt.tokens, chance.choice((0, 0, 1))):
             return
         left = min(lease.inner.reserved, len(page_names(lease.prompt))) - running.computed
@@ -150,6 +161,15 @@ class Traffic:
             self._commit(running, running.computed + round(chance.choice((0.5, 1, 1)) * left))
         elif chance.random() < 0.5:
             self._release(running)
+
+    def _more(self, lease: Lease) -> list[int]:
+        """What the model says: often the rest of a document, which others have computed too."""
+        chance, said = self.chance, lease.prompt.head + lease.prompt.body
+        packed = [pack(document) for document in self.documents]
+        rests = [rest[len(said) :] for rest in packed if rest.startswith(said)]
+        if rests and chance.random() < 0.7:
+            return np.frombuffer(chance.choice(rests), np.int32).tolist()
+        return [chance.randrange(3)] * (2 * PAGE)
 
     def _commit(self, running: Running, pages: int) -> None:
         lease, names = running.lease, page_names(running.lease.prompt)
@@ -164,7 +184,8 @@ class Traffic:
             self._committed(running)
 
     def _committed(self, running: Running) -> None:
-        self.committed.update(running.pending)
+        if not running.hidden:
+            self.committed.update(running.pending)
         running.pending = []
         assert running.lease.inner.boundary == running.computed
 
@@ -212,6 +233,21 @@ class Traffic:
 
     def forget(self) -> None:
         self.cache.forget(self.chance.choice("abc"))
+
+    def quarantine(self) -> None:
+        """Often of what somebody reads, best of all while it is being loaded."""
+        prompts = [self._prompt(), *(running.lease.prompt for running in self.running)]
+        loading = [running.lease.prompt for running in self.running if running.lease.loading]
+        prompt = self.chance.choice(loading or prompts)
+        first = page_names(prompt)[:1]
+        pages = self.rig.quarantine(prompt)
+        gone = {name for name in self.committed if [_first(name, prompt.holdback)] == first}
+        assert gone or not pages
+        self.committed -= gone
+        for running in self.running:
+            names = page_names(running.lease.prompt)[: running.lease.inner.boundary]
+            running.hidden = running.hidden or (bool(names) and names[:1] == first)
+        assert self.cache.match(prompt).tokens == 0
 
     def flush(self) -> None:
         """Pages leave; most often all of the device's, after everybody has gone."""
@@ -293,6 +329,11 @@ class Traffic:
         self.rig.end()
 
 
+def _first(name: PageName, holdback: int) -> PageName:
+    """The first page of the prompts that have this page."""
+    return name[0], name[1][: (PAGE + holdback) * TOKEN_BYTES]
+
+
 class Jittery:
     """The reference, on a machine that stutters and where copies sometimes break."""
 
@@ -370,8 +411,23 @@ WORTH_MEETING = (
     "a commit pending", "two wait for one", "late", "load landed", "load failed",
     "backup landed", "backup failed", "refused", "skipped", "DEVICE", "HOST",
     "no prompt with these tokens was kept", "pages were given up", "pages are still arriving",
-    "no checkpoint was kept further on",
+    "no checkpoint was kept further on", "scratch", "read in quarantine", "in flight in quarantine",
+    "committed in quarantine", "loading in quarantine",
 )  # fmt: skip
+
+
+def hidden_things(traffic: Traffic) -> Counter[str]:
+    """What of scratch and quarantine can be seen now."""
+    met: Counter[str] = Counter()
+    for running in (running for running in traffic.running if running.hidden):
+        kind = "scratch" if isinstance(running.lease.prompt.namespace, Hidden) else "quarantine"
+        met[kind if kind == "scratch" else "read in quarantine"] += running.computed > 0
+        met["loading in quarantine"] += running.lease.loading
+        commits = running.lease.inner.boundary * PAGE > running.lease.cached_tokens
+        met["committed in quarantine"] += kind == "quarantine" and commits
+    for arrival in traffic.cache.index.books.arrivals.values():
+        met["in flight in quarantine"] += arrival.pointless
+    return met
 
 
 def test_the_traffic_meets_what_it_is_about():
@@ -385,6 +441,7 @@ def test_the_traffic_meets_what_it_is_about():
             met["a commit pending"] += any(running.pending for running in traffic.running)
             met["two wait for one"] += traffic.shared()
             met["late"] += traffic.cache.stats().overdue
+            met.update(hidden_things(traffic))
         stats = traffic.cache.stats()
         met.update({f"{way} {end}": n for (way, end), n in stats.transfers.items()})
         met.update({tier.name: n for tier, n in stats.cached_tokens.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -49,6 +50,31 @@ def test_traffic_does_enough_to_mean_something() -> None:
     for kind in EventKind:
         for tier in Tier:
             assert sum(e.kind is kind and e.tier is tier for e in heard) >= 5, (kind, tier)
+
+
+def test_traffic_meets_what_hiding_is_about() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(4):
+        traffic = Traffic(ALL_MEMORIES["window"], seed)
+        for _ in range(500):
+            before = {id(running): running.lease.boundary for running in traffic.running}
+            traffic.step()
+            hidden = [running for running in traffic.running if running.hidden]
+            met["hidden leases"] += len(hidden)
+            met["they commit"] += any(r.lease.boundary > before.get(id(r), 99) for r in hidden)
+            held = [flying for flying in traffic.flying if flying.hidden]
+            met["hidden pages in flight"] += len(held)
+            tops = {
+                (running.namespace, tuple(running.tokens[:PAGE]))
+                for running in hidden
+                if running.lease.boundary
+            }
+            met["the same tokens twice"] += any(
+                (running.namespace, tuple(running.tokens[:PAGE])) in tops
+                for running in traffic.running
+                if running.lease.boundary and not running.hidden
+            )
+    assert min(met.values()) >= 5 and len(met) == 4, met
 
 
 def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.index import Index
 from kvtide.index import invariants as checks
+from kvtide.index.keys import SCRATCH
 from kvtide.index.node import Node, Root
 from kvtide.spec import Tier
 from tests.index.building import build, compute, keep, lease_for
@@ -152,6 +153,18 @@ def _unqueued(index: Index) -> None:
     index.books.cells[0].queue._heap.clear()
 
 
+def _renamed_root(index: Index) -> None:
+    next(iter(index.books.roots.values())).name = (SCRATCH, b"")
+
+
+def _half_hidden(index: Index) -> None:
+    _kept(index).hidden = True
+
+
+def _hidden_for_nobody(index: Index) -> None:
+    _kept(index).hidden = _kept(index).parent.hidden = True
+
+
 def _lease_count(index: Index) -> None:
     _kept(index).leases += 1
 
@@ -188,6 +201,9 @@ CASES: list[Case] = [
     (checks.evictable_nodes_are_queued, _unqueued, "but in no queue"),
     (checks.leases_stand_at_their_boundary, _lease_count, "leases stand here, really 0"),
     (checks.leases_stand_at_their_boundary, _lease_boundary, "does not end at its boundary"),
+    (checks.hidden_trees_hang_on_roots_without_a_name, _renamed_root, "it says otherwise"),
+    (checks.hidden_trees_hang_on_roots_without_a_name, _half_hidden, "than the page before"),
+    (checks.hidden_pages_are_needed, _hidden_for_nobody, "although nobody needs it"),
 ]
 
 

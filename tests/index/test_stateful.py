@@ -39,12 +39,21 @@ PLACEMENTS = (LastPage, Branches, lambda: EveryPages(3), CostBased)
 
 @dataclass(eq=False)
 class Held:
-    """A lease with what the test knows about it."""
+    """A lease with what the test knows about it. `hidden`: it computes what nobody finds."""
 
     lease: Lease
     tokens: list[int]
     namespace: Namespace
     found: int
+    hidden: bool = False
+
+
+@dataclass(eq=False)
+class Flying:
+    """An arrival, and what should be readable when it lands: anchor and keys of each part."""
+
+    arrival: Arrival
+    brings: list[tuple[str, list[bytes]]]
 
 
 # Prompts are drawn from few pages, so that they share prefixes and part inside and between pages.
@@ -82,7 +91,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.naive = NaiveIndex(memory, b"model")
         self.index.subscribe(self.naive.hear)
         self.held: list[Held] = []
-        self.flying: list[Arrival] = []
+        self.flying: list[Flying] = []
         self.seen: list[tuple[list[int], Namespace]] = []
 
     # -- helpers ----------------------------------------------------------------------------
@@ -109,6 +118,36 @@ class IndexMachine(RuleBasedStateMachine):
         self.held.append(held)
         self.seen.append((tokens, namespace))
         return held
+
+    @rule(target=leases, tokens=prompts, share=st.sampled_from([0.3, 0.6, 1.0]))
+    def compute_scratch(self, tokens, share):
+        hit = self.index.match(self.index.scratch(tokens))
+        assert hit.boundary == hit.matched == 0
+        held = Held(self.index.pin(hit), tokens, NAMESPACES[0], 0, hidden=True)
+        self.held.append(held)
+        self.seen.append((tokens, NAMESPACES[0]))
+        self.reserve(held)
+        self.commit(held, share)
+        assert self.index.match(held.lease.prompt).matched == 0
+        return held
+
+    @rule(tokens=prompts, namespace=st.sampled_from((*NAMESPACES[:1] * 3, *NAMESPACES)))
+    def banish(self, tokens, namespace):
+        first = self.naive.page_keys(tokens, namespace)[:1]
+        expected = self.naive.banish(tokens, namespace)
+        assert self.index.banish(self.index.prompt(tokens, namespace)) == expected
+        for held in self.held:
+            if held.lease.boundary and self.keys(held)[:1] == first:
+                held.hidden = True
+        for flying in self.flying:
+            flying.brings = [
+                (anchor, [key for key in keys if self.naive.first_of(key) not in first])
+                for anchor, keys in flying.brings
+            ]
+
+    @rule(held=leases)
+    def banish_what_is_held(self, held):
+        self.banish(held.tokens, held.namespace)
 
     @rule(target=leases, held=leases, priority=st.integers(0, 2))
     def match_the_same_again(self, held, priority):
@@ -169,7 +208,7 @@ class IndexMachine(RuleBasedStateMachine):
         if upto <= lease.boundary:
             return
         keys = self.keys(held)
-        for segment in lease.segments:
+        for segment in lease.segments if not held.hidden else ():
             for anchor in segment.slots:
                 pages_in = range(segment.start, min(segment.end, upto))
                 name = self.memory.anchors[anchor].name
@@ -202,7 +241,9 @@ class IndexMachine(RuleBasedStateMachine):
         if not held.lease.live:
             return multiple()
         arrival = self.index.copy(held.lease, *way)
-        return self._flying(arrival)
+        if held.hidden and way[1] > way[0]:
+            assert arrival is not None and not arrival.parts
+        return self._flying(arrival, held.hidden)
 
     @rule(
         target=arrivals,
@@ -213,24 +254,26 @@ class IndexMachine(RuleBasedStateMachine):
     def demote(self, way, number, pages):
         anchors = self.memory.anchors
         arrival = self.index.demote(*way, anchors[number % len(anchors)].name, pages)
-        return self._flying(arrival)
+        return self._flying(arrival, hidden=False)
 
-    def _flying(self, arrival):
+    def _flying(self, arrival, hidden):
         if arrival is None:
             return multiple()
-        self.flying.append(arrival)
         for move in arrival.moves:
             assert len(move.source_slots) == len(move.target_slots) > 0
-        return arrival
-
-    @rule(arrival=consumes(arrivals))
-    def land(self, arrival):
-        for part in arrival.parts:
+        brings = []
+        for part in arrival.parts if not hidden else ():
             anchor = self.memory.anchors[part.cell % len(self.memory.anchors)].name
-            keys = self._path_keys(part.node)
-            self.naive.expect(arrival.target, anchor, keys[part.start : part.end])
-        self.index.land(arrival)
-        self.flying.remove(arrival)
+            brings.append((anchor, self._path_keys(part.node)[part.start : part.end]))
+        self.flying.append(Flying(arrival, brings))
+        return self.flying[-1]
+
+    @rule(flying=consumes(arrivals))
+    def land(self, flying):
+        for anchor, keys in flying.brings:
+            self.naive.expect(flying.arrival.target, anchor, keys)
+        self.index.land(flying.arrival)
+        self.flying.remove(flying)
 
     def _path_keys(self, node):
         keys = []
@@ -239,10 +282,10 @@ class IndexMachine(RuleBasedStateMachine):
             node = node.parent
         return keys
 
-    @rule(arrival=consumes(arrivals))
-    def fail(self, arrival):
-        self.index.fail(arrival)
-        self.flying.remove(arrival)
+    @rule(flying=consumes(arrivals))
+    def fail(self, flying):
+        self.index.fail(flying.arrival)
+        self.flying.remove(flying)
 
     @rule(tier=st.sampled_from(list(Tier)), number=st.integers(0, 2), pages=st.integers(1, 6))
     def evict(self, tier, number, pages):
@@ -276,6 +319,9 @@ class IndexMachine(RuleBasedStateMachine):
         """Until it computes, all of its boundary; then the histories, and what it reserved."""
         for held in self.held:
             keys, boundary = self.keys(held), held.lease.boundary
+            if held.hidden:
+                self._keeps_its_path(held.lease)
+                continue
             if boundary == held.found:
                 assert self.naive.valid(keys, boundary)
             for pool in self.memory.anchors:
@@ -283,11 +329,19 @@ class IndexMachine(RuleBasedStateMachine):
                     readable = [self.naive.readable[tier, pool.name] for tier in Tier]
                     assert all(any(key in tier for tier in readable) for key in keys[:boundary])
 
+    def _keeps_its_path(self, lease):
+        """No event tells of hidden pages: look whether the histories are there."""
+        for number, pool in enumerate(self.memory.anchors):
+            if pool.reuse.required and pool.reuse.reach is ALL:
+                cells = [self.index.books.cell(tier, number) for tier in Tier]
+                for node in self.index.books.path(lease.node):
+                    assert any(node.slots[cell] is not None for cell in cells)
+
     def teardown(self):
         if not hasattr(self, "index"):
             return
-        for arrival in self.flying:
-            self.index.fail(arrival)
+        for flying in self.flying:
+            self.index.fail(flying.arrival)
         for held in self.held:
             self.index.release(held.lease)
             self.index.release(held.lease)

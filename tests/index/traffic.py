@@ -32,9 +32,22 @@ Bytes = tuple[bytes, bool]
 
 @dataclass(eq=False)
 class Running:
+    """A request. `hidden`: nobody finds what it computes. `held`: banished slots that it had."""
+
     lease: Lease
     tokens: list[int]
     namespace: Namespace
+    hidden: bool = False
+    held: set[tuple[str, int]] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Flying:
+    """An arrival, the bytes it copies, and the pages that nobody will find when it lands."""
+
+    arrival: Arrival
+    copies: list[Bytes]
+    hidden: set[bytes] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -52,7 +65,8 @@ class Traffic:
         self.naive = NaiveIndex(self.memory)
         self.index.subscribe(self.naive.hear)
         self.running: list[Running] = []
-        self.flying: list[tuple[Arrival, list[Bytes]]] = []
+        self.flying: list[Flying] = []
+        self.banished: dict[str, set[int]] = {pool.name: set() for pool in self.memory.anchors}
         self.seen: list[tuple[list[int], Namespace]] = []
         self.bytes: dict[tuple[Tier, str], dict[int, Bytes]] = {
             (tier, pool.name): {} for tier in Tier for pool in self.memory.anchors
@@ -62,8 +76,8 @@ class Traffic:
 
     def step(self) -> str:
         verbs = {
-            self.begin: 5, self.go_on: 6, self.finish: 4, self.copy: 4, self.land: 4,
-            self.fail: 1, self.demote: 2, self.evict: 1,
+            self.begin: 5, self.go_on: 6, self.finish: 6, self.copy: 4, self.land: 4,
+            self.fail: 1, self.demote: 2, self.evict: 1, self.banish: 0.5, self.begin_scratch: 0.7,
         }  # fmt: skip
         (verb,) = self.chance.choices(list(verbs), list(verbs.values()))
         verb()
@@ -88,14 +102,53 @@ class Traffic:
         if self.chance.random() < 0.7:
             self._compute(self.running[-1])
 
+    def begin_scratch(self) -> None:
+        tokens, _ = self._prompt()
+        hit = self.index.match(self.index.scratch(tokens))
+        assert hit.matched == 0
+        self.running.append(Running(self.index.pin(hit), tokens, NAMESPACES[0], hidden=True))
+        self.seen.append((tokens, NAMESPACES[0]))
+        self._compute(self.running[-1])
+
+    def banish(self) -> None:
+        tokens, namespace = self._prompt()
+        first = self.naive.page_keys(tokens, namespace)[:1]
+        self._note_banished(first)
+        expected = self.naive.banish(tokens, namespace)
+        assert self.index.banish(self.index.prompt(tokens, namespace)) == expected
+
+    def _note_banished(self, first: list[bytes]) -> None:
+        """Which slots nobody may come to read from now on, and who reads them already."""
+        names = [pool.name for pool in self.memory.anchors]
+        for node in [n for n in self.index.books.walk() if not n.hidden]:
+            if self.naive.first_of(self.index.books.page_keys(node)[0]) in first:
+                for name, slots in zip(names, node.slots, strict=False):
+                    self.banished[name].update(() if slots is None else slots.tolist())
+        for flying in self.flying:
+            flying.hidden |= {key for key, _ in flying.copies if self.naive.first_of(key) in first}
+        for running in self.running:
+            keys = self.naive.page_keys(running.tokens, running.namespace)
+            if running.lease.boundary and keys[:1] == first and not running.hidden:
+                running.hidden = True
+            for name in names:
+                table = self.index.page_table(running.lease, name).tolist()
+                running.held |= {(name, slot) for slot in table}
+
     def go_on(self) -> None:
         if self.running:
             running = self.chance.choice(self.running)
             if self.chance.random() < 0.4 and len(running.tokens) < 60:
-                more = [self.chance.randrange(3)] * self.chance.randrange(1, 2 * PAGE)
+                more = self._known_rest(running) or [self.chance.randrange(3)] * PAGE
+                more = more[: self.chance.randrange(1, 2 * PAGE)]
                 running.tokens = running.tokens + more
                 running.lease.prompt.extend(more)
             self._compute(running)
+
+    def _known_rest(self, running: Running) -> list[int]:
+        """How another prompt went on from here, so that two compute the same pages."""
+        tokens = running.tokens
+        rests = [other[len(tokens) :] for other, _ in self.seen if other[: len(tokens)] == tokens]
+        return self.chance.choice([rest for rest in rests if rest] or [[]])
 
     def _compute(self, running: Running) -> None:
         lease, index, holdback = running.lease, self.index, self.memory.holdback
@@ -114,7 +167,9 @@ class Traffic:
             for anchor, slots in segment.slots.items():
                 name = self.memory.anchors[anchor].name
                 here = keys[segment.start : min(segment.end, pages)]
-                self.naive.expect(Tier.DEVICE, name, here)
+                self.banished[name] -= set(slots.tolist())
+                if not running.hidden:
+                    self.naive.expect(Tier.DEVICE, name, here)
                 written = zip(slots.tolist(), here, strict=False)
                 self.bytes[Tier.DEVICE, name] |= {s: (key, not without) for s, key in written}
         index.commit(lease, pages * PAGE + holdback, without)
@@ -126,7 +181,12 @@ class Traffic:
 
     def copy(self) -> None:
         if self.running:
-            self._fly(self.index.copy(self.chance.choice(self.running).lease, *self._way(WAYS)))
+            running, way = self.chance.choice(self.running), self._way(WAYS)
+            arrival = self.index.copy(running.lease, *way)
+            self._fly(arrival)
+            if running.hidden and arrival is not None:
+                assert way[1] < way[0] or not arrival.parts
+                self.flying[-1].hidden = {key for key, _ in self.flying[-1].copies}
 
     def demote(self) -> None:
         anchor = self.chance.choice(self.memory.anchors).name
@@ -138,7 +198,7 @@ class Traffic:
 
     def _fly(self, arrival: Arrival | None) -> None:
         if arrival is not None:
-            self.flying.append((arrival, self._sources(arrival)))
+            self.flying.append(Flying(arrival, self._sources(arrival)))
 
     def _sources(self, arrival: Arrival) -> list[Bytes]:
         return [
@@ -149,20 +209,24 @@ class Traffic:
 
     def land(self) -> None:
         if self.flying:
-            arrival, begun = self.flying.pop(self.chance.randrange(len(self.flying)))
-            assert self._sources(arrival) == begun, "a source was overwritten in flight"
-            bytes_moved = iter(begun)
+            flying = self.flying.pop(self.chance.randrange(len(self.flying)))
+            arrival = flying.arrival
+            assert self._sources(arrival) == flying.copies, "a source was overwritten in flight"
+            bytes_moved = iter(flying.copies)
             for move in arrival.moves:
                 targets = self.bytes[move.target, move.anchor]
                 moved = {slot: next(bytes_moved) for slot in move.target_slots.tolist()}
                 targets |= moved
-                self.naive.expect(move.target, move.anchor, [key for key, _ in moved.values()])
+                keys = [key for key, _ in moved.values() if key not in flying.hidden]
+                self.naive.expect(move.target, move.anchor, keys)
+                if move.target is Tier.DEVICE:
+                    self.banished[move.anchor] -= moved.keys()
             self.index.land(arrival)
 
     def fail(self) -> None:
         if self.flying:
-            arrival, _ = self.flying.pop(self.chance.randrange(len(self.flying)))
-            self.index.fail(arrival)
+            flying = self.flying.pop(self.chance.randrange(len(self.flying)))
+            self.index.fail(flying.arrival)
 
     def evict(self) -> None:
         anchor = self.chance.choice(self.memory.anchors).name
@@ -194,6 +258,8 @@ class Traffic:
         wrong = []
         mirror: dict[tuple[Tier, str], set[bytes]] = {where: set() for where in self.bytes}
         for node in self.index.books.walk():
+            if node.hidden:
+                continue  # Who reads it is asked in `_wrong_tables`.
             keys = self.index.books.page_keys(node)
             for cell, slots in enumerate(node.slots):
                 if slots is not None:
@@ -214,6 +280,9 @@ class Traffic:
             for pool in self.memory.anchors:
                 table = self.index.page_table(running.lease, pool.name)[: running.lease.boundary]
                 held = [self.bytes[Tier.DEVICE, pool.name].get(slot) for slot in table.tolist()]
+                known = {slot for name, slot in running.held if name == pool.name}
+                if (self.banished[pool.name] & set(table.tolist())) - known:
+                    wrong.append(f"lease {running.lease.number} came to read a banished page")
                 for page, (slot, content) in enumerate(zip(table.tolist(), held, strict=True)):
                     if slot >= 0 and (content is None or content[0] != keys[page]):
                         wrong.append(f"lease {running.lease.number} reads a wrong page {page}")

@@ -1,0 +1,48 @@
+"""Pages that nobody may find again: out of the tree at once, out of every tier when they can be.
+
+A *hidden* tree hangs on a root that no prompt names. What was banished lies in one, and so does
+what a lease computes for a scratch prompt. Leases and arrivals in it go on as ever: they know
+their node and its parents, and not the root's name. What differs is what happens to pages that
+nobody needs: they are dropped when the verb that let go of them ends, so that eviction and
+demotion never meet a hidden page, whatever a tier keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtide.index.books import Books
+from kvtide.index.keys import Prompt
+from kvtide.index.node import Node
+
+
+def banish(books: Books, prompt: Prompt) -> int:
+    """Hide all that shares the prompt's first page; how many pages that is, in all cells."""
+    root = books.roots.get((prompt.namespace, prompt.head))
+    top = root.children.get(prompt.body[: books.page_bytes]) if root is not None else None
+    if top is None:
+        return 0
+    books.tick += 1
+    pages = books.hide(top)
+    sweep(books, hidden_roots([top]))
+    return pages
+
+
+def hidden_roots(nodes: Iterable[Node]) -> list[Node]:
+    """The hidden trees in which nodes are, each once. To be asked while they are in a tree."""
+    roots: dict[Node, None] = {}
+    for node in nodes:
+        above = node
+        while above.hidden and above.parent is not None:
+            above = above.parent
+        if above.hidden:
+            roots[above] = None
+    return list(roots)
+
+
+def sweep(books: Books, roots: Iterable[Node]) -> None:
+    """Drop what nobody needs of hidden trees, the last pages of a path first."""
+    for node in (node for root in roots for node in reversed(list(books.below(root)))):
+        for number, cell in enumerate(books.cells):
+            if cell.queue.evictable(node):
+                books.drop(node, number)
