@@ -16,8 +16,9 @@ from kvtide.models.gemma3 import Gemma3
 from kvtide.models.gpt_oss import GptOss
 from kvtide.models.llama import Llama
 from kvtide.models.model import Decoder, Model
+from kvtide.models.multimodal import LanguageModelWeights
 from kvtide.spec.config import Config
-from kvtide.spec.families import KVDType, declare
+from kvtide.spec.families import KVDType, declare, language_model
 
 __all__ = ["FAMILIES", "Model", "Weights", "build"]
 
@@ -45,21 +46,25 @@ def build(
     """The model that this `config.json` describes, with these weights.
 
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
-    with, None for the family's own.
+    with, None for the family's own. Of a multimodal model it is the language model.
     """
-    model_type = config.get("model_type")
+    name = str(config.get("model_type"))
+    whole = Config(name, config)
+    fields = language_model(whole)
+    model_type = fields.find("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    fields = Config(str(model_type), config)
     if family is None:
         raise fields.refusal(
             f"model_type {model_type!r} has no forward pass here; use one of {', '.join(FAMILIES)}"
         )
     memory = declare(
         config,
-        model=str(model_type),
+        model=name,
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,
     )
+    if fields is not whole:
+        weights = LanguageModelWeights(weights)
     arithmetic = choose(deterministic)
     return family(Blueprint(fields.beneath(family.DEFAULTS), weights, memory, arithmetic, dtype))

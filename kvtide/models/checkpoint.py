@@ -2,7 +2,7 @@
 
 A folder holds `config.json` and `model.safetensors`, or shards and their index, as
 `save_pretrained` and the labs write them. A GGUF file is read as the folder it was made from: the
-same config fields, the same names of weights.
+same config fields, the same names of weights. gpt-oss's experts in MXFP4 are read as bf16.
 
 Files are mapped and a weight is read when it is asked for: a pipeline stage that asks for its own
 layers touches only those. What can be known to be wrong is refused on opening.
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from kvtide.layers import Weights
+from kvtide.models import mxfp4
 from kvtide.models.errors import CheckpointError
 from kvtide.models.gguf import GGUF, architectures
 
@@ -62,8 +63,9 @@ class Stored:
 class StoredWeights(Weights, Protocol):
     """Weights on disk, by HF's names.
 
-    `get` gives one on the CPU: float32 where it was quantised, else as it was stored. It may lie
-    in the mapped file: copy it before writing to it.
+    `get` gives one on the CPU: float32 where it was quantised (MXFP4: bf16, which has every value
+    of it), else as it was stored. It may lie in the mapped file: copy it before writing to it.
+    `names` and `stored` are of what lies on disk, where a weight may be several tensors.
     """
 
     def names(self) -> Collection[str]: ...
@@ -111,14 +113,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     config = _config(folder)
     method = config.get("quantization_config")
-    if method is not None:
-        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
+    name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
+    weights = SafetensorsWeights if method is None else _QUANTISED.get(str(name))
+    if weights is None:
         raise CheckpointError(
             f"{folder}: the weights are quantised ({name}), which is not read here; use a "
-            "checkpoint in bf16, fp16 or fp32, or a GGUF file"
+            "checkpoint in bf16, fp16, fp32 or mxfp4, or a GGUF file"
         )
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    return Checkpoint(folder, config, SafetensorsWeights(folder), files)
+    return Checkpoint(folder, config, weights(folder), files)
 
 
 def _config(folder: Path) -> dict[str, object]:
@@ -179,6 +182,32 @@ class SafetensorsWeights:
         data = tensor.reshape(-1).view(torch.uint8).numpy()
         rows = max(1, tensor.shape[:-1].numel())
         return Stored(f"{tensor.dtype} {tuple(tensor.shape)}", data, data.size // rows)
+
+
+class MXFP4Weights(SafetensorsWeights):
+    """Experts are stored as blocks and scales, and asked for by the one name they have without."""
+
+    def has(self, name: str) -> bool:
+        return super().has(name) or self._is_packed(name)
+
+    def get(self, name: str) -> torch.Tensor:
+        if not self._is_packed(name):
+            return super().get(name)
+        blocks, scales = super().get(f"{name}_blocks"), super().get(f"{name}_scales")
+        if blocks.shape != (*scales.shape, mxfp4.BLOCK_BYTES):
+            raise CheckpointError(
+                f"{self._folder}: {name} has blocks {list(blocks.shape)} and scales "
+                f"{list(scales.shape)}, which is not a scale for each block of "
+                f"{mxfp4.BLOCK_BYTES} bytes; download it again"
+            )
+        return mxfp4.dequantise(blocks, scales)
+
+    def _is_packed(self, name: str) -> bool:
+        return super().has(f"{name}_blocks")
+
+
+_QUANTISED: dict[str, type[SafetensorsWeights]] = {"mxfp4": MXFP4Weights}
+"""By the method that a config's `quantization_config` names."""
 
 
 def _weight_files(folder: Path) -> list[Path]:

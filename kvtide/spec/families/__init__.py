@@ -27,7 +27,15 @@ from kvtide.spec.families.parts import Choices, KVDType, by_head
 from kvtide.spec.memory import ModelMemory
 from kvtide.spec.pool import NOTHING, DType, PoolSpec, SpecError
 
-__all__ = ["PAGE_TOKENS", "Family", "KVDType", "declare", "draft_for", "supported"]
+__all__ = [
+    "PAGE_TOKENS",
+    "Family",
+    "KVDType",
+    "declare",
+    "draft_for",
+    "language_model",
+    "supported",
+]
 
 PAGE_TOKENS = 64
 

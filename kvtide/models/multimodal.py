@@ -1,0 +1,38 @@
+"""The language model inside a multimodal checkpoint, as if it had been published by itself.
+
+What sees and hears is never read: requests are text. The language model's weights lie under a name
+of their own, an older or a newer one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvtide.layers import Weights
+
+_PREFIXES = {
+    "model.": ("language_model.model.", "model.language_model."),
+    "lm_head.": ("language_model.lm_head.", "lm_head."),
+}
+"""What a name begins with, and what it may begin with here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModelWeights:
+    """The weights of a multimodal checkpoint under the names they have in a language model's."""
+
+    weights: Weights
+
+    def get(self, name: str) -> Tensor:
+        return self.weights.get(self._stored(name))
+
+    def has(self, name: str) -> bool:
+        return self.weights.has(self._stored(name))
+
+    def _stored(self, name: str) -> str:
+        """Where it is; where there is none, where it would be."""
+        outer = name[: name.index(".") + 1]
+        names = [prefix + name[len(outer) :] for prefix in _PREFIXES[outer]]
+        return next((stored for stored in names if self.weights.has(stored)), names[0])
