@@ -4,10 +4,13 @@
 `scheduler`  who runs next, and how many of its tokens
 `runner`     a step's tokens through the model
 `sampler`    from logits to a token
+`text`       from tokens to text, up to a stop string
 `request`    what was asked, and how far it has come
+`kept`       refuses a model that keeps what it has not declared; `reachable` finds its tensors
 """
 
 from kvtide.engine.engine import Engine, Update
+from kvtide.engine.kept import EngineError
 from kvtide.engine.request import Ask, Finish, Request, RequestError, State
 from kvtide.engine.sampler import Chosen, Sampling
 
@@ -15,6 +18,7 @@ __all__ = [
     "Ask",
     "Chosen",
     "Engine",
+    "EngineError",
     "Finish",
     "Request",
     "RequestError",

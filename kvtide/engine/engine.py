@@ -9,35 +9,49 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvtide.cache import TieredCache, TransferError
+from kvtide.engine.kept import check_kept
+from kvtide.engine.oracle import Oracle
 from kvtide.engine.request import Ask, Finish, Request, RequestError, State
-from kvtide.engine.runner import Runner
-from kvtide.engine.sampler import Chosen, Drawing, choose_all
+from kvtide.engine.runner import Passed, Runner
+from kvtide.engine.sampler import Chosen, Drawing, choose_all, score
 from kvtide.engine.scheduler import Scheduler, Share
+from kvtide.engine.text import Text
+from kvtide.index import Prompt
 from kvtide.models import Model
+from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
 
 
 class Update(NamedTuple):
-    """A request got a token; `finish` says why it was its last, if it was."""
+    """A request got a token and some text; `finish` says why that was its last, if it was."""
 
     request: Request
     chosen: Chosen | None
+    text: str
     finish: Finish | None
 
 
 class Engine:
+    """`computed`: how many tokens the last step took through the model."""
+
     def __init__(
         self,
         model: Model,
         cache: TieredCache,
+        tokenizer: Tokenizer | None = None,
         *,
         chunk_tokens: int = 512,
         most_running: int = 64,
+        oracle: Oracle | None = None,
     ) -> None:
+        check_kept(model, cache.config.torch_device)
         self.model = model
         self.cache = cache
+        self.tokenizer = tokenizer
+        self.oracle = oracle
         self.scheduler = Scheduler(cache, chunk_tokens, most_running)
         self._runner = Runner(model, cache)
+        self.computed = 0
         self._numbers = 0
 
     @property
@@ -51,10 +65,11 @@ class Engine:
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""
-        self._check(ask)
+        self.check(ask)
         self._numbers += 1
-        prompt = self.cache.prompt(ask.tokens, ask.namespace)
-        request = Request(self._numbers, ask, prompt, list(ask.tokens))
+        request = Request(self._numbers, ask, self._prompt(ask), list(ask.tokens))
+        if self.tokenizer is not None:
+            request.text = Text(self.tokenizer.detokenizer(ask.tokens), ask.stop)
         self.scheduler.queue(request)
         return request
 
@@ -65,40 +80,71 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass over everybody's next tokens."""
-        self._retract(self._failed())
+        self._retract(self._astray())
         self.scheduler.admit()
         shares = self.scheduler.plan()
+        self.computed = sum(share.end - share.request.computed for share in shares)
         if not shares:
             return []
         try:
-            logits = self._runner.run(shares)
+            passed = self._runner.run(shares)
         except TransferError:
             return self._restart(shares)
-        for share in shares:
+        for number, share in enumerate(shares):
+            self._score(share, number, passed)
             self._commit(share)
-        ended = [share.request for share in shares if share.end == share.request.length]
-        drawings = [Drawing(r.ask.sampling, r.ask.tokens, r.tokens) for r in ended]
-        chosen = choose_all(logits, drawings)
-        return [self._advance(*pair) for pair in zip(ended, chosen, strict=True)]
+        return self._choose(shares, passed)
+
+    def _prompt(self, ask: Ask) -> Prompt:
+        if ask.alone:
+            return self.cache.scratch(ask.tokens)
+        return self.cache.prompt(ask.tokens, ask.namespace)
 
     # -- the steps of a step ----------------------------------------------------------------
 
-    def _failed(self) -> list[Request]:
-        """Requests whose prefix will not come: they compute it, or find it elsewhere."""
+    def _astray(self) -> list[Request]:
+        """Requests whose prefix will not come, or is wrong: they compute it."""
         self.cache.poll()
-        return [request for request in self.scheduler.running if request.held.failed]
+        running = self.scheduler.running
+        failed = [request for request in running if request.held.failed]
+        return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
 
     def _restart(self, shares: list[Share]) -> list[Update]:
         """A prefix did not come in the midst of a pass: nobody in it knows how far it got."""
+        self.computed = 0
+        self.cache.poll()
         self._retract([share.request for share in shares])
         return []
 
     def _retract(self, requests: list[Request]) -> None:
-        """Let them wait again; who waited for the host does not ask it a second time."""
+        """Let them wait again; whom the host has failed does not ask it a second time."""
         for request in requests:
-            if request.held.loading or request.held.failed:
-                request.slowest = Tier.DEVICE
+            if request.held.failed:
+                request.slowest, request.noted = Tier.DEVICE, bool(request.output)
             self.scheduler.retract(request)
+
+    @staticmethod
+    def _score(share: Share, number: int, passed: Passed) -> None:
+        """The prompt's tokens that follow the share's, if they are to be given a probability."""
+        request, end = share
+        prompt, count = request.ask.tokens, request.ask.score
+        if count is not None:
+            said = prompt[request.computed + 1 : end + 1]
+            if said:
+                request.scores += score(passed.first(number, len(said)), said, count)
+
+    def _choose(self, shares: list[Share], passed: Passed) -> list[Update]:
+        """The next token of each request whose tokens are all computed, or its end."""
+        ended = [number for number, share in enumerate(shares) if share.ends]
+        if not ended:
+            return []
+        requests = [shares[number].request for number in ended]
+        logits = passed.last(ended)
+        checks = self.oracle.look(requests, logits, self.submit) if self.oracle else ()
+        drawings = [Drawing(r.ask.sampling, r.ask.tokens, r.tokens) for r in requests]
+        chosen = choose_all(logits, drawings)
+        updates = [self._advance(*pair) for pair in zip(requests, chosen, strict=True)]
+        return [update for update in updates if update.request not in checks]
 
     def _commit(self, share: Share) -> None:
         request, end = share
@@ -106,34 +152,53 @@ class Engine:
         self.cache.commit(request.held, end)
 
     def _advance(self, request: Request, chosen: Chosen) -> Update:
-        """A request has its next token, perhaps its last."""
+        """A request has its next token, perhaps its last, unless it wanted none."""
+        if not request.ask.max_tokens:
+            return self._close(request, Finish.LENGTH)
         request.generated(chosen)
-        finish = None
         if chosen.token in request.ask.stop_ids:
-            finish = Finish.STOP
-        elif len(request.output) == request.ask.max_tokens:
-            finish = Finish.LENGTH
-        if finish is not None:
-            self._finish(request, finish)
-        return Update(request, chosen, finish)
+            return self._close(request, Finish.STOP, chosen)
+        text = request.text.feed(chosen.token) if request.text else ""
+        if request.text and request.text.stopped:
+            return self._close(request, Finish.STOP, chosen, text)
+        if len(request.output) == request.ask.max_tokens:
+            return self._close(request, Finish.LENGTH, chosen, text)
+        return Update(request, chosen, text, None)
+
+    def _close(
+        self, request: Request, finish: Finish, chosen: Chosen | None = None, text: str = ""
+    ) -> Update:
+        """That was its last token; what was held back of its text comes too."""
+        self._finish(request, finish)
+        return Update(
+            request, chosen, text + (request.text.finish() if request.text else ""), finish
+        )
 
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
             self.cache.poll()  # What it computed is kept only once its prefix has landed.
         self.scheduler.remove(request)
         request.state, request.finish = State.FINISHED, finish
-        if request.ask.session is not None:
-            self.cache.keep(request.ask.session, request.prompt, request.ask.priority)
+        if request.ask.pin is not None and not request.ask.alone:
+            self.cache.keep(request.ask.pin, request.prompt, request.ask.priority)
 
-    def _check(self, ask: Ask) -> None:
+    def check(self, ask: Ask) -> None:
+        """Raise `RequestError` for what can never be served."""
         if not ask.tokens:
             raise RequestError("the prompt has no tokens; send at least one")
         if not all(0 <= token < self.model.vocabulary for token in ask.tokens):
             raise RequestError(f"token ids must lie in 0..{self.model.vocabulary - 1}")
         if problem := ask.sampling.problem():
             raise RequestError(problem)
-        if ask.max_tokens < 1:
-            raise RequestError(f"max_tokens is {ask.max_tokens}; ask for at least 1")
+        if ask.max_tokens < 0:
+            raise RequestError(f"max_tokens is {ask.max_tokens}; ask for 0 or more")
+        if ask.stop and self.tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and this model came without one; use the ids of "
+                "tokens to stop at"
+            )
+        if not all(ask.stop):
+            raise RequestError("a stop string is empty; leave it out")
         total = len(ask.tokens) + ask.max_tokens
         if total > self.most_tokens:
             raise RequestError(

@@ -7,11 +7,13 @@ WAITING ──admitted──▶ RUNNING ──stop, length, abort──▶ FINIS
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtide.cache import Lease, Namespace
 from kvtide.engine.sampler import GREEDY, Chosen, Sampling
+from kvtide.engine.text import Text
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
 from kvtide.spec import Tier
 
@@ -34,19 +36,36 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What somebody wants: tokens in, so many tokens out.
+    """What somebody wants: tokens in, so many tokens out; none if only the prompt is of interest.
 
-    stop_ids  generation ends when one of these comes; it is part of the output
-    session   pins the conversation's prefix until its next turn
+    stop_ids   generation ends when one of these comes; it is part of the output, not of the text
+    stop       generation ends when the text has one of these; the text ends before it
+    recompute  the prompt is computed anew: nothing that is kept is used, and nothing is kept
+    score      every token of the prompt is given its log-probability, beside so many of the
+               likeliest; the prompt is recomputed for that
+    session    pins the conversation's prefix until its next turn
     """
 
     tokens: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = GREEDY
     stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    recompute: bool = False
+    score: int | None = None
     namespace: Namespace = DEFAULT_NAMESPACE
     priority: int = 0
     session: str | None = None
+
+    @property
+    def pin(self) -> str | None:
+        """What its session is called in the cache: two namespaces never share one."""
+        return None if self.session is None else json.dumps([*self.namespace, self.session])
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has nothing to do with what is kept."""
+        return self.recompute or self.score is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,16 +73,21 @@ class Request:
     """`computed` of its tokens have their state in the lease's pages; `output` was generated.
 
     tokens   the prompt's, then the generated ones
+    text     turns what is generated into text, where the engine has a tokenizer
+    scores   of the prompt's tokens after the first, as far as they were asked for and computed
     slowest  how far down its prefix may lie: the device alone after a load that failed
-    by_tier  where the prompt's first admission found its tokens
+    by_tier  where the first admission found the prompt's tokens, and they came
     why      per pool, what kept it from finding more
+    noted    whether those two are known
     """
 
     number: int
     ask: Ask
     prompt: Prompt
     tokens: list[int]
+    text: Text | None = None
     output: list[Chosen] = field(default_factory=list)
+    scores: list[Chosen] = field(default_factory=list)
     state: State = State.WAITING
     finish: Finish | None = None
     lease: Lease | None = None
@@ -72,6 +96,7 @@ class Request:
     slowest: Tier = Tier.HOST
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
+    noted: bool = False
 
     @property
     def length(self) -> int:

@@ -13,7 +13,26 @@ from kvtide.engine.scheduler import Share
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 
-Tables = tuple[tuple[int, int, bool], Mapping[str, Tensor]]
+Tables = tuple[tuple[int, int, int], Mapping[str, Tensor]]
+
+
+class Passed:
+    """A forward pass that is over. Logits are made of the rows that somebody wants."""
+
+    def __init__(self, model: Model, hidden: Tensor, sequences: Sequence[Rows]) -> None:
+        self._model = model
+        self._hidden = hidden
+        self._sequences = sequences
+
+    def last(self, numbers: Sequence[int]) -> Tensor:
+        """The logits after the last tokens of these shares, a row for each."""
+        rows = [self._sequences[number].end - 1 for number in numbers]
+        return self._model.logits(self._hidden[rows])
+
+    def first(self, number: int, count: int) -> Tensor:
+        """The logits after each of the first `count` tokens of a share."""
+        start = self._sequences[number].start
+        return self._model.logits(self._hidden[start : start + count])
 
 
 class Runner:
@@ -23,17 +42,14 @@ class Runner:
         self._device = cache.config.torch_device
         self._tables: WeakKeyDictionary[Lease, Tables] = WeakKeyDictionary()
 
-    def run(self, shares: Sequence[Share]) -> Tensor:
-        """Compute the shares in one forward pass; a row of logits for each that ends its tokens.
+    def run(self, shares: Sequence[Share]) -> Passed:
+        """Compute the shares in one forward pass.
 
         Each layer waits only for its own part of the prefixes that are being loaded; raises
         `TransferError` when one will not come.
         """
         step = self._step(shares)
-        hidden = self._model.forward(step)
-        pairs = zip(step.sequences, shares, strict=True)
-        last = [rows.end - 1 for rows, (request, end) in pairs if end == request.length]
-        return self._model.logits(hidden[last])
+        return Passed(self._model, self._model.forward(step), step.sequences)
 
     def _step(self, shares: Sequence[Share]) -> Step:
         tokens: list[int] = []
@@ -59,7 +75,8 @@ class Runner:
     def _slots(self, lease: Lease) -> Mapping[str, Tensor]:
         """The lease's page tables on the device, made again when it grew, committed or landed."""
         inner = lease.inner
-        state = (inner.boundary, inner.reserved, lease.loading)
+        coming = sum(not t.over for t in lease.transfers) if lease.transfers else 0
+        state = (inner.boundary, inner.reserved, coming)
         known = self._tables.get(lease)
         if known is None or known[0] != state:
             tables = {

@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+COLDEST = 1e-3
+"""Temperatures below take the likeliest token: others' chances are too small to be numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -89,10 +92,20 @@ def choose_all(logits: Tensor, drawings: Sequence[Drawing]) -> list[Chosen]:
     ]
 
 
+def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[Chosen]:
+    """How likely each row made the token that followed, beside the `count` likeliest."""
+    logprobs = torch.log_softmax(logits, -1)
+    found = logprobs[torch.arange(len(tokens)), list(tokens)].tolist()
+    return [
+        Chosen(token, logprob, _top(row, count))
+        for token, logprob, row in zip(tokens, found, logprobs, strict=True)
+    ]
+
+
 def _is_plain(sampling: Sampling) -> bool:
     """Whether the likeliest token is taken as it is."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty
-    return not sampling.temperature and not penalised and sampling.repetition_penalty == 1.0
+    return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
 
 
 def _drawn(logits: Tensor, drawing: Drawing) -> int:
@@ -126,7 +139,7 @@ def _penalised(
 
 
 def _pick(logits: Tensor, sampling: Sampling, step: int) -> int:
-    if sampling.temperature == 0.0:
+    if sampling.temperature < COLDEST:
         return int(logits.argmax())
     chances = torch.softmax(_limited(logits / sampling.temperature, sampling), -1)
     generator = torch.Generator().manual_seed((sampling.seed * 1_000_003 + step) % 2**63)

@@ -1,8 +1,10 @@
 """Who runs next, and how many of its tokens.
 
 Admission reserves the worst case: a request runs only when the device has slots for its prefix and
-prompt and a promise of slots for all it may generate. Then every step gives one token to each
-request that generates, and what is left of the step's tokens to prompts, oldest first.
+a promise of slots for the rest of its prompt and all it may generate; of windows and states, for
+what a few steps need. A request of higher priority that finds no room takes it from those of lower
+ones, which wait again and go on later where they were. Then every step gives one token to each
+request that generates, and what is left of the step's tokens to prompts, by priority and age.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ class Share(NamedTuple):
 
     request: Request
     end: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether all of the request's tokens are computed then."""
+        return self.end == self.request.length
 
 
 class Scheduler:
@@ -49,15 +56,34 @@ class Scheduler:
         heapq.heappush(self._waiting, (-request.ask.priority, request.number, request))
 
     def admit(self) -> None:
-        """Take in waiting requests as long as there is room for the first of them.
-
-        When nothing runs and nothing moves, only pins of sessions can be in its way: they go.
-        """
-        while self._waiting and len(self.running) < self._most_running:
-            if self._start(self._waiting[0][2]):
+        """Take in waiting requests as long as the first of them finds room, or is made room."""
+        while self._waiting:
+            first = self._waiting[0][2]
+            if len(self.running) < self._most_running and self._start(first):
                 heapq.heappop(self._waiting)
-            elif self.running or self._cache.busy or not self._cache.forget_oldest():
+            elif not self._give_way(first):
                 return
+
+    def _give_way(self, first: Request) -> bool:
+        """Make some room for a request: whoever is of lower priority waits again, latest first.
+
+        Nobody has to if pages are leaving anyway, or if it would not help. When nothing runs and
+        nothing moves, only pins of sessions can be in its way: they go.
+        """
+        lower = [r for r in self.running if r.ask.priority < first.ask.priority]
+        if lower and (self._cache.making_room or not self._fits_beside(first, lower)):
+            return False
+        if lower:
+            self.retract(min(lower, key=lambda r: (r.ask.priority, -r.number)))
+            return True
+        return not self.running and not self._cache.busy and self._cache.forget_oldest()
+
+    def _fits_beside(self, first: Request, lower: list[Request]) -> bool:
+        """Whether there would be room for a request if those of lower priority had none."""
+        page = self._cache.memory.page_tokens
+        staying = [r for r in self.running if r not in lower]
+        pages = sum(-(-r.most_length // page) for r in (first, *staying))
+        return len(staying) < self._most_running and pages * page <= self._cache.most_tokens
 
     def retract(self, request: Request) -> None:
         """Take its slots and let it wait again; what it committed stays in the cache."""
@@ -87,8 +113,10 @@ class Scheduler:
             return False
         self._cache.load(lease)
         request.lease, request.computed = lease, lease.cached_tokens
-        if not request.admissions:
+        del request.scores[request.computed :]
+        if not request.noted:
             request.by_tier, request.why = dict(lease.by_tier), lease.why
+            request.noted = True
         request.admissions += 1
         request.state = State.RUNNING
         self.running.append(request)
@@ -100,30 +128,51 @@ class Scheduler:
         """Requests that generate come first; a request without slots for its share waits again."""
         left = self.chunk_tokens
         shares = []
-        for request in sorted(self.running, key=lambda r: (r.length - r.computed > 1, r.number)):
+        for request in sorted(self.running, key=_turn):
             count = min(request.length - request.computed, left)
             if count == 0:
                 continue
-            end = request.computed + count
-            if not self._cache.grow(request.held, end):
+            end = self._grown(request, request.computed + count)
+            if end is None:
                 self.retract(request)
                 continue
-            end = self._cut(request, end)
-            self._cache.shrink(request.held, end)
+            if self._states:
+                end = self._cut(request, end)
             left -= end - request.computed
             shares.append(Share(request, end))
         return shares
+
+    def _grown(self, request: Request, end: int) -> int | None:
+        """How far there are slots: up to `end`, or to the end of the page; None for nowhere.
+
+        Whoever is alone takes what sessions have pinned, since waiting would bring nothing.
+        """
+        page = self._cache.memory.page_tokens
+        least = min(end, (request.computed // page + 1) * page)
+        while not self._cache.grow(request.held, end):
+            if self._cache.grow(request.held, least):
+                return least
+            if len(self.running) > 1 or self._cache.busy or not self._cache.forget_oldest():
+                return None
+        return end
 
     def _cut(self, request: Request, end: int) -> int:
         """A running state is written where a step ends: end where a snapshot is wanted.
 
         What was taken beyond goes back: the next step may end elsewhere, and needs its state there.
         """
-        page = self._cache.memory.page_tokens
-        for anchor in self._states:
+        page, wanted = self._cache.memory.page_tokens, end
+        for anchor in self._states if request.computed // page < (end - 1) // page else ():
             table = self._cache.page_table(request.held, anchor)
             for number in range(request.computed // page, (end - 1) // page):
                 if table[number] >= 0:
                     end = (number + 1) * page
                     break
+        if end < wanted:
+            self._cache.shrink(request.held, end)
         return end
+
+
+def _turn(request: Request) -> tuple[bool, int, int]:
+    """Who gets a step's tokens first: who generates, then the higher priority, then the older."""
+    return (request.length - request.computed > 1, -request.ask.priority, request.number)

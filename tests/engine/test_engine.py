@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvtide.cache import CacheConfig, Hardware, TieredCache, Tokens, TransferError
+from kvtide.cache import CacheConfig, Hardware, Namespace, TieredCache, Tokens, TransferError
 from kvtide.engine import Ask, Engine, Finish, Request, RequestError, Sampling, State, Update
 from kvtide.layers import Step
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
@@ -56,6 +56,13 @@ def words(number: int, count: int) -> tuple[int, ...]:
     return (number, *((number * 31 + at * 7) % VOCABULARY for at in range(count - 1)))
 
 
+class Seen(NamedTuple):
+    """A step, less its tensors: how many tokens, and which of each sequence."""
+
+    tokens: int
+    spans: list[range]
+
+
 class Sums:
     """Keeps every token in every layer, and says their weighted sum."""
 
@@ -64,10 +71,11 @@ class Sums:
 
     def __init__(self, max_positions: int) -> None:
         self.max_positions = max_positions
-        self.steps: list[Step] = []
+        self.steps: list[Seen] = []
 
     def forward(self, step: Step) -> Tensor:
-        self.steps.append(step)
+        spans = [range(rows.past, rows.total) for rows in step.sequences]
+        self.steps.append(Seen(len(step.tokens), spans))
         hidden = torch.zeros(len(step.tokens), 1, dtype=torch.float64)
         for layer in range(LAYERS):
             step.wait(layer)
@@ -120,6 +128,7 @@ class Stand:
         self.engine = Engine(
             self.model, self.cache, chunk_tokens=chunk_tokens, most_running=most_running
         )
+        self.model.steps.clear()  # The engine has tried it.
 
     def submit(self, tokens: Sequence[int], count: int = 3, **more: Any) -> Request:
         return self.engine.submit(Ask(tuple(tokens), count, **more))
@@ -208,8 +217,7 @@ def stand() -> Iterator[Callable[..., Stand]]:
         ((), 1, "send at least one"),
         ((1, VOCABULARY), 1, r"must lie in 0\.\.96"),
         ((-1,), 1, r"must lie in 0\.\.96"),
-        ((1,), 0, "ask for at least 1"),
-        ((1,), -3, "ask for at least 1"),
+        ((1,), -3, "ask for 0 or more"),
         (words(1, 60), 5, "are 65; this engine serves 64: shorten one of them"),
     ],
 )
@@ -269,7 +277,7 @@ def test_no_chunk_changes_an_answer(stand, chunk_tokens):
     requests = [at.submit(words(n, 5 + 4 * n), 5) for n in range(1, 5)]
     at.finish(400)
     assert complete(*requests)
-    assert max(len(step.tokens) for step in at.model.steps) <= chunk_tokens
+    assert max(step.tokens for step in at.model.steps) <= chunk_tokens
 
 
 def test_a_later_request_joins_those_who_generate(stand):
@@ -280,7 +288,7 @@ def test_a_later_request_joins_those_who_generate(stand):
     second = at.submit(words(2, 6), 3)
     updates = at.step()
     assert [update.request for update in updates] == [first, second]
-    assert [rows.end - rows.start for rows in at.model.steps[-1].sequences] == [1, 6]
+    assert [len(span) for span in at.model.steps[-1].spans] == [1, 6]
     at.finish()
     assert complete(first, second) and len(at.model.steps) == 10, "nobody waited for anybody"
 
@@ -289,7 +297,7 @@ def test_a_request_whose_turn_has_not_come_leaves_no_update(stand):
     at = stand(chunk_tokens=4)
     request = at.submit(words(1, 9), 1)
     assert [at.step(), at.step()] == [[], []] and request.computed == 8
-    ((_, chosen, finish),) = at.step()
+    ((_, chosen, _, finish),) = at.step()
     assert chosen.token == answer_to(words(1, 9), 1)[0] and finish is Finish.LENGTH
 
 
@@ -409,7 +417,14 @@ def test_a_session_keeps_its_conversation(stand):
     following = at.ask((*first.tokens, 5, 6), 3, session="a")
     assert following.by_tier == {Tier.DEVICE: 12} and complete(following)
     assert at.cache.stats().sessions == 1
-    assert at.cache.forget("a") and at.cache.stats().sessions == 0
+    assert at.cache.forget(following.ask.pin) and at.cache.stats().sessions == 0
+
+
+def test_sessions_of_two_namespaces_are_two_whatever_they_are_called(stand):
+    at = stand()
+    for salt in ("alice", "bob"):
+        at.ask(words(1, 13), 3, session="chat", namespace=Namespace(cache_salt=salt))
+    assert at.cache.stats().sessions == 2
 
 
 def test_without_a_session_nothing_is_pinned(stand):
@@ -436,7 +451,7 @@ def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step)
     at.step()
     at.break_load(step)
     request = at.submit(words(1, 13), 4)
-    assert at.step() == [] and at.model.steps[-1].sequences[0].past == 7
+    assert at.step() == [] and at.model.steps[-1].spans[0].start == 7
     assert at.engine.scheduler.running == [] and at.engine.scheduler.waiting == 2
     assert busy.lease is None and request.lease is None
     at.finish()
@@ -478,6 +493,16 @@ def test_a_load_that_fails_unnoticed_is_begun_again(stand):
     assert request.admissions == 2 and busy.admissions == 1
     at.finish()
     assert complete(busy, request)
+
+
+def test_what_did_not_come_is_not_told_as_found(stand):
+    at = stand()
+    at.ask(words(1, 13))
+    assert at.cache.drain(10)
+    at.cache.flush(Tier.DEVICE)
+    at.break_load()
+    request = at.ask(words(1, 13))
+    assert request.by_tier == {} and request.admissions == 2
 
 
 def test_loads_that_always_fail_keep_nobody_from_an_answer(stand):

@@ -121,6 +121,49 @@ def test_a_higher_priority_becomes_the_head(desk):
     assert at.scheduler.running == [running, urgent] and large.state is State.WAITING
 
 
+def test_a_higher_priority_takes_the_room_of_lower_ones_and_no_more_than_it_needs(desk):
+    at = desk(pages=18)
+    first, second, third = (at.queue(3, priority=p) for p in (0, 1, 0))
+    at.step()
+    at.step()
+    assert set(at.scheduler.running) == {first, second, third}
+    urgent = at.queue(3, priority=2)
+    at.scheduler.admit()
+    assert set(at.scheduler.running) == {first, second, urgent}, "the latest of the lowest went"
+    assert third.state is State.WAITING and third.lease is None
+    at.scheduler.remove(urgent)
+    at.scheduler.admit()
+    assert third.state is State.RUNNING and third.computed == 3 * PAGE, "it goes on where it was"
+
+
+def test_nobody_gives_way_to_a_request_that_would_not_fit_all_the_same(desk):
+    at = desk(pages=12)
+    low, high = at.queue(3), at.queue(3, priority=5)
+    at.step()
+    urgent = at.queue(6, priority=2)
+    at.scheduler.admit()
+    assert set(at.scheduler.running) == {low, high} and urgent.state is State.WAITING
+
+
+def test_prompts_of_higher_priority_get_a_steps_tokens_first(desk):
+    at = desk(pages=64, chunk_tokens=8)
+    long, urgent = at.queue(10), at.queue(2, priority=1)
+    assert [(share.request, share.end) for share in at.step()] == [(urgent, 8)]
+    assert [share.request for share in at.step()] == [urgent, long]
+
+
+def test_a_full_batch_gives_way_to_a_higher_priority_but_not_to_an_equal(desk):
+    at = desk(most_running=2)
+    first, second = at.queue(), at.queue()
+    at.step()
+    equal = at.queue()
+    at.scheduler.admit()
+    assert set(at.scheduler.running) == {first, second} and equal.state is State.WAITING
+    urgent = at.queue(priority=1)
+    at.scheduler.admit()
+    assert set(at.scheduler.running) == {first, urgent}
+
+
 def test_admission_reserves_room_for_the_whole_answer(desk):
     at = desk(pages=8)
     talker, other = at.queue(2, answer=4 * PAGE), at.queue(2)

@@ -1,0 +1,35 @@
+"""Whatever an engine takes it serves: nothing that was admitted to the queue waits for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
+from kvtide.engine import Ask, Engine
+from tests.models.tiny import VOCABULARY, ours
+
+PAGE = 16
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 8, 24])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "falcon_h1"])
+def test_the_longest_sequence_is_served_alone_resumed_and_in_company(family, pages) -> None:
+    model = ours(family, page_tokens=PAGE)
+    cache = TieredCache(model.memory, CacheConfig(Tokens(pages * PAGE), host_size=Ratio(2)))
+    engine = Engine(model, cache, chunk_tokens=37)
+    assert engine.most_tokens == pages * PAGE
+    rng = random.Random(1)
+    longest = tuple(rng.randrange(1, VOCABULARY) for _ in range(engine.most_tokens - 3))
+    for prompts in ([longest], [longest], [longest, longest[::-1], longest[: PAGE + 1]]):
+        requests = [engine.submit(Ask(prompt, 3)) for prompt in prompts]
+        for _ in range(100 + 20 * pages):
+            if engine.idle:
+                break
+            engine.step()
+            assert cache.validate() == []
+            cache.drain(10)
+        assert engine.idle, "it waits for ever"
+        assert all(len(request.output) == 3 for request in requests)
+    cache.close()
