@@ -1,0 +1,420 @@
+"""What the proof of restoring stands on: conversations, their answers, and a cache that is watched.
+
+`script` is what is asked: the same conversations for everybody, so that what a fresh engine without
+a cache answers (`alone`) is computed once per family and compared with many times.
+
+`Stand` serves them from memory so small that pages come and go all the time, and makes whatever is
+wrong about that show: slots that nobody owns are full of poison; copies are done by hand, as late
+as a layer's `wait` allows or when a seeded draw says so, and hence the same in every run; every
+admission is compared with two records of what should be found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache as cached
+from typing import Any
+
+import torch
+
+from kvtide.cache import CacheConfig, Hardware, Lease, Match, Progress, TieredCache, Tokens
+from kvtide.engine import Ask, Chosen, Engine, Request, Sampling
+from kvtide.index import Placement
+from kvtide.index.events import Event, EventKind
+from kvtide.index.keys import TOKEN_BYTES
+from kvtide.models import Model
+from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.testing.naive import NaiveIndex
+from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
+from kvtide.transfer.copier import Copier
+from kvtide.transfer.strided import Way
+from kvtide.transfer.transfer import State
+from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
+from tests.models.tiny import VOCABULARY, ours
+
+PAGE = 16
+SAMPLING = Sampling(logprobs=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`name` as in `tests.models.tiny.CONFIGS`, `tokens_per_checkpoint` as in `CacheConfig`."""
+
+    name: str
+    tokens_per_checkpoint: int = 64
+
+
+FAMILIES = (
+    Family("llama"),
+    Family("qwen2"),
+    Family("qwen3"),
+    Family("mistral"),
+    Family("gemma3"),
+    Family("gpt_oss"),
+    Family("falcon_h1"),
+)
+"""A new family is covered by a line here."""
+
+VARIANTS = (
+    Family("mistral-windows", tokens_per_checkpoint=44),  # No history: windows are all it has.
+    Family("gemma3-scaled-rope"),  # A window of four pages.
+    Family("gpt_oss-plain-rope-tight-clamp"),  # A window of less than a page.
+    Family("falcon_h1-norm-first-no-conv"),  # A state without a convolution's tail.
+)
+"""Families whose memory has another form; they are not tried in every combination."""
+
+NAMES = tuple(family.name for family in (*FAMILIES, *VARIANTS))
+WRITING = ("write_through", "write_through_selective", "write_back")
+
+
+def family_of(name: str) -> Family:
+    return next(family for family in (*FAMILIES, *VARIANTS) if family.name == name)
+
+
+@cached
+def model_of(family: str) -> Model:
+    return ours(family, page_tokens=PAGE, deterministic=True)
+
+
+# -- what is asked, and the answers ------------------------------------------------------------
+
+ROOTS = (262, 90, 40)
+"""Tokens that the branches of each group share. The first takes steps of 64 five times, of 257
+twice."""
+
+BRANCHES = 3
+TURNS = 3
+ANSWER_TOKENS = 4
+MOST_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt and what has to come out."""
+
+    branch: int
+    tokens: tuple[int, ...]
+    answer: tuple[Chosen, ...]
+
+
+def text(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, VOCABULARY) for _ in range(count))
+
+
+@cached
+def alone(family: str, tokens: tuple[int, ...], count: int) -> tuple[Chosen, ...]:
+    """The answer of an engine that has never seen anything, and computes the prompt at once."""
+    model = model_of(family)
+    cache = TieredCache(model.memory, CacheConfig(Tokens(1024), None, tokens_per_checkpoint=16))
+    engine = Engine(model, cache, chunk_tokens=1024)
+    request = engine.submit(Ask(tokens, count, SAMPLING))
+    while not engine.idle:
+        engine.step()
+    assert request.by_tier == {}
+    cache.close()
+    return tuple(request.output)
+
+
+@cached
+def script(family: str) -> tuple[tuple[Turn, ...], ...]:
+    """Three groups of three branches each, turn by turn, each turn in an order of its own."""
+    rng = random.Random(7)
+    prompts = [root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(3)]
+    turns = []
+    for _ in range(TURNS):
+        answers = [alone(family, prompt, ANSWER_TOKENS) for prompt in prompts]
+        asked = [Turn(*each) for each in zip(range(len(prompts)), prompts, answers, strict=True)]
+        turns.append(tuple(rng.sample(asked, len(asked))))
+        prompts = [
+            turn.tokens + tuple(chosen.token for chosen in turn.answer) + text(rng, 8)
+            for turn in asked
+        ]
+    return tuple(turns)
+
+
+# -- what should be found ----------------------------------------------------------------------
+
+
+class Ledger:
+    """What was computed, in prefixes of tokens: all that a cache that drops nothing can find.
+
+    pages   every whole page, and how many different pages follow it
+    ends    where a step ended at the end of a page: states are snapshots of just these moments
+    floors  the last whole page of a step: windows have to be there for the request itself
+    leased  where a request resumed
+    """
+
+    def __init__(self) -> None:
+        self.pages: Counter[bytes] = Counter()
+        self.ends: set[bytes] = set()
+        self.floors: set[bytes] = set()
+        self.leased: set[bytes] = set()
+
+    def computed(self, body: bytes, tokens: int) -> None:
+        whole = tokens // PAGE
+        for page in range(1, whole + 1):
+            if _prefix(body, page) not in self.pages:
+                self.pages[_prefix(body, page)] = 0
+                self.pages[_prefix(body, page - 1)] += 1
+        self.floors.add(_prefix(body, whole))
+        if tokens % PAGE == 0:
+            self.ends.add(_prefix(body, whole))
+
+    def bounds(self, memory: ModelMemory, writing: str, body: bytes) -> tuple[int, int]:
+        """The least and the most tokens that a prompt must find if the host drops nothing.
+
+        They are equal for whole histories and for states, unless the policy leaves pages without a
+        copy: `write_through_selective` keeps what was found, and `write_back` of windows and states
+        those where a conversation ends; where conversations part one is kept if there was room for
+        it. Windows may be kept at more places than a step ends at: the placement chooses.
+        """
+        stops, most = self._stops(memory), self.common(body)
+        if any(pool.tail_entries is not None for pool in memory.pools):
+            most = self._deepest(body, stops)
+        if writing == "write_through_selective":
+            return self._deepest(body, self.leased), most
+        if writing == "write_back" and stops is not self.pages:
+            stops = {stop for stop in stops if not self.pages[stop]}
+        return self._deepest(body, stops), most
+
+    def common(self, body: bytes) -> int:
+        """All whole pages that a prompt has in common with anything that was computed."""
+        return self._deepest(body, self.pages)
+
+    def _stops(self, memory: ModelMemory) -> Collection[bytes]:
+        """Where a request has left all that a resume needs."""
+        if all(pool.reuse.reach is ALL for pool in memory.anchors):
+            return self.pages
+        return self.ends if any(p.tail_entries is not None for p in memory.pools) else self.floors
+
+    @staticmethod
+    def _deepest(body: bytes, among: Collection[bytes]) -> int:
+        """The deepest of these boundaries in a prompt that leaves a token to compute, in tokens."""
+        limit = (len(body) // TOKEN_BYTES - 1) // PAGE
+        return PAGE * max(p for p in range(limit + 1) if p == 0 or _prefix(body, p) in among)
+
+
+def _prefix(body: bytes, pages: int) -> bytes:
+    return body[: pages * PAGE * TOKEN_BYTES]
+
+
+class WatchedCache(TieredCache):
+    """Its copies are done by hand, and each admission has to find what it should.
+
+    naive    which pages are readable where, by the events; judges by the definition
+    ledger   what was computed; knows nothing of pages that were given up
+    dropped  pages that ceased to be readable, by tier
+    found    what each admission found, beside all whole pages it had in common with others
+    breaks   whether the next load that somebody waits for breaks halfway
+    """
+
+    def __init__(
+        self, memory: ModelMemory, config: CacheConfig, rng: random.Random, **options: Any
+    ) -> None:
+        super().__init__(memory, config, **options)
+        self.naive = NaiveIndex(memory)
+        self.ledger = Ledger()
+        self.dropped: Counter[Tier] = Counter()
+        self.found: list[tuple[int, int]] = []
+        self.breaks = False
+        self.hands = self.hardware.copier.lanes
+        self._rng = rng
+        self.index.subscribe(self._hear)
+
+    def _hear(self, event: Event) -> None:
+        self.naive.hear(event)
+        if event.kind is EventKind.REMOVED:
+            self.dropped[event.tier] += len(event.page_keys)
+
+    def poll(self) -> Progress:
+        """Some of what was submitted is done by now."""
+        for hand in self.hands.values():
+            hand.run(self._rng.randint(0, len(hand.jobs)))
+        return super().poll()
+
+    def wait(self, lease: Lease, layer: int) -> None:
+        """A layer's bytes come when it cannot go on without them, and none of the next layer's."""
+        hand, leg = self.hands[Way.LOAD], self.hardware.copier.leg_of(layer)
+        flying = [transfer for transfer in lease.transfers if transfer.state is State.FLYING]
+        for transfer in flying:
+            while not hand.arrived(transfer.ticket, leg):
+                if self.breaks:
+                    self.breaks = False
+                    hand.run_halfway()
+                else:
+                    hand.run_legs(1)
+        super().wait(lease, layer)
+
+    def break_load(self) -> None:
+        """A load that is under way breaks halfway, or else the next one that somebody waits for."""
+        if self.hands[Way.LOAD].jobs:
+            self.hands[Way.LOAD].run_halfway()
+        else:
+            self.breaks = True
+
+    def commit(self, lease: Lease, tokens: int, without: Any = ()) -> None:
+        if not lease.loading and not lease.failed:
+            self.ledger.computed(lease.prompt.body, tokens)
+        super().commit(lease, tokens, without)
+
+    def reserve(self, match: Match, *args: Any, **more: Any) -> Lease | None:
+        expected = self._expected(match)
+        bounds = self.ledger.bounds(self.memory, self.config.write_policy, match.prompt.body)
+        lease = super().reserve(match, *args, **more)
+        if lease is None:
+            return None
+        found = sum(lease.by_tier.values())
+        assert (found, dict(lease.by_tier)) == (lease.cached_tokens, expected)
+        if match.slowest is Tier.HOST:
+            assert bounds[0] <= found <= bounds[1], (bounds, found, lease.why)
+            self.found.append((found, self.ledger.common(match.prompt.body)))
+        self.ledger.leased.add(_prefix(match.prompt.body, found // PAGE))
+        return lease
+
+    def _expected(self, match: Match) -> dict[Tier, int]:
+        """Tokens by the fastest tier that has them, by the definition of a resumable boundary."""
+        tokens = torch.frombuffer(bytearray(match.prompt.body), dtype=torch.int32).tolist()
+        boundary = self.naive.boundary(tokens, slowest=match.slowest)
+        keys = self.naive.page_keys(tokens)[:boundary]
+        histories = [pool.name for pool in self.memory.anchors if pool.reuse.reach is ALL]
+        if not histories:
+            keys, histories = keys[-1:] * boundary, [self.memory.anchors[0].name]
+        found = Counter(
+            next(tier for tier in Tier if key in self.naive.readable[tier, histories[0]])
+            for key in keys
+        )
+        return {tier: pages * PAGE for tier, pages in found.items()}
+
+
+# -- serving them ------------------------------------------------------------------------------
+
+
+def converse(family: str, engine: Engine, at_once: int = 4) -> Iterator[list[Request]]:
+    """Serve the script, so many requests at a time; yields them after every step.
+
+    What is said is compared at once, so that also those who are cut off said nothing wrong.
+    """
+    for turns in script(family):
+        todo, pending, steps = list(turns), [], 0
+        while todo or pending:
+            steps += 1
+            assert steps < MOST_STEPS, "somebody waits for ever"
+            while todo and len(pending) < at_once:
+                turn = todo.pop(0)
+                ask = Ask(turn.tokens, len(turn.answer), SAMPLING)
+                pending.append((turn, engine.submit(ask)))
+            engine.step()
+            for turn, request in pending:
+                said = tuple(request.output)
+                assert said == turn.answer[: len(said)], (turn.branch, request.number)
+                assert request.finish is None or said == turn.answer, (turn.branch, request.number)
+            yield [request for _, request in pending]
+            pending = [pair for pair in pending if pair[1].finish is None]
+
+
+class Stand:
+    """An engine on memory that holds a third of what is asked of it, and the host many times that.
+
+    Layers arrive one by one.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        *,
+        seed: int = 0,
+        chunk_tokens: int = 64,
+        device_tokens: int = 448,
+        layouts: tuple[Layout, Layout] = (Layout.PAGE_FIRST_DIRECT, Layout.PAGE_FIRST_DIRECT),
+        tokens_per_checkpoint: int | None = None,
+        placement: Placement | None = None,
+        **options: Any,
+    ) -> None:
+        self.family = family
+        self.rng = random.Random(seed)
+        model = model_of(family)
+        distance = tokens_per_checkpoint or family_of(family).tokens_per_checkpoint
+        sizes = (Tokens(device_tokens), Tokens(8 * device_tokens))
+        self.blocks = [
+            _poisoned(Arrangement(model.memory, _slots(model.memory, size, distance), layout))
+            for size, layout in zip(sizes, layouts, strict=True)
+        ]
+        legs = [range(layer, layer + 1) for layer in range(model.memory.end_layer)]
+        self.hands = {way: HandLane() for way in Way}
+        self.cache = WatchedCache(
+            model.memory,
+            CacheConfig(*sizes, tokens_per_checkpoint=distance, **options),
+            self.rng,
+            placement=placement,
+            hardware=Hardware(*self.blocks, Copier(*self.blocks, self.hands, legs)),
+        )
+        self._rows = {tier: Rows(block) for tier, block in zip(TIERS, self.blocks, strict=True)}
+        for cell in self.cache.index.books.cells:
+            if cell.tier in TIERS:
+                anchor = model.memory.anchors[cell.anchor].name
+                cell.slots = PoisonedSlots(cell.slots.capacity, self._rows[cell.tier], anchor)
+        self.engine = Engine(model, self.cache, chunk_tokens=chunk_tokens)
+        self.served: list[Request] = []
+        self.most_running = 0
+
+    def answer(self, tokens: tuple[int, ...], count: int = ANSWER_TOKENS) -> Request:
+        """Serve one request by itself."""
+        request = self.engine.submit(Ask(tokens, count, SAMPLING))
+        while not self.engine.idle:
+            self.engine.step()
+            assert self.cache.validate() == []
+        assert tuple(request.output) == alone(self.family, tokens, count)
+        return request
+
+    def converse(self, at_once: int = 4, validate_every: int = 1) -> Iterator[list[Request]]:
+        """Serve the script; after every step the caller may meddle with the requests."""
+        for number, requests in enumerate(converse(self.family, self.engine, at_once)):
+            assert number % validate_every or self.cache.validate() == []
+            for request in self.engine.scheduler.running:
+                assert request.held.inner.boundary * PAGE <= request.computed, "found too early"
+            self.most_running = max(self.most_running, len(self.engine.scheduler.running))
+            self.served += [request for request in requests if request not in self.served]
+            yield requests
+
+    @property
+    def found(self) -> Counter[Tier]:
+        """Tokens that requests found, by tier."""
+        return sum((Counter(request.by_tier) for request in self.served), Counter())
+
+    @property
+    def loads(self) -> int:
+        return self.cache.stats().transfers.get(("load", "landed"), 0)
+
+    def settle(self) -> None:
+        """Do all copies, and those that follow from them."""
+        while self.cache.busy:
+            for hand in self.hands.values():
+                hand.run(len(hand.jobs))
+            self.cache.poll()
+
+    def end(self) -> None:
+        """Nobody holds anything; what is flushed leaves nothing behind; nobody wrote elsewhere."""
+        books = self.cache.index.books
+        assert self.engine.idle
+        self.settle()
+        assert not books.leases and not books.arrivals and not self.cache.busy
+        for count in self.cache.stats().pages.values():
+            assert count.free + count.resident == count.capacity
+        for tier in TIERS:
+            self.cache.flush(tier)
+        for (tier, anchor), count in self.cache.stats().pages.items():
+            assert (count.resident, count.free) == (0, count.capacity), (tier, anchor)
+            assert self._rows[tier].poisoned(anchor, slice(None)), (tier, anchor)
+        assert books.nodes == 0 and not books.roots and self.cache.validate() == []
+        self.cache.close()
+
+
+def _slots(memory: ModelMemory, size: Tokens, tokens_per_checkpoint: int) -> dict[str, int]:
+    return capacity_pages(memory, size, tokens_per_checkpoint=tokens_per_checkpoint)
+
+
+def _poisoned(arrangement: Arrangement) -> Buffers:
+    return Buffers(arrangement, torch.full((arrangement.bytes,), POISON, dtype=torch.uint8))

@@ -1,0 +1,65 @@
+"""How much a request finds, where that is known beforehand: to the token.
+
+That each admission finds what it should is checked in all tests of restoring (`restoring.Ledger`
+and the naive index). Here are the cases in which every family has to find every whole page.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtide.cache import EveryPages
+from kvtide.spec import Tier
+from tests.engine.restoring import NAMES, PAGE, Stand, model_of, text
+
+WINDOWS = {
+    name: max(reaches)
+    for name in NAMES
+    if (reaches := [r for a in model_of(name).memory.anchors if (r := a.reuse.reach_pages(PAGE))])
+}
+"""Families with windows or states, and how many pages these reach back."""
+
+
+def _keeping(family: str, every_pages: int) -> Stand:
+    """A checkpoint at every so many pages, and as many slots of every kind as of histories."""
+    distance = PAGE * WINDOWS[family]
+    return Stand(family, placement=EveryPages(every_pages), tokens_per_checkpoint=distance)
+
+
+@pytest.mark.parametrize("extra", [0, 1, PAGE - 1])
+@pytest.mark.parametrize("family", NAMES)
+def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
+    family: str, extra: int
+) -> None:
+    stand = Stand(family)
+    tokens = text(random.Random(5), 5 * PAGE + extra)
+    whole = (len(tokens) - 1) // PAGE * PAGE  # The last token's logits are asked for.
+    first, again = (stand.answer(tokens, 2) for _ in range(2))
+    assert first.by_tier == {} and again.by_tier == {Tier.DEVICE: whole}
+    stand.settle()
+    stand.cache.flush(Tier.DEVICE)
+    restored = stand.answer(tokens, 2)
+    assert restored.by_tier == {Tier.HOST: whole}
+    stand.end()
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_with_a_checkpoint_at_every_page_everybody_finds_every_shared_page(family: str) -> None:
+    stand = _keeping(family, every_pages=1)
+    for _ in stand.converse():
+        pass
+    assert len(stand.cache.found) >= 27 and stand.found[Tier.HOST] > 0
+    assert [found for found, _ in stand.cache.found] == [shared for _, shared in stand.cache.found]
+    stand.end()
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_with_a_checkpoint_at_every_third_page_nobody_finds_less_than_that(family: str) -> None:
+    stand = _keeping(family, every_pages=3)
+    for _ in stand.converse():
+        pass
+    step = 3 * PAGE
+    assert all(found >= shared // step * step for found, shared in stand.cache.found)
+    stand.end()

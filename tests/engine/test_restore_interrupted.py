@@ -1,0 +1,124 @@
+"""Requests that are aborted, retracted or lose a load, at any moment: nobody's bits change.
+
+Everything is drawn from the seed in the test's name, also how far copies have come.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
+from kvtide.engine import Ask, Engine, Finish, Request, State
+from kvtide.tiers import Layout
+from tests.engine.restoring import NAMES, SAMPLING, WRITING, Stand, alone, model_of, text
+
+ACTIONS = {
+    "abort": ("waiting", "coming", "loading", "prefill", "decode"),
+    "retract": ("coming", "loading", "prefill", "decode"),
+    "break": ("coming", "prefill", "decode"),
+}
+"""What is done to requests in which stages. It is the next load that breaks, whoever's it is."""
+
+Injury = tuple[str, str]
+
+
+def stage_of(request: Request) -> str:
+    """`coming`: it was admitted and had no share yet; `loading`: it had, nobody polled since."""
+    if request.state is State.WAITING:
+        return "waiting"
+    if request.held.loading:
+        return "coming" if request.computed == request.held.cached_tokens else "loading"
+    return "prefill" if request.computed < len(request.ask.tokens) else "decode"
+
+
+class Injuries:
+    """Done at random steps: of what is possible then, what was done least so far.
+
+    What was never done is done at nearly the first chance, so that no kind is left out.
+    """
+
+    def __init__(self, stand: Stand) -> None:
+        self.done: Counter[Injury] = Counter()
+        self._stand = stand
+
+    def __call__(self, requests: list[Request]) -> None:
+        possible = list(self._possible(requests))
+        least = min((self.done[injury] for injury, _ in possible), default=0)
+        if possible and self._stand.rng.random() < (0.3 if least else 0.9):
+            rarest = [pair for pair in possible if self.done[pair[0]] == least]
+            injury, request = self._stand.rng.choice(rarest)
+            self.done[injury] += 1
+            self._injure(injury[0], request)
+            assert self._stand.cache.validate() == [], injury
+
+    @staticmethod
+    def _possible(requests: list[Request]) -> Iterator[tuple[Injury, Request]]:
+        for request in requests:
+            if request.state is not State.FINISHED:
+                stage = stage_of(request)
+                for action, stages in ACTIONS.items():
+                    if stage in stages:
+                        yield (action, stage), request
+
+    def _injure(self, action: str, request: Request) -> None:
+        if action == "abort":
+            self._stand.engine.abort(request)
+        elif action == "retract":
+            self._stand.engine.scheduler.retract(request)
+        else:
+            self._stand.cache.break_load()
+
+
+def converse_injured(family: str, writing: str, seed: int) -> Counter[Injury]:
+    """Serve the conversations in steps of all sizes; what was done to them.
+
+    In small steps there are requests that were admitted and had no share yet while they load.
+    """
+    drawn = random.Random(seed)
+    stand = Stand(
+        family,
+        seed=seed,
+        layouts=(drawn.choice(list(Layout)), drawn.choice(list(Layout))),
+        write_policy=writing,
+    )
+    injure = Injuries(stand)
+    for requests in stand.converse(at_once=7):
+        injure(requests)
+        stand.engine.scheduler.chunk_tokens = stand.rng.choice((3, 20, 64, 257))
+    finished = Counter(request.finish for request in stand.served)
+    assert finished[Finish.LENGTH] > 0 and finished[Finish.ABORT] > 0
+    assert stand.cache.stats().transfers["load", "failed"] > 0 and stand.loads > 0
+    stand.end()
+    return injure.done
+
+
+@pytest.mark.parametrize("seed", [11])
+@pytest.mark.parametrize("family", NAMES)
+def test_aborts_retractions_and_broken_loads_change_nobodys_bits(family: str, seed: int) -> None:
+    done: Counter[Injury] = Counter()
+    for number, writing in enumerate(WRITING):
+        print(f"{writing}, seed {seed + number}")  # Shown when it fails.
+        done += converse_injured(family, writing, seed + number)
+    for action, stages in ACTIONS.items():
+        assert all(done[action, stage] > 0 for stage in stages), done
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma3"])
+def test_a_share_that_was_cut_short_goes_on_with_what_the_next_step_leaves_it(family: str) -> None:
+    rng = random.Random(11)
+    model = model_of(family)
+    config = CacheConfig(Tokens(2048), host_size=Ratio(2), tokens_per_checkpoint=16)
+    cache = TieredCache(model.memory, config, placement=EveryPages(3))
+    engine = Engine(model, cache, chunk_tokens=90)
+    requests = [engine.submit(Ask(text(rng, 150), 12, SAMPLING)) for _ in range(4)]
+    while not engine.idle:
+        engine.scheduler.chunk_tokens = rng.choice((9, 20, 90))
+        engine.step()
+        assert cache.validate() == []
+    for request in requests:
+        assert tuple(request.output) == alone(family, request.ask.tokens, 12)
+    cache.close()
