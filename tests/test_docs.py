@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvtide.cache.invariants import CHECKS as CACHE_CHECKS
 from kvtide.index.invariants import CHECKS as INDEX_CHECKS
+from kvtide.server.settings import Settings, flag
 from kvtide.spec import Tier
 
 ROOT = Path(__file__).parent.parent
@@ -41,3 +43,10 @@ def test_invariants_are_all_explained() -> None:
     explained = (ROOT / "docs" / "INVARIANTS.md").read_text()
     for check in (*INDEX_CHECKS, *CACHE_CHECKS):
         assert f"`{check.__name__}`" in explained
+
+
+def test_settings_are_all_explained() -> None:
+    explained = (ROOT / "docs" / "SERVING.md").read_text()
+    for row in fields(Settings):
+        if row.name != "model":
+            assert f"`{flag(row.name)}" in explained, row.name

@@ -7,13 +7,19 @@ import os
 import sys
 
 from kvtide import __version__
+from kvtide.engine.kept import EngineError
+from kvtide.models.errors import CheckpointError
 from kvtide.planner.charts import ChartError
 from kvtide.planner.traces import TraceError
-from kvtide.server import cmd_bench, cmd_memory, cmd_plan
+from kvtide.server import cmd_bench, cmd_chat, cmd_memory, cmd_plan, cmd_serve
 from kvtide.server.console import CommandError
 from kvtide.spec import SpecError
+from kvtide.tiers import TierError
 
-_COMMANDS = (cmd_plan, cmd_memory, cmd_bench)
+_COMMANDS = (cmd_serve, cmd_chat, cmd_plan, cmd_memory, cmd_bench)
+_REFUSALS = (
+    ChartError, CheckpointError, CommandError, EngineError, SpecError, TierError, TraceError,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except (ChartError, CommandError, SpecError, TraceError) as refusal:
+    except _REFUSALS as refusal:
         print(f"kvtide {args.command}: {refusal}", file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -1,0 +1,73 @@
+"""How the cache stands, for people: what `GET /admin/cache` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtide.engine import Engine
+from kvtide.spec import Tier
+
+
+def cache_report(engine: Engine) -> dict[str, Any]:
+    stats, memory, config = engine.cache.stats(), engine.cache.memory, engine.cache.config
+    return {
+        "model": memory.model,
+        "page_tokens": memory.page_tokens,
+        "requests": {
+            "running": len(engine.scheduler.running),
+            "waiting": engine.scheduler.waiting,
+            "most_tokens": engine.most_tokens,
+        },
+        "settings": {
+            "device": config.device,
+            "layout": config.layout.value,
+            "io_backend": config.backend_name,
+            "write_policy": config.write_policy,
+            "eviction": config.eviction,
+        },
+        "pools": [_pool(engine, name) for name in (pool.name for pool in memory.pools)],
+        "tiers": {
+            tier.name.lower(): {
+                anchor: {
+                    "capacity_pages": count.capacity,
+                    "resident_pages": count.resident,
+                    "free_pages": count.free,
+                    "page_bytes": memory.slot_bytes(anchor),
+                }
+                for (where, anchor), count in stats.pages.items()
+                if where is tier
+            }
+            for tier in (Tier.DEVICE, Tier.HOST)
+        },
+        "tokens": {
+            "prompt": stats.prompt_tokens,
+            **{f"from_{tier.name.lower()}": stats.cached_tokens.get(tier, 0) for tier in Tier},
+        },
+        "misses": [
+            {"pool": pool, "reason": reason, "leases": count}
+            for (pool, reason), count in stats.misses.items()
+        ],
+        "transfers": [
+            {"way": way, "end": end, "count": count}
+            for (way, end), count in stats.transfers.items()
+        ],
+        "moved_bytes": dict(stats.moved_bytes),
+        "in_flight": stats.in_flight,
+        "overdue": stats.overdue,
+        "refused_reservations": stats.refused,
+        "skipped_backups": stats.skipped_backups,
+        "sessions": stats.sessions,
+        "violations": engine.cache.validate(),
+    }
+
+
+def _pool(engine: Engine, name: str) -> dict[str, Any]:
+    pool = engine.cache.memory.pool(name)
+    reach = pool.reuse.reach
+    return {
+        "name": name,
+        "layers": len(pool.layers),
+        "follows": pool.follows,
+        "reach": reach if isinstance(reach, int) else "all",
+        "row_bytes": pool.row_bytes(engine.cache.memory.page_tokens),
+    }

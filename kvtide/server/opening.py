@@ -1,0 +1,132 @@
+"""From settings to an engine that serves: checkpoint, model, cache, tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtide.cache import CacheConfig, Layout, TieredCache, Tokens
+from kvtide.engine import Engine
+from kvtide.engine.oracle import TOLERANCES, Oracle
+from kvtide.layers import Weights
+from kvtide.models import Model, build
+from kvtide.models.checkpoint import Checkpoint, open_checkpoint
+from kvtide.models.default import NAME, default_model
+from kvtide.models.tokenizer import load_tokenizer
+from kvtide.server.console import CommandError
+from kvtide.server.settings import Settings
+from kvtide.spec.families import KVDType
+from kvtide.transfer import backends
+
+DEFAULT_TOKENS = 16_384
+"""The device tier of a CPU, if nothing is said: a few conversations with a small model."""
+
+_REMEDY = "use cpu, cuda or cuda:N"
+_KEPT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """An engine that is ready, and what the model is called."""
+
+    engine: Engine
+    name: str
+
+
+def open_engine(settings: Settings) -> Serving:
+    """Load the model and take the memory, or refuse in a sentence."""
+    device = _device(settings)
+    checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
+    model = _build(settings, checkpoint, device)
+    cache = TieredCache(model.memory, cache_config(settings, model, checkpoint.fingerprint()))
+    engine = Engine(
+        model,
+        cache,
+        load_tokenizer(checkpoint),
+        chunk_tokens=settings.chunk_tokens,
+        most_running=settings.max_running,
+        oracle=_oracle(settings, cache),
+    )
+    return Serving(engine, settings.name or (_name(checkpoint) if settings.model else NAME))
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    """A folder's name may have dots; a file's ends with what kind it is."""
+    path = checkpoint.path.resolve()
+    return path.name if checkpoint.gguf is None else path.stem
+
+
+def _device(settings: Settings) -> torch.device:
+    """Where to compute, if it can be done there: refused before a model is loaded for it."""
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError:
+        raise CommandError(f"--device {settings.device} is not known; {_REMEDY}") from None
+    if device.type not in backends.DEFAULTS:
+        raise CommandError(f"--device {settings.device}: nothing is computed there; {_REMEDY}")
+    there = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= there:
+        raise CommandError(
+            f"--device {settings.device}: torch finds {there} such devices here; {_REMEDY}"
+        )
+    backend = settings.io_backend or backends.DEFAULTS[device.type]
+    backends.check(device, backend, Layout(settings.layout))
+    return device
+
+
+def cache_config(settings: Settings, model: Model, fingerprint: bytes) -> CacheConfig:
+    size = settings.device_size or Tokens(max(DEFAULT_TOKENS, model.memory.page_tokens))
+    return CacheConfig(
+        device_size=size,
+        host_size=settings.host_size,
+        device=settings.device,
+        layout=Layout(settings.layout),
+        backend=settings.io_backend,
+        write_policy=settings.write_policy,
+        eviction=settings.eviction,
+        tokens_per_checkpoint=settings.tokens_per_checkpoint,
+        fingerprint=fingerprint,
+    )
+
+
+def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:
+    if not settings.verify_restores:
+        return None
+    tolerance = None if settings.deterministic else TOLERANCES[_dtype(settings)]
+    return Oracle(cache, settings.verify_restores, tolerance)
+
+
+def _dtype(settings: Settings) -> torch.dtype:
+    usual = "float32" if torch.device(settings.device).type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, settings.dtype or usual)
+    return dtype
+
+
+def _build(settings: Settings, checkpoint: Checkpoint, device: torch.device) -> Model:
+    dtype = _dtype(settings)
+    with device:
+        return build(
+            checkpoint.config,
+            _OnDevice(checkpoint.weights, device),
+            page_tokens=settings.page_tokens,
+            kv_dtype=KVDType.parse(settings.kv_dtype or _KEPT[dtype]),
+            checkpoint_tokens=settings.checkpoint_tokens,
+            dtype=dtype,
+            deterministic=settings.deterministic,
+        )
+
+
+class _OnDevice:
+    """A checkpoint whose tensors come where the model computes."""
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self._weights = weights
+        self._device = device
+
+    def get(self, name: str) -> Tensor:
+        return self._weights.get(name).to(self._device)
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)

@@ -1,0 +1,59 @@
+"""Bodies that nobody thought of: answered or refused, and never the end of anything."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.talking import Client, Json
+
+NAMES = (
+    "prompt", "messages", "model", "max_tokens", "max_completion_tokens", "n", "stream", "echo",
+    "stream_options", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p", "seed",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids",
+    "ignore_eos", "cache_salt", "session_id", "priority", "return_token_ids", "best_of",
+    "return_cached_tokens_details", "chat_template_kwargs", "response_format",
+)  # fmt: skip
+
+numbers = st.one_of(
+    st.integers(-3, 12),
+    st.sampled_from([2**31, 2**63, -(2**63) - 1, 10**30, 10**400, 1e-320, 1e308, 1e400, -0.0]),
+    st.floats(-2, 2, allow_nan=False),
+)
+texts = st.one_of(
+    st.text(max_size=12), st.sampled_from(["the cat", "<|end|>", "\0", "世", "tiny-0.1"])
+)
+leaves = st.one_of(st.none(), st.booleans(), numbers, texts)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3)
+prompts = st.one_of(texts, st.lists(st.integers(-1, 321), max_size=20), st.lists(texts, max_size=3))
+bodies = st.builds(
+    lambda some, prompt, spoken: {"prompt": prompt, "messages": spoken, "max_tokens": 3, **some},
+    st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
+    prompts,
+    messages,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(body=bodies, path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
+def test_any_body_is_answered_or_refused(client: Client, body: Json, path: str) -> None:
+    raw = json.dumps(body).replace("Infinity", "1e999").encode()
+    reply = client.send("POST", path, raw)
+    if reply.status == 400:
+        assert reply.problem
+    else:
+        assert reply.status == 200, reply.body
+        streamed = reply.headers["content-type"].startswith("text/event-stream")
+        assert reply.body.endswith(b"data: [DONE]\n\n") if streamed else reply.json()["choices"]

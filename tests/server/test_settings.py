@@ -1,0 +1,372 @@
+"""How a server is told what to do, and what it refuses before it serves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvtide.engine import Ask, Finish
+from kvtide.server import cli, settings
+from kvtide.server.console import CommandError
+from kvtide.server.opening import open_engine
+from kvtide.server.settings import Settings, read
+from tests.models.tiny import oracle
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in fields(Settings):
+        monkeypatch.delenv(settings.PREFIX + row.name.upper(), raising=False)
+
+
+@pytest.fixture
+def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
+    """What `kvtide serve` says when it refuses."""
+
+    def run(*flags: str, model: Path | str = model_folder) -> str:
+        capfd.readouterr()
+        assert cli.main(["serve", str(model), *flags]) == 2
+        said, told = capfd.readouterr()
+        *before, last = told.splitlines()
+        assert said == "" and "Traceback" not in told
+        assert all("ready after" in line for line in before), told
+        assert last.startswith("kvtide serve: ")
+        return last.removeprefix("kvtide serve: ")
+
+    return run
+
+
+@pytest.fixture
+def variant(model_folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The tiny model with other fields in its config, or with other files."""
+
+    def made(files: dict[str, str] | None = None, **config: object) -> Path:
+        folder = tmp_path / "variant"
+        shutil.copytree(model_folder, folder)
+        said = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**said, **config}))
+        for name, text in (files or {}).items():
+            (folder / name).write_text(text)
+        return folder
+
+    return made
+
+
+# -- where settings come from ---------------------------------------------------------------------
+
+SAMPLES: dict[str, tuple[str, object]] = {
+    "model": ("folder", "folder"),
+    "name": ("n", "n"),
+    "address": ("::1", "::1"),
+    "port": ("0", 0),
+    "api_key": ("a", "a"),
+    "admin_key": ("b", "b"),
+    "device": ("cuda:1", "cuda:1"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "kv_dtype": ("fp16", "fp16"),
+    "deterministic": ("true", True),
+    "page_tokens": ("32", 32),
+    "checkpoint_tokens": ("64", 64),
+    "tokens_per_checkpoint": ("256", 256),
+    "device_tokens": ("4096", 4096),
+    "device_bytes": ("1.5GB", 1_500_000_000),
+    "host_tokens": ("8192", 8192),
+    "host_bytes": ("2GiB", 2 << 30),
+    "host_ratio": ("0.5", 0.5),
+    "layout": ("page_first", "page_first"),
+    "io_backend": ("direct", "direct"),
+    "write_policy": ("write_back", "write_back"),
+    "eviction": ("lru", "lru"),
+    "verify_restores": ("0.25", 0.25),
+    "chunk_tokens": ("128", 128),
+    "max_running": ("3", 3),
+    "max_waiting": ("0", 0),
+    "drain_seconds": ("1.5", 1.5),
+}
+
+
+def parsed(*argv: str) -> dict[str, str]:
+    """What the command line's flags hand on."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    settings.add_flags(parser)
+    return vars(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize("name", [row.name for row in fields(Settings)])
+def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path) -> None:
+    text, value = SAMPLES[name]
+    flag = [settings.flag(name), text]
+    flag = {"model": [text], "deterministic": [settings.flag(name)]}.get(name, flag)
+    file = tmp_path / "kvtide.toml"
+    file.write_text(f"{name} = {json.dumps(text)}\n")
+    assert getattr(read(parsed(*flag), {}), name) == value
+    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text}), name) == value
+    assert getattr(read({"config": str(file)}, {}), name) == value
+    assert getattr(read({}, {"KVTIDE_CONFIG": str(file)}), name) == value
+
+
+def test_a_flag_goes_before_a_variable_and_that_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvtide.toml"
+    file.write_text("port = 1\npage-tokens = 16\ndeterministic = true\nhost_ratio = 1.5\n")
+    environment = {"KVTIDE_CONFIG": str(file), "KVTIDE_PORT": "2", "KVTIDE_DETERMINISTIC": "no"}
+    assert read({}, {"KVTIDE_CONFIG": str(file)}).port == 1
+    assert read({}, environment).port == 2
+    chosen = read(parsed("--port", "3"), environment)
+    assert (chosen.port, chosen.page_tokens, chosen.host_ratio) == (3, 16, 1.5)
+    assert not chosen.deterministic
+    assert read(parsed("--deterministic"), environment).deterministic
+    assert not read(parsed("--no-deterministic"), {"KVTIDE_DETERMINISTIC": "1"}).deterministic
+    other = tmp_path / "other.toml"
+    other.write_text("port = 4\n")
+    assert read(parsed("--config", str(other)), {"KVTIDE_CONFIG": str(file)}).port == 4
+
+
+def test_only_this_machine_is_served_if_nothing_is_said() -> None:
+    chosen = read({}, {})
+    assert (chosen.address, chosen.port, chosen.device) == ("127.0.0.1", 8000, "cpu")
+    for address in ("localhost", "::1", "127.1.2.3"):
+        assert Settings(address=address).loopback
+
+
+# -- refused by what was said ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device-tokens=64", "--device-bytes=1MB"], "--device-tokens and --device-bytes size"),
+        (["--host-tokens=64", "--host-bytes=1MB"], "--host-tokens and --host-bytes size the same"),
+        (["--host-ratio=2", "--host-bytes=1MB"], "--host-bytes and --host-ratio size the same"),
+        (["--device-tokens=1"], "less than a page; use at least 64 tokens"),
+        (["--device-bytes=10"], "10 bytes do not hold a page of every pool; use at least"),
+        (["--device-bytes=0"], "use at least"),
+        (["--device-bytes=100PB"], "device memory: 100000000.0 GB wanted"),
+        (["--device-tokens=0"], "--device-tokens is 0; use 1 to"),
+        (["--device-bytes=lots"], "--device-bytes is no size: 'lots' is not a size; write it like"),
+        (["--host-tokens=1"], "less than a page"),
+        (["--host-ratio=1e-9"], "use a ratio of at least"),
+        (["--host-ratio=-1"], "--host-ratio is -1"),
+        (["--host-ratio=nan"], "--host-ratio is nan"),
+        (["--host-ratio=inf"], "--host-ratio is inf"),
+        (["--page-tokens=0"], "--page-tokens is 0; use 1 to"),
+        (["--page-tokens=16.5"], "--page-tokens is '16.5'; use a whole number"),
+        (["--device=cuda"], "--device cuda: torch finds 0 such devices here; use cpu"),
+        (["--device=cuda:7"], "--device cuda:7: torch finds"),
+        (["--device=gpu"], "--device gpu is not known; use cpu, cuda or cuda:N"),
+        (["--device=meta"], "--device meta: nothing is computed there"),
+        (["--io-backend=kernel"], "backend kernel with host layout page_first_direct does not"),
+        (["--io-backend=fast"], "--io-backend is 'fast'; use"),
+        (["--layout=mine"], "--layout is 'mine'; use layer_first"),
+        (["--dtype=int8"], "--dtype is 'int8'; use float32"),
+        (["--eviction=random"], "--eviction is 'random'; use tide"),
+        (["--write-policy=never"], "--write-policy is 'never'; use write_through"),
+        (["--write-policy=write_back", "--host-ratio=0"], "drop one of them"),
+        (["--verify-restores=2"], "--verify-restores is 2"),
+        (["--port=65536"], "--port is 65536; use 0 to 65,535"),
+        (["--port=http"], "--port is 'http'; use a whole number"),
+        (["--port="], "--port is ''; use a whole number"),
+        (["--api-key="], "--api-key is empty"),
+        (["--drain-seconds=-1"], "--drain-seconds is -1"),
+        (["--address=0.0.0.0"], "opens the admin routes to the network; set --admin-key"),
+        (["--address=::", "--api-key=a"], "opens the admin routes to the network"),
+        (["--address=10.0.0.1"], "opens the admin routes to the network"),
+        (["--address=no.such.host.invalid", "--admin-key=a"], "cannot listen on no.such.host"),
+        (["--config=/no/such/file"], "/no/such/file: No such file"),
+        (["--config=/"], "/: Is a directory"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_flags_are_refused_with_the_remedy(
+    refuse: Refuse, flags: list[str], words: str
+) -> None:
+    assert words in refuse(*flags)
+
+
+def test_flags_that_are_none_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--ports", "--por=1"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", "model", flag])
+        assert ended.value.code == 2
+    assert "unrecognized arguments: --ports" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("prot = 8000", "there is no setting 'prot'; did you mean port?"),
+        ("zzz = 1", "there is no setting 'zzz'; use model, name"),
+        ("[serve]\nport = 1", "there is no setting 'serve'"),
+        ("config = 'x'", "there is no setting 'config'"),
+        ("port = [1]", "port is a table or list; write port = VALUE"),
+        ("port = {a = 1}", "port is a table or list"),
+        ("port = true", "port is 'true'; use a whole number"),
+        ("port = 8000.5", "port is '8000.5'; use a whole number"),
+        ("port = 'x'", "port is 'x'; use a whole number"),
+        ("deterministic = 2", "deterministic is '2'; use true or false"),
+        ("deterministic = 'maybe'", "deterministic is 'maybe'; use true or false"),
+        ("host_ratio = nan", "host_ratio is nan"),
+        ("device_bytes = -5", "device_bytes is no size"),
+        ("layout = 3", "layout is '3'; use"),
+        ("port 8000", "not TOML"),
+        ("port = 1\nport = 2", "not TOML"),
+        ("\x00", "not TOML"),
+    ],
+)
+def test_bad_files_are_refused_with_the_remedy(
+    refuse: Refuse, tmp_path: Path, written: str, words: str
+) -> None:
+    file = tmp_path / "kvtide.toml"
+    file.write_text(written)
+    problem = refuse("--config", str(file))
+    assert problem.startswith(str(file)) and words in problem
+
+
+def test_bad_variables_are_refused_by_their_names(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIDE_PORT", "99999")
+    assert refuse() == "KVTIDE_PORT is 99999; use 0 to 65,535"
+    monkeypatch.setenv("KVTIDE_PORT", "0")
+    monkeypatch.setenv("KVTIDE_DEVICE_TOKENS", "64")
+    monkeypatch.setenv("KVTIDE_DEVICE_BYTES", "1MB")
+    assert "size the same tier" in refuse(), "wherever they come from"
+
+
+def test_a_flag_replaces_its_alternatives_in_weaker_sources(tmp_path: Path) -> None:
+    file = tmp_path / "kvtide.toml"
+    file.write_text("host_ratio = 3\ndevice_tokens = 64\n")
+    environment = {"KVTIDE_DEVICE_TOKENS": "128", "KVTIDE_HOST_TOKENS": "512"}
+    chosen = settings.read({"config": str(file), "device_bytes": "1MB"}, environment)
+    assert (chosen.device_bytes, chosen.device_tokens) == (10**6, None)
+    assert (chosen.host_tokens, chosen.host_ratio) == (512, None)
+
+
+def test_a_port_in_use_is_refused(refuse: Refuse) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        problem = refuse("--port", str(port))
+    assert problem.startswith(f"cannot listen on 127.0.0.1:{port}")
+    assert problem.endswith("choose another --port, or 0 for any")
+
+
+# -- refused by what the model is -----------------------------------------------------------------
+
+
+def test_what_is_no_model_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    assert "no such file or folder; pass a folder" in refuse(model=tmp_path / "nothing")
+    assert "no config.json here" in refuse(model=tmp_path)
+    file = tmp_path / "file"
+    file.write_text("hello")
+    assert "not a GGUF file" in refuse(model=file)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "neither model.safetensors nor" in refuse(model=tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "not readable as JSON" in refuse(model=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' has no forward pass here; use one of"),
+        ({"model_type": None}, "has no forward pass here"),
+        ({"num_hidden_layers": 3}, "there is no tensor model.layers.2."),
+        ({"num_hidden_layers": 0}, "use a whole number of at least 1"),
+        ({"head_dim": 12}, "the weights are not those that the config describes"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused(
+    refuse: Refuse, variant: Callable[..., Path], config: dict[str, object], words: str
+) -> None:
+    assert words in refuse(model=variant(**config))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer.json", "{}", "not readable as a tokenizer"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("chat_template.jinja", "{% if %}", "the chat template does not parse"),
+        ("model.safetensors", "hello", "not readable as safetensors"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(
+    refuse: Refuse, variant: Callable[..., Path], name: str, text: str, words: str
+) -> None:
+    assert words in refuse(model=variant({name: text}))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "falcon_h1"])
+def test_the_smallest_device_tier_that_is_taken_serves_what_it_says(
+    tmp_path: Path, family: str
+) -> None:
+    oracle(family).save_pretrained(tmp_path)
+    chosen = Settings(model=str(tmp_path), page_tokens=16, host_ratio=0, device_tokens=1024)
+    engine = open_engine(chosen).engine
+    request = engine.submit(Ask(tuple(range(3, 203)) * 3, 20))
+    for _ in range(100):
+        engine.step()
+    assert request.finish is Finish.LENGTH
+    engine.cache.close()
+
+
+def test_a_page_that_the_family_refuses_is_refused(refuse: Refuse, tmp_path: Path) -> None:
+    oracle("falcon_h1").save_pretrained(tmp_path)
+    problem = refuse("--page-tokens=16", "--checkpoint-tokens=24", model=tmp_path)
+    assert problem.endswith("never meet the ends of pages of 16; make one a multiple of the other")
+
+
+# -- what is opened -------------------------------------------------------------------------------
+
+
+def test_sizes_layouts_and_names_reach_the_cache(model_folder: Path) -> None:
+    chosen = Settings(
+        model=str(model_folder),
+        device_tokens=256,
+        host_tokens=512,
+        page_tokens=32,
+        layout="layer_first",
+        write_policy="write_back",
+        eviction="lru",
+        dtype="bfloat16",
+        chunk_tokens=48,
+    )
+    serving = open_engine(chosen)
+    config, memory = serving.engine.cache.config, serving.engine.cache.memory
+    assert (memory.page_tokens, serving.engine.most_tokens, serving.name) == (32, 256, "tiny-0.1")
+    assert (config.layout.value, config.write_policy, config.eviction) == (
+        "layer_first",
+        "write_back",
+        "lru",
+    )
+    assert serving.engine.scheduler.chunk_tokens == 48
+    assert memory.pools[0].entry.fields[0].dtype.value[0] == "bf16"
+    serving.engine.cache.close()
+
+
+def test_a_host_tier_can_be_left_out(model_folder: Path) -> None:
+    serving = open_engine(Settings(model=str(model_folder), host_ratio=0, name="mine"))
+    pages = serving.engine.cache.stats().pages.items()
+    assert {tier.name: count.capacity > 0 for (tier, _), count in pages} == {
+        "DEVICE": True,
+        "HOST": False,
+    }
+    assert serving.name == "mine"
+    serving.engine.cache.close()
+
+
+def test_settings_made_in_code_are_checked_too() -> None:
+    with pytest.raises(CommandError, match="size the same tier"):
+        Settings(device_tokens=64, device_bytes=100)
+    with pytest.raises(CommandError, match="admin routes"):
+        Settings(address="192.168.0.1")
+    assert not Settings(address="192.168.0.1", admin_key="a").loopback
