@@ -106,10 +106,15 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def x_ticks(curve: Curve) -> list[float]:
-    """Log ticks where the axis is one and they are enough to read it by."""
+    """Log ticks where the axis is one and they are enough to read it by.
+
+    Things that are counted have no ticks between their numbers.
+    """
     low, high = x_range(curve)
     ticks = log_ticks(low, high) if curve.x_log else []
-    return ticks if len(ticks) > 1 else linear_ticks(low, high)
+    counted = high - low >= 1 and all(x == int(x) for x in curve.all_x())
+    about = min(6, int(high - low)) if counted else 6
+    return ticks if len(ticks) > 1 else linear_ticks(low, high, about)
 
 
 def x_range(curve: Curve) -> tuple[float, float]:

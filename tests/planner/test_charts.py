@@ -251,6 +251,15 @@ def test_narrow_log_axis_still_has_ticks() -> None:
     assert x_ticks(curve) == pytest.approx([45, 50, 55, 60])
 
 
+def test_things_that_are_counted_have_no_ticks_between_their_numbers() -> None:
+    turns = Curve("t", "turn", "ms", (Series("a", (1, 2, 3, 4), (5.0, 6.0, 7.0, 8.0)),))
+    assert x_ticks(turns) == [1, 2, 3, 4]
+    once = Curve("t", "turn", "ms", (Series("a", (1,), (5.0,)),))
+    assert x_ticks(once) == [0, 1, 2]
+    measured = Curve("t", "x", "ms", (Series("a", (1, 2.5, 4), (5.0, 6.0, 7.0)),))
+    assert x_ticks(measured) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.5, 4])
+
+
 def test_y_axis_begins_at_zero_and_holds_all_values() -> None:
     assert y_range(CURVE) == pytest.approx((0, 80))
     below = Curve("t", "x", "y", (Series("s", (1.0, 2.0), (-7.0, 30.0)),))
