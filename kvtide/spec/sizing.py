@@ -21,8 +21,8 @@ def pages_for(
     least = bytes_for(memory, 1, tokens_per_checkpoint)
     if total_bytes < least:
         raise SpecError(
-            f"{memory.model}: {total_bytes:,} bytes do not hold a page of every pool; "
-            f"use at least {least:,}"
+            f"{memory.model}: {total_bytes:,} bytes do not hold a page and what one request needs "
+            f"to run; use at least {least:,}"
         )
     fits, beyond = 1, _beyond(memory, total_bytes, tokens_per_checkpoint)
     while beyond - fits > 1:

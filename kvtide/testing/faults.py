@@ -17,7 +17,7 @@ class FaultError(Exception):
 class FaultyBackend:
     """Copies like the backend it wraps, except for the legs whose numbers are named.
 
-    Steps are numbered over all jobs, as they come.
+    Legs are numbered over all jobs, as they come.
 
     raises    these raise before they copy anything
     halves    these copy half of their pages, and then raise

@@ -38,7 +38,7 @@ class Bytes:
     def __post_init__(self) -> None:
         if self.bytes < 1:
             raise TierError(
-                f"a tier of {self.bytes:,} bytes; use at least what one page of every pool takes, "
+                f"a tier of {self.bytes:,} bytes; use at least what one request needs to run, "
                 "or leave the tier out"
             )
 
@@ -122,7 +122,7 @@ def _share(size: Ratio, device_bytes: int | None, least_bytes: int) -> int:
         least = math.ceil(1000 * least_bytes / device_bytes) / 1000
         raise TierError(
             f"a tier of {size.times:g} times the device tier's {device_bytes:,} bytes does not "
-            f"hold a page of every pool ({least_bytes:,} bytes); "
+            f"hold what one request needs to run ({least_bytes:,} bytes); "
             f"use a ratio of at least {least:.3f}"
         )
     return total_bytes

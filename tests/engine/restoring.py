@@ -145,6 +145,7 @@ class Ledger:
     ends    where a step ended at the end of a page: states are snapshots of just these moments
     floors  the last whole page of a step: windows have to be there for the request itself
     leased  where a request resumed
+    partings  whether `write_back` had room to keep windows and states where conversations part
     """
 
     def __init__(self) -> None:
@@ -152,6 +153,7 @@ class Ledger:
         self.ends: set[bytes] = set()
         self.floors: set[bytes] = set()
         self.leased: set[bytes] = set()
+        self.partings = True
 
     def computed(self, body: bytes, tokens: int) -> None:
         whole = tokens // PAGE
@@ -168,8 +170,8 @@ class Ledger:
 
         They are equal for whole histories and for states, unless the policy leaves pages without a
         copy: `write_through_selective` keeps what was found, and `write_back` of windows and states
-        those where a conversation ends; where conversations part one is kept if there was room for
-        it. Windows may be kept at more places than a step ends at: the placement chooses.
+        those where a conversation ends, and if there was room where it parts from others. Windows
+        may be kept at more places than a step ends at: the placement chooses.
         """
         stops, most = self._stops(memory), self.common(body)
         if any(pool.tail_entries is not None for pool in memory.pools):
@@ -177,7 +179,8 @@ class Ledger:
         if writing == "write_through_selective":
             return self._deepest(body, self.leased), most
         if writing == "write_back" and stops is not self.pages:
-            stops = {stop for stop in stops if not self.pages[stop]}
+            kept = (lambda after: after != 1) if self.partings else (lambda after: not after)
+            stops = {stop for stop in stops if kept(self.pages[stop])}
         return self._deepest(body, stops), most
 
     def common(self, body: bytes) -> int:

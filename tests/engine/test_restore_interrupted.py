@@ -85,6 +85,7 @@ def converse_injured(family: str, writing: str, seed: int) -> Counter[Injury]:
         layouts=(drawn.choice(list(Layout)), drawn.choice(list(Layout))),
         write_policy=writing,
     )
+    stand.cache.ledger.partings = False  # Seven at a time leave no room for what is only a wish.
     injure = Injuries(stand)
     for requests in stand.converse(at_once=7):
         injure(requests)

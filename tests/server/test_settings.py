@@ -147,7 +147,10 @@ def test_only_this_machine_is_served_if_nothing_is_said() -> None:
         (["--host-tokens=64", "--host-bytes=1MB"], "--host-tokens and --host-bytes size the same"),
         (["--host-ratio=2", "--host-bytes=1MB"], "--host-bytes and --host-ratio size the same"),
         (["--device-tokens=1"], "less than a page; use at least 64 tokens"),
-        (["--device-bytes=10"], "10 bytes do not hold a page of every pool; use at least"),
+        (
+            ["--device-bytes=10"],
+            "10 bytes do not hold a page and what one request needs to run; use at least",
+        ),
         (["--device-bytes=0"], "use at least"),
         (["--device-bytes=100PB"], "device memory: 100000000.0 GB wanted"),
         (["--device-tokens=0"], "--device-tokens is 0; use 1 to"),
