@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     device = _device(args.device)
     goals = transfer.goal_cases(device, args.tokens)
     cells = transfer.cell_cases(device, args.tokens) if args.cells else []
-    link = Link(device, max(8 * transfer.block_bytes(goals[:1]), transfer.block_bytes(goals)))
+    link = Link(device, transfer.block_bytes(goals))
     try:
         return {
             "device": _name(device),
@@ -59,8 +59,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _beside(cases: list[transfer.Case], link: Link, repetitions: int) -> list[transfer.Beside]:
     v4, qwen, *_ = cases
-    long = replace(v4, name=f"{v4.name}, {8 * v4.tokens:,} tokens", tokens=8 * v4.tokens)
-    found = [transfer.both_ways(case, link, repetitions) for case in (v4, long, qwen)]
+    found = [one for case in (v4, qwen) for one in transfer.both_ways(case, link, repetitions)]
     if link.device.type == "cuda":
         found += [transfer.matmul_beside(qwen, link, 4 * repetitions, way) for way in Way]
     return found + transfer.submission(v4, link, repetitions)
@@ -126,7 +125,7 @@ def _beside_table(rows: list[dict[str, Any]]) -> str:
             if row["unit"] == "share"
             else f"{row['value']:.0f} {row['unit']}",
             row["goal"],
-            "yes" if row["reached"] else "no",
+            {None: "–", True: "yes", False: "no"}[row["reached"]],
         )
         for row in rows
     ]

@@ -18,12 +18,13 @@ from kvtide.transfer.direct import Direct
 from kvtide.transfer.lane import Backend
 from kvtide.transfer.strided import PieceTable, Strided, Way
 
-LENGTHS_BYTES = (2048, 8192, 32768, 65536, 131072, 262144, 524288)
-NEARLY_EVEN = 0.9
-_MOST_RUNS = 64
-_TIMED_BYTES = 64 << 20
+LENGTHS_BYTES = (2048, 8192, 32768, 65536, 131072, 196608, 262144, 524288)
+"""Among them what a group of layers brings per page at least (`copier.GROUP_PAGE_BYTES`)."""
+NEARLY_EVEN = 0.85
+_MOST_RUNS = 256
+_TIMED_BYTES = 256 << 20
 _MOST_IN_A_ROW = 16
-_REPETITIONS = 3
+_REPETITIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
