@@ -1,0 +1,94 @@
+"""Stored pages: what is believed of one, and everything that is not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvtide.spec import ModelMemory, catalog, with_draft
+from kvtide.storage import CorruptObjectError, ObjectFormat
+from kvtide.storage.objects import DIRECT_ALIGN, DIRECT_BYTES, SMALL_ALIGN
+from tests.cache.memories import ALL_MEMORIES, DRAFTED, FULL
+
+SPACE, KEY = b"s" * 32, b"k" * 32
+
+
+def sealed(one: ObjectFormat, key: bytes = KEY, absent: tuple[str, ...] = ()) -> bytearray:
+    memory = bytearray(one.bytes)
+    memory[: one.payload_bytes] = bytes(n * 7 % 256 for n in range(one.payload_bytes))
+    one.seal(memoryview(memory), key, absent)
+    return memory
+
+
+def formats(memory: ModelMemory) -> list[ObjectFormat]:
+    return [ObjectFormat(memory, anchor.name, SPACE) for anchor in memory.anchors]
+
+
+@pytest.mark.parametrize("name", ALL_MEMORIES)
+def test_what_was_sealed_is_believed_and_its_payload_is_untouched(name: str) -> None:
+    for one in formats(ALL_MEMORIES[name]):
+        memory = sealed(one)
+        assert one.check(memoryview(memory), KEY) == ()
+        assert memory[: one.payload_bytes] == bytes(n * 7 % 256 for n in range(one.payload_bytes))
+
+
+def test_any_changed_byte_before_the_padding_is_found() -> None:
+    (one,) = formats(FULL)
+    memory = sealed(one)
+    end = len(bytes(memory).rstrip(b"\0"))
+    for at in range(end):
+        changed = memory.copy()
+        changed[at] ^= 1
+        with pytest.raises(CorruptObjectError):
+            one.check(memoryview(changed), KEY)
+
+
+def test_half_an_object_is_not_one() -> None:
+    (one,) = formats(FULL)
+    memory = sealed(one)
+    for kept in range(0, len(bytes(memory).rstrip(b"\0")), 7):
+        half = memory[:kept] + bytes(one.bytes - kept)
+        with pytest.raises(CorruptObjectError):
+            one.check(memoryview(half), KEY)
+
+
+def test_an_object_is_believed_under_its_own_key_only() -> None:
+    (one,) = formats(FULL)
+    with pytest.raises(CorruptObjectError, match="another key"):
+        one.check(memoryview(sealed(one)), b"x" * 32)
+
+
+def test_other_declarations_and_weights_do_not_believe_it() -> None:
+    for a, b in itertools.permutations(("qwen3-8b", "deepseek-v4-flash"), 2):
+        ours, other = (catalog.resolve(name) for name in (a, b))
+        mine = ObjectFormat(ours, ours.anchors[0].name, SPACE)
+        theirs = ObjectFormat(other, other.anchors[0].name, SPACE)
+        memory = sealed(mine)[: theirs.bytes]
+        memory += bytes(theirs.bytes - len(memory))
+        with pytest.raises(CorruptObjectError):
+            theirs.check(memoryview(memory), KEY)
+    (one,) = formats(FULL)
+    with pytest.raises(CorruptObjectError, match="another declaration"):
+        ObjectFormat(FULL, "kv", b"t" * 32).check(memoryview(sealed(one)), KEY)
+
+
+@pytest.mark.parametrize("absent", [(), ("draft",)])
+def test_what_is_absent_is_said(absent: tuple[str, ...]) -> None:
+    one = ObjectFormat(DRAFTED, "kv", SPACE)
+    assert one.optional == ("draft",)
+    assert one.check(memoryview(sealed(one, absent=absent)), KEY) == absent
+
+
+def test_large_objects_are_whole_blocks_of_a_disk_and_small_ones_are_not_blown_up() -> None:
+    for name in ("qwen3-8b", "deepseek-v4-flash"):
+        for one in formats(catalog.resolve(name)):
+            assert one.payload_bytes >= DIRECT_BYTES and one.bytes % DIRECT_ALIGN == 0
+            assert one.bytes - one.payload_bytes < 2 * DIRECT_ALIGN
+    (small,) = formats(FULL)
+    assert small.bytes % SMALL_ALIGN == 0 and small.bytes - small.payload_bytes < 512
+
+
+def test_a_draft_makes_other_objects() -> None:
+    draft = with_draft(FULL, FULL)
+    assert ObjectFormat(draft, "kv", SPACE).bytes > ObjectFormat(FULL, "kv", SPACE).bytes
