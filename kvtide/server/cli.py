@@ -11,14 +11,16 @@ from kvtide.engine.kept import EngineError
 from kvtide.models.errors import CheckpointError
 from kvtide.planner.charts import ChartError
 from kvtide.planner.traces import TraceError
-from kvtide.server import cmd_bench, cmd_chat, cmd_memory, cmd_plan, cmd_serve
+from kvtide.server import cmd_bench, cmd_chat, cmd_memory, cmd_plan, cmd_serve, cmd_storage
 from kvtide.server.console import CommandError
 from kvtide.spec import SpecError
+from kvtide.storage import StoreError
 from kvtide.tiers import TierError
 
-_COMMANDS = (cmd_serve, cmd_chat, cmd_plan, cmd_memory, cmd_bench)
+_COMMANDS = (cmd_serve, cmd_chat, cmd_plan, cmd_memory, cmd_storage, cmd_bench)
 _REFUSALS = (
-    ChartError, CheckpointError, CommandError, EngineError, SpecError, TierError, TraceError,
+    ChartError, CheckpointError, CommandError, EngineError, SpecError, StoreError, TierError,
+    TraceError,
 )  # fmt: skip
 
 
