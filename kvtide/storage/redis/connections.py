@@ -1,0 +1,203 @@
+"""The connections to a Redis server: at most so many, made when needed, kept while they work.
+
+Whoever finds none free waits, and is served in turn: a connection that is given back goes to the
+one who has waited longest. A connection that failed is closed. If it was an old one that the server
+had closed meanwhile, as after a restart, what it was used for is tried once more on a new one: all
+that we ask of Redis may be asked twice.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvtide.storage.redis.resp import Address, Connection, ProtocolError, Said, command
+from kvtide.storage.store import StoreError
+from kvtide.storage.url import StoreURL
+
+T = TypeVar("T")
+
+PORT = 6379
+
+_REMEDIES = {
+    "NOAUTH": "it wants a password; write redis://:password@host or redis://user:password@host",
+    "WRONGPASS": "it refused the password; check the user and password in the URL",
+    "NOPERM": "the user may not do this; allow it ~kvtide:* and +get +getrange +strlen +set "
+    "+exists +unlink +scan +info +dbsize +select +ping",
+    "READONLY": "it is a replica; give the address of the primary",
+    "LOADING": "it is still loading its data; try again in a while",
+    "MISCONF": "it cannot save to its disk and refuses to write; see its log",
+    "MOVED": "it is a node of a cluster; give the address of a single server or a proxy",
+    "CLUSTERDOWN": "it is a node of a cluster; give the address of a single server or a proxy",
+}
+
+
+class Connections:
+    """See the module."""
+
+    def __init__(self, url: StoreURL, most: int) -> None:
+        self._name = str(url)
+        self._timeout_s = url.seconds()
+        self._most = most
+        self._words = list(_greeting(url))
+        self._address = Address(url.host or "localhost", url.port or PORT, _tls(url))
+        self._lock = threading.Lock()
+        self._waiters: deque[Future[Connection | None]] = deque()
+        self._idle: list[Connection] = []
+        self._open = 0
+        self._closed = False
+
+    def use(self, talk: Callable[[Connection], T], deadline: float) -> T:
+        """Let it talk over a connection of its own; failures become sentences."""
+        try:
+            connection, is_new = self._take(deadline)
+            try:
+                return self._talk(connection, talk)
+            except (TimeoutError, ProtocolError):
+                raise
+            except OSError:
+                if is_new:
+                    raise
+                self._close_idle()  # The others are as old.
+                connection, _ = self._take(deadline)
+                return self._talk(connection, talk)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def _talk(self, connection: Connection, talk: Callable[[Connection], T]) -> T:
+        try:
+            result = talk(connection)
+        except StoreError:
+            # Every reply was taken, and one of them was a refusal.
+            self._put(connection)
+            raise
+        except BaseException:
+            connection.close()
+            self._put(None)
+            raise
+        self._put(connection)
+        return result
+
+    def _take(self, deadline: float) -> tuple[Connection, bool]:
+        """A connection, and whether it is a new one."""
+        waiter: Future[Connection | None] | None = None
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), False
+            if self._open < self._most:
+                self._open += 1
+            else:
+                self._waiters.append(waiter := Future())
+        connection = self._wait(waiter, deadline) if waiter is not None else None
+        if connection is not None:
+            return connection, False
+        try:
+            return self._connect(deadline), True
+        except BaseException:
+            self._put(None)
+            raise
+
+    def _wait(self, waiter: Future[Connection | None], deadline: float) -> Connection | None:
+        """None: somebody closed a connection, and a new one may be made in its place."""
+        try:
+            return waiter.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+            if waiter.done():  # It came at the last moment: pass it on.
+                self._put(waiter.result())
+            raise
+
+    def _put(self, connection: Connection | None) -> None:
+        """Give a connection back, or None in place of one that was closed."""
+        with self._lock:
+            if self._waiters:
+                self._waiters.popleft().set_result(connection)
+                return
+            kept = connection is not None and not self._closed
+            if connection is not None and kept:
+                self._idle.append(connection)
+            else:
+                self._open -= 1
+        if connection is not None and not kept:
+            connection.close()
+
+    def _connect(self, deadline: float) -> Connection:
+        connection = Connection(self._address, deadline)
+        try:
+            for words in self._words:
+                connection.send([command(*words)], deadline)
+                reply = connection.reply(deadline)
+                if isinstance(reply, Said):
+                    raise self.refusal(reply)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+            self._open -= len(idle)
+        for connection in idle:
+            connection.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._close_idle()
+
+    def refusal(self, said: Said) -> StoreError:
+        if "DB index" in said.text:
+            remedy = "there is no such database; most servers have 0 to 15"
+        elif "without any password" in said.text:
+            remedy = "it knows no password; leave it out of the URL"
+        else:
+            remedy = _REMEDIES.get(said.code, "see the log of the server")
+        return StoreError(f"storage {self._name}: the server says '{said.text}': {remedy}")
+
+    def failure(self, error: OSError) -> StoreError:
+        return StoreError(f"storage {self._name}: {self._sentence(error)}")
+
+    def _sentence(self, error: OSError) -> str:
+        match error:
+            case TimeoutError():
+                return (
+                    f"no answer within {self._timeout_s:g} s; see whether the server is stuck, or "
+                    "write ?timeout= with more seconds if it is only slow"
+                )
+            case ssl.SSLError():
+                return f"no TLS with this server ({error}); write ?ca=FILE, or redis:// without TLS"
+            case ProtocolError():
+                return f"this is no Redis server ({error}); check host and port, or use rediss://"
+        return f"cannot be reached ({error}); start the server, or check host and port"
+
+
+def _greeting(url: StoreURL) -> Iterator[tuple[bytes, ...]]:
+    """What a new connection says first."""
+    if url.password:
+        user = [url.user.encode()] if url.user else []
+        yield (b"AUTH", *user, url.password.encode())
+    database = url.path.strip("/") or "0"
+    if not database.isdecimal():
+        raise StoreError(f"storage {url}: the database is a number, as in redis://host:6379/0")
+    if database != "0":
+        yield (b"SELECT", database.encode())
+
+
+def _tls(url: StoreURL) -> ssl.SSLContext | None:
+    if url.scheme != "rediss":
+        if "ca" in url.settings:
+            raise StoreError(f"storage {url}: ca is for TLS; write rediss:// to use TLS")
+        return None
+    try:
+        return ssl.create_default_context(cafile=url.settings.get("ca"))
+    except OSError as error:
+        raise StoreError(
+            f"storage {url}: ca={url.settings.get('ca')} cannot be read ({error}); name a PEM file"
+        ) from None
