@@ -4,6 +4,7 @@
 `match`       the one rule of reuse
 `leasing`     pin, reserve, commit, release
 `moving`      copies between tiers: begun, landed, failed
+`outside`     pages that come from a store and go there
 `room`        eviction, and promising slots
 `evict`       the queue of victims; `policies` and `tide` their order, `choice` by name
 `placement`   where checkpoints go; `costs` learns it
@@ -17,10 +18,11 @@
 from kvtide.index.choice import DEFAULT_POLICY, POLICIES
 from kvtide.index.costs import CostBased
 from kvtide.index.events import Event, EventKind, Listener
-from kvtide.index.holding import Arrival, Lease
+from kvtide.index.holding import Arrival, Departing, Departure, Import, Lease
 from kvtide.index.index import Index
 from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, Prompt
 from kvtide.index.match import Hit, Stop
+from kvtide.index.outside import Outline, Wanted
 from kvtide.index.placement import Branches, EveryPages, LastPage, Placement
 
 __all__ = [
@@ -30,16 +32,21 @@ __all__ = [
     "Arrival",
     "Branches",
     "CostBased",
+    "Departing",
+    "Departure",
     "Event",
     "EventKind",
     "EveryPages",
     "Hit",
+    "Import",
     "Index",
     "LastPage",
     "Lease",
     "Listener",
     "Namespace",
+    "Outline",
     "Placement",
     "Prompt",
     "Stop",
+    "Wanted",
 ]

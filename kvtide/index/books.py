@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtide.index.cells import cells_of
 from kvtide.index.events import Event, EventKind, Listener
-from kvtide.index.holding import Arrival, Lease
+from kvtide.index.holding import Arrival, Departure, Import, Lease
 from kvtide.index.keys import TOKEN_BYTES, Hidden, Namespace, Prompt, chain, unlike_any_prompt
 from kvtide.index.node import Node, Root, RootName
 from kvtide.index.pins import Pins
@@ -48,6 +48,8 @@ class Books:
         self.roots: dict[RootName, Root] = {}
         self.leases: dict[int, Lease] = {}
         self.arrivals: dict[int, Arrival] = {}
+        self.imports: dict[int, Import] = {}
+        self.departures: dict[int, Departure] = {}
         self.listeners: list[Listener] = []
         self.nodes = 0
         self.tick = 0
@@ -401,10 +403,15 @@ class Books:
 
     def _root_key(self, root: Node) -> bytes:
         assert isinstance(root, Root)
-        namespace, head = root.name
-        assert isinstance(namespace, Namespace), "nobody is told of hidden pages"
-        (root.key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
+        root.key = self.name_key(root.name)
         return root.key
+
+    def name_key(self, name: RootName) -> bytes:
+        """What the page keys of a root's prompts begin with."""
+        namespace, head = name
+        assert isinstance(namespace, Namespace), "nobody is told of hidden pages"
+        (key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
+        return key
 
     def _tell_stored(self, node: Node, cell: int, first: int) -> None:
         """Pages from number `first` on became readable: for the policy, and for who listens."""

@@ -28,6 +28,15 @@ def banish(books: Books, prompt: Prompt) -> int:
     return pages
 
 
+def keys_below(books: Books, prompt: Prompt) -> list[bytes]:
+    """The keys of all pages known that share the prompt's first page."""
+    root = books.roots.get((prompt.namespace, prompt.head))
+    top = root.children.get(prompt.body[: books.page_bytes]) if root is not None else None
+    if top is None:
+        return []
+    return [key for node in (top, *books.below(top)) for key in books.page_keys(node)]
+
+
 def hidden_roots(nodes: Iterable[Node]) -> list[Node]:
     """The hidden trees in which nodes are, each once. To be asked while they are in a tree."""
     roots: dict[Node, None] = {}

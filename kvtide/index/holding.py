@@ -127,3 +127,50 @@ class Arrival:
         return all(part.node.hidden for part in self.parts) and not any(
             lease.live for lease in self.leases
         )
+
+
+class Taken(NamedTuple):
+    """A slot taken for one page of a prompt."""
+
+    cell: int
+    page: int
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """Pages on their way from outside: their slots are owned here, and are not in the tree.
+
+        begun ──adopt───▶ begun     the first of them can be found, the rest may still come
+          ├────abandon──▶ begun     nothing more is adopted: what was there may go
+          └─────forgo───▶ over      what was not adopted goes back
+
+    lease   stands at the deepest boundary that the device and the host allow
+    taken   in the order in which the pages are to come
+    guards  what is there of the prompt beyond that boundary, and is of use once they have come
+    """
+
+    number: int
+    lease: Lease
+    taken: list[Taken]
+    guards: list[Pin] = field(default_factory=list)
+    live: bool = True
+
+
+class Departing(NamedTuple):
+    """A page on the host by its key. `absent`: optional sidecars that it does not carry."""
+
+    anchor: str
+    key: bytes
+    slot: int
+    absent: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    """Pages that landed on the host and stay there until somebody has written them elsewhere."""
+
+    number: int
+    pins: list[Pin]
+    pages: list[Departing]
+    live: bool = True

@@ -2,6 +2,7 @@
 
     match ─▶ pin ─▶ [copy ─▶ land | fail] ─▶ reserve ─▶ commit … commit ─▶ release
                                         evict, demote, clear make room; banish forbids
+    outline ─▶ pin ─▶ take ─▶ adopt … adopt ─▶ abandon ─▶ forgo      pages from outside
 
 `Index` takes prompts and returns leases; it never sees bytes, time or requests. It is
 deterministic: a logical clock, no wall time, no order that depends on hashes. One thread at a time.
@@ -12,7 +13,7 @@ releasing what another index leased, pinning a stale hit) is a programmer's erro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,13 @@ from kvtide.index.books import Books
 from kvtide.index.choice import DEFAULT_POLICY
 from kvtide.index.costs import CostBased
 from kvtide.index.events import Listener
-from kvtide.index.hiding import banish
-from kvtide.index.holding import Arrival, Lease
+from kvtide.index.hiding import banish, keys_below
+from kvtide.index.holding import Arrival, Departure, Import, Lease
 from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
 from kvtide.index.leasing import Leasing
 from kvtide.index.match import Hit, Matcher, Stop
 from kvtide.index.moving import Moving
+from kvtide.index.outside import Outline, Outside, Wanted
 from kvtide.index.placement import Placement
 from kvtide.index.room import Room
 from kvtide.spec import ModelMemory, Slots, Tier
@@ -59,6 +61,7 @@ class Index:
             memory, self.books, self._matcher, self._room, placement or CostBased()
         )
         self._moving = Moving(self.books, self._room, self._leasing)
+        self._outside = Outside(self.books, self._room, self._matcher, self._leasing)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -173,13 +176,52 @@ class Index:
         """Begin to move victims of a full tier down; None when there is none, or no room."""
         return self._moving.demote(source, target, self._anchor(anchor), pages)
 
-    def land(self, arrival: Arrival) -> None:
-        """All bytes of the arrival are in place: its pages become readable."""
-        self._moving.land(arrival)
+    def land(self, arrival: Arrival, departs: bool = False) -> Departure | None:
+        """All bytes of the arrival are in place: its pages become readable.
+
+        If it `departs`, its pages stay on the host until `departed`; None if there are none.
+        """
+        return self._moving.land(arrival, departs)
 
     def fail(self, arrival: Arrival) -> None:
         """The arrival's bytes will not come: everything it held goes back."""
         self._moving.fail(arrival)
+
+    # -- from and to the outside ------------------------------------------------------------
+
+    def outline(self, prompt: Prompt) -> Outline:
+        """Which pages of a prompt the device and the host have. Changes nothing."""
+        return self._outside.outline(prompt)
+
+    def take(self, lease: Lease, wanted: Sequence[Wanted]) -> Import | None:
+        """Take host slots for pages of the lease's prompt that come from outside, in this order.
+
+        None when there is no room. The import has the lease from now on.
+        """
+        return self._outside.take(lease, wanted)
+
+    def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
+        """The first `count` pages of an import are there, and can be found on the host.
+
+        `absent` names, for each of them, the optional sidecars that did not come with it.
+        """
+        self._outside.adopt(arriving, count, absent)
+
+    def abandon(self, arriving: Import) -> None:
+        """No more of an import is adopted: what it held may go, but for its slots."""
+        self._outside.abandon(arriving)
+
+    def forgo(self, arriving: Import) -> None:
+        """Nothing writes to an import's slots any more: those that were not adopted go back."""
+        self._outside.forgo(arriving)
+
+    def departed(self, departure: Departure) -> None:
+        """What departs was written, or given up: the host may drop it."""
+        self._outside.departed(departure)
+
+    def prompt_key(self, prompt: Prompt) -> bytes:
+        """What the keys of the prompt's pages are chained from (`keys.chain`)."""
+        return self.books.name_key((prompt.namespace, prompt.head))
 
     # -- making room ------------------------------------------------------------------------
 
@@ -200,6 +242,10 @@ class Index:
         that need them end; leases that stand on them go on, and nobody finds what they commit.
         """
         return banish(self.books, prompt)
+
+    def keys_below(self, prompt: Prompt) -> list[bytes]:
+        """The keys of all pages known that share the prompt's first page."""
+        return keys_below(self.books, prompt)
 
     # -- looking ----------------------------------------------------------------------------
 

@@ -68,6 +68,9 @@ def every_slot_has_one_owner(books: Books) -> Iterator[str]:
     for arrival in books.arrivals.values():
         for part in arrival.parts:
             owners[part.cell].update(part.slots.tolist())
+    for arriving in books.imports.values():
+        for taken in arriving.taken:
+            owners[taken.cell][taken.slot] += 1
     for lease in books.leases.values():
         for segment in lease.segments:
             for anchor, slots in segment.slots.items():
@@ -103,11 +106,13 @@ def kids_are_counted(books: Books) -> Iterator[str]:
                 yield f"{_name(node)}: {node.kids[cell]} children in cell {cell}, really {held}"
 
 
-def pins_are_those_of_leases_and_arrivals(books: Books) -> Iterator[str]:
+def pins_are_those_of_their_holders(books: Books) -> Iterator[str]:
     counts: Counter[tuple[int, int]] = Counter()
     pins_held = [pin for lease in books.leases.values() for pin in lease.pins]
     for arrival in books.arrivals.values():
         pins_held += (*arrival.pins, *arrival.guards)
+    pins_held += [pin for departure in books.departures.values() for pin in departure.pins]
+    pins_held += [pin for arriving in books.imports.values() for pin in arriving.guards]
     for pin in pins_held:
         for node in pin.nodes():
             counts[id(node), pin.cell] += 1
@@ -189,7 +194,7 @@ CHECKS: tuple[Check, ...] = (
     every_slot_has_one_owner,
     promises_are_covered,
     kids_are_counted,
-    pins_are_those_of_leases_and_arrivals,
+    pins_are_those_of_their_holders,
     page_counts_are_sums,
     arrivals_are_expected,
     evictable_nodes_are_queued,

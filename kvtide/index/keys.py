@@ -78,9 +78,10 @@ class Prompt:
     head  the first `holdback` tokens: part of the root, not of any page
     body  the rest, packed; page i is `body[i·page_bytes : (i+1)·page_bytes]`
     tokens  how many there are in all
+    fetched  pages [start, end) that were brought from storage for this prompt
     """
 
-    __slots__ = ("body", "head", "holdback", "namespace", "tokens")
+    __slots__ = ("body", "fetched", "head", "holdback", "namespace", "tokens")
 
     def __init__(self, tokens: Tokens, namespace: Namespace | Hidden, holdback: int) -> None:
         packed = pack(tokens)
@@ -90,6 +91,7 @@ class Prompt:
         self.head = packed[:cut]
         self.body = packed[cut:] if cut else packed
         self.tokens = len(packed) // TOKEN_BYTES
+        self.fetched = range(0)
 
     def extend(self, tokens: Tokens) -> None:
         """Append generated tokens."""

@@ -154,19 +154,27 @@ class Matcher:
     def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
         """The pages up to the boundary by the fastest tier that has them.
 
-        Counted where the history is; without one, all pages count for the tier of the last.
+        Counted where the history is; without one, all pages count for the tier of the last. What
+        was brought to the host for this very prompt counts as storage's.
         """
         assert hit.tick == self._books.tick, "the index changed since this hit; match again"
         found: dict[Tier, int] = {}
         if not self._histories and hit.boundary:
             last = next(node for node in hit.nodes if node.end >= hit.boundary)
-            return {self._fastest(last, 0): hit.boundary}
+            tier = self._fastest(last, 0)
+            if tier is Tier.HOST and hit.boundary - 1 in hit.prompt.fetched:
+                tier = Tier.STORAGE
+            return {tier: hit.boundary}
         anchor = (self._histories & -self._histories).bit_length() - 1
         for node in hit.nodes:
             pages = min(node.pages, hit.boundary - node.depth)
             if pages > 0:
                 tier = self._fastest(node, anchor)
-                found[tier] = found.get(tier, 0) + pages
+                here = range(node.depth, node.depth + pages)
+                brought = _common(here, hit.prompt.fetched) if tier is Tier.HOST else 0
+                for where, count in ((tier, pages - brought), (Tier.STORAGE, brought)):
+                    if count:
+                        found[where] = found.get(where, 0) + count
         return found
 
     def _fastest(self, node: Node, anchor: int) -> Tier:
@@ -205,6 +213,10 @@ class Matcher:
         else:
             reason = "no checkpoint was kept further on"
         return Stop(pool.name, limit * self._page_tokens, reason)
+
+
+def _common(a: range, b: range) -> int:
+    return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
 def shared_pages(run: bytes, body: bytes, offset: int, most: int, page_bytes: int) -> int:

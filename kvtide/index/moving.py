@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtide.index.books import Books
 from kvtide.index.hiding import hidden_roots, sweep
-from kvtide.index.holding import Arrival, Lease, Part, Pin
+from kvtide.index.holding import Arrival, Departing, Departure, Lease, Part, Pin
 from kvtide.index.leasing import Leasing
 from kvtide.index.node import Node
 from kvtide.index.room import Room
@@ -78,8 +78,11 @@ class Moving:
             books.pins.unpin(pin)
         return arrival
 
-    def land(self, arrival: Arrival) -> None:
-        """The bytes are there: the pages become readable in the target."""
+    def land(self, arrival: Arrival, departs: bool) -> Departure | None:
+        """The bytes are there: the pages become readable in the target.
+
+        If it `departs`, what is new there stays until the departure is over; None if it is nothing.
+        """
         books = self._books
         hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
@@ -90,6 +93,7 @@ class Moving:
                     books.cells[part.cell].queue.offer(node)
                 else:
                     books.cells[part.cell].slots.free(slots)
+        departure = self._depart(arrival) if departs else None
         for pin in arrival.pins:
             nodes = list(pin.nodes())
             books.pins.unpin(pin)
@@ -101,6 +105,7 @@ class Moving:
             if lease.live:
                 self._leasing.repin(lease)
         sweep(books, hidden)
+        return departure
 
     def fail(self, arrival: Arrival) -> None:
         """The bytes will not come: every slot goes back, nothing was ever readable."""
@@ -117,6 +122,36 @@ class Moving:
         sweep(books, hidden)
 
     # -- the steps --------------------------------------------------------------------------
+
+    def _depart(self, arrival: Arrival) -> Departure | None:
+        """Pin what the arrival brought: a history with all above it, which cannot go before."""
+        books = self._books
+        departure = Departure(books.next_number(), [], [])
+        for part in arrival.parts:
+            history, anchor = books.cells[part.cell].reach is None, part.cell % books.anchors
+            for node, slots in self._slices(part):
+                if node.hidden or node.slots[part.cell] is None:
+                    continue
+                if not np.array_equal(node.resident_slots(part.cell), slots):
+                    continue
+                pins = books.pins
+                departure.pins.append(
+                    pins.upwards(part.cell, node)
+                    if history
+                    else pins.span(part.cell, node, node.depth)
+                )
+                departure.pages += self._departing(node, anchor, slots)
+        if not departure.pages:
+            return None
+        books.departures[departure.number] = departure
+        return departure
+
+    def _departing(self, node: Node, anchor: int, slots: Slots) -> list[Departing]:
+        name, presence = self._books.anchor_names[anchor], self._books.presence
+        return [
+            Departing(name, key, slot, presence.absent(Tier.HOST, name, slot))
+            for key, slot in zip(self._books.page_keys(node), slots.tolist(), strict=True)
+        ]
 
     def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
         """The next victims, pinned, that have to be copied; and how many pages leave in all."""

@@ -38,6 +38,11 @@ class Presence:
         for name, bits in self._bits.get((source, anchor), {}).items():
             self._bits[target, anchor][name][targets] = bits[sources]
 
+    def absent(self, tier: Tier, anchor: str, slot: int) -> tuple[str, ...]:
+        """The optional sidecars that a slot does not carry."""
+        found = self._bits.get((tier, anchor), {})
+        return tuple(name for name, bits in found.items() if not bits[slot])
+
     def of(self, tier: Tier, anchor: str, sidecar: str, slots: Slots) -> npt.NDArray[np.bool_]:
         return self._bits[tier, anchor][sidecar][slots]
 

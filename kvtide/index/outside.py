@@ -1,0 +1,238 @@
+"""Pages that come from outside the tiers the index knows, and pages that go there.
+
+What a store holds is not in the tree: others write to it and take from it. So a fetch is an
+*import*: host slots taken for pages of a prompt, outside the tree and readable by nobody, until
+those that arrived are adopted. And a store is a *departure*: pages that landed on the host and must
+not go before they are written (`Moving.land` begins it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.index.books import Books
+from kvtide.index.hiding import hidden_roots, sweep
+from kvtide.index.holding import Departure, Import, Lease, Pin, Taken
+from kvtide.index.keys import Prompt
+from kvtide.index.leasing import Leasing
+from kvtide.index.match import Matcher
+from kvtide.index.node import Node
+from kvtide.index.room import Room
+from kvtide.spec import Slots, Tier
+
+Held = npt.NDArray[np.bool_]
+
+
+class Wanted(NamedTuple):
+    """One page of one anchor."""
+
+    anchor: str
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Which pages of a prompt the device and the host have.
+
+    limit  the deepest boundary that would leave a token to compute
+    held   per anchor, for the pages before the limit
+    """
+
+    limit: int
+    held: Mapping[str, Held]
+
+
+class Outside:
+    def __init__(self, books: Books, room: Room, matcher: Matcher, leasing: Leasing) -> None:
+        self._books = books
+        self._room = room
+        self._matcher = matcher
+        self._leasing = leasing
+
+    # -- coming in --------------------------------------------------------------------------
+
+    def outline(self, prompt: Prompt) -> Outline:
+        books = self._books
+        hit = self._matcher.match(prompt, Tier.HOST)
+        held = {name: np.zeros(hit.limit, bool) for name in books.anchor_names}
+        end = 0
+        for number, node in enumerate(hit.nodes, 1):
+            start, end = end, end + (node.pages if number < len(hit.nodes) else hit.last_pages)
+            for anchor, name in enumerate(books.anchor_names):
+                cells = (books.cell(tier, anchor) for tier in (Tier.DEVICE, Tier.HOST))
+                held[name][start:end] = any(node.resident >> cell & 1 for cell in cells)
+        return Outline(hit.limit, held)
+
+    def take(self, lease: Lease, wanted: Sequence[Wanted]) -> Import | None:
+        """Host slots for pages of the lease's prompt; None when the host has no room.
+
+        What the pages follow on is there when they come: the import has the lease, and guards what
+        there is beyond its boundary.
+        """
+        books = self._books
+        assert lease.live and self._leasing.owns(lease)
+        guards = self._guard(lease.prompt, max((want.page + 1 for want in wanted), default=0))
+        books.tick += 1
+        cell_of = {name: books.cell(Tier.HOST, n) for n, name in enumerate(books.anchor_names)}
+        cells = [cell_of[want.anchor] for want in wanted]
+        needs = {cell: cells.count(cell) for cell in sorted(set(cells))}
+        if not self._room.reserve(needs):
+            self._unguard(guards)
+            return None
+        slots = {c: iter(books.cells[c].slots.take(n).tolist()) for c, n in needs.items()}
+        taken = [
+            Taken(cell, want.page, next(slots[cell]))
+            for cell, want in zip(cells, wanted, strict=True)
+        ]
+        arriving = Import(books.next_number(), lease, taken, guards)
+        books.imports[arriving.number] = arriving
+        return arriving
+
+    def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
+        """The first `count` pages are there: they can be found on the host from now on.
+
+        `absent` names, for each of them, the optional sidecars that did not come with it.
+        """
+        books = self._books
+        assert arriving.live and arriving.lease.live and len(absent) == count
+        books.tick += 1
+        here, arriving.taken = arriving.taken[:count], arriving.taken[count:]
+        if arriving.lease.hidden:
+            self._free(here)
+            return
+        if books.presence.needed:
+            self._mark(here, absent)
+        for start, end, slots in _uniform(here):
+            self._insert(arriving.lease.prompt, start, end, slots)
+
+    def abandon(self, arriving: Import) -> None:
+        """Nothing more is adopted: only the slots stay taken, until nothing writes to them."""
+        guards, arriving.guards = arriving.guards, []
+        self._unguard(guards)
+        self._leasing.release(arriving.lease)
+
+    def forgo(self, arriving: Import) -> None:
+        """Nothing writes to the import's slots any more: what was not adopted goes back."""
+        assert arriving.live
+        self.abandon(arriving)
+        arriving.live = False
+        del self._books.imports[arriving.number]
+        self._free(arriving.taken)
+
+    def _guard(self, prompt: Prompt, end: int) -> list[Pin]:
+        """Pin what the device and the host have of the pages that a resume at `end` needs.
+
+        Nobody holds what lies beyond the deepest boundary, and room is being made.
+        """
+        books = self._books
+        path = [node for node in self._matcher.match(prompt, Tier.HOST).nodes if node.depth < end]
+        if not path:
+            return []
+        return [
+            pin
+            for anchor in range(books.anchors)
+            for pin in books.pins.fastest(anchor, path[-1], self._first(anchor, end), Tier.HOST)
+        ]
+
+    def _first(self, anchor: int, end: int) -> int:
+        reach = self._books.cells[anchor].reach
+        return 0 if reach is None else max(0, end - reach)
+
+    def _unguard(self, guards: Sequence[Pin]) -> None:
+        hidden = hidden_roots(pin.node for pin in guards)
+        for pin in guards:
+            self._books.pins.unpin(pin)
+        sweep(self._books, hidden)
+
+    def _mark(self, taken: Sequence[Taken], absent: Sequence[Collection[str]]) -> None:
+        """Note what came with each page; mostly the same with all."""
+        alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for one, without in zip(taken, absent, strict=True):
+            alike.setdefault((one.cell, tuple(without)), []).append(one.slot)
+        for (cell, without), slots in alike.items():
+            anchor = self._books.anchor_names[cell % self._books.anchors]
+            self._books.presence.mark(Tier.HOST, anchor, np.array(slots, np.int32), without)
+
+    def _free(self, taken: Sequence[Taken]) -> None:
+        slots: dict[int, list[int]] = {}
+        for one in taken:
+            slots.setdefault(one.cell, []).append(one.slot)
+        for cell, mine in slots.items():
+            self._books.cells[cell].slots.free(np.array(mine, np.int32))
+
+    def _insert(self, prompt: Prompt, start: int, end: int, slots: dict[int, Slots]) -> None:
+        """Give the prompt's pages [start, end) these slots, where they have none.
+
+        Pages above that nobody has become nodes that hold nothing: they are held by those below.
+        """
+        books, body, size = self._books, prompt.body, self._books.page_bytes
+        node: Node = books.root(prompt)
+        at = 0
+        while at < end:
+            stop = start if at < start else end
+            child = node.children.get(body[at * size : (at + 1) * size])
+            if child is None:
+                child = books.add_leaf(node, body[at * size : stop * size], stop - at)
+                child.stop = end
+            else:
+                pages = self._matcher.shared(child, body, at, stop)
+                if pages < child.pages:
+                    child = books.split(child, pages)
+            if at >= start:
+                first = at - start
+                self._fill(child, {c: s[first : first + child.pages] for c, s in slots.items()})
+            node = child
+            at += child.pages
+
+    def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
+        books = self._books
+        for cell, mine in slots.items():
+            if node.resident >> cell & 1:
+                books.cells[cell].slots.free(mine)
+                continue
+            coming = node.arrivals.get(cell) if node.arrivals else None
+            books.hold(node, cell, mine.copy())
+            books.cells[cell].queue.offer(node)
+            # Who waits for these pages to be brought has them now, and must not lose them.
+            for lease in books.arrivals[coming].leases if coming is not None else ():
+                if lease.live:
+                    self._leasing.repin(lease)
+
+    # -- going out --------------------------------------------------------------------------
+
+    def departed(self, departure: Departure) -> None:
+        """Written, or given up: its pages may go."""
+        books = self._books
+        assert departure.live and books.departures.pop(departure.number) is departure
+        departure.live = False
+        books.tick += 1
+        hidden = hidden_roots(pin.node for pin in departure.pins)
+        for pin in departure.pins:
+            books.pins.unpin(pin)
+        sweep(books, hidden)
+
+
+def _uniform(taken: Sequence[Taken]) -> list[tuple[int, int, dict[int, Slots]]]:
+    """Runs of pages [start, end) that came for the same cells, with their slots per cell."""
+    by_page: dict[int, dict[int, int]] = {}
+    for one in taken:
+        by_page.setdefault(one.page, {})[one.cell] = one.slot
+    runs: list[tuple[int, int, dict[int, list[int]]]] = []
+    for page in sorted(by_page):
+        cells = by_page[page]
+        if runs and runs[-1][1] == page and runs[-1][2].keys() == cells.keys():
+            start, _, slots = runs.pop()
+        else:
+            start, slots = page, {cell: [] for cell in sorted(cells)}
+        for cell, slot in cells.items():
+            slots[cell].append(slot)
+        runs.append((start, page + 1, slots))
+    return [
+        (start, end, {cell: np.array(found, np.int32) for cell, found in slots.items()})
+        for start, end, slots in runs
+    ]
