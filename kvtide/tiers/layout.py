@@ -11,7 +11,8 @@ the three layouts are three ways to fill in these two numbers, and nothing else 
 
 In the last one any range of layers is a single run per page, whatever pools a model has, so that
 a copy engine is given few large copies where the others give it many small ones. The same order is
-the canonical one in which a page leaves the process.
+the canonical one in which a page leaves the process; a *tail* behind every page keeps room for what
+goes with it then.
 
 `pieces` compares two arrangements and joins what is contiguous in both: the one strided copy that
 all backends implement.
@@ -47,6 +48,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Whole pages of an anchor with their tails: slot s lies at `offset + s · stride`."""
+
+    offset: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A strided copy: per page, `bytes` bytes from `offset + slot · stride` here to there."""
 
@@ -58,20 +67,37 @@ class Piece:
 
 
 class Arrangement:
-    """All rows of a tier with so many slots per anchor, laid out one way."""
+    """All rows of a tier with so many slots per anchor, laid out one way.
 
-    def __init__(self, memory: ModelMemory, slots: Mapping[str, int], layout: Layout) -> None:
+    `tails`: bytes to leave free behind every page of an anchor, where a page is one run.
+    """
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        slots: Mapping[str, int],
+        layout: Layout,
+        tails: Mapping[str, int] | None = None,
+    ) -> None:
         self.memory = memory
         self.slots = {anchor.name: slots[anchor.name] for anchor in memory.anchors}
         self.layout = layout
         place = _PLACES[layout]
         self._rows: dict[str, dict[tuple[int, str], Row]] = {}
+        self._runs: dict[str, Run] = {}
         start = 0
         for anchor, count in self.slots.items():
-            found = sorted(place(memory, anchor, count, start), key=lambda row: row.layer)
+            tail = tails.get(anchor, 0) if tails and layout is Layout.PAGE_FIRST_DIRECT else 0
+            stride = memory.slot_bytes(anchor) + tail
+            found = sorted(place(memory, anchor, count, start, tail), key=lambda row: row.layer)
             self._rows[anchor] = {(row.layer, row.pool): row for row in found}
-            start += memory.slot_bytes(anchor) * count
+            self._runs[anchor] = Run(start, stride)
+            start += stride * count
         self.bytes = start
+
+    def run(self, anchor: str) -> Run | None:
+        """Where whole pages lie, each with its tail; None where a page is not one run."""
+        return self._runs[anchor] if self.layout is Layout.PAGE_FIRST_DIRECT else None
 
     def row(self, pool: PoolSpec, layer: int) -> Row:
         """A pool's row by its global layer number."""
@@ -129,7 +155,9 @@ def _adjoins(before: Piece, piece: Piece) -> bool:
 # -- the three layouts ----------------------------------------------------------------------
 
 
-def _layer_first(memory: ModelMemory, anchor: str, slots: int, start: int) -> Iterator[Row]:
+def _layer_first(
+    memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
+) -> Iterator[Row]:
     for pool in memory.group(anchor):
         size = pool.row_bytes(memory.page_tokens)
         for layer in pool.layers:
@@ -137,7 +165,9 @@ def _layer_first(memory: ModelMemory, anchor: str, slots: int, start: int) -> It
             start += slots * size
 
 
-def _page_first(memory: ModelMemory, anchor: str, slots: int, start: int) -> Iterator[Row]:
+def _page_first(
+    memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
+) -> Iterator[Row]:
     for pool in memory.group(anchor):
         size, page = pool.row_bytes(memory.page_tokens), pool.page_bytes(memory.page_tokens)
         for number, layer in enumerate(pool.layers):
@@ -145,8 +175,10 @@ def _page_first(memory: ModelMemory, anchor: str, slots: int, start: int) -> Ite
         start += slots * page
 
 
-def _page_first_direct(memory: ModelMemory, anchor: str, slots: int, start: int) -> Iterator[Row]:
-    group, page = memory.group(anchor), memory.slot_bytes(anchor)
+def _page_first_direct(
+    memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
+) -> Iterator[Row]:
+    group, page = memory.group(anchor), memory.slot_bytes(anchor) + tail
     for layer in sorted({layer for pool in group for layer in pool.layers}):
         for pool in group:
             if layer in pool.layers:

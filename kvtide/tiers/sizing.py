@@ -8,6 +8,7 @@ tokens, nor takes more than it was given in bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtide.spec import ModelMemory, SpecError
@@ -65,18 +66,31 @@ def capacity_pages(
     size: TierSize,
     device_bytes: int | None = None,
     tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT,
+    tails: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
     """Pages of every anchor that a tier of this size holds.
 
-    `device_bytes` is the size of the device tier, which only a ratio needs.
+    `device_bytes` is the size of the device tier, which only a ratio needs; `tails` what lies
+    behind every page (`layout.Arrangement`).
     """
     total_bytes = tier_bytes(memory, size, device_bytes, tokens_per_checkpoint)
     if isinstance(size, Tokens):
         return pages_per_anchor(memory, _pages_of(memory, size), tokens_per_checkpoint)
     try:
-        return pages_for(memory, total_bytes, tokens_per_checkpoint)
+        pages = pages_for(memory, total_bytes, tokens_per_checkpoint)
+        while (taken := _with_tails(memory, pages, tails or {})) > total_bytes:
+            without = sum(memory.slot_bytes(anchor) * count for anchor, count in pages.items())
+            pages = pages_for(memory, without * total_bytes // taken, tokens_per_checkpoint)
     except SpecError as refusal:
         raise TierError(str(refusal)) from refusal
+    return pages
+
+
+def _with_tails(memory: ModelMemory, pages: Mapping[str, int], tails: Mapping[str, int]) -> int:
+    return sum(
+        (memory.slot_bytes(anchor) + tails.get(anchor, 0)) * count
+        for anchor, count in pages.items()
+    )
 
 
 def tier_bytes(

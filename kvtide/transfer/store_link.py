@@ -1,0 +1,354 @@
+"""Between the host and a store: pages read and written by workers, beside the engine.
+
+    look ──▶ [looker]   exists                   which of these pages are there?
+    read ──▶ [readers]  read, check              objects become host pages, in the order asked
+    write ─▶ [writer]   exists, seal, write      host pages become objects, if not there yet
+
+Workers are supervised: whatever a store raises is a failed errand and a count, and the worker lives
+on. A store that fails again and again in the same call, or keeps one for longer than it may, is
+left alone for a while (`breaker`). An object that is not what it should be is removed from the
+store, and counts as corrupt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from kvtide.storage.objects import CorruptObjectError, ObjectFormat
+from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
+from kvtide.tiers.buffers import Buffers
+from kvtide.transfer.breaker import Breaker
+from kvtide.transfer.errands import Batch, Lookup, Paging, Reading, StoredPage, Writing
+from kvtide.transfer.places import Places, Staging
+
+T = TypeVar("T")
+
+BATCH_BYTES = 32 << 20
+READERS = 2
+STUCK_S = 30.0
+"""A call that takes longer counts as one that never returns."""
+MEMORY = 0.7
+"""What a measurement of the store's speed keeps of the figure before it."""
+
+log = logging.getLogger("kvtide")
+
+
+class _SparedError(StoreError):
+    """A call that was not made."""
+
+
+def object_key(page_key: bytes, anchor: str) -> bytes:
+    """The key of one anchor's object of a page."""
+    return hashlib.sha256(page_key + anchor.encode()).digest()
+
+
+class StoreLink:
+    """`counts` of what happened, by name; `last_error` for people; speeds as measured.
+
+    read, written, known    objects: restored, stored, there already
+    missing, corrupt        objects that were expected and not there, or not what they should be
+    refused                 objects the store would not take
+    errors                  calls that failed
+    spared                  calls that were not made, since others had failed
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        formats: Mapping[str, ObjectFormat],
+        host: Buffers,
+        *,
+        batch_bytes: int = BATCH_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.counts: Counter[str] = Counter()
+        self.last_error = ""
+        self.read_bytes_s: float | None = None
+        self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
+        self._formats = formats
+        self._places = Places(host, formats)
+        self._batch_bytes = batch_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        store.lend(self._places.block)
+        self._looker = _Crew("look", 1, clock)
+        self._readers = _Crew("read", READERS, clock)
+        self._writer = _Crew("write", 1, clock)
+
+    # -- what can be asked ------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        """Whether asking has a point now."""
+        crews = (self._looker, self._readers, self._writer)
+        failing = any(self.breakers[call].open for call in ("exists", "read"))
+        return not failing and not any(crew.stuck for crew in crews)
+
+    def look(self, keys: Callable[[], Sequence[bytes]], timeout_s: float) -> Lookup:
+        """Ask which objects are there. The keys are worked out beside the engine, too."""
+        lookup = Lookup(keys, self._clock() + timeout_s, self._clock)
+        if not self.available:
+            self._count(spared=1)
+            lookup.error = _SparedError(f"{self.store.name} does not answer")
+            return lookup
+        self._looker.put(lambda staging: self._look(lookup))
+        return lookup
+
+    def read(self, pages: Sequence[StoredPage], timeout_s: float) -> Reading:
+        """Bring pages to their host slots, the first of them first."""
+        deadline = self._clock() + timeout_s
+        reading = Reading(pages, self._of(pages), self._batch_bytes, deadline, self._clock)
+        for _ in range(min(READERS, len(reading.batches))):
+            self._readers.put(partial(self._turn, reading, partial(self._read, reading)))
+        return reading
+
+    def write(self, pages: Sequence[StoredPage], timeout_s: float) -> Writing:
+        """Store pages from their host slots."""
+        deadline = self._clock() + timeout_s
+        writing = Writing(pages, self._of(pages), self._batch_bytes, deadline, self._clock)
+        self._writer.put(partial(self._turn, writing, partial(self._write, writing)))
+        return writing
+
+    def ask(self, function: Callable[[Store], T]) -> Future[T]:
+        """Have a worker ask the store something else, behind what is being written."""
+        answer: Future[T] = Future()
+
+        def run(staging: Staging) -> bool:
+            if not answer.set_running_or_notify_cancel():
+                return False  # Whoever asked has stopped waiting.
+            try:
+                answer.set_result(function(self.store))
+            except BaseException as error:  # Somebody waits, even if a thread should end.
+                self._note(error)
+                answer.set_exception(error)
+            return False
+
+        self._writer.put(run)
+        return answer
+
+    def close(self, timeout_s: float) -> bool:
+        """End the workers, then the store; False if a call did not return in time."""
+        deadline = time.monotonic() + timeout_s
+        crews = (self._looker, self._readers, self._writer)
+        for crew in crews:
+            crew.end()
+        alive = [crew for crew in crews if not crew.join(deadline)]
+        if alive:
+            return False
+        try:
+            self.store.close()
+        except BaseException as error:  # Nobody calls it any more, whatever it says.
+            self._note(error)
+        return True
+
+    # -- on the workers ---------------------------------------------------------------------
+
+    def _look(self, lookup: Lookup) -> bool:
+        if lookup.stopped:
+            return False
+        try:
+            keys = lookup.keys()
+            lookup.found = self._answers("exists", keys) if keys else []
+        except BaseException as error:
+            lookup.error = self._note(error)
+        return False
+
+    def _turn(
+        self, paging: Paging, do: Callable[[Batch, Staging], list[bool]], staging: Staging
+    ) -> bool:
+        """One batch of an errand; True if it wants another turn."""
+        batch = paging.claim()
+        if batch is None:
+            return False
+        try:
+            paging.finish(batch, do(batch, staging))
+        except BaseException as error:  # A batch that never ends would keep its slots for ever.
+            if isinstance(error, LingeringError):
+                paging.linger(error.lingers_s)
+                staging.linger(error.lingers_s)
+            paging.fail(batch, self._note(error))
+        return True
+
+    def _read(self, reading: Reading, batch: Batch, staging: Staging) -> list[bool]:
+        pages = reading.pages[batch.start : batch.end]
+        formats = reading.formats[batch.start : batch.end]
+        keys = [object_key(page.key, page.anchor) for page in pages]
+        targets, staged = self._memory(pages, formats, staging)
+        began = self._clock()
+        lengths: list[int] = self._answers("read", keys, targets)
+        whole = []
+        for number, (page, one) in enumerate(zip(pages, formats, strict=True)):
+            absent = self._checked(one, targets[number], keys[number], lengths[number])
+            if absent is not None:
+                reading.absent[batch.start + number] = absent
+                if staged[number]:
+                    self._places.scatter(page.anchor, page.slot, targets[number])
+            whole.append(absent is not None)
+        self._timed(sum(length for length in lengths if length > 0), self._clock() - began)
+        self._count(read=sum(whole))
+        return whole
+
+    def _checked(
+        self, one: ObjectFormat, memory: memoryview, key: bytes, length: int
+    ) -> tuple[str, ...] | None:
+        """What is absent from an object, or None if it is not whole; then the store loses it."""
+        if length == MISSING:
+            self._count(missing=1)
+            return None
+        try:
+            if length != one.bytes:
+                raise CorruptObjectError(f"{length:,} bytes, not {one.bytes:,}")
+            return one.check(memory, key)
+        except CorruptObjectError as error:
+            self._count(corrupt=1)
+            log.warning("%s: a corrupt object, to be removed (%s)", self.store.name, error)
+        try:
+            self._call("remove", [key])
+        except Exception as error:  # The others of its batch are none the worse for it.
+            self._note(error)
+        return None
+
+    def _write(self, writing: Writing, batch: Batch, staging: Staging) -> list[bool]:
+        pages = writing.pages[batch.start : batch.end]
+        keys = [object_key(page.key, page.anchor) for page in pages]
+        known: list[bool] = self._answers("exists", keys)
+        unwanted = writing.unwanted
+        new = [n for n, there in enumerate(known) if not there and pages[n].key not in unwanted]
+        self._count(known=sum(known))
+        if not new:
+            return known
+        pages, keys = [pages[n] for n in new], [keys[n] for n in new]
+        formats = [writing.formats[batch.start + n] for n in new]
+        sources, staged = self._memory(pages, formats, staging)
+        for page, key, one, source, copied in zip(
+            pages, keys, formats, sources, staged, strict=True
+        ):
+            if copied:
+                self._places.gather(page.anchor, page.slot, source)
+            one.seal(source, key, page.absent)
+        stored: list[bool] = self._answers("write", keys, sources)
+        self._count(written=sum(stored), refused=len(stored) - sum(stored))
+        for number, done in zip(new, stored, strict=True):
+            known[number] = done
+        return known
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _memory(
+        self, pages: Sequence[StoredPage], formats: Sequence[ObjectFormat], staging: Staging
+    ) -> tuple[list[memoryview], list[bool]]:
+        """Where each object lies: in its host page, or else in the staging buffer."""
+        found = [self._places.in_place(page.anchor, page.slot) for page in pages]
+        staged = [place is None for place in found]
+        sizes = [one.bytes for one, copied in zip(formats, staged, strict=True) if copied]
+        parts = iter(staging.parts(sizes))
+        return [next(parts) if place is None else place for place in found], staged
+
+    def _call(self, call: str, *arguments: object) -> Any:
+        """Each call has a breaker: that a store can be asked does not mean that it can be read."""
+        breaker = self.breakers[call]
+        if not breaker.allows():
+            raise _SparedError(f"{self.store.name}: left alone for a while, since {call} failed")
+        try:
+            result = getattr(self.store, call)(*arguments)
+        except BaseException:
+            breaker.failed()
+            raise
+        breaker.succeeded()
+        return result
+
+    def _answers(self, call: str, keys: Sequence[bytes], *memory: Sequence[memoryview]) -> Any:
+        """A call that answers for every key, which is more than any store can be trusted with."""
+        answers = self._call(call, keys, *memory)
+        if len(answers) != len(keys):
+            raise StoreError(
+                f"{self.store.name}: {len(answers)} answers for {len(keys)} objects; mend the store"
+            )
+        return answers
+
+    def _note(self, error: BaseException) -> BaseException:
+        if isinstance(error, _SparedError):
+            self._count(spared=1)
+            return error
+        self._count(errors=1)
+        said = str(error) or type(error).__name__
+        if said != self.last_error:
+            log.warning("storage: %s", said)
+        self.last_error = said
+        return error
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self.counts.update(counts)
+
+    def _timed(self, size: int, seconds: float) -> None:
+        """Readers work side by side, so that each alone sees a part of the store's speed."""
+        if not size or seconds <= 0:
+            return
+        speed = READERS * size / seconds
+        with self._lock:
+            before = self.read_bytes_s
+            self.read_bytes_s = speed if before is None else MEMORY * before + (1 - MEMORY) * speed
+
+    def _of(self, pages: Sequence[StoredPage]) -> list[ObjectFormat]:
+        return [self._formats[page.anchor] for page in pages]
+
+
+Turn = Callable[[Staging], bool]
+
+
+class _Crew:
+    """Threads that take turns from one queue; a turn that returns True is put back at its end."""
+
+    def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._turns: queue.SimpleQueue[Turn | None] = queue.SimpleQueue()
+        self._since: dict[int, float] = {}
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(number,), name=f"kvtide-store-{name}-{number}", daemon=True
+            )
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all of them have been at one turn for longer than any turn should take."""
+        since = list(self._since.values())
+        return len(since) == len(self._threads) and self._clock() - max(since) > STUCK_S
+
+    def put(self, turn: Turn) -> None:
+        self._turns.put(turn)
+
+    def end(self) -> None:
+        for _ in self._threads:
+            self._turns.put(None)
+
+    def join(self, deadline: float) -> bool:
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, number: int) -> None:
+        staging = Staging(self._clock)
+        while (turn := self._turns.get()) is not None:
+            self._since[number] = self._clock()
+            try:
+                if turn(staging):
+                    self._turns.put(turn)
+            except BaseException:  # Whatever it is ends the turn, and not the worker.
+                log.exception("storage: a worker's turn failed")
+            finally:
+                del self._since[number]
