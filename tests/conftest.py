@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
@@ -15,6 +16,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tensors here are small: threads that wait for each other on a busy machine cost six times
     # what they bring. Read when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Servers keep their pages in the user's cache directory: not these.
+    os.environ["KVTIDE_STORAGE"] = "none"
+    caches = tempfile.TemporaryDirectory(prefix="kvtide-", ignore_cleanup_errors=True)
+    os.environ["XDG_CACHE_HOME"] = caches.name
+    config.add_cleanup(caches.cleanup)
     # Triton reads this when a kernel is defined, so it is set before any test module is imported.
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"

@@ -5,6 +5,7 @@
 `lease`       what a caller holds: a match, a lease
 `writing`     when pages are copied to the host
 `flights`     arrivals of the index and transfers of bytes, tied together
+`storage`     a store attached to the cache: `fetching` from it, `storing` to it, `removing`
 `sessions`    conversations whose prefix must stay
 `ranks`       agreement between the ranks of one model
 `hardware`    the memory of both tiers and the copier between them
@@ -12,11 +13,13 @@
 """
 
 from kvtide.cache.cache import Progress, TieredCache
-from kvtide.cache.config import CacheConfig
+from kvtide.cache.config import CacheConfig, FetchPatience
+from kvtide.cache.fetching import Fetch
 from kvtide.cache.hardware import Hardware
 from kvtide.cache.lease import Lease, Match
 from kvtide.cache.ranks import Agreement, Alone, Ranks, RanksDivergedError
 from kvtide.cache.stats import PageCount, Stats
+from kvtide.cache.storage import StorageStats
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace
 from kvtide.spec import Tier
 from kvtide.tiers import Bytes, Layout, Ratio, TierError, Tokens
@@ -30,6 +33,8 @@ __all__ = [
     "CacheConfig",
     "CostBased",
     "EveryPages",
+    "Fetch",
+    "FetchPatience",
     "Hardware",
     "LastPage",
     "Layout",
@@ -42,6 +47,7 @@ __all__ = [
     "RanksDivergedError",
     "Ratio",
     "Stats",
+    "StorageStats",
     "Tier",
     "TierError",
     "TieredCache",

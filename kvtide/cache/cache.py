@@ -1,4 +1,4 @@
-"""`TieredCache`: a model's memory over device and host, for people who write engines.
+"""`TieredCache`: a model's memory over device, host and storage, for people who write engines.
 
     match ─▶ reserve ─▶ load ─▶ [wait(layer) … forward] ─▶ commit … commit ─▶ release
                                     poll, once per step
@@ -9,6 +9,8 @@ that is needed next. Copies run beside the model and become visible in `poll`.
 
 What always holds: what `match` finds is there; what a lease was promised stays until `release`;
 pages on their way are not readable; whatever fails gives back all it held.
+
+`storage` reaches beyond the process: attach a store, and fetch from it when a prompt arrives.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import torch
 
 from kvtide.cache.config import CacheConfig
 from kvtide.cache.flights import Flight, Flights
-from kvtide.cache.hardware import Hardware
-from kvtide.cache.invariants import violations
+from kvtide.cache.hardware import Hardware, space
+from kvtide.cache.invariants import Parts, violations
 from kvtide.cache.lease import Lease, Match
 from kvtide.cache.ranks import Agreement, Alone
 from kvtide.cache.sessions import Sessions
 from kvtide.cache.stats import Counts, PageCount, Stats
+from kvtide.cache.storage import Storage
 from kvtide.cache.writing import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import Lease as IndexLease
@@ -38,6 +41,9 @@ from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
 from kvtide.transfer.traffic import Traffic
 from kvtide.transfer.transfer import State
+
+MOST_FLIGHTS = 64
+"""How many transfers ranks talk about per step; older ones come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +76,16 @@ class TieredCache:
             self.hardware.capacity_pages,
             eviction=config.eviction,
             placement=placement,
-            fingerprint=config.fingerprint,
+            fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
         )
         traffic: Traffic[Arrival] = Traffic(self.hardware.copier, config.transfer_timeout_s)
-        self._flights = Flights(self.index, traffic, self._agreement)
+        self._flights = Flights(self.index, traffic)
         self._writing = writing(self.index, self._flights, config.headroom)
         self._sessions = Sessions(self.index, config.session_share)
         self._leases: dict[int, Lease] = {}
         self._counts = Counts()
+        self.storage = Storage(self.index, self._flights, self.hardware, config, self._agreement)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -218,7 +225,7 @@ class TieredCache:
     def poll(self) -> Progress:
         """Once per step: let land what is done everywhere, start copies that are due."""
         told: dict[int, Lease] = {}
-        for flight, inners in self._flights.settle():
+        for flight, inners in self._settle():
             waiting = (self._leases.get(inner.number) for inner in inners)
             for lease in (lease for lease in waiting if lease is not None and not lease.failed):
                 if flight in lease.transfers:
@@ -233,6 +240,15 @@ class TieredCache:
             self._flights.submit(way)
         failed = [lease for lease in told.values() if lease.failed]
         return Progress(tuple(landed), tuple(failed))
+
+    def _settle(self) -> list[tuple[Flight, list[IndexLease]]]:
+        """End what is done on every rank: one exchange for all that is in flight."""
+        flights = self._flights.verdicts()[:MOST_FLIGHTS]
+        mine = [*flights, *self.storage.verdicts()]
+        agreed = self._agreement.least(mine, self.index.books.tick) if mine else []
+        news = self._flights.settle(agreed[: len(flights)])
+        self.storage.settle(agreed[len(flights) :])
+        return news
 
     def prefetch(self, prompt: Prompt) -> bool:
         """Begin to bring a waiting prompt's prefix to the device, if slots are free for it.
@@ -267,6 +283,7 @@ class TieredCache:
         or copy needs them. Leases that hold some go on with them, and nothing that they commit
         is found; sessions let go of theirs. The same tokens can be computed anew at once.
         """
+        self.storage.remove(prompt)
         pages = self.index.banish(prompt)
         self._sessions.forget_hidden()
         self._flights.cancel_pointless()
@@ -279,18 +296,25 @@ class TieredCache:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is in flight."""
+        """Whether anything is in flight between device and host."""
         return len(self._flights) > 0
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a `poll` has, or will have, something to do, with storage too."""
+        return self.busy or self.storage.unsettled
 
     def flush(self, tier: Tier) -> int:
         """Drop every page of a tier that nobody needs; returns how many it were."""
         return self.index.clear(tier)
 
     def drain(self, timeout_s: float) -> bool:
-        """Poll until nothing is in flight; False if that took longer than allowed, on any rank."""
+        """Poll until nothing is in flight, nor waits for storage; False if that took longer than
+        allowed, on any rank.
+        """
         deadline = time.monotonic() + timeout_s
         self.poll()
-        while len(self._flights):
+        while self.busy or self.storage.at_work:
             (in_time,) = self._agreement.least([time.monotonic() <= deadline])
             if not in_time:
                 return False
@@ -298,11 +322,20 @@ class TieredCache:
             self.poll()
         return True
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what is in flight and give the memory back."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Finish what is in flight, write what is in line, and give the memory back.
+
+        False if a store kept a call for longer than that: the memory is then left to it.
+        """
         self._sessions.forget_all()
+        deadline = time.monotonic() + timeout_s
         self.drain(timeout_s)
-        self.hardware.close(timeout_s)
+        self.storage.detach(max(0.0, deadline - time.monotonic()))
+        self.drain(max(1.0, deadline - time.monotonic()))
+        ended = self.storage.join(max(1.0, deadline - time.monotonic()))
+        if ended:
+            self.hardware.close(max(1.0, deadline - time.monotonic()))
+        return ended
 
     # -- looking ----------------------------------------------------------------------------
 
@@ -333,11 +366,13 @@ class TieredCache:
                 for anchor in anchors
             },
             sessions=len(self._sessions),
+            storage=self.storage.stats(),
         )
 
     def validate(self) -> list[str]:
         """Every violation of what must hold, in sentences; empty when all is well."""
-        return [*self.index.validate(), *violations(self.index, self._flights, self._leases)]
+        parts = Parts(self.index, self._flights, self._leases, self.storage)
+        return [*self.index.validate(), *violations(parts)]
 
     # -- the steps --------------------------------------------------------------------------
 

@@ -15,6 +15,50 @@ from kvtide.tiers import Layout, Ratio, TierError, TierSize
 from kvtide.transfer import backends
 
 _TWICE = Ratio(2.0)
+PATIENCE = ("best_effort", "timeout", "wait_complete")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPatience:
+    """How long a request waits for what storage has of its prompt.
+
+    | policy          | a request waits                                                     |
+    |-----------------|---------------------------------------------------------------------|
+    | `best_effort`   | not at all: what has come when its turn comes is used               |
+    | `timeout`       | `base_s`, and `per_1k_s` per 1,000 tokens, but not beyond `most_s`  |
+    | `wait_complete` | until all has come, but not beyond `complete_s`                     |
+
+    least_tokens  what is not worth asking for
+    """
+
+    policy: str = "timeout"
+    base_s: float = 1.0
+    per_1k_s: float = 0.25
+    most_s: float = 10.0
+    complete_s: float = 60.0
+    least_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.policy not in PATIENCE:
+            raise TierError(
+                f"prefetch policy {self.policy} is not known; use {', '.join(PATIENCE)}"
+            )
+        times = (self.base_s, self.per_1k_s, self.most_s, self.complete_s)
+        if not all(0 <= seconds < math.inf for seconds in times):
+            raise TierError("prefetch times must be 0 or more seconds, and end; use 1.0 or 0.25")
+
+    @property
+    def waits(self) -> bool:
+        return self.policy != "best_effort"
+
+    def limit_s(self, tokens: int) -> float:
+        """The longest that a fetch of so many tokens goes on."""
+        if self.policy == "timeout":
+            return min(self.most_s, self.base_s + self.per_1k_s * tokens / 1000)
+        return self.complete_s
+
+
+_PATIENT = FetchPatience()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +77,7 @@ class CacheConfig:
     headroom          write_back keeps this share of the device's slots free, ahead of need
     session_share     the most that session pins may hold of the device's slots
     transfer_timeout_s  after this long nobody waits for a transfer any more
+    patience          how long requests wait for storage, once one is attached
     fingerprint       what the weights and their precision are, for keys that leave the process
     """
 
@@ -48,6 +93,7 @@ class CacheConfig:
     headroom: float = 0.05
     session_share: float = 0.5
     transfer_timeout_s: float = 30.0
+    patience: FetchPatience = _PATIENT
     fingerprint: bytes = b""
 
     def __post_init__(self) -> None:

@@ -8,10 +8,9 @@ could not follow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from kvtide.cache.ranks import Agreement
-from kvtide.index import Arrival, Index
+from kvtide.index import Arrival, Departure, Index
 from kvtide.index import Lease as IndexLease
 from kvtide.spec import Tier
 from kvtide.transfer.strided import Way
@@ -22,22 +21,33 @@ Flight = Transfer[Arrival]
 
 
 class Flights:
-    """`ended` counts transfers by direction and end, `moved_bytes` what landed."""
+    """`ended` counts transfers by direction and end, `moved_bytes` what landed.
 
-    def __init__(self, index: Index, traffic: Traffic[Arrival], agreement: Agreement) -> None:
+    departs     whether what leaves for the host from now on goes on from there
+    departures  what landed there since somebody looked, for them to end
+    """
+
+    def __init__(self, index: Index, traffic: Traffic[Arrival]) -> None:
+        self.departs = False
+        self.departures: list[Departure] = []
         self.ended: Counter[tuple[Way, State]] = Counter()
         self.moved_bytes: Counter[Way] = Counter()
         self.moved_pages: Counter[Way] = Counter()
         self._index = index
         self._traffic = traffic
-        self._agreement = agreement
         self._flights: dict[int, Flight] = {}
+        self._departing: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._traffic)
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._traffic)
+
+    @property
+    def departing(self) -> bool:
+        """Whether anything is in the air that will go on from the host."""
+        return bool(self._departing)
 
     # -- beginning --------------------------------------------------------------------------
 
@@ -100,6 +110,8 @@ class Flights:
             return flight
         self._traffic.reserve(flight, arrival, arrival.moves)
         self._flights[arrival.number] = flight
+        if way is Way.BACKUP and self.departs:
+            self._departing.add(arrival.number)
         return flight
 
     # -- ending -----------------------------------------------------------------------------
@@ -119,15 +131,14 @@ class Flights:
             if flight.state is State.RESERVED and arrival is not None and arrival.pointless:
                 self.cancel(flight)
 
-    def settle(self) -> list[tuple[Flight, list[IndexLease]]]:
+    def verdicts(self) -> list[int]:
+        """How every flight stands on this rank, oldest first."""
+        return [self._traffic.verdict(flight) for flight in self._traffic.flying()]
+
+    def settle(self, agreed: Sequence[int]) -> list[tuple[Flight, list[IndexLease]]]:
         """End what is done on every rank, note what is late; each with the leases that waited."""
-        flying = self._traffic.flying()
-        if not flying:
-            return []
-        mine = [self._traffic.verdict(flight) for flight in flying]
-        verdicts = self._agreement.least(mine, self._index.books.tick)
         news = []
-        for flight, verdict in zip(flying, verdicts, strict=False):
+        for flight, verdict in zip(self._traffic.flying(), agreed, strict=False):
             if verdict == Verdict.PENDING or (verdict == Verdict.LATE and flight.late):
                 continue
             assert flight.holding is not None
@@ -147,8 +158,12 @@ class Flights:
         """The one place where a transfer ends: it lands, or forfeits all it held."""
         if arrival is not None:
             self._flights.pop(arrival.number, None)
+            departs = arrival.number in self._departing
+            self._departing.discard(arrival.number)
             if state is State.LANDED:
-                self._index.land(arrival)
+                departure = self._index.land(arrival, departs)
+                if departure is not None:
+                    self.departures.append(departure)
             else:
                 self._index.fail(arrival)
         left = flight.state is State.FLYING

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtide.cache.config import CacheConfig
 from kvtide.cache.ranks import Agreement
 from kvtide.spec import ModelMemory, Tier
+from kvtide.storage import ObjectFormat
 from kvtide.tiers import Arena, Arrangement, Buffers, capacity_pages, device_arena, host_arena
 from kvtide.transfer.backends import open_copier
 from kvtide.transfer.copier import Copier
+from kvtide.transfer.places import tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Hardware:
         on = config.torch_device
         slots = _slots(memory, config, agreement)
         device = Arrangement(memory, slots[Tier.DEVICE], config.device_layout)
-        host = Arrangement(memory, slots[Tier.HOST], config.layout)
+        host = Arrangement(memory, slots[Tier.HOST], config.layout, tails(formats(memory, config)))
         arenas = [device_arena(device.bytes, on)]
         try:
             arenas.append(host_arena(host.bytes, pinned=on.type == "cuda"))
@@ -55,6 +58,17 @@ class Hardware:
                 arena.close()
 
 
+def space(memory: ModelMemory, config: CacheConfig) -> bytes:
+    """What everything outside this process is kept under: nothing else may ever be found there."""
+    return hashlib.sha256(config.fingerprint + memory.schema_digest()).digest()
+
+
+def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:
+    """How pages look outside this process, by anchor."""
+    within = space(memory, config)
+    return {a.name: ObjectFormat(memory, a.name, within) for a in memory.anchors}
+
+
 def _slots(
     memory: ModelMemory, config: CacheConfig, agreement: Agreement
 ) -> dict[Tier, dict[str, int]]:
@@ -64,6 +78,7 @@ def _slots(
     host = dict.fromkeys(device, 0)
     if config.host_size is not None:
         device_bytes = sum(memory.slot_bytes(anchor) * count for anchor, count in device.items())
-        host = capacity_pages(memory, config.host_size, device_bytes, distance)
+        behind = tails(formats(memory, config))
+        host = capacity_pages(memory, config.host_size, device_bytes, distance, behind)
     agreed = iter(agreement.least([*device.values(), *host.values()]))
     return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}

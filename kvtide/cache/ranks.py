@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-WIDTH = 64
+WIDTH = 192
 """Verdicts per exchange. Older transfers come first; the rest waits for the next step."""
 
 
@@ -29,9 +29,15 @@ class Agreement(Protocol):
         `clock` is the logical time of the rank's books, which all ranks have in common.
         """
 
+    def common(self, bits: Sequence[bool]) -> list[bool]:
+        """Which of these hold on every rank; all ranks ask about as many."""
+
 
 class Alone:
     """One rank agrees with itself."""
+
+    def common(self, bits: Sequence[bool]) -> list[bool]:
+        return list(bits)
 
     def least(self, values: Sequence[int], clock: int = 0) -> list[int]:
         return list(values)
@@ -73,6 +79,11 @@ class Ranks:
                 "the same calls; restart all ranks"
             )
         return found[: len(shown)]
+
+    def common(self, bits: Sequence[bool]) -> list[bool]:
+        if not bits:
+            return []
+        return [bool(bit) for bit in self._reduce([int(bit) for bit in bits])]
 
     def _reduce(self, sent: list[int]) -> list[int]:
         tensor = torch.tensor(sent, device=self._device)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtide.cache.storage import StorageStats
 from kvtide.index import Stop
 from kvtide.spec import Tier
 
@@ -34,6 +35,7 @@ class Stats:
     skipped_backups   copies to the host that found no room there
     pages             by tier and anchor, now
     sessions          pinned now
+    storage           how the attached store is used; None without one
     """
 
     prompt_tokens: int
@@ -49,6 +51,7 @@ class Stats:
     skipped_backups: int
     pages: Mapping[tuple[Tier, str], PageCount]
     sessions: int
+    storage: StorageStats | None = None
 
 
 @dataclass(slots=True)

@@ -424,6 +424,7 @@ class Rig:
         self.settle()
         assert self.problems() == []
         assert not books.leases and not books.arrivals and not self.cache._leases
+        assert not books.imports and not books.departures
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:

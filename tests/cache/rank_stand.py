@@ -26,6 +26,7 @@ from kvtide.cache import (
     Tokens,
     TransferError,
 )
+from kvtide.cache.storage import Presence
 from kvtide.index import Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.testing.faults import FaultyBackend
@@ -237,7 +238,23 @@ class Stand:
             "leases": [(lease.loading, lease.failed) for lease in self.leases],
             "matches": [(m.tokens, sorted((t.name, n) for t, n in m.by_tier.items()))
                         for m in matches],
+            **self._storage(),
             "why": [[str(stop) for stop in cache.why(match.prompt)] for match in matches],
+        }  # fmt: skip
+
+    def _storage(self) -> dict[str, object]:
+        """Keys are each rank's own; and when a store is closed, each finds in its own time."""
+        books = self.cache.index.books
+        stores = [one for one in self.cache.storage.stores if one.state is not Presence.CLOSING]
+        return {
+            "imports": [one.taken for one in books.imports.values()],
+            "departures": [[(page.anchor, page.slot, page.absent) for page in one.pages]
+                           for one in books.departures.values()],
+            "fetches": [[(fetch.stage, fetch.tokens) for fetch in one.fetches.open]
+                        for one in stores],
+            "leaving": [len(list(one.fetches.leaving)) for one in stores],
+            "removals": [len(one.removals) for one in stores],
+            "dropped": [one.storing.dropped for one in stores],
         }  # fmt: skip
 
     def agree(self) -> None:

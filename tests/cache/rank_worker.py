@@ -10,7 +10,7 @@ import json
 import random
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from kvtide.cache import Bytes, Lease, Progress, Ranks, RanksDivergedError, Tier, Tokens
-from kvtide.cache.ranks import WIDTH
+from kvtide.cache.cache import MOST_FLIGHTS
 from kvtide.index import EveryPages, Prompt
 from kvtide.spec import ModelMemory
 from kvtide.tiers import capacity_pages
@@ -190,7 +190,7 @@ def a_poll_with_nothing_in_flight_exchanges_nothing(world: World) -> None:
 
 
 def more_transfers_than_one_exchange_holds_land_in_two(world: World) -> None:
-    pages = WIDTH + 6
+    pages = MOST_FLIGHTS + 6
     stand = Stand(world, world.tensor_slice(), device_size=Tokens(3 * pages * PAGE))
     for number in range(pages):
         stand.keep([number] * (PAGE + 1))
@@ -199,7 +199,7 @@ def more_transfers_than_one_exchange_holds_land_in_two(world: World) -> None:
     dist.barrier()
     assert stand.cache.stats().in_flight == pages
     stand.cache.poll()
-    assert stand.cache.stats().in_flight == pages - WIDTH
+    assert stand.cache.stats().in_flight == pages - MOST_FLIGHTS
     stand.cache.poll()
     assert stand.cache.stats().in_flight == 0
     stand.close()
@@ -449,7 +449,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def work(rank: int, ranks: int, folder: Path, names: Sequence[str]) -> None:
+def work(rank: int, ranks: int, folder: Path, scenarios: Mapping[str, Scenario]) -> None:
     """A rank's life: scenario after scenario, each with a line in the rank's report."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -461,10 +461,10 @@ def work(rank: int, ranks: int, folder: Path, names: Sequence[str]) -> None:
     )
     world = World(rank, ranks)
     with (folder / f"rank{rank}").open("w") as report:
-        for name in names:
+        for name, scenario in scenarios.items():
             began, problem = time.monotonic(), None
             try:
-                SCENARIOS[name](world)
+                scenario(world)
             except Exception:
                 problem = traceback.format_exc()
             seconds = time.monotonic() - began

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,17 +64,17 @@ class Traffic:
 
     def __init__(self, memory: ModelMemory, write_policy: str, seed: int) -> None:
         self.chance = chance = random.Random(f"{memory.model} {write_policy} {seed}")
-        self.rig = Rig(
-            memory,
-            device=chance.choice((10, 14, 18)),
-            host=chance.choice((0, 10, 20, 30, 30, 30, 30)),
-            layouts=(chance.choice(list(Layout)), chance.choice(list(Layout))),
-            lanes=self.lanes(),
-            placement=chance.choice(PLACEMENTS)(),
-            write_policy=write_policy,
-            eviction=chance.choice(list(POLICIES)),
-            headroom=chance.choice((0.0, 0.1, 0.3)),
-        )
+        options = {
+            "device": chance.choice((10, 14, 18)),
+            "host": chance.choice((0, 10, 20, 30, 30, 30, 30)),
+            "layouts": (chance.choice(list(Layout)), chance.choice(list(Layout))),
+            "lanes": self.lanes(),
+            "placement": chance.choice(PLACEMENTS)(),
+            "write_policy": write_policy,
+            "eviction": chance.choice(list(POLICIES)),
+            "headroom": chance.choice((0.0, 0.1, 0.3)),
+        }
+        self.rig = Rig(memory, **options | self.options())
         self.cache = self.rig.cache
         self.flushes = 0.5 if write_policy == "write_back" else 6
         self.running: list[Running] = []
@@ -85,6 +86,10 @@ class Traffic:
 
     def lanes(self) -> dict[Way, Lane] | None:
         """Run by hand."""
+
+    def options(self) -> dict[str, Any]:
+        """What else the rig is made with."""
+        return {}
 
     def verbs(self) -> dict[Callable[[], None], float]:
         """What may happen now, and how often."""

@@ -1,8 +1,8 @@
 """Ranks in processes of their own, over gloo, stay together whatever happens to one of them.
 
-Processes are slow to start, so each world is started once and plays all scenarios of `rank_worker`;
-every scenario is a test here. A rank that fails leaves, the others lose their connection to it, and
-what did not end in time is ended: nothing here waits for ever.
+Processes are slow to start, so each world is started once and plays all scenarios of `rank_worker`
+and `rank_storage`; every scenario is a test here. A rank that fails leaves, the others lose their
+connection to it, and what did not end in time is ended: nothing here waits for ever.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import torch.distributed as dist
 from kvtide.cache import CacheConfig, Tier, TieredCache, Tokens
 from kvtide.cache.ranks import Alone
 from tests.cache.rank_stand import PAGE, WHOLE
+from tests.cache.rank_storage import SCENARIOS as WITH_STORAGE
 from tests.cache.rank_worker import SCENARIOS, work
 
 WORLD_TIMEOUT_S = 120.0
+PLAYED = {**WITH_STORAGE, **SCENARIOS}
+"""Those that break the connection between ranks come last."""
 
 Report = Mapping[str, tuple[str | None, float]]
 """What a rank says of each scenario it played: what went wrong, and how long it took."""
@@ -30,8 +33,7 @@ Report = Mapping[str, tuple[str | None, float]]
 def play(ranks: int, folder: Path) -> list[Report]:
     """Start a world, let it play everything, and read what each rank has to say."""
     context = multiprocessing.get_context("spawn")
-    names = list(SCENARIOS)
-    workers = [context.Process(target=work, args=(rank, ranks, folder, names), daemon=True)
+    workers = [context.Process(target=work, args=(rank, ranks, folder, PLAYED), daemon=True)
                for rank in range(ranks)]  # fmt: skip
     for worker in workers:
         worker.start()
@@ -56,7 +58,7 @@ def reports(
     return play(request.param, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", PLAYED)
 def test_ranks(reports: list[Report], scenario: str) -> None:
     problems = {
         rank: report[scenario][0] if scenario in report else "did not get here"

@@ -1,0 +1,449 @@
+"""Bringing a prompt's pages from storage to the host, from the moment it arrives.
+
+    LOOKING ──found──▶ READING ──all there, or as far as it goes──▶ OVER
+       │  │               └──a page was lost or corrupt──▶ LOOKING
+       │  └──another fetch brings them──▶ BEHIND ──that is over──▶ LOOKING
+       └──nothing, too little, too slow, no room──────────────────▶ OVER
+
+A store answers which pages it has; how deep a prompt could resume with them is worked out here,
+by the same rule as everywhere: a boundary is valid if every required pool has what it reaches back
+over, in any tier. Pages come in an order in which any first part is of use: a quarter of the way,
+what that boundary needs, the next quarter. However a fetch ends, what has come is adopted, and
+the prompt resumes at the deepest boundary that is valid then.
+
+All ranks do the same: they agree on what the stores have, on whether it is worth it, and on how
+many pages have come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.cache.config import FetchPatience
+from kvtide.cache.ranks import Agreement
+from kvtide.index import Import, Index, Outline, Prompt, Wanted
+from kvtide.index.keys import chain
+from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.transfer.errands import Lookup, Reading, StoredPage
+from kvtide.transfer.store_link import StoreLink, object_key
+from kvtide.transfer.traffic import Verdict
+
+MILESTONES = 4
+MOST_OPEN, MOST_LEAVING = 16, 8
+"""How many fetches ranks talk about per step; the rest waits for the next."""
+MOST_LOOKS = 4
+"""How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
+MOST_HOST_SHARE = 0.5
+"""All fetches together take no more of the host than this."""
+
+Bits = npt.NDArray[np.bool_]
+Pages = npt.NDArray[np.intp]
+"""Numbers of pages, of one anchor."""
+
+
+class Stage(Enum):
+    LOOKING = "looking"
+    BEHIND = "behind"
+    READING = "reading"
+    OVER = "over"
+
+
+class Order(NamedTuple):
+    """The pages to read, in order, and the boundary (in pages) that they allow to resume at."""
+
+    boundary: int
+    pages: list[Wanted]
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One prompt's pages on their way. `outcome` says in a word how it ended.
+
+    tokens  how many came so far, of the history
+    looks   how often it was asked what there is, beginning with 1
+    """
+
+    prompt: Prompt
+    deadline: float
+    token_s: float
+    stage: Stage = Stage.LOOKING
+    outcome: str = ""
+    stopped: bool = False
+    tokens: int = 0
+    looks: int = 1
+    keys: list[bytes] = field(default_factory=list)
+    asked: Mapping[str, Pages] = field(default_factory=dict)
+    lookup: Lookup | None = None
+    leader: Fetch | None = None
+    order: Order | None = None
+    arriving: Import | None = None
+    reading: Reading | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody has to wait for it any more."""
+        return self.stage is Stage.OVER
+
+    def stop(self) -> None:
+        """Go on with what has come: it is over with the next poll."""
+        self.stopped = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Remains:
+    """Host slots that were taken for a fetch, until nothing writes there any more."""
+
+    arriving: Import
+    reading: Reading
+
+
+class Fetches:
+    """All fetches of a cache, oldest first. `ended` counts them by outcome."""
+
+    def __init__(
+        self,
+        index: Index,
+        link: StoreLink,
+        agreement: Agreement,
+        patience: FetchPatience,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ended: Counter[str] = Counter()
+        self.fetched_pages = 0
+        self._index = index
+        self._memory = index.memory
+        self._optional = {a.name: _optional(index.memory, a.name) for a in index.memory.anchors}
+        self._link = link
+        self._agreement = agreement
+        self._patience = patience
+        self._clock = clock
+        self._open: list[Fetch] = []
+        self._leaving: list[Remains] = []
+        self._coming: dict[bytes, Fetch] = {}
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._leaving)
+
+    @property
+    def open(self) -> Iterator[Fetch]:
+        """Those somebody may wait for."""
+        return iter(self._open)
+
+    @property
+    def leaving(self) -> Iterator[Remains]:
+        """What fetches left behind, whose slots something may still write to."""
+        return iter(self._leaving)
+
+    @property
+    def coming(self) -> Mapping[bytes, Fetch]:
+        """Which fetch reads a page, by the page's key and anchor."""
+        return self._coming
+
+    # -- beginning --------------------------------------------------------------------------
+
+    def begin(self, prompt: Prompt, token_s: float) -> Fetch | None:
+        """Start looking for a prompt's pages; None if there is nothing to look for.
+
+        `token_s` is how long computing a token takes, 0 if that is not known.
+        """
+        outline = self._index.outline(prompt)
+        missing = outline.limit - _deepest(self._memory, outline.limit, outline.held)
+        if missing * self._memory.page_tokens < self._patience.least_tokens:
+            return None
+        tokens = missing * self._memory.page_tokens
+        fetch = Fetch(prompt, self._clock() + self._patience.limit_s(tokens), token_s)
+        self._open.append(fetch)
+        self._look(fetch, outline)
+        return fetch
+
+    def _look(self, fetch: Fetch, outline: Outline) -> None:
+        fetch.stage, fetch.leader = Stage.LOOKING, None
+        fetch.asked = {name: np.flatnonzero(~held) for name, held in outline.held.items()}
+        root, limit, asked = self._index.prompt_key(fetch.prompt), outline.limit, fetch.asked
+        size = self._index.books.page_bytes
+        body = fetch.prompt.body[: limit * size]
+        of_pages = fetch.keys = list[bytes]()
+
+        def keys() -> list[bytes]:
+            of_pages.extend(chain(root, body, size))
+            return [
+                object_key(of_pages[page], anchor)
+                for anchor, pages in asked.items()
+                for page in pages.tolist()
+            ]
+
+        fetch.lookup = self._link.look(keys, max(0.0, fetch.deadline - self._clock()))
+
+    # -- once per step ----------------------------------------------------------------------
+
+    def verdicts(self) -> list[int]:
+        """Per fetch how it stands and how many pages are there; ranks take the least of each."""
+        return [value for one in self._shown() for value in self._verdict(one)]
+
+    def _shown(self) -> list[Fetch | Remains]:
+        """Those that ranks talk about now. A store has no more in its hands than leave at once.
+
+        Who looks does not wait for who reads, nor they for who only waits for another.
+        """
+        looking, reading, behind = (
+            [fetch for fetch in self._open if fetch.stage is stage]
+            for stage in (Stage.LOOKING, Stage.READING, Stage.BEHIND)
+        )
+        half = MOST_OPEN // 2
+        first = [*looking[:half], *reading[:half]]
+        rest = [*looking[half:], *reading[half:], *behind]
+        return [*first, *rest[: MOST_OPEN - len(first)], *self._leaving[:MOST_LEAVING]]
+
+    def _verdict(self, fetch: Fetch | Remains) -> tuple[int, int]:
+        if isinstance(fetch, Remains):
+            return (Verdict.LANDED if fetch.reading.quiet else Verdict.PENDING), 0
+        late = fetch.stopped or self._clock() > fetch.deadline
+        done, ready = False, 0
+        if fetch.stage is Stage.READING:
+            assert fetch.reading is not None and fetch.order is not None
+            # In this order: what is counted once it is over is all that came.
+            over, ready = fetch.reading.over, fetch.reading.ready
+            done = over and (not late or ready == len(fetch.order.pages))
+            if done and fetch.reading.error is not None:
+                return Verdict.FAILED, ready
+        elif fetch.stage is Stage.LOOKING and not late:
+            # Nothing is begun for whom nobody waits any more.
+            done = fetch.lookup is not None and fetch.lookup.over
+        if done:
+            return Verdict.LANDED, ready
+        return (Verdict.LATE if late else Verdict.PENDING), ready
+
+    def settle(self, agreed: Sequence[int]) -> None:
+        """Act on what all ranks said: go on to reading, adopt what came, let go."""
+        for fetch, verdict, ready in zip(self._shown(), agreed[::2], agreed[1::2], strict=False):
+            if verdict == Verdict.PENDING:
+                continue
+            if isinstance(fetch, Remains):
+                self._index.forgo(fetch.arriving)
+                self._leaving.remove(fetch)
+            elif fetch.stage is Stage.READING:
+                self._adopt(fetch, ready, Verdict(verdict))
+            elif fetch.stage is Stage.LOOKING and verdict == Verdict.LANDED:
+                self._looked(fetch)
+            else:
+                self._end(fetch, "late")
+        for fetch in self._open:
+            if fetch.stage is Stage.BEHIND and (fetch.leader is None or fetch.leader.over):
+                self._look(fetch, self._index.outline(fetch.prompt))
+
+    def stop_all(self) -> None:
+        for fetch in self._open:
+            fetch.stop()
+
+    def discard(self, prompt: Prompt) -> None:
+        """What comes for prompts with this first page is not to be adopted."""
+        size = self._index.books.page_bytes
+        shared = (prompt.namespace, prompt.head, prompt.body[:size])
+        for fetch in list(self._open):
+            its = fetch.prompt
+            if len(shared[2]) == size and (its.namespace, its.head, its.body[:size]) == shared:
+                self._end(fetch, "discarded")
+
+    # -- what was found ---------------------------------------------------------------------
+
+    def _looked(self, fetch: Fetch) -> None:
+        """Every rank knows what its store has: what all have counts."""
+        outline, lookup = self._index.outline(fetch.prompt), fetch.lookup
+        assert lookup is not None
+        asked = sum(map(len, fetch.asked.values()))
+        found = np.array(self._agreement.common(lookup.found or [False] * asked), bool)
+        there = {name: bits.copy() for name, bits in outline.held.items()}
+        at = 0
+        for name, pages in fetch.asked.items():
+            there[name][pages] |= found[at : at + len(pages)]
+            at += len(pages)
+        order = self._order(outline, there)
+        if not order.pages and fetch.looks > 1:
+            self._end(fetch, "partly")
+        elif not order.pages:
+            self._end(fetch, "nothing" if lookup.error is None else "failed")
+        elif not all(self._agreement.common([self._worth(fetch, order, outline)])):
+            self._end(fetch, "declined")
+        else:
+            self._begin_reading(fetch, order)
+
+    def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
+        """What to read so that the prompt can resume as deep as possible, useful parts first."""
+        limit, room = outline.limit, self._room()
+        least = _deepest(self._memory, outline.limit, outline.held)
+        while True:
+            deepest = _deepest(self._memory, limit, there)
+            if deepest <= least:
+                return Order(0, [])
+            runs = _in_order(self._memory, deepest, outline.held, there)
+            counts: Counter[str] = Counter()
+            for anchor, pages in runs:
+                counts[anchor] += len(pages)
+            if all(count <= room[anchor] for anchor, count in counts.items()):
+                wanted = [Wanted(anchor, page) for anchor, some in runs for page in some.tolist()]
+                return Order(deepest, wanted)
+            limit = deepest - max(1, deepest // 8)
+
+    def _room(self) -> dict[str, float]:
+        """What the host may take by anchor, beside other fetches and those that leave."""
+        books = self._index.books
+        taken = Counter(one.cell % books.anchors for o in books.imports.values() for one in o.taken)
+        return {
+            name: MOST_HOST_SHARE * self._index.capacity(Tier.HOST, name) - taken[anchor]
+            for anchor, name in enumerate(books.anchor_names)
+        }
+
+    def _worth(self, fetch: Fetch, order: Order, outline: Outline) -> bool:
+        """Whether reading takes less time than computing, as far as both are known."""
+        speed = self._link.read_bytes_s
+        if not fetch.token_s or not speed:
+            return True
+        size = sum(self._memory.slot_bytes(one.anchor) for one in order.pages)
+        saved = order.boundary - _deepest(self._memory, outline.limit, outline.held)
+        worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
+        if not worth:
+            # What is never tried again cannot be found to have become faster.
+            self._link.read_bytes_s = speed * 1.1
+        return worth
+
+    def _begin_reading(self, fetch: Fetch, order: Order) -> None:
+        keys = self._keys(fetch, order.pages)
+        leader = next((self._coming[key] for key in keys if key in self._coming), None)
+        if leader is not None:
+            fetch.stage, fetch.leader = Stage.BEHIND, leader
+            return
+        lease = self._index.pin(self._index.match(fetch.prompt, Tier.HOST))
+        arriving = self._index.take(lease, order.pages)
+        if arriving is None:
+            self._index.release(lease)
+            self._end(fetch, "no_room")
+            return
+        fetch.stage, fetch.order, fetch.arriving = Stage.READING, order, arriving
+        pages = [
+            StoredPage(want.anchor, fetch.keys[want.page], taken.slot)
+            for want, taken in zip(order.pages, arriving.taken, strict=True)
+        ]
+        self._coming.update(dict.fromkeys(keys, fetch))
+        fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()))
+
+    @staticmethod
+    def _keys(fetch: Fetch, pages: Sequence[Wanted]) -> list[bytes]:
+        return [fetch.keys[page] + anchor.encode() for anchor, page in pages]
+
+    # -- what came --------------------------------------------------------------------------
+
+    def _adopt(self, fetch: Fetch, ready: int, verdict: Verdict) -> None:
+        """The first `ready` pages are there on every rank; no more is waited for."""
+        assert fetch.arriving is not None and fetch.reading is not None
+        assert fetch.order is not None
+        fetch.reading.stop()
+        pages = fetch.order.pages
+        here = pages[:ready]
+        self._index.adopt(fetch.arriving, ready, self._absent(here, fetch.reading))
+        fetch.prompt.fetched = _joined(fetch.prompt.fetched, _span(self._memory, here))
+        fetch.tokens = len(fetch.prompt.fetched) * self._memory.page_tokens
+        self.fetched_pages += ready
+        if ready == len(pages):
+            self._end(fetch, "fetched" if fetch.looks == 1 else "partly")
+        elif verdict == Verdict.LANDED and fetch.looks < MOST_LOOKS:
+            # A page was lost, or corrupt and is gone now; another boundary may do without it.
+            fetch.looks += 1
+            self._let_go(fetch)
+            self._look(fetch, self._index.outline(fetch.prompt))
+        else:
+            ends = {Verdict.LATE: "late", Verdict.FAILED: "failed"}
+            self._end(fetch, ends.get(verdict, "partly"))
+
+    def _absent(self, pages: Sequence[Wanted], reading: Reading) -> list[tuple[str, ...]]:
+        """Of each page that came, the optional sidecars that it came without on any rank."""
+        asked = [(n, name) for n, want in enumerate(pages) for name in self._optional[want.anchor]]
+        carried = self._agreement.common([name not in reading.absent[n] for n, name in asked])
+        absent: list[tuple[str, ...]] = [()] * len(pages)
+        for (number, name), has in zip(asked, carried, strict=True):
+            if not has:
+                absent[number] += (name,)
+        return absent
+
+    def _end(self, fetch: Fetch, outcome: str) -> None:
+        """Nobody waits for it any more; its slots go back when nothing writes to them."""
+        if fetch.lookup is not None:
+            fetch.lookup.stop()
+        self._let_go(fetch)
+        fetch.stage, fetch.outcome = Stage.OVER, outcome
+        # Whoever waited may keep it for as long as they live: it keeps nothing large.
+        fetch.lookup = fetch.leader = None
+        fetch.asked, fetch.keys = {}, []
+        self.ended[outcome] += 1
+        self._open.remove(fetch)
+
+    def _let_go(self, fetch: Fetch) -> None:
+        """No more is read for it. What it took stays behind until nothing writes there."""
+        if fetch.order is not None:
+            for key in self._keys(fetch, fetch.order.pages):
+                if self._coming.get(key) is fetch:
+                    del self._coming[key]
+        if fetch.arriving is not None and fetch.reading is not None:
+            fetch.reading.stop()
+            self._index.abandon(fetch.arriving)
+            self._leaving.append(Remains(fetch.arriving, fetch.reading))
+        fetch.order = fetch.arriving = fetch.reading = None
+
+
+# -- the rule, over pages that may come -----------------------------------------------------
+
+
+def _deepest(memory: ModelMemory, limit: int, there: Mapping[str, Bits]) -> int:
+    """The deepest boundary up to `limit` that is valid with these pages."""
+    valid = np.ones(limit + 1, bool)
+    for pool in memory.anchors:
+        if not pool.reuse.required:
+            continue
+        gaps = np.concatenate(([0], np.cumsum(~there[pool.name][:limit])))
+        reach = pool.reuse.reach_pages(memory.page_tokens)
+        if reach is None:
+            valid &= gaps == 0
+        else:
+            before = gaps[np.maximum(np.arange(limit + 1) - reach, 0)]
+            valid &= gaps == before
+    return int(np.flatnonzero(valid)[-1])
+
+
+def _in_order(
+    memory: ModelMemory, deepest: int, held: Mapping[str, Bits], there: Mapping[str, Bits]
+) -> list[tuple[str, Pages]]:
+    """What is to be read for a boundary: milestone by milestone, each with all that it needs."""
+    steps = (deepest * n // MILESTONES for n in range(1, MILESTONES + 1))
+    stones = sorted({_deepest(memory, step, there) for step in steps} - {0})
+    left = {pool.name: ~held[pool.name] & there[pool.name] for pool in memory.anchors}
+    runs: list[tuple[str, Pages]] = []
+    for stone in stones:
+        for pool in memory.anchors:
+            reach = pool.reuse.reach_pages(memory.page_tokens)
+            start = 0 if reach is None else max(0, stone - reach)
+            runs.append((pool.name, start + np.flatnonzero(left[pool.name][start:stone])))
+            left[pool.name][start:stone] = False
+    return runs
+
+
+def _joined(a: range, b: range) -> range:
+    return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
+
+
+def _optional(memory: ModelMemory, anchor: str) -> list[str]:
+    """The sidecars of an anchor without which its pages can be used, too."""
+    return [p.name for p in memory.group(anchor) if not p.is_anchor and not p.reuse.required]
+
+
+def _span(memory: ModelMemory, pages: Sequence[Wanted]) -> range:
+    """The pages of the history among them, or of all if the model has no history, as one range."""
+    histories = {pool.name for pool in memory.anchors if pool.reuse.reach is ALL}
+    numbers = [one.page for one in pages if one.anchor in histories or not histories]
+    return range(min(numbers), max(numbers) + 1) if numbers else range(0)
