@@ -32,7 +32,10 @@ class Update(NamedTuple):
 
 
 class Engine:
-    """`computed`: how many tokens the last step took through the model."""
+    """`computed`: how many tokens the last step took through the model.
+
+    `token_s`: how long computing a prompt's token takes, for those who know; 0 if nobody does.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class Engine:
         self.scheduler = Scheduler(cache, chunk_tokens, most_running)
         self._runner = Runner(model, cache)
         self.computed = 0
+        self.token_s = 0.0
         self._numbers = 0
 
     @property
@@ -70,6 +74,7 @@ class Engine:
         request = Request(self._numbers, ask, self._prompt(ask), list(ask.tokens))
         if self.tokenizer is not None:
             request.text = Text(self.tokenizer.detokenizer(ask.tokens), ask.stop)
+        request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
         self.scheduler.queue(request)
         return request
 
@@ -82,6 +87,8 @@ class Engine:
         """One forward pass over everybody's next tokens."""
         self._retract(self._astray())
         self.scheduler.admit()
+        if not self.cache.config.patience.waits:
+            self.scheduler.hurry()
         shares = self.scheduler.plan()
         self.computed = sum(share.end - share.request.computed for share in shares)
         if not shares:
@@ -177,6 +184,8 @@ class Engine:
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
             self.cache.poll()  # What it computed is kept only once its prefix has landed.
+        if request.fetch is not None:
+            request.fetch.stop()
         self.scheduler.remove(request)
         request.state, request.finish = State.FINISHED, finish
         if request.ask.pin is not None and not request.ask.alone:

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtide.cache import Lease, Namespace
+from kvtide.cache import Fetch, Lease, Namespace
 from kvtide.engine.sampler import GREEDY, Chosen, Sampling
 from kvtide.engine.text import Text
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
@@ -76,6 +76,7 @@ class Request:
     text     turns what is generated into text, where the engine has a tokenizer
     scores   of the prompt's tokens after the first, as far as they were asked for and computed
     slowest  how far down its prefix may lie: the device alone after a load that failed
+    fetch    brings what storage has of its prompt, if that is worth it
     by_tier  where the first admission found the prompt's tokens, and they came
     why      per pool, what kept it from finding more
     noted    whether those two are known
@@ -94,6 +95,7 @@ class Request:
     computed: int = 0
     admissions: int = 0
     slowest: Tier = Tier.HOST
+    fetch: Fetch | None = None
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
     noted: bool = False
@@ -101,6 +103,11 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is on its way to it from storage."""
+        return self.fetch is None or self.fetch.over
 
     def generated(self, chosen: Chosen) -> None:
         """The model said one more token."""

@@ -56,13 +56,30 @@ class Scheduler:
         heapq.heappush(self._waiting, (-request.ask.priority, request.number, request))
 
     def admit(self) -> None:
-        """Take in waiting requests as long as the first of them finds room, or is made room."""
-        while self._waiting:
-            first = self._waiting[0][2]
+        """Take in waiting requests as long as the first of them finds room, or is made room.
+
+        Those whose prefix is on its way from storage keep nobody waiting.
+        """
+        while (first := self._first()) is not None:
             if len(self.running) < self._most_running and self._start(first):
-                heapq.heappop(self._waiting)
+                self._unqueue(first)
             elif not self._give_way(first):
                 return
+
+    def _first(self) -> Request | None:
+        """Whose turn it is, of those that wait for nothing but room."""
+        if self._waiting and self._waiting[0][2].settled:
+            return self._waiting[0][2]
+        ready = (entry for entry in sorted(self._waiting) if entry[2].settled)
+        return next(ready, (0, 0, None))[2]
+
+    def hurry(self) -> None:
+        """If only storage keeps the next requests waiting, they go on with what has come."""
+        if self._first() is not None:
+            return
+        for *_, request in heapq.nsmallest(self._most_running - len(self.running), self._waiting):
+            assert request.fetch is not None, "it waits for nothing, yet was not first"
+            request.fetch.stop()
 
     def _give_way(self, first: Request) -> bool:
         """Make some room for a request: whoever is of lower priority waits again, latest first.
@@ -97,8 +114,14 @@ class Scheduler:
             self._cache.release(request.held)
             request.lease = None
         else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-            heapq.heapify(self._waiting)
+            self._unqueue(request)
+
+    def _unqueue(self, request: Request) -> None:
+        if self._waiting and self._waiting[0][2] is request:
+            heapq.heappop(self._waiting)
+            return
+        self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+        heapq.heapify(self._waiting)
 
     def _start(self, request: Request) -> bool:
         """Slots for what is found and a promise for the rest; steps take from it as they go.

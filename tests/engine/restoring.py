@@ -122,7 +122,9 @@ def alone(family: str, tokens: tuple[int, ...], count: int) -> tuple[Chosen, ...
 def script(family: str) -> tuple[tuple[Turn, ...], ...]:
     """Three groups of three branches each, turn by turn, each turn in an order of its own."""
     rng = random.Random(7)
-    prompts = [root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(3)]
+    prompts = [
+        root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(BRANCHES)
+    ]
     turns = []
     for _ in range(TURNS):
         answers = [alone(family, prompt, ANSWER_TOKENS) for prompt in prompts]
@@ -218,7 +220,7 @@ class WatchedCache(TieredCache):
         self, memory: ModelMemory, config: CacheConfig, rng: random.Random, **options: Any
     ) -> None:
         super().__init__(memory, config, **options)
-        self.naive = NaiveIndex(memory)
+        self.naive = NaiveIndex(memory, self.storage.space)
         self.ledger = Ledger()
         self.dropped: Counter[Tier] = Counter()
         self.found: list[tuple[int, int]] = []
@@ -295,12 +297,15 @@ class WatchedCache(TieredCache):
 # -- serving them ------------------------------------------------------------------------------
 
 
-def converse(family: str, engine: Engine, at_once: int = 4) -> Iterator[list[Request]]:
-    """Serve the script, so many requests at a time; yields them after every step.
+def converse(
+    family: str, engine: Engine, at_once: int = 4, rounds: slice = slice(None)
+) -> Iterator[list[Request]]:
+    """Serve the script, or some rounds of it, so many requests at a time.
 
-    What is said is compared at once, so that also those who are cut off said nothing wrong.
+    Yields them after every step. What is said is compared at once, so that also those who are cut
+    off said nothing wrong.
     """
-    for turns in script(family):
+    for turns in script(family)[rounds]:
         todo, pending, steps = list(turns), [], 0
         while todo or pending:
             steps += 1
@@ -334,6 +339,7 @@ class Stand:
         layouts: tuple[Layout, Layout] = (Layout.PAGE_FIRST_DIRECT, Layout.PAGE_FIRST_DIRECT),
         tokens_per_checkpoint: int | None = None,
         placement: Placement | None = None,
+        watched: type[WatchedCache] = WatchedCache,
         **options: Any,
     ) -> None:
         self.family = family
@@ -347,7 +353,7 @@ class Stand:
         ]
         legs = [range(layer, layer + 1) for layer in range(model.memory.end_layer)]
         self.hands = {way: HandLane() for way in Way}
-        self.cache = WatchedCache(
+        self.cache = watched(
             model.memory,
             CacheConfig(*sizes, tokens_per_checkpoint=distance, **options),
             self.rng,
@@ -372,9 +378,11 @@ class Stand:
         assert tuple(request.output) == alone(self.family, tokens, count)
         return request
 
-    def converse(self, at_once: int = 4, validate_every: int = 1) -> Iterator[list[Request]]:
+    def converse(
+        self, at_once: int = 4, validate_every: int = 1, rounds: slice = slice(None)
+    ) -> Iterator[list[Request]]:
         """Serve the script; after every step the caller may meddle with the requests."""
-        for number, requests in enumerate(converse(self.family, self.engine, at_once)):
+        for number, requests in enumerate(converse(self.family, self.engine, at_once, rounds)):
             assert number % validate_every or self.cache.validate() == []
             for request in self.engine.scheduler.running:
                 assert request.held.inner.boundary * PAGE <= request.computed, "found too early"

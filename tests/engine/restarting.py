@@ -1,0 +1,253 @@
+"""What the proof of restarting stands on: engines that live one after another over one store.
+
+A `Life` is a `restoring.Stand` whose cache has a store behind it. Nothing is handed from one life
+to the next but what the store keeps, and two records of what it should keep, in a `Past`:
+
+- the ledger of what was computed goes on through all lives. So whoever asks in a later life must
+  find as much as if the engine had never ended;
+- every page that was ever readable on the host, by the index's events. When a life has ended, the
+  store holds just these pages; and an admission resumes at the deepest boundary that is valid with
+  them and with what the life itself has, by the definition (`testing.naive`).
+
+Which tokens count as storage's is checked against the pages that became readable while a fetch was
+adopted. The store's threads are real, and waited for at every poll: what was asked of them by then
+is done, so that a run is the same every time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvtide.cache import FetchPatience, Lease, Match, Progress, TieredCache
+from kvtide.cache.hardware import formats
+from kvtide.index import Import, Prompt
+from kvtide.index.events import Event, EventKind
+from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.storage import ObjectFormat, Store, open_store
+from kvtide.testing.naive import NaiveIndex
+from kvtide.transfer.errands import Errand
+from tests.engine.restoring import PAGE, Ledger, Stand, WatchedCache, model_of
+
+PATIENT = FetchPatience("wait_complete", least_tokens=1)
+ERRANDS_S = 30.0
+
+
+class Inheritance(Ledger):
+    """What was computed in all lives. Of `write_back` nothing must be found in a later one:
+
+    what never had to leave the device was not copied, and a history loses its last pages first, so
+    that the store may have the end of a conversation and not its beginning.
+
+    lost  the store lost pages, so that nobody can tell from here what must be found
+    """
+
+    lost = False
+
+    def bounds(self, memory: ModelMemory, writing: str, body: bytes) -> tuple[int, int]:
+        least, most = super().bounds(memory, writing, body)
+        return (0 if self.lost or writing == "write_back" else least), most
+
+
+@dataclass(slots=True)
+class Past:
+    """What earlier lives left behind. `stored` has page keys, by anchor."""
+
+    url: str
+    ledger: Inheritance = field(default_factory=Inheritance)
+    stored: dict[str, set[bytes]] = field(default_factory=dict)
+
+    def lose(self, page: bytes, anchor: str) -> None:
+        self.ledger.lost = True
+        self.stored[anchor].remove(page)
+
+    def open(self, cache: TieredCache) -> Store:
+        return open_store(self.url, cache.storage.space)
+
+
+def object_key(page: bytes, anchor: str) -> bytes:
+    """The key of a stored page, by the definition."""
+    return hashlib.sha256(page + anchor.encode()).digest()
+
+
+def errands(cache: TieredCache) -> Iterator[Errand]:
+    """What is with the store, or waits for it to have time."""
+    for one in cache.storage._stores:
+        for fetch in one.fetches.open:
+            yield from (errand for errand in (fetch.lookup, fetch.reading) if errand is not None)
+        yield from (store.writing for store in one.storing._at_work)
+
+
+def await_errands(cache: TieredCache) -> None:
+    """Wait until the store has done all that was asked of it."""
+    deadline = time.monotonic() + ERRANDS_S
+    while any(not (errand.quiet or errand.stopped) for errand in errands(cache)):
+        assert time.monotonic() < deadline, "a store that never answers"
+        time.sleep(0.0001)
+
+
+class StoredCache(WatchedCache):
+    """A watched cache with a store behind it.
+
+    past     what the lives before left, and to which this one adds
+    there    per prompt, how many of its tokens the host and the store had when it came
+    brought  per prompt, the pages that became readable when its fetch was adopted
+    """
+
+    past: Past
+
+    def attach(self, past: Past) -> None:
+        self.past = past
+        self.ledger = past.ledger
+        for anchor in self.index.books.anchor_names:
+            kept = past.stored.setdefault(anchor, set())
+            self.naive.readable[Tier.STORAGE, anchor] = set(kept)
+        self.brought: dict[Prompt, set[tuple[str, bytes]]] = {}
+        self._adopting: Prompt | None = None
+        self.there: dict[Prompt, int] = {}
+        self._lasting = NaiveIndex(self.memory, self.storage.space)
+        device = {(Tier.DEVICE, anchor): set[bytes]() for anchor in past.stored}
+        self._lasting.readable = self.naive.readable | device
+        self._adopt, self.index.adopt = self.index.adopt, self._adopted  # type: ignore[method-assign]
+        self.storage.attach(past.open(self))
+
+    def _adopted(self, arriving: Import, count: int, absent: Collection[Any]) -> None:
+        self._adopting = arriving.lease.prompt
+        self._adopt(arriving, count, list(absent))
+        self._adopting = None
+
+    def _hear(self, event: Event) -> None:
+        super()._hear(event)
+        if event.kind is EventKind.STORED and event.tier is Tier.HOST:
+            self.past.stored[event.anchor].update(event.page_keys)
+            if self._adopting is not None:
+                brought = self.brought.setdefault(self._adopting, set())
+                brought.update((event.anchor, key) for key in event.page_keys)
+
+    def poll(self) -> Progress:
+        await_errands(self)
+        return super().poll()
+
+    def prompt(self, tokens: Any, *args: Any) -> Prompt:
+        """A request comes: it will find what the host and the store have by now.
+
+        Only the device drops something here, if it has no copy.
+        """
+        prompt = super().prompt(tokens, *args)
+        self.there[prompt] = PAGE * self._lasting.boundary(_tokens(prompt))
+        return prompt
+
+    def reserve(self, match: Match, *args: Any, **more: Any) -> Lease | None:
+        """Others may have computed more since it came; a fetch knows only what there was then."""
+        now = PAGE * self.naive.boundary(_tokens(match.prompt))
+        lease = super().reserve(match, *args, **more)
+        if lease is not None and match.slowest is Tier.HOST:
+            least = self.there.get(match.prompt, 0)
+            assert least <= lease.cached_tokens <= now, (least, lease.cached_tokens, now, lease.why)
+        return lease
+
+    def _expected(self, match: Match) -> dict[Tier, int]:
+        """Of what is on the host, what was brought there for this prompt is storage's."""
+        found = Counter(super()._expected(match))
+        keys = self.naive.page_keys(_tokens(match.prompt))[: match.tokens // PAGE]
+        histories = [pool.name for pool in self.memory.anchors if pool.reuse.reach is ALL]
+        if not histories:
+            keys, histories = keys[-1:] * len(keys), [self.memory.anchors[0].name]
+        there = self.naive.readable[Tier.DEVICE, histories[0]]
+        brought = self.brought.get(match.prompt, set())
+        stored = sum(key not in there and (histories[0], key) in brought for key in keys)
+        found.update({Tier.STORAGE: stored * PAGE, Tier.HOST: -stored * PAGE})
+        return {tier: tokens for tier, tokens in found.items() if tokens}
+
+
+def _tokens(prompt: Prompt) -> list[int]:
+    found: list[int] = torch.frombuffer(bytearray(prompt.body), dtype=torch.int32).tolist()
+    return found
+
+
+class Life(Stand):
+    """An engine from its start to its end, over what earlier lives stored."""
+
+    cache: StoredCache
+
+    def __init__(self, family: str, past: Past, **options: Any) -> None:
+        super().__init__(family, watched=StoredCache, **{"patience": PATIENT, **options})
+        self.past = past
+        self.cache.attach(past)
+
+    def settle(self) -> None:
+        """Do all copies, and all that the store was asked."""
+        super().settle()
+        while self.cache.storage.at_work:
+            self.cache.poll()
+            super().settle()
+
+    def end(self) -> None:
+        """The life ends in good order, and the store holds just what it should."""
+        self.settle()
+        books, stats = self.cache.index.books, self.cache.storage.stats()
+        assert not books.imports and not books.departures and stats is not None
+        assert (stats.dropped_pages, stats.failed_pages, stats.waiting_pages) == (0, 0, 0)
+        super().end()
+        assert self.cache.storage.join(5.0), "the store was not closed"
+        check_store(self.cache, self.past)
+
+
+def check_store(cache: TieredCache, past: Past) -> None:
+    """A store that is opened anew has the pages of the past, and no others."""
+    store = past.open(cache)
+    keys = [object_key(key, anchor) for anchor, pages in past.stored.items() for key in pages]
+    assert all(store.exists(keys)), "a page that was on the host is not in the store"
+    assert store.status().objects == len(keys), "the store has pages that nobody computed"
+    store.close()
+
+
+# -- meddling with what is stored --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One page of one anchor in a store: to be lost, broken, or forged."""
+
+    store: Store
+    format: ObjectFormat
+    key: bytes
+
+    def read(self) -> bytearray:
+        found = bytearray(self.format.bytes)
+        assert self.store.read([self.key], [memoryview(found)]) == [len(found)]
+        return found
+
+    def remove(self) -> None:
+        assert self.store.remove([self.key]) == 1
+
+    def replace(self, found: bytearray) -> None:
+        self.remove()
+        assert self.store.write([self.key], [memoryview(found)]) == [True]
+
+    def corrupt(self) -> None:
+        """One bit of the payload is another."""
+        found = self.read()
+        found[self.format.payload_bytes // 2] ^= 0x10
+        self.replace(found)
+
+    def forge(self) -> None:
+        """A number of the payload is another, and the seal says that it should be."""
+        found = self.read()
+        found[3] ^= 0x40
+        self.format.seal(memoryview(found), self.key)
+        self.replace(found)
+
+
+def stored_page(cache: TieredCache, past: Past, page: bytes, anchor: str) -> Stored:
+    one = formats(cache.memory, cache.config)[anchor]
+    return Stored(past.open(cache), one, object_key(page, anchor))
+
+
+__all__ = ["Life", "Past", "Stored", "model_of", "stored_page"]
