@@ -190,6 +190,11 @@ def usage(streams: Sequence[Stream], choices: int, pace: Pace, *, details: bool)
             for request in requests[::choices]
             for stop in request.why
         ]
+        said["storage_fetches"] = [
+            {"outcome": request.fetch.outcome, "tokens": request.fetch.tokens}
+            for request in requests[::choices]
+            if request.fetch is not None
+        ]
         said["timing"] = _timing(streams, cached, pace)
     return said
 

@@ -9,6 +9,7 @@
 | GET  /metrics                | Prometheus                                     | none           |
 | GET  /admin/cache            | tiers, pools, counts                           | admin key      |
 | POST /admin/flush?tier=…     | drop what nobody needs: device, host or all    | admin key      |
+| …    /admin/storage          | the store behind it (`storage_routes`)         | admin key      |
 
 Admin routes need the admin key if there is one, else the API key if there is one.
 """
@@ -33,6 +34,7 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.opening import Serving
 from kvtide.server.service import OverloadedError, Service, ServiceEndedError, Stream
 from kvtide.server.settings import Settings
+from kvtide.server.storage_routes import StorageRoutes
 from kvtide.spec import Tier
 
 MOST_BODY_BYTES = 64 << 20
@@ -56,6 +58,7 @@ class App:
         self._tokenizer = serving.engine.tokenizer
         self._reader = Reader(serving.engine, serving.name, seeded=settings.deterministic)
         self._service = service
+        self._storage = StorageRoutes(service, serving.engine, lambda: self.draining)
         self._metrics = Metrics(service.pace)
         service.listeners.append(self._metrics.ended)
 
@@ -81,6 +84,7 @@ class App:
                 web.get("/metrics", self._scrape),
                 web.get("/admin/cache", self._cache),
                 web.post("/admin/flush", self._flush),
+                *self._storage.routes(),
             ]
         )
         return app
@@ -202,6 +206,8 @@ class App:
         key = self._settings.api_key if request.path.startswith("/v1/") else None
         if request.path.startswith("/admin/"):
             key = self._settings.admin_key or self._settings.api_key
+            if key is None and "Origin" in request.headers:
+                raise web.HTTPForbidden(text="web pages need a server with --admin-key for this")
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
         if key is not None and (scheme.lower() != "bearer" or not _same(sent.strip(), key)):
             which = "admin key" if request.path.startswith("/admin/") else "API key"

@@ -137,16 +137,21 @@ def _sizes(load: Load, given: Sequence[str]) -> list[str]:
     """Tiers for a fair comparison, unless they are given.
 
     The device has room for those who ask at once even if they share nothing, so that nobody waits
-    for memory without the cache. The host has room for everybody's conversation.
+    for memory without the cache. The host has room for everybody's conversation. Nothing is
+    stored: a second run would find the first one's pages.
     """
     each = -(-load.longest_tokens // ROOM_TOKENS) * ROOM_TOKENS
     wanted = {"--device": load.at_once * each, "--host": load.users * each}
     sized = [tier for tier in wanted if any(word.startswith(f"{tier}-") for word in given)]
+    stored = any(word.split("=")[0] == "--storage" for word in given)
     return [
-        word
-        for tier, tokens in wanted.items()
-        if tier not in sized
-        for word in (f"{tier}-tokens", str(tokens))
+        *([] if stored else ["--storage", "none"]),
+        *(
+            word
+            for tier, tokens in wanted.items()
+            if tier not in sized
+            for word in (f"{tier}-tokens", str(tokens))
+        ),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtide.engine import Engine
+from kvtide.server.storage import storage_report
 from kvtide.spec import Tier
 
 
@@ -57,6 +58,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
         "refused_reservations": stats.refused,
         "skipped_backups": stats.skipped_backups,
         "sessions": stats.sessions,
+        "storage": storage_report(stats.storage),
         "violations": engine.cache.validate(),
     }
 

@@ -34,7 +34,8 @@ Json = dict[str, Any]
 
 KEY_VARIABLE = "KVTIDE_API_KEY"
 CONNECT_S = 10.0
-STOP_S = 15.0
+STOP_S = 40.0
+"""A server that drains, and writes to storage, takes up to half a minute by default."""
 RETRY_S = 5
 """How long to wait with the next try if a server that is full does not say."""
 
@@ -218,10 +219,13 @@ async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A child process that serves. `described` is what it says of itself."""
+    """A child process that serves. `described` is what it says of itself, `stored` where its pages
+    are stored.
+    """
 
     url: str
     described: str
+    stored: str
     process: subprocess.Popen[str]
 
 
@@ -272,7 +276,9 @@ def _listening(process: subprocess.Popen[str]) -> Server:
     if not said:
         why = last[-1].removeprefix("kvtide serve: ") if last else "it said nothing"
         raise CommandError(f"the server did not start: {why}")
-    return Server(said[0], last[-2] if len(last) > 1 else "", process)
+    described = next((line for line in last if "; ready after " in line), "")
+    stored = next((line for line in last if line.startswith("pages are ")), "")
+    return Server(said[0], described, stored, process)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

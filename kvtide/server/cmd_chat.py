@@ -73,6 +73,7 @@ def _run(args: argparse.Namespace) -> int:
             return _chat(args, args.url or DEFAULT_URL, key)
         _note("starting a server …")
         with serving(args.arguments, key) as server:
+            _note(server.stored)
             return _chat(args, server.url, key)
     except KeyboardInterrupt:
         return 130

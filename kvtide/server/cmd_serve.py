@@ -1,31 +1,38 @@
 """`kvtide serve`: a model behind OpenAI's API, until told to stop.
 
-SIGTERM and SIGINT drain: no new requests are taken, those that run may finish, then the process
-exits with 0. A second signal does not wait.
+SIGTERM and SIGINT drain: no new requests are taken, those that run may finish, what is in line
+for storage is written, then the process exits with 0. A second signal does not wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
+from kvtide.engine import Engine
 from kvtide.server import settings
 from kvtide.server.app import App
 from kvtide.server.console import CommandError, format_bytes
 from kvtide.server.opening import Serving, open_engine
-from kvtide.server.service import Service
+from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.spec import Tier
 
 _POLL_S = 0.02
+CLOSE_S = 1.0
+"""What storage gets beyond the time to drain: a moment to let go."""
+
+log = logging.getLogger("kvtide")
 
 
 def add(commands: Any) -> None:
@@ -44,8 +51,16 @@ def _run(args: argparse.Namespace) -> int:
     chosen = settings.read(vars(args), os.environ)
     began = time.monotonic()
     serving = open_engine(chosen)
+    # What is here stays. To look for garbage in it would stop the engine for 70 ms now and then.
+    gc.collect()
+    gc.freeze()
     _tell(serving, time.monotonic() - began)
-    return asyncio.run(_serve(chosen, serving))
+    code, ended = asyncio.run(_serve(chosen, serving))
+    if not ended:
+        log.warning("storage has not let go in time; leaving it behind")
+        sys.stderr.flush()
+        os._exit(code)  # A store may have threads that the interpreter would wait for.
+    return code
 
 
 def _tell(serving: Serving, seconds: float) -> None:
@@ -63,13 +78,15 @@ def _tell(serving: Serving, seconds: float) -> None:
         f"{serving.name} on {cache.config.device}: pages of {memory.page_tokens} tokens, "
         f"{format_bytes(tiers[Tier.DEVICE])} on the device "
         f"(sequences of up to {serving.engine.most_tokens:,} tokens), "
-        f"{format_bytes(tiers[Tier.HOST])} on the host; ready after {seconds:.1f} s",
+        f"{format_bytes(tiers[Tier.HOST])} on the host; ready after {seconds:.1f} s\n"
+        f"{serving.stored}",
         file=sys.stderr,
         flush=True,
     )
 
 
-async def _serve(chosen: Settings, serving: Serving) -> int:
+async def _serve(chosen: Settings, serving: Serving) -> tuple[int, bool]:
+    """The exit code, and whether nothing is left of storage."""
     service = Service(serving.engine, chosen.most_requests)
     app = App(chosen, serving, service)
     told = _Told()
@@ -89,8 +106,15 @@ async def _serve(chosen: Settings, serving: Serving) -> int:
     finally:
         await service.close()  # Streams that are still open end with an error.
         await runner.cleanup()
-    serving.engine.cache.close()
-    return 1 if service.broken is not None else 0
+        _tell_unwritten(serving)
+        ended = serving.engine.cache.close(CLOSE_S if told.times < 2 else 0.0)
+    return 1 if service.broken is not None else 0, ended
+
+
+def _tell_unwritten(serving: Serving) -> None:
+    stats = serving.engine.cache.storage.stats()
+    if stats is not None and stats.waiting_pages:
+        log.warning("%s pages were still in line for storage", f"{stats.waiting_pages:,}")
 
 
 def _url(runner: web.AppRunner) -> str:
@@ -116,5 +140,26 @@ async def _serve_until(told: _Told, app: App, service: Service, drain_s: float) 
         await asyncio.sleep(_POLL_S)
     app.draining = True
     deadline = time.monotonic() + drain_s
-    while app.open and told.times < 2 and time.monotonic() < deadline:
+
+    def in_time() -> bool:
+        return told.times < 2 and service.broken is None and time.monotonic() < deadline
+
+    while app.open and in_time():
         await asyncio.sleep(_POLL_S)
+    with suppress(ServiceEndedError):
+        while in_time() and await service.call(_at_work):
+            await asyncio.sleep(_POLL_S)
+        if in_time():
+            left_s = deadline - time.monotonic()
+            await service.call(lambda engine: engine.cache.storage.detach(left_s))
+        while in_time() and await service.call(_stores):
+            await asyncio.sleep(_POLL_S)
+
+
+def _at_work(engine: Engine) -> bool:
+    """Whether pages are on their way to the host or to storage."""
+    return engine.cache.busy or engine.cache.storage.at_work
+
+
+def _stores(engine: Engine) -> bool:
+    return engine.cache.storage.stats() is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvtide.cache import Stats
+from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
 from kvtide.engine.oracle import Checks, Oracle
 from kvtide.server.pace import Pace
@@ -82,6 +82,7 @@ class _Standing:
         yield from _checks(self._engine.oracle)
         yield from _pages(stats)
         yield from _counts(stats)
+        yield from _storage(stats.storage)
 
 
 def _checks(oracle: Oracle | None) -> Iterable[Metric]:
@@ -121,6 +122,33 @@ def _counts(stats: Stats) -> Iterable[Metric]:
     yield misses
     yield CounterMetricFamily("kvtide_reservations_refused", "No room.", stats.refused)
     yield CounterMetricFamily("kvtide_backups_skipped", "No host room.", stats.skipped_backups)
+
+
+def _storage(stats: StorageStats | None) -> Iterable[Metric]:
+    """Counted since the store was attached."""
+    attached = stats is not None and stats.state == "attached"
+    yield _gauge("kvtide_storage_attached", "Is there a store.", attached)
+    if stats is None:
+        return
+    yield _gauge("kvtide_storage_answers", "Do calls to the store go through.", stats.answers)
+    yield _gauge("kvtide_storage_fetching", "Fetches now.", stats.fetching)
+    yield _gauge("kvtide_storage_waiting_pages", "In line to be stored.", stats.waiting_pages)
+    if stats.read_bytes_s is not None:
+        yield _gauge("kvtide_storage_read_bytes_per_second", "As measured.", stats.read_bytes_s)
+    fetches = CounterMetricFamily("kvtide_storage_fetches", "By outcome.", labels=["outcome"])
+    for outcome, count in stats.fetches.items():
+        fetches.add_metric([outcome], count)
+    yield fetches
+    pages = CounterMetricFamily("kvtide_storage_pages", "By what became of them.", labels=["end"])
+    for end in ("fetched", "stored", "dropped", "failed"):
+        pages.add_metric([end], getattr(stats, f"{end}_pages"))
+    yield pages
+    objects = CounterMetricFamily(
+        "kvtide_storage_objects", "Objects, and calls, by what happened to them.", labels=["event"]
+    )
+    for event, count in stats.objects.items():
+        objects.add_metric([event], count)
+    yield objects
 
 
 def _gauge(name: str, words: str, value: float) -> Metric:

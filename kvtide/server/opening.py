@@ -1,7 +1,9 @@
-"""From settings to an engine that serves: checkpoint, model, cache, tokenizer."""
+"""From settings to an engine that serves: checkpoint, model, cache, tokenizer, store."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,7 @@ from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.default import NAME, default_model
 from kvtide.models.tokenizer import load_tokenizer
+from kvtide.server import storage
 from kvtide.server.console import CommandError
 from kvtide.server.settings import Settings
 from kvtide.spec.families import KVDType
@@ -29,10 +32,11 @@ _KEPT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An engine that is ready, and what the model is called."""
+    """An engine that is ready, what the model is called, and where its pages are stored."""
 
     engine: Engine
     name: str
+    stored: str
 
 
 def open_engine(settings: Settings) -> Serving:
@@ -40,7 +44,8 @@ def open_engine(settings: Settings) -> Serving:
     device = _device(settings)
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
     model = _build(settings, checkpoint, device)
-    cache = TieredCache(model.memory, cache_config(settings, model, checkpoint.fingerprint()))
+    fingerprint = _fingerprint(settings, checkpoint, device)
+    cache = TieredCache(model.memory, cache_config(settings, model, fingerprint))
     engine = Engine(
         model,
         cache,
@@ -49,7 +54,13 @@ def open_engine(settings: Settings) -> Serving:
         most_running=settings.max_running,
         oracle=_oracle(settings, cache),
     )
-    return Serving(engine, settings.name or (_name(checkpoint) if settings.model else NAME))
+    try:
+        stored = storage.attach(settings, cache, os.environ)
+    except CommandError:
+        cache.close()
+        raise
+    name = settings.name or (_name(checkpoint) if settings.model else NAME)
+    return Serving(engine, name, stored)
 
 
 def _name(checkpoint: Checkpoint) -> str:
@@ -76,6 +87,17 @@ def _device(settings: Settings) -> torch.device:
     return device
 
 
+def _fingerprint(settings: Settings, checkpoint: Checkpoint, device: torch.device) -> bytes:
+    """Whose pages may be used: those computed from the same weights, and in the same way.
+
+    Who wants answers that are equal to the last bit takes no page that was computed otherwise.
+    """
+    way = [str(_dtype(settings))]
+    if settings.deterministic:
+        way += ["deterministic", device.type, torch.__version__]
+    return hashlib.sha256(checkpoint.fingerprint() + " ".join(way).encode()).digest()
+
+
 def cache_config(settings: Settings, model: Model, fingerprint: bytes) -> CacheConfig:
     size = settings.device_size or Tokens(max(DEFAULT_TOKENS, model.memory.page_tokens))
     return CacheConfig(
@@ -87,6 +109,7 @@ def cache_config(settings: Settings, model: Model, fingerprint: bytes) -> CacheC
         write_policy=settings.write_policy,
         eviction=settings.eviction,
         tokens_per_checkpoint=settings.tokens_per_checkpoint,
+        patience=settings.patience,
         fingerprint=fingerprint,
     )
 

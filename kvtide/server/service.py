@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 IDLE_S = 0.0005
 """How long to sleep when requests wait for a transfer and there is nothing to compute."""
+CALM_S = 0.005
+"""How long to wait for calls when nothing but storage is at work."""
 
 log = logging.getLogger("kvtide")
 
@@ -196,10 +198,12 @@ class Service:
 
     def _do_inbox(self) -> bool:
         """Run what was left here; wait for it if there is nothing else to do. False to end."""
-        idle = self._engine.idle and not self._engine.cache.busy
+        cache = self._engine.cache
+        idle = self._engine.idle and not cache.busy
+        limit_s = CALM_S if cache.unsettled else None
         while True:
             try:
-                call = self._inbox.get(block=idle)
+                call = self._inbox.get(block=idle, timeout=limit_s)
             except queue.Empty:
                 return True
             if call is None:
@@ -213,6 +217,7 @@ class Service:
         updates = engine.step()
         now = time.monotonic()
         self.pace.stepped(engine.computed, now - began, len(updates))
+        engine.token_s = self.pace.prefill_token_s
         if updates:
             self._loop.call_soon_threadsafe(self._deliver, updates, now)
         elif not engine.computed:

@@ -16,7 +16,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kvtide.cache import Bytes, Layout, Ratio, Tokens
+from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
+from kvtide.cache.config import PATIENCE
 from kvtide.cache.writing import POLICIES
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
@@ -31,6 +32,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("fp32", "bf16", "fp16")
 BACKENDS = tuple(sorted({name for _, name in CELLS}))
 
+NO_STORAGE = "none"
+_HERE = ("file:", "memory:")
+_USUAL = FetchPatience()
+_LEAST_HERE = 64
+"""A store on this machine is asked in no time: what is a page of most models is worth it."""
 
 ALTERNATIVES = (("device_tokens", "device_bytes"), ("host_tokens", "host_bytes", "host_ratio"))
 """Settings of which only one is given; a flag replaces any of its group in a weaker source."""
@@ -70,6 +76,10 @@ def _number(least: float, most: float, kind: Callable[[str], float]) -> Callable
 
 def _count(least: int = 1, most: int = 1 << 40) -> Callable[[str], float]:
     return _number(least, most, int)
+
+
+def _seconds(most: float = 86400.0) -> Callable[[str], float]:
+    return _number(0, most, float)
 
 
 def _share(most: float = 1.0) -> Callable[[str], float]:
@@ -152,13 +162,42 @@ class Settings:
         0.0, _share(), "recompute this share of restored prefixes and compare", "P"
     )
 
+    storage: str | None = setting(
+        None,
+        _text,
+        "where pages outlive the server: file:///path?cap=200GB, redis://…, none; "
+        "a folder in your cache directory if not given",
+        "URL",
+    )
+    prefetch_policy: str = setting(
+        _USUAL.policy, _one_of(*PATIENCE), "whether requests wait for storage", "P"
+    )
+    prefetch_base_seconds: float = setting(
+        _USUAL.base_s, _seconds(), "how long they wait with timeout, whatever they are", "S"
+    )
+    prefetch_per_1k_seconds: float = setting(
+        _USUAL.per_1k_s, _seconds(), "and how much longer for every 1,000 tokens", "S"
+    )
+    prefetch_most_seconds: float | None = setting(
+        None,
+        _seconds(),
+        f"but not longer than this; {_USUAL.most_s:g}, {_USUAL.complete_s:g} with wait_complete",
+        "S",
+    )
+    prefetch_least_tokens: int | None = setting(
+        None,
+        _count(),
+        f"storage is not asked for less; {_LEAST_HERE} on this machine, else {_USUAL.least_tokens}",
+        "N",
+    )
+
     chunk_tokens: int = setting(512, _count(), "the most tokens of one step", "N")
     max_running: int = setting(64, _count(), "the largest batch", "N")
     max_waiting: int = setting(
         256, _count(0), "when so many wait beside a full batch, clients are told to come later", "N"
     )
     drain_seconds: float = setting(
-        30.0, _number(0, 86400, float), "how long requests may go on after SIGTERM", "S"
+        30.0, _seconds(), "how long requests and storage may go on after SIGTERM", "S"
     )
 
     def __post_init__(self) -> None:
@@ -173,6 +212,11 @@ class Settings:
             raise CommandError(
                 f"--write-policy {self.write_policy} writes to a host tier, and --host-ratio 0 "
                 "leaves it out; drop one of them"
+            )
+        if self.storage not in (None, NO_STORAGE) and self.host_ratio == 0:
+            raise CommandError(
+                "--storage is reached through a host tier, and --host-ratio 0 leaves it out; drop "
+                "one of them"
             )
 
     def _only_one(self, *names: str) -> None:
@@ -208,6 +252,21 @@ class Settings:
             return Bytes(self.host_bytes)
         ratio = 2.0 if self.host_ratio is None else self.host_ratio
         return Ratio(ratio) if ratio else None
+
+    @property
+    def patience(self) -> FetchPatience:
+        """How long requests wait for storage, and for how little they do not ask."""
+        most, least = self.prefetch_most_seconds, self.prefetch_least_tokens
+        here = self.storage is None or self.storage.startswith(_HERE)
+        usual = _LEAST_HERE if here else _USUAL.least_tokens
+        return FetchPatience(
+            policy=self.prefetch_policy,
+            base_s=self.prefetch_base_seconds,
+            per_1k_s=self.prefetch_per_1k_seconds,
+            most_s=_USUAL.most_s if most is None else most,
+            complete_s=_USUAL.complete_s if most is None else most,
+            least_tokens=usual if least is None else least,
+        )
 
 
 def flag(name: str) -> str:

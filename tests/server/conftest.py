@@ -33,7 +33,7 @@ def _everybodys(model_folder: Path) -> Iterator[Any]:
     from kvtide.server.settings import Settings
     from tests.server.serving import PAGE, InProcess
 
-    server = InProcess(Settings(model=str(model_folder), port=0, page_tokens=PAGE))
+    server = InProcess(Settings(model=str(model_folder), port=0, page_tokens=PAGE, storage="none"))
     yield server
     server.close()
 
@@ -59,8 +59,8 @@ def serve(model_folder: Path) -> Iterator[Callable[..., Any]]:
     opened: list[InProcess] = []
 
     def open_server(**settings: Any) -> InProcess:
-        chosen = {"model": str(model_folder), "port": 0, "page_tokens": PAGE, **settings}
-        opened.append(InProcess(Settings(**chosen)))
+        chosen = {"model": str(model_folder), "port": 0, "page_tokens": PAGE, "storage": "none"}
+        opened.append(InProcess(Settings(**{**chosen, **settings})))
         return opened[-1]
 
     yield open_server

@@ -33,7 +33,7 @@ def test_its_own_server_serves_both_phases(folder: Path, tmp_path: Path, capsys)
     arguments = ["--", str(folder), "--page-tokens", "8", "--device-tokens", "192"]
     assert main(["bench", "serve", *SMALL, "--output", str(out), *arguments]) == 0
     printed = capsys.readouterr().out
-    assert f"kvtide serve --host-tokens 1536 {folder} --page-tokens 8" in printed
+    assert f"kvtide serve --storage none --host-tokens 1536 {folder} --page-tokens 8" in printed
     assert "on cpu: pages of 8 tokens" in printed and "6 users, 2 at once, 2 turns" in printed
     assert "| TTFT p99 ms " in printed and "| prompt from host " in printed
     assert (out / "serve.png").read_bytes().startswith(b"\x89PNG")

@@ -274,6 +274,15 @@ def test_keys_open_what_they_are_for(serve: Any) -> None:
         assert [status(client, path, key) for key in keys] == expected, path
 
 
+def test_a_web_page_does_not_reach_the_admin_routes_of_a_server_without_keys(serve: Any) -> None:
+    client = serve().client
+    for headers, expected in (({}, 200), ({"Origin": "http://example.com"}, 403)):
+        connection = http.client.HTTPConnection(client.address, client.port, timeout=10)
+        connection.request("POST", "/admin/flush", body="{}", headers=headers)
+        assert connection.getresponse().status == expected
+        connection.close()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [b"", b"knock", b"Basic knock", b"Bearer", b"Bearer ", b"Bearer knoc", b"Bearer knockk",

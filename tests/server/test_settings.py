@@ -6,20 +6,24 @@ import argparse
 import json
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from kvtide.cache import FetchPatience, StorageStats, TieredCache
 from kvtide.engine import Ask, Finish
 from kvtide.server import cli, settings
 from kvtide.server.console import CommandError
 from kvtide.server.opening import open_engine
 from kvtide.server.settings import Settings, read
+from kvtide.server.storage import default_url
+from kvtide.storage import StoreError
 from tests.models.tiny import oracle
 
 Refuse = Callable[..., str]
+Stored = Callable[..., tuple[str, StorageStats | None]]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +42,7 @@ def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
         said, told = capfd.readouterr()
         *before, last = told.splitlines()
         assert said == "" and "Traceback" not in told
-        assert all("ready after" in line for line in before), told
+        assert all("ready after" in line or "pages are " in line for line in before), told
         assert last.startswith("kvtide serve: ")
         return last.removeprefix("kvtide serve: ")
 
@@ -87,6 +91,12 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "write_policy": ("write_back", "write_back"),
     "eviction": ("lru", "lru"),
     "verify_restores": ("0.25", 0.25),
+    "storage": ("redis://:secret@host", "redis://:secret@host"),
+    "prefetch_policy": ("best_effort", "best_effort"),
+    "prefetch_base_seconds": ("0.5", 0.5),
+    "prefetch_per_1k_seconds": ("0", 0.0),
+    "prefetch_most_seconds": ("2.5", 2.5),
+    "prefetch_least_tokens": ("1000", 1000),
     "chunk_tokens": ("128", 128),
     "max_running": ("3", 3),
     "max_waiting": ("0", 0),
@@ -174,6 +184,21 @@ def test_only_this_machine_is_served_if_nothing_is_said() -> None:
         (["--write-policy=never"], "--write-policy is 'never'; use write_through"),
         (["--write-policy=write_back", "--host-ratio=0"], "drop one of them"),
         (["--verify-restores=2"], "--verify-restores is 2"),
+        (["--storage=file:///tmp/x", "--host-ratio=0"], "reached through a host tier, and"),
+        (["--storage="], "--storage is empty"),
+        (["--storage=nonsense"], "storage nonsense: no such store; use file:, mooncake:, redis:"),
+        (["--storage=file:here"], "give the whole path of a folder, like file:///var/kvtide"),
+        (["--storage=file:///dev/null/x"], "storage file:///dev/null/x: cannot be used (Not a"),
+        (["--storage=file:///tmp/x?size=1"], "no setting size; it knows cap, floor"),
+        (["--storage=no.such.package:Store"], "cannot be imported (No module named 'no')"),
+        (
+            ["--storage=tests.server.stores:Refusing"],
+            "storage tests.server.stores:Refusing: cannot be opened (ValueError: not today)",
+        ),
+        (["--prefetch-policy=wait"], "--prefetch-policy is 'wait'; use best_effort, timeout, wait"),
+        (["--prefetch-base-seconds=-1"], "--prefetch-base-seconds is -1"),
+        (["--prefetch-most-seconds=inf"], "--prefetch-most-seconds is inf"),
+        (["--prefetch-least-tokens=0"], "--prefetch-least-tokens is 0"),
         (["--port=65536"], "--port is 65536; use 0 to 65,535"),
         (["--port=http"], "--port is 'http'; use a whole number"),
         (["--port="], "--port is ''; use a whole number"),
@@ -373,3 +398,88 @@ def test_settings_made_in_code_are_checked_too() -> None:
     with pytest.raises(CommandError, match="admin routes"):
         Settings(address="192.168.0.1")
     assert not Settings(address="192.168.0.1", admin_key="a").loopback
+
+
+# -- where pages are stored -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(model_folder: Path) -> Iterator[Stored]:
+    """What a server says of its storage, and what it has attached."""
+    caches: list[TieredCache] = []
+
+    def attached(**chosen: object) -> tuple[str, StorageStats | None]:
+        serving = open_engine(Settings(model=str(model_folder), **chosen))
+        caches.append(serving.engine.cache)
+        return serving.stored, caches[-1].storage.stats()
+
+    yield attached
+    assert all(cache.close() for cache in caches)
+
+
+def test_pages_are_stored_in_the_cache_directory_if_nothing_is_said(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache?"))
+    said, stats = stored()
+    folder = tmp_path / "a cache?" / "kvtide" / "pages"
+    assert said == f"pages are stored in file://{folder}, up to 20GB; --storage changes that"
+    assert stats is not None and stats.state == "attached"
+    assert folder.stat().st_mode & 0o777 == 0o700, "others have no business there"
+    assert stored(storage="none") == ("pages are not stored", None)
+    assert stored(host_ratio=0) == ("pages are not stored: there is no host tier", None)
+    assert stored(host_ratio=0, storage="none") == ("pages are not stored", None)
+    assert stored(storage="memory:here")[0] == "pages are stored in memory:here"
+
+
+def test_a_cache_directory_is_found_without_being_named(tmp_path: Path) -> None:
+    wanted = f"file://{tmp_path}/.cache/kvtide/pages?cap=20GB"
+    assert default_url({"HOME": str(tmp_path)}) == wanted
+    assert default_url({"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute"}) == wanted
+    with pytest.raises(StoreError, match="there is no home directory; name a folder with"):
+        default_url({})
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "/proc/none"])
+def test_without_its_usual_folder_a_server_serves_on(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", place)
+    said, stats = stored()
+    assert said.startswith(f"pages are not stored: {place}/kvtide/pages cannot be made (")
+    assert said.endswith("; name another folder with --storage")
+    assert stats is None
+
+
+def test_a_store_that_refuses_to_open_keeps_its_password(model_folder: Path) -> None:
+    chosen = Settings(model=str(model_folder), storage="x.y://me:hidden@there/tests?z=hidden")
+    with pytest.raises(CommandError) as refusal:
+        open_engine(chosen)
+    assert "hidden" not in str(refusal.value)
+
+
+def test_patience_is_as_told() -> None:
+    usual = Settings().patience
+    assert (usual.policy, usual.most_s, usual.complete_s) == ("timeout", 10.0, 60.0)
+    assert (usual.base_s, usual.per_1k_s, usual.least_tokens) == (1.0, 0.25, 64)
+    assert Settings(storage="redis://there").patience.least_tokens == 256, "asking takes longer"
+    told = Settings(
+        storage="redis://there",
+        prefetch_policy="wait_complete",
+        prefetch_base_seconds=0.5,
+        prefetch_per_1k_seconds=0.0,
+        prefetch_most_seconds=2.0,
+        prefetch_least_tokens=7,
+    ).patience
+    assert told == FetchPatience("wait_complete", 0.5, 0.0, 2.0, 2.0, 7)
+
+
+def test_pages_computed_another_way_are_kept_apart(model_folder: Path) -> None:
+    ways: list[dict[str, object]] = [{}, {"dtype": "bfloat16"}, {"deterministic": True}]
+    spaces = set()
+    for way in ways:
+        chosen = {"kv_dtype": "bf16", "storage": "none", **way}
+        cache = open_engine(Settings(model=str(model_folder), **chosen)).engine.cache
+        spaces.add(cache.storage.space)
+        cache.close()
+    assert len(spaces) == len(ways)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvtide.server import cmd_serve, settings
 from kvtide.server.cmd_serve import _serve_until
 from tests.server.serving import Child
 from tests.server.talking import Client, Json
@@ -123,3 +126,24 @@ def test_draining_has_an_end() -> None:
     asyncio.run(drained())
     assert app.draining
     assert 0.05 <= time.monotonic() - began < 5
+
+
+def test_what_a_server_has_opened_is_not_searched_for_garbage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen = []
+
+    async def serve(*_: object) -> tuple[int, bool]:
+        frozen.append(gc.get_freeze_count())
+        return 0, True
+
+    monkeypatch.setattr(cmd_serve, "open_engine", lambda chosen: chosen)
+    monkeypatch.setattr(cmd_serve, "_tell", lambda *_: None)
+    monkeypatch.setattr(cmd_serve, "_serve", serve)
+    parser = argparse.ArgumentParser()
+    settings.add_flags(parser)
+    try:
+        assert cmd_serve._run(parser.parse_args([])) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
