@@ -114,3 +114,14 @@ class Machine(RuleBasedStateMachine):
 
 TestFileStores = Machine.TestCase
 TestFileStores.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+
+
+def test_removals_of_a_segment_that_is_gone_are_nothing_to_speak_of() -> None:
+    machine = Machine()
+    machine.start()
+    machine.write(numbers=[0], side=1)
+    machine.open_beside(side=1)
+    machine.clear(side=0)
+    machine.open_beside(side=0)
+    machine.all_agree()
+    machine.teardown()

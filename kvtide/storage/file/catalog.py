@@ -226,7 +226,7 @@ class Catalog:
         """Records of segments that are known, and where in this process's numbers they point."""
         if not len(records) or not self._numbers:
             none = np.zeros(0, np.int64)
-            self._counts.add("unknown", len(records))
+            self._counts.add("unknown", int((records["kind"] == Kind.PUT).sum()))
             return records[:0], Places(none, none, none)
         ids, numbers, spaces = self._sorted = self._sorted or self._sort()
         which = np.minimum(np.searchsorted(ids, records["segment"]), len(ids) - 1)
