@@ -5,11 +5,9 @@
        │  └──another fetch brings them──▶ BEHIND ──that is over──▶ LOOKING
        └──nothing, too little, too slow, no room──────────────────▶ OVER
 
-A store answers which pages it has; how deep a prompt could resume with them is worked out here,
-by the same rule as everywhere: a boundary is valid if every required pool has what it reaches back
-over, in any tier. Pages come in an order in which any first part is of use: a quarter of the way,
-what that boundary needs, the next quarter. However a fetch ends, what has come is adopted, and
-the prompt resumes at the deepest boundary that is valid then.
+A store answers which pages it has; how deep a prompt could resume with them, and in which order
+they are of use, the index says (`index.boundaries`). However a fetch ends, what has come is
+adopted, and the prompt resumes at the deepest boundary that is valid then.
 
 All ranks do the same: they agree on what the stores have, on whether it is worth it, and on how
 many pages have come.
@@ -25,28 +23,23 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtide.cache.config import FetchPatience
 from kvtide.cache.ranks import Agreement
 from kvtide.index import Import, Index, Outline, Prompt, Wanted
+from kvtide.index.boundaries import Bits, Pages, deepest, in_order
 from kvtide.index.keys import chain
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.transfer.errands import Lookup, Reading, StoredPage
 from kvtide.transfer.store_link import StoreLink, object_key
 from kvtide.transfer.traffic import Verdict
 
-MILESTONES = 4
 MOST_OPEN, MOST_LEAVING = 16, 8
 """How many fetches ranks talk about per step; the rest waits for the next."""
 MOST_LOOKS = 4
 """How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
 MOST_HOST_SHARE = 0.5
 """All fetches together take no more of the host than this."""
-
-Bits = npt.NDArray[np.bool_]
-Pages = npt.NDArray[np.intp]
-"""Numbers of pages, of one anchor."""
 
 
 class Stage(Enum):
@@ -120,7 +113,6 @@ class Fetches:
         self.fetched_pages = 0
         self._index = index
         self._memory = index.memory
-        self._optional = {a.name: _optional(index.memory, a.name) for a in index.memory.anchors}
         self._link = link
         self._agreement = agreement
         self._patience = patience
@@ -155,7 +147,7 @@ class Fetches:
         `token_s` is how long computing a token takes, 0 if that is not known.
         """
         outline = self._index.outline(prompt)
-        missing = outline.limit - _deepest(self._memory, outline.limit, outline.held)
+        missing = outline.limit - deepest(self._memory, outline.limit, outline.held)
         if missing * self._memory.page_tokens < self._patience.least_tokens:
             return None
         tokens = missing * self._memory.page_tokens
@@ -278,19 +270,19 @@ class Fetches:
     def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
         """What to read so that the prompt can resume as deep as possible, useful parts first."""
         limit, room = outline.limit, self._room()
-        least = _deepest(self._memory, outline.limit, outline.held)
+        least = deepest(self._memory, outline.limit, outline.held)
         while True:
-            deepest = _deepest(self._memory, limit, there)
-            if deepest <= least:
+            boundary = deepest(self._memory, limit, there)
+            if boundary <= least:
                 return Order(0, [])
-            runs = _in_order(self._memory, deepest, outline.held, there)
+            runs = in_order(self._memory, boundary, outline.held, there)
             counts: Counter[str] = Counter()
             for anchor, pages in runs:
                 counts[anchor] += len(pages)
             if all(count <= room[anchor] for anchor, count in counts.items()):
                 wanted = [Wanted(anchor, page) for anchor, some in runs for page in some.tolist()]
-                return Order(deepest, wanted)
-            limit = deepest - max(1, deepest // 8)
+                return Order(boundary, wanted)
+            limit = boundary - max(1, boundary // 8)
 
     def _room(self) -> dict[str, float]:
         """What the host may take by anchor, beside other fetches and those that leave."""
@@ -307,7 +299,7 @@ class Fetches:
         if not fetch.token_s or not speed:
             return True
         size = sum(self._memory.slot_bytes(one.anchor) for one in order.pages)
-        saved = order.boundary - _deepest(self._memory, outline.limit, outline.held)
+        saved = order.boundary - deepest(self._memory, outline.limit, outline.held)
         worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
         if not worth:
             # What is never tried again cannot be found to have become faster.
@@ -364,7 +356,8 @@ class Fetches:
 
     def _absent(self, pages: Sequence[Wanted], reading: Reading) -> list[tuple[str, ...]]:
         """Of each page that came, the optional sidecars that it came without on any rank."""
-        asked = [(n, name) for n, want in enumerate(pages) for name in self._optional[want.anchor]]
+        optional = {a.name: self._memory.optional_sidecars(a.name) for a in self._memory.anchors}
+        asked = [(n, name) for n, want in enumerate(pages) for name in optional[want.anchor]]
         carried = self._agreement.common([name not in reading.absent[n] for n, name in asked])
         absent: list[tuple[str, ...]] = [()] * len(pages)
         for (number, name), has in zip(asked, carried, strict=True):
@@ -397,49 +390,8 @@ class Fetches:
         fetch.order = fetch.arriving = fetch.reading = None
 
 
-# -- the rule, over pages that may come -----------------------------------------------------
-
-
-def _deepest(memory: ModelMemory, limit: int, there: Mapping[str, Bits]) -> int:
-    """The deepest boundary up to `limit` that is valid with these pages."""
-    valid = np.ones(limit + 1, bool)
-    for pool in memory.anchors:
-        if not pool.reuse.required:
-            continue
-        gaps = np.concatenate(([0], np.cumsum(~there[pool.name][:limit])))
-        reach = pool.reuse.reach_pages(memory.page_tokens)
-        if reach is None:
-            valid &= gaps == 0
-        else:
-            before = gaps[np.maximum(np.arange(limit + 1) - reach, 0)]
-            valid &= gaps == before
-    return int(np.flatnonzero(valid)[-1])
-
-
-def _in_order(
-    memory: ModelMemory, deepest: int, held: Mapping[str, Bits], there: Mapping[str, Bits]
-) -> list[tuple[str, Pages]]:
-    """What is to be read for a boundary: milestone by milestone, each with all that it needs."""
-    steps = (deepest * n // MILESTONES for n in range(1, MILESTONES + 1))
-    stones = sorted({_deepest(memory, step, there) for step in steps} - {0})
-    left = {pool.name: ~held[pool.name] & there[pool.name] for pool in memory.anchors}
-    runs: list[tuple[str, Pages]] = []
-    for stone in stones:
-        for pool in memory.anchors:
-            reach = pool.reuse.reach_pages(memory.page_tokens)
-            start = 0 if reach is None else max(0, stone - reach)
-            runs.append((pool.name, start + np.flatnonzero(left[pool.name][start:stone])))
-            left[pool.name][start:stone] = False
-    return runs
-
-
 def _joined(a: range, b: range) -> range:
     return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
-
-
-def _optional(memory: ModelMemory, anchor: str) -> list[str]:
-    """The sidecars of an anchor without which its pages can be used, too."""
-    return [p.name for p in memory.group(anchor) if not p.is_anchor and not p.reuse.required]
 
 
 def _span(memory: ModelMemory, pages: Sequence[Wanted]) -> range:

@@ -4,7 +4,7 @@
 `match`       the one rule of reuse
 `leasing`     pin, reserve, commit, release
 `moving`      copies between tiers: begun, landed, failed
-`outside`     pages that come from a store and go there
+`outside`     pages that come from a store and go there; `boundaries` the rule over such pages
 `room`        eviction, and promising slots
 `evict`       the queue of victims; `policies` and `tide` their order, `choice` by name
 `placement`   where checkpoints go; `costs` learns it

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtide.index.books import Books
+from kvtide.index.boundaries import Bits
 from kvtide.index.hiding import hidden_roots, sweep
 from kvtide.index.holding import Departure, Import, Lease, Pin, Taken
 from kvtide.index.keys import Prompt
@@ -24,8 +24,6 @@ from kvtide.index.match import Matcher
 from kvtide.index.node import Node
 from kvtide.index.room import Room
 from kvtide.spec import Slots, Tier
-
-Held = npt.NDArray[np.bool_]
 
 
 class Wanted(NamedTuple):
@@ -44,7 +42,7 @@ class Outline:
     """
 
     limit: int
-    held: Mapping[str, Held]
+    held: Mapping[str, Bits]
 
 
 class Outside:

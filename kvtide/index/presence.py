@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
+from kvtide.spec import ModelMemory, Slots, Tier
 
 
 class Presence:
@@ -22,7 +22,7 @@ class Presence:
     ) -> None:
         self._bits: dict[tuple[Tier, str], dict[str, npt.NDArray[np.bool_]]] = {}
         for anchor in memory.anchors:
-            optional = [p.name for p in memory.group(anchor.name) if _is_optional_sidecar(p)]
+            optional = memory.optional_sidecars(anchor.name)
             for tier in Tier if optional else ():
                 slots = capacity_pages.get(tier, {}).get(anchor.name, 0)
                 self._bits[tier, anchor.name] = {name: np.zeros(slots, bool) for name in optional}
@@ -45,7 +45,3 @@ class Presence:
 
     def of(self, tier: Tier, anchor: str, sidecar: str, slots: Slots) -> npt.NDArray[np.bool_]:
         return self._bits[tier, anchor][sidecar][slots]
-
-
-def _is_optional_sidecar(pool: PoolSpec) -> bool:
-    return not pool.is_anchor and not pool.reuse.required

@@ -67,6 +67,10 @@ class ModelMemory:
         """An anchor with its sidecars: what one slot of the anchor stands for."""
         return tuple(p for p in self.pools if p.name == anchor or p.follows == anchor)
 
+    def optional_sidecars(self, anchor: str) -> tuple[str, ...]:
+        """What a page of the anchor may be without and still be used: a draft's KV."""
+        return tuple(p.name for p in self.pools if p.follows == anchor and not p.reuse.required)
+
     # -- sizes ------------------------------------------------------------------------------
 
     def slot_bytes(self, anchor: str) -> int:

@@ -54,7 +54,7 @@ class ObjectFormat:
         group = memory.group(anchor)
         self.anchor = anchor
         self.payload_bytes = memory.slot_bytes(anchor)
-        self.optional = tuple(p.name for p in group if not p.is_anchor and not p.reuse.required)
+        self.optional = memory.optional_sidecars(anchor)
         self._space = space
         self._table = json.dumps(
             [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in group],
