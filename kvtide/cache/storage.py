@@ -47,6 +47,7 @@ class StorageStats:
 
     name, state     what it is, and whether it is attached or leaving, now
     answers         whether calls go through, now; `last_error` is what the last failed one said
+    trips           how often it was left alone for a while, since calls failed
     fetches         by outcome; `fetching` now
     fetched_pages   brought to the host
     stored_pages    written or there already; `dropped_pages` left the line unwritten, and
@@ -59,6 +60,7 @@ class StorageStats:
     state: str
     answers: bool
     last_error: str
+    trips: int
     fetches: Mapping[str, int]
     fetching: int
     fetched_pages: int
@@ -330,6 +332,7 @@ class Attachment:
             state=self.state.value,
             answers=link.available,
             last_error=link.last_error,
+            trips=sum(breaker.trips for breaker in link.breakers.values()),
             fetches=dict(self.fetches.ended),
             fetching=len(list(self.fetches.open)),
             fetched_pages=self.fetches.fetched_pages,

@@ -114,10 +114,6 @@ class Paging(Errand):
         with self._lock:
             return self._no_more() and not self._at_work
 
-    @property
-    def bytes(self) -> int:
-        return sum(one.bytes for one in self.formats)
-
     def claim(self) -> Batch | None:
         """The next batch for a worker, who has to `finish` it; None if there is none."""
         with self._lock:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,8 @@ from kvtide.storage import Store, open_store
 from kvtide.storage.objects import DIRECT_ALIGN
 from kvtide.tiers import Layout
 from tests.cache.building import Rig, text
-from tests.cache.memories import ALL_MEMORIES, FULL, PAGE, RECURRENT
+from tests.cache.gated import Gated
+from tests.cache.memories import ALL_MEMORIES, FULL, PAGE
 from tests.cache.stores import WAIT, fetched, keys_of, opened, settle, stored
 from tests.transfer.stores import LARGE
 
@@ -75,34 +74,18 @@ def test_two_prompts_with_the_same_pages_read_them_once(url: str, rigs: list[Rig
 
 
 def test_a_lost_page_leaves_what_comes_before_it(url: str, rigs: list[Rig]) -> None:
-    first = opened(rigs, url, RECURRENT)
+    first = opened(rigs, url)
     stored(first, text(1, 9))
     store: Store = open_store(url, first.cache.storage.space)
     assert store.remove([keys_of(first, text(1, 9))[6]]) == 1
-    again = opened(rigs, url, RECURRENT)
-    fetch = fetched(again, text(1, 9))
-    assert fetch.outcome in ("fetched", "nothing")
-    assert again.found(text(1, 9)) <= 6 * PAGE
-
-
-class _Kept:
-    """A dictionary that keeps calls until it is let go."""
-
-    def __init__(self, url: str, space: bytes) -> None:
-        self.gate = threading.Event()
-        self._inner = open_store(url, space)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def write(self, keys: Any, sources: Any) -> list[bool]:
-        self.gate.wait()
-        return self._inner.write(keys, sources)
+    again = opened(rigs, url)
+    assert fetched(again, text(1, 9)).outcome == "fetched"
+    assert again.found(text(1, 9)) == 6 * PAGE
 
 
 def test_closing_has_an_end_whatever_the_store_does(url: str) -> None:
     rig = Rig(FULL, host=64, device=32, patience=WAIT)
-    store = _Kept(url, rig.cache.storage.space)
+    store = Gated(open_store(url, rig.cache.storage.space), ("write",))
     rig.cache.storage.attach(store)
     rig.remember(text(1, 8))
     rig.settle()
@@ -116,7 +99,7 @@ def test_closing_has_an_end_whatever_the_store_does(url: str) -> None:
 def test_a_question_that_nobody_waits_for_is_not_asked(url: str, rigs: list[Rig]) -> None:
     rig = Rig(FULL, host=64, device=32, patience=WAIT)
     rigs.append(rig)
-    store = _Kept(url, rig.cache.storage.space)
+    store = Gated(open_store(url, rig.cache.storage.space), ("write",))
     rig.cache.storage.attach(store)
     rig.remember(text(1, 8))
     rig.settle()

@@ -17,20 +17,6 @@ def _places(desk: Desk) -> Places:
     return Places(desk.host, desk.formats)
 
 
-@pytest.fixture
-def desks():
-    """Makes desks, and closes them after the test."""
-    made: list[Desk] = []
-
-    def make(*arguments, **options) -> Desk:
-        made.append(Desk(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for desk in made:
-        desk.close()
-
-
 def test_only_large_pages_have_tails(desks) -> None:
     desk = desks(LARGE)
     assert set(tails(desk.formats)) == {"kv"}

@@ -24,20 +24,6 @@ from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Desk, until
 LONG_S = 1e6
 
 
-@pytest.fixture
-def desks():
-    """Makes desks, and closes them after the test: whatever happened, their workers end."""
-    made: list[Desk] = []
-
-    def make(*arguments, **options) -> Desk:
-        made.append(Desk(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for desk in made:
-        desk.close()
-
-
 def read(desk: Desk, pages: Sequence[StoredPage]) -> Reading:
     """Read pages to the end."""
     reading = desk.link.read(pages, LONG_S)
