@@ -134,7 +134,7 @@ def cases(models: Sequence[str], total_bytes: int) -> list[Case]:
     """Pages of models, an anchor each, and round sizes."""
     sizes: dict[str, int] = {}
     for name in models:
-        memory = catalog.resolve(name)
+        memory = catalog.resolve(name).at_rest
         for anchor in memory.anchors:
             found = ObjectFormat(memory, anchor.name, bytes(SPACE_BYTES)).bytes
             sizes[f"{name} {anchor.name}"] = -(-found // ALIGN) * ALIGN

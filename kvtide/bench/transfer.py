@@ -60,7 +60,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        return sum(n * self.memory.slot_bytes(anchor) for anchor, n in self.pages.items())
+        return sum(n * self.memory.at_rest.slot_bytes(anchor) for anchor, n in self.pages.items())
 
     @property
     def slots(self) -> dict[str, int]:
@@ -69,8 +69,9 @@ class Case:
 
     def on_host(self) -> Arrangement:
         """With the room behind pages that a cache leaves there."""
-        formats = {a.name: ObjectFormat(self.memory, a.name, _SPACE) for a in self.memory.anchors}
-        return Arrangement(self.memory, self.slots, self.layout, tails(formats))
+        kept = self.memory.at_rest
+        formats = {a.name: ObjectFormat(kept, a.name, _SPACE) for a in kept.anchors}
+        return Arrangement(kept, self.slots, self.layout, tails(formats))
 
 
 @dataclass(frozen=True, slots=True)

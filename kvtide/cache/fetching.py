@@ -298,7 +298,7 @@ class Fetches:
         speed = self._link.read_bytes_s
         if not fetch.token_s or not speed:
             return True
-        size = sum(self._memory.slot_bytes(one.anchor) for one in order.pages)
+        size = sum(self._memory.at_rest.slot_bytes(one.anchor) for one in order.pages)
         saved = order.boundary - deepest(self._memory, outline.limit, outline.held)
         worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
         if not worth:

@@ -178,6 +178,6 @@ class Flights:
             return
         self.moved_pages[flight.way] += flight.pages
         self.moved_bytes[flight.way] += sum(
-            len(move.source_slots) * self._index.memory.slot_bytes(move.anchor)
+            len(move.source_slots) * self._index.memory.at_rest.slot_bytes(move.anchor)
             for move in flight.moves
         )

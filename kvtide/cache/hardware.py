@@ -32,7 +32,8 @@ class Hardware:
         on = config.torch_device
         slots = _slots(memory, config, agreement)
         device = Arrangement(memory, slots[Tier.DEVICE], config.device_layout)
-        host = Arrangement(memory, slots[Tier.HOST], config.layout, tails(formats(memory, config)))
+        behind = tails(formats(memory, config))
+        host = Arrangement(memory.at_rest, slots[Tier.HOST], config.layout, behind)
         arenas = [device_arena(device.bytes, on)]
         try:
             arenas.append(host_arena(host.bytes, pinned=on.type == "cuda"))
@@ -60,13 +61,13 @@ class Hardware:
 
 def space(memory: ModelMemory, config: CacheConfig) -> bytes:
     """What everything outside this process is kept under: nothing else may ever be found there."""
-    return hashlib.sha256(config.fingerprint + memory.schema_digest()).digest()
+    return hashlib.sha256(config.fingerprint + memory.at_rest.schema_digest()).digest()
 
 
 def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:
     """How pages look outside this process, by anchor."""
     within = space(memory, config)
-    return {a.name: ObjectFormat(memory, a.name, within) for a in memory.anchors}
+    return {a.name: ObjectFormat(memory.at_rest, a.name, within) for a in memory.anchors}
 
 
 def _slots(
@@ -79,6 +80,6 @@ def _slots(
     if config.host_size is not None:
         device_bytes = sum(memory.slot_bytes(anchor) * count for anchor, count in device.items())
         behind = tails(formats(memory, config))
-        host = capacity_pages(memory, config.host_size, device_bytes, distance, behind)
+        host = capacity_pages(memory.at_rest, config.host_size, device_bytes, distance, behind)
     agreed = iter(agreement.least([*device.values(), *host.values()]))
     return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}

@@ -33,7 +33,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
                     "capacity_pages": count.capacity,
                     "resident_pages": count.resident,
                     "free_pages": count.free,
-                    "page_bytes": memory.slot_bytes(anchor),
+                    "page_bytes": memory.kept_in(tier).slot_bytes(anchor),
                 }
                 for (where, anchor), count in stats.pages.items()
                 if where is tier

@@ -82,7 +82,7 @@ def describe(memory: ModelMemory) -> dict[str, Any]:
             "tensor_ranks": part.tensor_ranks,
         },
         "pools": [_describe_pool(pool, memory.page_tokens) for pool in memory.pools],
-        "slot_bytes": {anchor.name: memory.slot_bytes(anchor.name) for anchor in memory.anchors},
+        "slot_bytes": {a.name: memory.at_rest.slot_bytes(a.name) for a in memory.anchors},
         "history_bytes_per_token": memory.history_bytes_per_token(),
         "resume_bytes": memory.resume_bytes(),
         "context_bytes": {str(tokens): context_bytes(memory, tokens) for tokens in _CONTEXTS},
@@ -120,6 +120,8 @@ def resume_rule(pool: PoolSpec, page_tokens: int) -> str:
     reuse = pool.reuse
     if reuse.reach is ALL:
         rule = "all pages"
+    elif reuse.reach == 0:
+        rule = "nothing: within a page only"
     elif reuse.stride is not None:
         rule = f"checkpoint (every {reuse.stride:,} tokens)"
     else:
@@ -170,9 +172,10 @@ def _pool_row(pool: PoolSpec, page_tokens: int) -> list[str]:
 def _summary(memory: ModelMemory) -> list[str]:
     lines = []
     for anchor in memory.anchors:
-        sidecars = [pool.name for pool in memory.group(anchor.name)[1:]]
+        kept = memory.at_rest
+        sidecars = [pool.name for pool in kept.group(anchor.name)[1:]]
         beside = f" with {', '.join(sidecars)}" if sidecars else ""
-        size = memory.slot_bytes(anchor.name)
+        size = kept.slot_bytes(anchor.name)
         lines.append(f"One page of {anchor.name}{beside}: {size:,} B ({format_bytes(size)})")
     lines.append(f"History grows by {memory.history_bytes_per_token():,.1f} B per token")
     lines.append(_resume_sentence(memory))

@@ -10,12 +10,13 @@
 """
 
 from kvtide.spec.memory import ModelMemory, RankSlice, with_draft
-from kvtide.spec.pool import ALL, DType, Entry, Field, PoolSpec, Reach, Reuse, SpecError
+from kvtide.spec.pool import ALL, DType, Encoding, Entry, Field, PoolSpec, Reach, Reuse, SpecError
 from kvtide.spec.tier import EntryMove, PageMove, Slots, Tier
 
 __all__ = [
     "ALL",
     "DType",
+    "Encoding",
     "Entry",
     "EntryMove",
     "Field",

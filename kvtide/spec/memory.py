@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvtide.spec.pool import ALL, PoolSpec, SpecError
+from kvtide.spec.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,18 @@ class ModelMemory:
         """What a page of the anchor may be without and still be used: a draft's KV."""
         return tuple(p.name for p in self.pools if p.follows == anchor and not p.reuse.required)
 
+    @property
+    def at_rest(self) -> ModelMemory:
+        """What there is to keep of a whole page: all but what is under way within one.
+
+        So it is on the host and in storage, and so pages are moved.
+        """
+        lasting = tuple(pool for pool in self.pools if pool.reuse.reach != 0)
+        return self if lasting == self.pools else replace(self, pools=lasting)
+
+    def kept_in(self, tier: Tier) -> ModelMemory:
+        return self if tier is Tier.DEVICE else self.at_rest
+
     # -- sizes ------------------------------------------------------------------------------
 
     def slot_bytes(self, anchor: str) -> int:
@@ -94,6 +107,23 @@ class ModelMemory:
     # -- slices -----------------------------------------------------------------------------
 
     @property
+    def own_layers(self) -> range:
+        """The model's layers in this slice, without a draft's."""
+        if self.part is None:
+            return range(self.layers)
+        return range(self.part.first_layer, min(self.part.end_layer, self.layers))
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the pass begins here."""
+        return self.own_layers.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the pass ends here."""
+        return self.own_layers.stop == self.layers
+
+    @property
     def end_layer(self) -> int:
         """One past the last global layer: the model's own layers, then a draft's."""
         return max([self.layers, *(pool.layers[-1] + 1 for pool in self.pools if pool.layers)])
@@ -104,8 +134,8 @@ class ModelMemory:
         """The memory of one pipeline stage (a range of global layers) and one tensor rank.
 
         Anchors stay in every slice, if need be without a layer and so without a byte: every
-        rank then keeps the same books and comes to the same decisions. A sidecar without a
-        layer in the slice is left out.
+        rank then keeps the same books and comes to the same decisions. So do optional sidecars,
+        since books say which pages carry them. Any other sidecar without a layer is left out.
         """
         layers = range(self.end_layer) if layers is None else layers
         if self.part is not None:
@@ -123,7 +153,7 @@ class ModelMemory:
         owned = tuple(pool.on_layers(layers, tensor_ranks) for pool in self.pools)
         return replace(
             self,
-            pools=tuple(pool for pool in owned if pool.layers or pool.is_anchor),
+            pools=tuple(p for p in owned if p.layers or p.is_anchor or not p.reuse.required),
             part=RankSlice(layers.start, layers.stop, tensor_rank, tensor_ranks),
         )
 
@@ -212,6 +242,12 @@ def _has_an_anchor(memory: ModelMemory) -> Iterator[str]:
         )
 
 
+def _anchors_keep_something(memory: ModelMemory) -> Iterator[str]:
+    for pool in memory.anchors:
+        if pool.reuse.reach == 0:
+            yield f"pool {pool.name}: owns slots for nothing; use a reach of at least 1"
+
+
 def _names_are_distinct(memory: ModelMemory) -> Iterator[str]:
     names = [pool.name for pool in memory.pools]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -271,6 +307,7 @@ def _strides_meet_page_ends(memory: ModelMemory) -> Iterator[str]:
 
 _CHECKS = (
     _has_an_anchor,
+    _anchors_keep_something,
     _names_are_distinct,
     _sidecars_follow_anchors,
     _pages_hold_whole_entries,

@@ -36,7 +36,8 @@ Reach = int | Everything
 class Reuse:
     """What must be resident for generation to resume at a boundary b.
 
-    reach     ALL: every page of [0, b). An integer w: the last w tokens before b.
+    reach     ALL: every page of [0, b). An integer w: the last w tokens before b. 0: nothing; the
+              pool holds what is under way within a page, and never leaves the device.
     stride    None: every page carries the state. An integer s: the state exists only where a
               checkpoint was taken, and regular checkpoints stand at multiples of s tokens.
     required  False: a resume without it is allowed (a draft's KV). Never stale, possibly absent.
@@ -47,11 +48,8 @@ class Reuse:
     required: bool = True
 
     def __post_init__(self) -> None:
-        if self.reach is not ALL and self.reach < 1:
-            raise SpecError(
-                f"reuse: a reach of {self.reach} tokens keeps nothing; "
-                "leave the pool out or use a reach of at least 1"
-            )
+        if self.reach is not ALL and self.reach < 0:
+            raise SpecError(f"reuse: a reach of {self.reach} tokens; use 0 or more, or ALL")
         if self.stride is not None and self.stride < 1:
             raise SpecError(f"reuse: a stride of {self.stride} tokens; use at least 1, or None")
         if self.stride is not None and self.reach is ALL:
@@ -66,18 +64,19 @@ class Reuse:
 
 
 class DType(Enum):
-    """Element types a pool can hold, with their size in bytes."""
+    """Element types a pool can hold, with their size in bytes and what torch calls them."""
 
-    FP32 = ("fp32", 4)
-    BF16 = ("bf16", 2)
-    FP16 = ("fp16", 2)
-    FP8_E4M3 = ("fp8_e4m3", 1)
-    UE8M0 = ("ue8m0", 1)
-    UINT8 = ("uint8", 1)
+    FP32 = ("fp32", 4, "float32")
+    BF16 = ("bf16", 2, "bfloat16")
+    FP16 = ("fp16", 2, "float16")
+    FP8_E4M3 = ("fp8_e4m3", 1, "float8_e4m3fn")
+    UE8M0 = ("ue8m0", 1, "float8_e8m0fnu")
+    UINT8 = ("uint8", 1, "uint8")
 
-    def __init__(self, label: str, size_bytes: int) -> None:
+    def __init__(self, label: str, size_bytes: int, torch_name: str) -> None:
         self.label = label
         self.size_bytes = size_bytes
+        self.torch_name = torch_name
 
     def __repr__(self) -> str:
         return self.label
@@ -132,6 +131,28 @@ ROW_ALIGN_BYTES = 16
 """Every row is a multiple of this, so that all copies and all views of it are aligned."""
 
 
+class Encoding(Enum):
+    """How the vectors that layers see lie in an entry's fields (`layers/packing.py`).
+
+    PLAIN   every field is one by itself, as it is.
+    SCALED  a vector X in e4m3 has its scales beside it in X_scale, an fp32 for every 128 values.
+            A field without scales is plain.
+    JOINED  one vector in all fields: `nope` in e4m3, `rope` in bf16, `scale` with a power of two
+            for every 64 values of `nope`, and `pad` where bytes are missing up to a multiple of 8.
+    """
+
+    PLAIN = "plain"
+    SCALED = "scaled"
+    JOINED = "joined"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+SCALED_GROUP, JOINED_GROUP = 128, 64
+"""Values that share a scale, by encoding. The last group may be shorter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What one layer keeps for `tokens_per_entry` tokens: fields, in byte order, without gaps.
@@ -142,13 +163,80 @@ class Entry:
 
     fields: tuple[Field, ...]
     row_align_bytes: int = ROW_ALIGN_BYTES
+    encoding: Encoding = Encoding.PLAIN
+
+    def __post_init__(self) -> None:
+        if self.encoding is Encoding.SCALED:
+            _check_scaled(self)
+        if self.encoding is Encoding.JOINED:
+            _check_joined(self)
 
     @property
     def bytes(self) -> int:
         return sum(field.bytes for field in self.fields)
 
+    @property
+    def scales(self) -> dict[str, Field]:
+        """The scales of every scaled vector, by its name."""
+        if self.encoding is not Encoding.SCALED:
+            return {}
+        by_name = {field.name: field for field in self.fields}
+        pairs = ((name, by_name.get(f"{name}_scale")) for name in by_name)
+        return {name: scale for name, scale in pairs if scale is not None}
+
     def shard(self, ranks: int) -> Entry:
         return replace(self, fields=tuple(field.shard(ranks) for field in self.fields))
+
+
+def _check_scaled(entry: Entry) -> None:
+    scales = entry.scales
+    if not scales:
+        names = ", ".join(field.name for field in entry.fields)
+        raise SpecError(
+            f"entry of {names or 'nothing'}: scaled, and no field has scales; add them as X_scale "
+            "to the vector X, or leave the entry plain"
+        )
+    for field in entry.fields:
+        scale = scales.get(field.name)
+        if scale is not None and not _fits(field, scale, SCALED_GROUP, DType.FP32):
+            raise SpecError(
+                f"field {field.name}: {field.shape} in {field.dtype!r} with scales {scale.shape} "
+                f"in {scale.dtype!r}; use a vector in fp8_e4m3 with an fp32 for every "
+                f"{SCALED_GROUP} values, neither of them sharded"
+            )
+
+
+def _check_joined(entry: Entry) -> None:
+    found = [(field.name, field.dtype) for field in entry.fields]
+    whole = all(len(field.shape) == 1 and not field.sharded for field in entry.fields)
+    if len(found) < 3 or found != _JOINED[: len(found)] or not whole:
+        wanted = ", ".join(f"{name} in {dtype!r}" for name, dtype in _JOINED)
+        raise SpecError(
+            f"entry of {', '.join(name for name, _ in found)}: joined; use the vectors {wanted}, "
+            "in this order and not sharded (pad may be left out)"
+        )
+    nope, _, scale, *_ = entry.fields
+    if not _fits(nope, scale, JOINED_GROUP, DType.UE8M0):
+        raise SpecError(
+            f"field scale: {scale.shape} for {nope.shape} of nope; use one for every "
+            f"{JOINED_GROUP} values"
+        )
+
+
+_JOINED = [
+    ("nope", DType.FP8_E4M3),
+    ("rope", DType.BF16),
+    ("scale", DType.UE8M0),
+    ("pad", DType.UINT8),
+]
+
+
+def _fits(values: Field, scale: Field, group: int, dtype: DType) -> bool:
+    """Whether a vector in eight bits has a scale of this dtype for each of its groups."""
+    if values.dtype is not DType.FP8_E4M3 or scale.dtype is not dtype or len(values.shape) != 1:
+        return False
+    groups = -(-values.shape[0] // group)
+    return scale.shape == (groups,) and not (values.sharded or scale.sharded)
 
 
 NOTHING = Entry(())
@@ -159,8 +247,7 @@ class PoolSpec:
     """One kind of state across its layers.
 
     tail_entries  None: a page keeps all its entries. n: a page keeps only its last n entries
-                  (1 for a recurrent state: the state after the page's last token; 8 for a
-                  compressor that needs the last 8 tokens).
+                  (1 for a recurrent state: the state after the page's last token).
     follows       None: the pool is an anchor and owns slots. A name: it is a sidecar and its
                   page lies at the slot number of that anchor's page.
     """

@@ -14,14 +14,7 @@ import torch
 from kvtide.spec import DType, PoolSpec, Slots
 from kvtide.tiers.layout import Arrangement
 
-TORCH_DTYPES = {
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.FP8_E4M3: torch.float8_e4m3fn,
-    DType.UE8M0: torch.float8_e8m0fnu,
-    DType.UINT8: torch.uint8,
-}
+TORCH_DTYPES: dict[DType, torch.dtype] = {kind: getattr(torch, kind.torch_name) for kind in DType}
 
 
 @dataclass(frozen=True, slots=True)

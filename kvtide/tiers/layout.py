@@ -113,9 +113,13 @@ class Arrangement:
 def pieces(
     source: Arrangement, target: Arrangement, anchor: str, layers: Container[int]
 ) -> tuple[Piece, ...]:
-    """How to copy pages of an anchor, these layers of them, in the fewest contiguous runs."""
-    pairs = zip(source.rows(anchor), target.rows(anchor), strict=True)
-    wanted = [(a, b) for a, b in pairs if a.layer in layers]
+    """How to copy pages of an anchor, these layers of them, in the fewest contiguous runs.
+
+    Rows that only one side has stay there.
+    """
+    there = {(row.layer, row.pool): row for row in target.rows(anchor)}
+    pairs = ((row, there.get((row.layer, row.pool))) for row in source.rows(anchor))
+    wanted = [(a, b) for a, b in pairs if b is not None and a.layer in layers]
     joined: list[Piece] = []
     for a, b in sorted(wanted, key=lambda pair: pair[0].offset):
         piece = Piece(a.offset, a.stride, b.offset, b.stride, a.bytes)
@@ -179,12 +183,15 @@ def _page_first_direct(
     memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
 ) -> Iterator[Row]:
     group, page = memory.group(anchor), memory.slot_bytes(anchor) + tail
-    for layer in sorted({layer for pool in group for layer in pool.layers}):
-        for pool in group:
-            if layer in pool.layers:
-                size = pool.row_bytes(memory.page_tokens)
-                yield Row(pool.name, layer, start, page, size)
-                start += size
+    # What stays on the device lies behind the rest, so that what moves is one run.
+    for within_page in (False, True):
+        part = [pool for pool in group if (pool.reuse.reach == 0) is within_page]
+        for layer in sorted({layer for pool in part for layer in pool.layers}):
+            for pool in part:
+                if layer in pool.layers:
+                    size = pool.row_bytes(memory.page_tokens)
+                    yield Row(pool.name, layer, start, page, size)
+                    start += size
 
 
 _PLACES = {

@@ -49,7 +49,7 @@ class Copier:
         groups: Sequence[range] = (),
     ) -> None:
         memory = device.arrangement.memory
-        assert host.arrangement.memory == memory, "both sides must keep the same memory"
+        assert host.arrangement.memory == memory.at_rest, "the host keeps what lasts of the same"
         self.groups = tuple(groups) or layer_groups(memory)
         grouped = {layer for group in self.groups for layer in group}
         assert all(grouped.issuperset(pool.layers) for pool in memory.pools), "a layer is left out"

@@ -99,7 +99,8 @@ class Model:
         return slice(0 if reach is None else max(0, pages - reach), pages)
 
     def rows(self) -> Iterator[tuple[str, int]]:
-        return ((pool.name, layer) for pool in self.memory.pools for layer in pool.layers)
+        """All but what is under way within a page, which no copy brings back."""
+        return ((p.name, layer) for p in self.memory.at_rest.pools for layer in p.layers)
 
     def slots(self, lease: Lease, pool: str) -> torch.Tensor:
         return torch.from_numpy(self.cache.page_table(lease, pool)).long().to(self.device)

@@ -36,15 +36,16 @@ def test_every_pool_has_a_row_with_slots_layers_sizes_and_rule(command):
     assert cells(text, "c4") == c4
     assert cells(text, "kv") == ["kv", "own", "–", "–", "0", "0.0", "all pages"]
     assert cells(text, "swa")[-1] == "last 127 tokens (1 page)"
-    assert cells(text, "c4_state")[3:6] == ["8 entries × 8,192 B", "1,376,256", "–"]
+    assert cells(text, "c4_state")[3:6] == ["1 entry × 6,144 B", "129,024", "–"]
+    assert cells(text, "c128_open")[-1] == "nothing: within a page only"
 
 
 def test_the_summary_says_what_a_page_a_resume_and_a_context_cost(command):
     text = command("deepseek-v4-flash")
     assert "One page of kv with c4, c4_index, c128: 998,208 B" in text
     assert "History grows by 3,899.2 B per token" in text
-    assert "To resume at a page's end: every page of kv, the last page of swa; 8.16 MB" in text
-    assert "A context of 128k tokens: 519.24 MB" in text
+    assert "To resume at a page's end: every page of kv, the last page of swa; 6.60 MB" in text
+    assert "A context of 128k tokens: 517.68 MB" in text
 
 
 def test_a_hybrid_resumes_at_a_checkpoint(command):

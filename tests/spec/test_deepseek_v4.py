@@ -76,21 +76,29 @@ def test_the_pools_hang_together_as_designed():
         "c128": "kv",
         "swa": None,
         "c4_state": "swa",
+        "c4_open": "swa",
         "c4_index_state": "swa",
+        "c4_index_open": "swa",
+        "c128_open": "swa",
     }
     assert memory.pool("kv").page_bytes(256) == 0
     assert memory.pool("kv").reuse.reach is ALL
     assert memory.pool("swa").reuse == Reuse(reach=31)
-    assert memory.pool("c4_state").reuse == Reuse(reach=8)
+    assert memory.pool("c4_state").reuse == Reuse(reach=1)
+    assert memory.pool("c4_open").reuse == memory.pool("c128_open").reuse == Reuse(reach=0)
     assert memory.pool("c4_state").layers == memory.pool("c4").layers == (2, 4)
     assert memory.pool("c128").layers == (3,)
 
 
-def test_a_compressor_keeps_eight_rows_of_values_and_gates():
+def test_a_compressor_keeps_a_mean_under_way_and_nothing_else_leaves_the_device():
     memory = tiny()
-    # Both halves (Ca and Cb) of kv and gate in fp32: 2 × 2 × width × 4 bytes.
-    assert memory.pool("c4_state").row_bytes(256) == 8 * 2 * 2 * 64 * 4
-    assert memory.pool("c4_index_state").row_bytes(256) == 8 * 2 * 2 * 32 * 4
+    # Three numbers a channel in fp32.
+    assert memory.pool("c4_state").row_bytes(256) == 3 * 64 * 4
+    assert memory.pool("c4_index_state").row_bytes(256) == 3 * 32 * 4
+    assert memory.pool("c128_open").row_bytes(256) == 3 * 64 * 4
+    lasting = [pool.name for pool in memory.at_rest.pools]
+    assert lasting == ["kv", "c4", "c4_index", "c128", "swa", "c4_state", "c4_index_state"]
+    assert memory.slot_bytes("swa") - memory.at_rest.slot_bytes("swa") == (2 * 96 + 64) * 12
 
 
 def test_small_heads_are_packed_by_the_same_rule():
@@ -123,12 +131,13 @@ def test_any_ratio_gets_a_pool_of_its_own():
     assert memory.pool("c16").tokens_per_entry == 16
     assert memory.pool("c16").layers == (2, 4)
     assert "c16_state" not in [pool.name for pool in memory.pools]
+    assert memory.pool("c16_open").reuse.reach == 0
 
 
 def test_the_sparse_ratio_is_the_configs():
     memory = tiny(compress_ratios=[0, 8, 128, 8, 0, 0], compress_rate_csa=8)
     assert memory.pool("c8_index").tokens_per_entry == 8
-    assert memory.pool("c8_state").reuse.reach == 16
+    assert memory.pool("c8_state").reuse.reach == 1
 
 
 def test_a_schedule_without_compression_is_windows_only():
@@ -148,10 +157,10 @@ def test_without_c128_layers_small_pages_are_fine():
         ({"compress_ratios": None}, "no `compress_ratios` or `layer_types`; add one"),
         ({"compress_ratios": [0, 4]}, "`compress_ratios` has 2 items for 6 layers; list every"),
         ({"compress_ratios": [0, 0, -4, 0, 0, 0]}, "layer 2 has no known compression; use ratios"),
+        ({"compress_ratios": [0, 1, 4, 0, 0, 0]}, "layer 1 has no known compression; use ratios"),
         ({"layer_types": ["full_attention"] * 6}, "layer 0 has no known compression; use ratios"),
         ({"qk_rope_head_dim": 64}, "64 rotary dimensions of 64; use fewer than `head_dim`"),
         ({"qk_rope_head_dim": None}, "config.json has no `qk_rope_head_dim`; add it"),
-        ({"sliding_window": 8}, "pool c4_state: reaches further back than swa"),
     ],
 )
 def test_a_schedule_that_cannot_be_kept_is_refused(fields, sentence):

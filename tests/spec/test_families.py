@@ -223,6 +223,11 @@ def test_falcon_h1_has_attention_and_mamba_in_every_layer():
     assert memory.pool("state").entry.bytes == (128 + 32) * 3 * 2 + 8 * 16 * 16 * 4
 
 
+def test_granite_without_mixers_needs_no_word_of_them():
+    memory = tiny("granitemoehybrid", layer_types=["attention"] * 4, mamba_n_heads=7)
+    assert layers(memory) == {"kv": (0, 1, 2, 3)}
+
+
 def test_granite_lists_its_mamba_and_attention_layers():
     types = ["mamba", "attention", "linear_attention", "full_attention"]
     memory = tiny("granitemoehybrid", layer_types=types, **MAMBA)

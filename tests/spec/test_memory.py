@@ -4,8 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError, with_draft
+from kvtide.spec import (
+    DType,
+    Encoding,
+    Entry,
+    Field,
+    ModelMemory,
+    PoolSpec,
+    Reuse,
+    SpecError,
+    with_draft,
+)
 from kvtide.spec.families import declare
+from kvtide.spec.families.parts import KVDType, scaled
 
 HEADS = Entry(tuple(Field(name, (4, 16), DType.BF16, sharded=True) for name in ("k", "v")))
 KEYS = Entry((Field("index_key", (32,), DType.BF16),))
@@ -199,7 +210,7 @@ def test_a_draft_with_more_pools_keeps_their_names_apart(hybrid):
 
 def test_a_draft_goes_to_the_last_stage(hybrid):
     first, last = with_draft(hybrid, draft(3)).stages(2)
-    assert "draft" not in [pool.name for pool in first.pools]
+    assert first.pool("draft").layers == ()  # In the books of all, in the memory of one.
     assert last.pool("draft").layers == (4, 5, 6)
 
 
@@ -228,8 +239,11 @@ def test_the_digest_differs_whenever_stored_bytes_would_mean_something_else(hybr
     swapped = Entry(HEADS.fields[::-1])
     aligned = replace(HEADS, row_align_bytes=576)
     reshaped = Entry(tuple(replace(field, shape=(8, 8)) for field in HEADS.fields))
+    eight_bits = scaled("index_key", 32, KVDType.FP8)
+    unscaled = replace(eight_bits, encoding=Encoding.PLAIN)
     variants = [
         hybrid,
+        *(memory(KV, replace(INDEX, entry=e), SWA) for e in (eight_bits, unscaled)),
         memory(KV, INDEX, SWA, page_tokens=32),
         memory(KV, INDEX, SWA, holdback=1),
         memory(KV, SWA),

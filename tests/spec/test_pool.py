@@ -1,8 +1,10 @@
 """A pool says what a page costs and when it allows a resume; what cannot work is refused."""
 
+from dataclasses import replace
+
 import pytest
 
-from kvtide.spec import ALL, DType, Entry, Field, PoolSpec, Reuse, SpecError
+from kvtide.spec import ALL, DType, Encoding, Entry, Field, PoolSpec, Reuse, SpecError
 
 KEY = Field("k", (8, 64), DType.BF16, sharded=True)
 VECTOR = Entry((Field("latent", (512,), DType.BF16),))
@@ -11,7 +13,7 @@ VECTOR = Entry((Field("latent", (512,), DType.BF16),))
 @pytest.mark.parametrize(
     ("build", "remedy"),
     [
-        (lambda: Reuse(reach=0), "use a reach of at least 1"),
+        (lambda: Reuse(reach=-1), "use 0 or more, or ALL"),
         (lambda: Reuse(reach=1, stride=0), "use at least 1, or None"),
         (lambda: Reuse(reach=ALL, stride=64), "use a reach of one page"),
         (lambda: Field("k", (), DType.BF16), "every axis needs ≥ 1"),
@@ -26,6 +28,55 @@ VECTOR = Entry((Field("latent", (512,), DType.BF16),))
 def test_a_pool_that_cannot_work_is_refused_with_the_remedy(build, remedy):
     with pytest.raises(SpecError, match=remedy):
         build()
+
+
+LATENT = Field("latent", (300,), DType.FP8_E4M3)
+SCALES = Field("latent_scale", (3,), DType.FP32)
+ROPE = Field("rope", (16,), DType.BF16)
+NOPE = Field("nope", (100,), DType.FP8_E4M3)
+POWERS = Field("scale", (2,), DType.UE8M0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ((LATENT, ROPE), "entry of latent, rope: scaled, .* or leave the entry plain"),
+        ((), "entry of nothing: scaled, and no field has scales; add them as X_scale"),
+        ((LATENT, replace(SCALES, shape=(2,))), r"\(300,\) in fp8_e4m3 with scales \(2,\) in fp32"),
+        ((LATENT, replace(SCALES, dtype=DType.BF16)), "in bf16; .* an fp32 for every 128 values"),
+        ((replace(LATENT, dtype=DType.BF16), SCALES), "in bf16 .* use a vector in fp8_e4m3"),
+        ((replace(LATENT, shape=(300, 1)), SCALES), "field latent: .* use a vector"),
+        ((replace(LATENT, sharded=True), SCALES), "neither of them sharded"),
+        ((LATENT, replace(SCALES, sharded=True)), "neither of them sharded"),
+    ],
+)
+def test_fields_that_do_not_fit_a_scaled_entry_are_refused(fields, says):
+    with pytest.raises(SpecError, match=says):
+        Entry(fields, encoding=Encoding.SCALED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ((), "use the vectors nope in fp8_e4m3, rope in bf16, scale in ue8m0, pad in uint8"),
+        ((NOPE, ROPE), "entry of nope, rope: joined; use the vectors"),
+        ((NOPE, POWERS, ROPE), "in this order"),
+        ((replace(NOPE, dtype=DType.BF16), ROPE, POWERS), "nope in fp8_e4m3"),
+        ((NOPE, ROPE, replace(POWERS, dtype=DType.FP32)), "scale in ue8m0"),
+        ((NOPE, replace(ROPE, sharded=True), POWERS), "not sharded"),
+        ((NOPE, ROPE, POWERS, SCALES), "entry of nope, rope, scale, latent_scale: joined"),
+        ((NOPE, ROPE, replace(POWERS, shape=(1,))), "use one for every 64 values"),
+    ],
+)
+def test_fields_that_do_not_fit_a_joined_entry_are_refused(fields, says):
+    with pytest.raises(SpecError, match=says):
+        Entry(fields, encoding=Encoding.JOINED)
+
+
+def test_a_scaled_vector_may_have_plain_fields_beside_it():
+    entry = Entry((ROPE, LATENT, SCALES), encoding=Encoding.SCALED)
+    assert entry.scales == {"latent": SCALES}
+    assert Entry(entry.fields).scales == {}
 
 
 def test_a_field_counts_its_elements_bytes():

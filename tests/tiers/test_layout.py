@@ -56,9 +56,9 @@ def in_order(memory: ModelMemory, slots: dict[str, int], layout: Layout) -> Iter
         elif layout is Layout.PAGE_FIRST:
             yield from ((p.name, y, s) for p in group for s in range(count) for y in p.layers)
         else:
-            yield from (
-                (p.name, y, s) for s in range(count) for y in layers for p in group if y in p.layers
-            )
+            rows = [(y, p) for y in layers for p in group if y in p.layers]
+            rows.sort(key=lambda row: row[1].reuse.reach == 0)
+            yield from ((p.name, y, s) for s in range(count) for y, p in rows)
 
 
 @every_memory
@@ -168,11 +168,12 @@ def test_pieces_are_the_rows_of_the_asked_layers_and_nothing_else(
 
 @every_memory
 def test_direct_on_both_sides_is_one_piece_for_any_range_of_layers(name: str) -> None:
+    """Whatever the device keeps beside what moves."""
     memory, layout = MEMORIES[name], Layout.PAGE_FIRST_DIRECT
     a = Arrangement(memory, some_slots(memory, 3), layout)
-    b = Arrangement(memory, some_slots(memory, 5), layout)
+    b = Arrangement(memory.at_rest, some_slots(memory, 5), layout)
     for anchor in memory.anchors:
-        rows = a.rows(anchor.name)
+        rows = b.rows(anchor.name)
         for first in range(memory.end_layer):
             for end in range(first + 1, memory.end_layer + 1):
                 wanted = sum(row.bytes for row in rows if first <= row.layer < end)

@@ -249,7 +249,8 @@ class Tiers:
     ) -> None:
         self.memory = memory
         on_device, on_host = (
-            Arrangement(memory, count, layout) for count, layout in zip(slots, layouts, strict=True)
+            Arrangement(kept, count, layout)
+            for kept, count, layout in zip((memory, memory.at_rest), slots, layouts, strict=True)
         )
         pinned = device.type == "cuda"
         # The arena is pinned for as long as somebody holds it.
@@ -306,8 +307,14 @@ class Tiers:
             wrong = torch.nonzero(block.bytes() != self.model[tier].whole).flatten()
             assert not len(wrong), f"{tier.name}: {len(wrong)} bytes differ, first at {wrong[0]}"
 
+    def kept(self, anchor: str, slots: Slots) -> list[torch.Tensor]:
+        """What there is to move of these pages on the device, row by row."""
+        return [self.device.rows(*row)[slots.tolist()] for row in self.rows_of(anchor)]
+
     def rows_of(self, anchor: str) -> list[tuple[str, int]]:
-        return [(pool.name, layer) for pool in self.memory.group(anchor) for layer in pool.layers]
+        """What moves: all but what is under way within a page."""
+        group = self.memory.at_rest.group(anchor)
+        return [(pool.name, layer) for pool in group for layer in pool.layers]
 
     def _model_rows(
         self, move: PageMove | EntryMove, pool: str, layer: int

@@ -290,7 +290,7 @@ def test_the_leg_of_a_layer_is_the_one_that_brings_it(name: str) -> None:
     one.copier.copy(Way.LOAD, moves, LONG_S)
     (job,) = one.lanes[Way.LOAD].jobs
     for layer, sizes in zip(layers, leg_bytes(job), strict=True):
-        kept = (pool for pool in memory.pools if layer in pool.layers)
+        kept = (pool for pool in memory.at_rest.pools if layer in pool.layers)
         assert sum(sizes) == sum(pool.row_bytes(memory.page_tokens) for pool in kept)
 
 
@@ -412,5 +412,5 @@ def test_groups_that_leave_out_a_layer_are_refused() -> None:
 
 def test_both_sides_must_keep_the_same_memory() -> None:
     one, other = setup("llama").tiers, setup("deepseek_v4").tiers
-    with pytest.raises(AssertionError, match="same memory"):
+    with pytest.raises(AssertionError, match="what lasts of the same"):
         Copier(one.device, other.host, {})

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from kvtide.spec.config import Config
 from kvtide.spec.families import attention as att
 from kvtide.spec.families import recurrent as rec
-from kvtide.spec.families.deepseek_v4 import deepseek_v4
+from kvtide.spec.families.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 from kvtide.spec.families.layers import language_model, layer_count
 from kvtide.spec.families.parts import Choices, KVDType, by_head
 from kvtide.spec.memory import ModelMemory
@@ -32,6 +32,7 @@ __all__ = [
     "Family",
     "KVDType",
     "declare",
+    "declare_mtp",
     "draft_for",
     "language_model",
     "supported",
@@ -42,11 +43,15 @@ PAGE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A row of the table: how to read a config, and what holds unless the caller says otherwise."""
+    """A row of the table: how to read a config, and what holds unless the caller says otherwise.
+
+    `mtp` reads what the model's layers for multi-token prediction keep.
+    """
 
     pools: Callable[[Config, Choices], list[PoolSpec]]
     page_tokens: int = PAGE_TOKENS
     kv: KVDType = KVDType.BF16
+    mtp: Callable[[Config, Choices], list[PoolSpec]] | None = None
 
 
 def declare(
@@ -58,7 +63,31 @@ def declare(
     checkpoint_tokens: int | None = None,
 ) -> ModelMemory:
     """The memory of the model that this `config.json` describes."""
-    fields = language_model(Config(model, config))
+    fields, family = _family(Config(model, config))
+    page = family.page_tokens if page_tokens is None else page_tokens
+    if page < 1:
+        raise fields.refusal(f"a page of {page} tokens; use at least 1")
+    grid = page if checkpoint_tokens is None else checkpoint_tokens
+    choices = Choices(page, kv_dtype or family.kv, grid)
+    pools = [pool for pool in family.pools(fields, choices) if pool.layers or pool.entry is NOTHING]
+    return ModelMemory(model, page, tuple(pools), layer_count(fields))
+
+
+def declare_mtp(
+    config: Mapping[str, object], *, memory: ModelMemory, kv_dtype: KVDType | None = None
+) -> ModelMemory:
+    """What this model's layers for multi-token prediction keep, as a draft for `with_draft`."""
+    fields, family = _family(Config(memory.model, config))
+    if family.mtp is None:
+        raise fields.refusal("its layers for multi-token prediction are not known here; leave them")
+    choices = Choices(memory.page_tokens, kv_dtype or family.kv, memory.page_tokens)
+    pools = family.mtp(fields, choices)
+    return ModelMemory("MTP", memory.page_tokens, tuple(pools), len(pools[0].layers))
+
+
+def _family(config: Config) -> tuple[Config, Family]:
+    """The language model's fields, completed, and its row of the table."""
+    fields = language_model(config)
     model_type = fields.find("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -66,14 +95,7 @@ def declare(
             f"model_type {model_type!r} is not a family known here; use one of "
             f"{', '.join(supported())}, or declare it (docs/ADDING_A_MODEL.md)"
         )
-    page = family.page_tokens if page_tokens is None else page_tokens
-    if page < 1:
-        raise fields.refusal(f"a page of {page} tokens; use at least 1")
-    grid = page if checkpoint_tokens is None else checkpoint_tokens
-    choices = Choices(page, kv_dtype or family.kv, grid)
-    fields = fields.beneath(_LEFT_OUT.get(str(model_type), {}))
-    pools = [pool for pool in family.pools(fields, choices) if pool.layers or pool.entry is NOTHING]
-    return ModelMemory(model, page, tuple(pools), layer_count(fields))
+    return fields.beneath(_LEFT_OUT.get(str(model_type), {})), family
 
 
 def supported() -> list[str]:
@@ -107,7 +129,7 @@ _FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(att.mla),
     "deepseek_v3": Family(att.mla),
     "deepseek_v32": Family(att.dsa),
-    "deepseek_v4": Family(deepseek_v4, page_tokens=256, kv=KVDType.FP8),
+    "deepseek_v4": Family(deepseek_v4, 256, KVDType.FP8, deepseek_v4_mtp),
     "falcon_h1": Family(rec.falcon_h1),
     "gemma2": _ALTERNATING,
     "gemma3": _GEMMA3,

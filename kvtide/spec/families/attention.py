@@ -17,7 +17,7 @@ from kvtide.spec.families.parts import (
     scaled,
     windowed,
 )
-from kvtide.spec.pool import Entry, PoolSpec
+from kvtide.spec.pool import PoolSpec
 
 Pools = Callable[[Config, Choices], list[PoolSpec]]
 Rule = Callable[[Config], list[Kind]]
@@ -80,7 +80,7 @@ def mla(config: Config, choices: Choices) -> list[PoolSpec]:
 
 def dsa(config: Config, choices: Choices) -> list[PoolSpec]:
     """MLA with an index key per token, on the layers that choose for themselves."""
-    keys = Entry(scaled("index_key", config.count("index_head_dim"), choices.kv))
+    keys = scaled("index_key", config.count("index_head_dim"), choices.kv)
     return [*mla(config, choices), PoolSpec("index", _indexed(config), keys, follows="kv")]
 
 

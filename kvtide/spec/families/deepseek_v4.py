@@ -2,9 +2,17 @@
 
 A ratio is how many tokens one entry stands for. The sparse kind (4) compresses overlapping blocks
 and has an indexer; the heavy kind (128, and any other ratio) does neither.
+
+An entry is a weighted mean of its block's tokens: what a compressor has to remember is that mean
+under way, three numbers a channel (`layers/compressing.py`), however many tokens it stands for.
+Pages hold whole blocks, so at a page's end all blocks are closed. What remains is the share of the
+last block in the next one's mean, where blocks overlap: `c4_state` and `c4_index_state`. Means that
+begin and end within a page are `…_open`, and never leave the device.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from kvtide.spec.config import Config
 from kvtide.spec.families.layers import layer_count
@@ -21,36 +29,53 @@ def deepseek_v4(config: Config, choices: Choices) -> list[PoolSpec]:
     """
     ratios = _v4_ratios(config)
     head_dim = config.count("head_dim")
-    entry = packed(head_dim, _v4_rope(config, head_dim), choices.kv)
+    entry = packed(head_dim, rotary_dims(config), choices.kv)
     pools = [PoolSpec("kv", (), NOTHING)]
     states: list[PoolSpec] = []
     for ratio in sorted(set(ratios) - {0}):
         layers = tuple(i for i, r in enumerate(ratios) if r == ratio)
         pools.append(PoolSpec(f"c{ratio}", layers, entry, tokens_per_entry=ratio, follows="kv"))
-        if ratio == _v4_rates(config)[_SPARSE]:
+        overlaps = ratio == _v4_rates(config)[_SPARSE]
+        states += _v4_means(f"c{ratio}", layers, head_dim, overlaps)
+        if overlaps:
             index_dim = config.count("index_head_dim")
             pools.append(_v4_index(ratio, layers, index_dim, choices.kv))
-            states.append(_v4_state(f"c{ratio}_state", ratio, layers, head_dim))
-            states.append(_v4_state(f"c{ratio}_index_state", ratio, layers, index_dim))
+            states += _v4_means(f"c{ratio}_index", layers, index_dim, overlaps)
+    # What never leaves the device comes last.
+    states.sort(key=lambda pool: pool.reuse.reach == 0)
     return [*pools, *windowed(config, range(len(ratios)), entry), *states]
+
+
+def deepseek_v4_mtp(config: Config, choices: Choices) -> list[PoolSpec]:
+    """The layers that predict a token further on: windows only, whatever the model's own have."""
+    first, count = layer_count(config), config.count("num_nextn_predict_layers")
+    listed = (config.listing("compress_ratios") or [])[first : first + count]
+    if any(ratio != 0 for ratio in listed):
+        raise config.refusal(
+            f"`compress_ratios` gives the layers past {first} {listed}; use 0 for them: they "
+            "attend to a window only"
+        )
+    head_dim = config.count("head_dim")
+    entry = packed(head_dim, rotary_dims(config), choices.kv)
+    return windowed(config, range(count), entry)
 
 
 def _v4_index(ratio: int, layers: tuple[int, ...], width: int, kv: KVDType) -> PoolSpec:
     """The indexer's key of every compressed entry."""
-    entry = Entry(scaled("index_key", width, kv))
+    entry = scaled("index_key", width, kv)
     return PoolSpec(f"c{ratio}_index", layers, entry, tokens_per_entry=ratio, follows="kv")
 
 
-def _v4_state(name: str, ratio: int, layers: tuple[int, ...], width: int) -> PoolSpec:
-    """What an overlapping compressor needs to go on: its inputs of this block and the last.
-
-    Kept values and gates have two halves each, one for the block they are in and one for the
-    next. A compressor that does not overlap needs nothing where pages hold whole entries.
-    """
-    halves = 2 * width
-    rows = Entry((Field("kv", (halves,), DType.FP32), Field("gate", (halves,), DType.FP32)))
-    tail = 2 * ratio
-    return PoolSpec(name, layers, rows, tail_entries=tail, follows="swa", reuse=Reuse(reach=tail))
+def _v4_means(name: str, layers: tuple[int, ...], width: int, overlaps: bool) -> list[PoolSpec]:
+    """A compressor's means under way: of the open block, and its share in the next one's."""
+    mean = Entry(tuple(Field(n, (width,), DType.FP32) for n in ("peak", "total", "mixed")))
+    open_block = PoolSpec(
+        f"{name}_open", layers, mean, tail_entries=1, follows="swa", reuse=Reuse(reach=0)
+    )
+    if not overlaps:
+        return [open_block]
+    share = replace(open_block, name=f"{name}_state", reuse=Reuse(reach=1))
+    return [share, open_block]
 
 
 def _v4_rates(config: Config) -> dict[str, int]:
@@ -71,7 +96,7 @@ def _v4_ratios(config: Config) -> list[int]:
     if types is not None:
         ratios = [known.get(str(name)) for name in types]
     elif listed is not None:
-        ratios = [r if isinstance(r, int) and r >= 0 else None for r in listed]
+        ratios = [r if isinstance(r, int) and r >= 0 and r != 1 else None for r in listed]
     else:
         raise config.refusal("config.json has no `compress_ratios` or `layer_types`; add one")
     if None in ratios:
@@ -82,9 +107,9 @@ def _v4_ratios(config: Config) -> list[int]:
     return [ratio for ratio in ratios if ratio is not None]
 
 
-def _v4_rope(config: Config, head_dim: int) -> int:
-    """Rotary dimensions: as the lab says it, or as the share that transformers saves."""
-    share = config.find("partial_rotary_factor")
+def rotary_dims(config: Config) -> int:
+    """Of a head: as the lab says it, or as the share that transformers saves."""
+    head_dim, share = config.count("head_dim"), config.find("partial_rotary_factor")
     if config.find("qk_rope_head_dim") is not None or not isinstance(share, float):
         rope = config.count("qk_rope_head_dim")
     else:

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvtide.spec.config import Config
-from kvtide.spec.pool import DType, Entry, Field, PoolSpec, Reuse, SpecError
+from kvtide.spec.pool import (
+    JOINED_GROUP,
+    SCALED_GROUP,
+    DType,
+    Encoding,
+    Entry,
+    Field,
+    PoolSpec,
+    Reuse,
+    SpecError,
+)
 
 
 class KVDType(Enum):
@@ -83,17 +93,18 @@ def _head_dim(config: Config, heads: int) -> int:
 
 def latent_entry(config: Config, kv: KVDType) -> Entry:
     """MLA: one latent and one rotary key for all heads, so every tensor rank keeps both."""
-    latent = scaled("latent", config.count("kv_lora_rank"), kv)
-    rope = config.count("qk_rope_head_dim", least=0)
-    return Entry((*latent, Field("rope", (rope,), kv.unpacked)) if rope else latent)
+    rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
+    rotary = [Field("rope", (rope,), kv.unpacked)] if rope else []
+    return scaled("latent", rank, kv, *rotary)
 
 
-def scaled(name: str, width: int, kv: KVDType) -> tuple[Field, ...]:
-    """A vector; in 8 bits it carries an fp32 scale for every 128 values."""
+def scaled(name: str, width: int, kv: KVDType, *beside: Field) -> Entry:
+    """A vector, and plain fields; in 8 bits it carries an fp32 scale for every 128 values."""
     vector = Field(name, (width,), kv.element)
     if kv is not KVDType.FP8:
-        return (vector,)
-    return (vector, Field(f"{name}_scale", (-(-width // 128),), DType.FP32))
+        return Entry((vector, *beside))
+    scales = Field(f"{name}_scale", (-(-width // SCALED_GROUP),), DType.FP32)
+    return Entry((vector, scales, *beside), encoding=Encoding.SCALED)
 
 
 def packed(head_dim: int, rope: int, kv: KVDType) -> Entry:
@@ -106,7 +117,7 @@ def packed(head_dim: int, rope: int, kv: KVDType) -> Entry:
     if kv is not KVDType.FP8:
         return Entry((Field("kv", (head_dim,), kv.element),))
     nope = head_dim - rope
-    scales = -(-nope // 64)
+    scales = -(-nope // JOINED_GROUP)
     fields = [
         Field("nope", (nope,), DType.FP8_E4M3),
         Field("rope", (rope,), DType.BF16),
@@ -114,7 +125,7 @@ def packed(head_dim: int, rope: int, kv: KVDType) -> Entry:
     ]
     if pad := -(nope + 2 * rope + scales) % 8:
         fields.append(Field("pad", (pad,), DType.UINT8))
-    return Entry(tuple(fields), row_align_bytes=nope + 2 * rope)
+    return Entry(tuple(fields), row_align_bytes=nope + 2 * rope, encoding=Encoding.JOINED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,9 @@ def _attention_or(
 
 def granite_hybrid(config: Config, choices: Choices) -> list[PoolSpec]:
     kinds = listed_kinds(config, Kind.FULL, Kind.LINEAR) or [Kind.LINEAR] * layer_count(config)
-    return _attention_or(kinds, config, _mamba2(config).fields(choices.kv), choices)
+    # Some are published without a mixer; what their configs say of one need not make sense.
+    fields = _mamba2(config).fields(choices.kv) if Kind.LINEAR in kinds else ()
+    return _attention_or(kinds, config, fields, choices)
 
 
 def bamba(config: Config, choices: Choices) -> list[PoolSpec]:
