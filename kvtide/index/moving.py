@@ -31,12 +31,15 @@ class Moving:
 
         Upwards (a load, a fetch) goes what the lease needs to resume and no faster tier has.
         Downwards (a backup, a store) goes all that the path has in the source, checkpoints on
-        the way included; nothing of what is hidden, since nobody will find it there.
+        the way included, but not what serves the lease only to go on; and nothing of what is
+        hidden, since nobody will find it there.
         """
         books = self._books
         assert lease.live and self._leasing.owns(lease) and source is not target
         books.tick += 1
         guards = self._guard(lease, target)
+        if target < source:
+            self._cut_at_reaches(lease, source)
         runs = self._runs(lease, source, target)
         needs = {
             books.cell(target, anchor): _pages(of_anchor) for anchor, of_anchor in runs.items()
@@ -54,8 +57,13 @@ class Moving:
 
     def needs(self, lease: Lease, source: Tier, target: Tier) -> dict[str, int]:
         """How many slots of the target a copy of the lease's path would take, by anchor."""
-        runs = self._runs(lease, source, target)
-        return {self._books.anchor_names[anchor]: _pages(found) for anchor, found in runs.items()}
+        books, needs = self._books, {}
+        for anchor, runs in self._runs(lease, source, target).items():
+            reach, before = books.cells[books.cell(source, anchor)].reach, 0
+            if reach is not None and target < source:
+                before = max(0, lease.boundary - reach - runs[0][0].depth)
+            needs[books.anchor_names[anchor]] = _pages(runs) - before
+        return needs
 
     def demote(self, source: Tier, target: Tier, anchor: int, pages: int) -> Arrival | None:
         """Begin to move the next victims of a cell down, as many of them as fit there.
@@ -182,6 +190,17 @@ class Moving:
         cells = range(books.cell(target, 0), books.cell(target, books.anchors))
         return [pin for cell in cells for pin in books.pins.resident(cell, lease.node)]
 
+    def _cut_at_reaches(self, lease: Lease, source: Tier) -> None:
+        """Part the nodes in which a reach begins, so that windows before it stay where they are."""
+        books = self._books
+        for anchor in range(books.anchors):
+            cell = books.cell(source, anchor)
+            reach = books.cells[cell].reach
+            start = 0 if reach is None else lease.boundary - reach
+            for node in books.path(lease.node) if start > 0 else ():
+                if node.depth < start < node.end and node.resident >> cell & 1:
+                    books.split(node, start - node.depth)
+
     def _runs(self, lease: Lease, source: Tier, target: Tier) -> dict[int, list[Run]]:
         """Per anchor, the runs of nodes to copy: in the source, not held by the target."""
         books = self._books
@@ -200,6 +219,8 @@ class Moving:
             for node in path:
                 held = (node.resident | node.arriving) & held_by
                 wanted = not held and node.resident >> here & 1 and node.end > start
+                if wanted and target > source and reach is not None:
+                    wanted = not lease.passing(node, reach)
                 if wanted and joined:
                     found[-1].append(node)
                 elif wanted:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.index import POLICIES
+from kvtide.index import POLICIES, EveryPages, Wanted
 from kvtide.spec import Tier
 from tests.index.building import back_up, build, compute, found, keep, lease_for
-from tests.index.memories import ALL_MEMORIES, FULL, RECURRENT, WINDOW
+from tests.index.memories import ALL_MEMORIES, FULL, PAGE, RECURRENT, WINDOW
 
 TEXT = list(range(100, 116))
 DEVICE, HOST, STORAGE = Tier
@@ -230,3 +230,28 @@ def test_reserving_gives_nothing_up_for_pages_above_leaving_ones() -> None:
     keep(index, [7] * 8)
     assert not index.reserve(lease_for(index, [9] * 12), 12)
     assert found(index, [7] * 8) == 2 and found(index, TEXT, DEVICE) == 4
+
+
+def test_a_load_brings_the_windows_that_a_resume_needs_and_no_others() -> None:
+    """Windows at every page, as storage may bring them, are one node with the history."""
+    index = build(WINDOW, device={"kv": 10, "swa": 5}, placement=EveryPages(1))
+    prompt = list(range(6 * PAGE + 1))
+    wanted = [Wanted(anchor, page) for page in range(6) for anchor in ("kv", "swa")]
+    arriving = index.take(lease_for(index, prompt, slowest=HOST), wanted)
+    assert arriving is not None
+    index.adopt(arriving, len(wanted), [()] * len(wanted))
+    index.forgo(arriving)
+    lease = lease_for(index, prompt, slowest=HOST)
+    assert lease.boundary == 6
+    needed = {"kv": 6, "swa": 2}
+    assert index.needs(lease, HOST, DEVICE) == needed
+    arrival = index.copy(lease, HOST, DEVICE)
+    assert arrival is not None
+    moved = dict.fromkeys(needed, 0)
+    for move in arrival.moves:
+        moved[move.anchor] += len(move.target_slots)
+    assert moved == needed
+    index.land(arrival)
+    assert index.reserve(lease, len(prompt), growth=2), "there is room to go on"
+    index.release(lease)
+    assert index.validate() == []
