@@ -55,7 +55,10 @@ class Progress:
 
 
 class TieredCache:
-    """See the module. Tests bring their own `hardware`; otherwise the config says what to open."""
+    """See the module. Tests bring their own `hardware`; otherwise the config says what to open.
+
+    `agreement` is how this rank's cache comes to the same ends as those of all others.
+    """
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class TieredCache:
     ) -> None:
         self.memory = memory
         self.config = config
-        self._agreement = agreement or Alone()
-        self.hardware = hardware or Hardware.open(memory, config, self._agreement)
+        self.agreement = agreement or Alone()
+        self.hardware = hardware or Hardware.open(memory, config, self.agreement)
         writing = POLICIES[config.write_policy if config.host_size else "none"]
         self.index = Index(
             memory,
@@ -85,7 +88,7 @@ class TieredCache:
         self._sessions = Sessions(self.index, config.session_share)
         self._leases: dict[int, Lease] = {}
         self._counts = Counts()
-        self.storage = Storage(self.index, self._flights, self.hardware, config, self._agreement)
+        self.storage = Storage(self.index, self._flights, self.hardware, config, self.agreement)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -197,8 +200,21 @@ class TieredCache:
             self.index.commit(lease.inner, tokens, without)
             self._writing.committed(lease.inner)
 
+    def retain(self, lease: Lease) -> None:
+        """Make a checkpoint of where the lease stands: somebody will go on from there."""
+        if not lease.inner.running or not self.index.has_checkpoints:
+            return
+        self.index.retain(lease.inner)
+        if not (lease.loading or lease.failed):
+            self._writing.committed(lease.inner)
+
     def release(self, lease: Lease) -> None:
-        """Give back exactly what the lease holds. A second time is harmless."""
+        """Give back exactly what the lease holds. A second time is harmless.
+
+        Where it has gone on beyond its prompt, a next prompt will go on from its end.
+        """
+        if lease.live and lease.inner.boundary > lease.inner.placed:
+            self.retain(lease)
         self._leases.pop(lease.inner.number, None)
         self.index.release(lease.inner)
 
@@ -245,7 +261,7 @@ class TieredCache:
         """End what is done on every rank: one exchange for all that is in flight."""
         flights = self._flights.verdicts()[:MOST_FLIGHTS]
         mine = [*flights, *self.storage.verdicts()]
-        agreed = self._agreement.least(mine, self.index.books.tick) if mine else []
+        agreed = self.agreement.least(mine, self.index.books.tick) if mine else []
         news = self._flights.settle(agreed[: len(flights)])
         self.storage.settle(agreed[len(flights) :])
         return news
@@ -315,7 +331,7 @@ class TieredCache:
         deadline = time.monotonic() + timeout_s
         self.poll()
         while self.busy or self.storage.at_work:
-            (in_time,) = self._agreement.least([time.monotonic() <= deadline])
+            (in_time,) = self.agreement.least([time.monotonic() <= deadline])
             if not in_time:
                 return False
             time.sleep(0.0002)

@@ -1,10 +1,15 @@
 """Checkpoints where they pay: placement learned from where prompts parted before.
 
 The model is one table. A page boundary has an alignment (the power of two that divides its number)
-and a distance to the end of the request that computes it. For each pair of both the policy counts
-how many boundaries it has seen and how many times a prompt parted there: a rate. Chat templates,
-block-wise traces and shared documents all show up in it, as rates that are high at certain
-distances, alignments or both.
+and a zone: its distance from the end of the request that computes it or, if that is nearer, from
+the beginning, by powers of two. For each pair of both the policy counts how many boundaries it has
+seen and at how many of them a prompt parted: a rate. Chat templates, block-wise traces and shared
+documents all show up in it, as rates that are high at certain places, alignments or both. Only the
+first prompt that parts somewhere counts, since it leaves a checkpoint for all that come after.
+
+What is not known yet is taken from what is alike: a kind of boundary from all that are at least as
+aligned, these from those that are a little less so, and a whole zone from the assumption that
+prompts part in each zone equally often. So the budget is spent from the first request on.
 
 A checkpoint at c saves a prompt that parts at m ≥ c the pages from the checkpoint before up to c.
 Checkpoints are taken greedily, most expected pages saved first, as long as one is worth its price.
@@ -14,28 +19,39 @@ request, and falls while fewer are, but never so far that a checkpoint is bought
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtide.index.placement import Placement
 
 ALIGNMENTS = 8
-DISTANCES = 16
+ZONES = 16
+"""On each side: distances from the end, then distances from the beginning."""
 
-_HOPE = 4.0
-"""Prompts that are taken to have gone on from the end of a request before any did."""
+_ASSUMED_REQUESTS = 50.0
+"""How many requests the assumption about a zone counts for."""
 
-_DOUBT = 100.0
-"""Boundaries elsewhere that are taken to have been seen without a prompt parting there."""
+_ASSUMED_PARTINGS = 0.1
+_ASSUMED_AT_END = 1.0
+"""Prompts that are assumed to part from a request in each zone, and to go on from its end."""
 
+_ASSUMED_ALIKE = 8.0
+"""How many boundaries the rate of those that are alike counts for."""
+
+_FIRST_PRICE = 1.0
 _LEAST_PRICE = 0.25
 _PRICE_STEP = 0.02
 _FORGET_AFTER = 4096
-_LOOK_EVERY = 8
-_FIT_EVERY = 64
-_NEARLY_ALL = 0.99
+_FIT_SHARE = 8
+_FIT_AFTER = 256
 
-Atom = tuple[int, float]
-"""A boundary, and how many prompts are expected to part at it and its likes."""
+Floats = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.intp]
 
 
 class CostBased(Placement):
@@ -43,121 +59,121 @@ class CostBased(Placement):
 
     def __init__(self, per_request: float = 2.0) -> None:
         self._per_request = per_request
-        self._price = 1.0
+        self._price = _FIRST_PRICE
         self._requests = 0
-        self._parted = [[0.0] * ALIGNMENTS for _ in range(DISTANCES)]
-        self._seen = [[_DOUBT] * ALIGNMENTS for _ in range(DISTANCES)]
-        self._parted[0] = [_HOPE] * ALIGNMENTS
-        self._seen[0] = [2 * _HOPE] * ALIGNMENTS
-        self._rates: list[tuple[int, list[tuple[int, float]]]] = []
+        self._next_fit = 0
+        self._parted: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._seen: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._rates: Floats = np.zeros(2 * ZONES * ALIGNMENTS)
         self._fit()
 
     def parted(self, at: int, stop: int) -> None:
         if at:
-            self._parted[_distance(max(0, stop - at))][_alignment(at)] += 1.0
+            self._parted[divmod(kind(at, max(at, stop)), ALIGNMENTS)] += 1.0
 
     def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
-        chosen = [stop for stop in branches if start < stop <= end]
-        return chosen + self._choose(start, self._atoms(start, end), chosen)
+        taken = [stop for stop in branches if start < stop <= end]
+        return taken + self._choose(start, end, taken)
 
     def placed(self, start: int, end: int, count: int) -> None:
         self._requests += 1
-        if self._requests % _LOOK_EVERY == 0:
-            self._look(start, end)
-        if self._requests % _FIT_EVERY == 0:
+        seen = np.bincount(kinds(start, end), minlength=self._rates.size)
+        self._seen += seen.reshape(self._seen.shape)
+        if self._requests >= self._next_fit:
             self._fit()
-        change = _PRICE_STEP * (count - self._per_request)
-        self._price = max(_LEAST_PRICE, self._price * (1 + change))
+        change = math.exp(_PRICE_STEP * (count - self._per_request))
+        self._price = max(_LEAST_PRICE, self._price * change)
 
     # -- learning ---------------------------------------------------------------------------
 
-    def _look(self, start: int, end: int) -> None:
-        """Count this request's boundaries, for all the requests that are not looked at."""
-        for distance, seen in enumerate(self._seen):
-            nearest, farthest = _bucket(distance, start, end)
-            for alignment in range(ALIGNMENTS) if nearest > farthest else ():
-                count = _count(nearest, alignment) - _count(farthest, alignment)
-                seen[alignment] += count * _LOOK_EVERY
-
     def _fit(self) -> None:
-        """Turn counts into rates, for the kinds of boundary at which nearly all prompts parted."""
-        if self._requests % _FORGET_AFTER == 0:
-            for row in (*self._parted, *self._seen):
-                row[:] = [value / 2 for value in row]
-        kinds = [(d, a) for d in range(DISTANCES) for a in range(ALIGNMENTS)]
-        kinds.sort(key=lambda kind: -self._parted[kind[0]][kind[1]])
-        left = _NEARLY_ALL * sum(map(sum, self._parted))
-        rates: dict[int, list[tuple[int, float]]] = {}
-        for distance, alignment in kinds:
-            if left <= 0:
-                break
-            parted = self._parted[distance][alignment]
-            left -= parted
-            rate = parted / self._seen[distance][alignment]
-            rates.setdefault(distance, []).append((alignment, rate))
-        self._rates = sorted(rates.items())
+        """Turn counts into rates; often at first, then ever more rarely."""
+        self._next_fit = self._requests + min(self._requests // _FIT_SHARE + 1, _FIT_AFTER)
+        if self._requests // _FORGET_AFTER < self._next_fit // _FORGET_AFTER:
+            self._parted /= 2
+            self._seen /= 2
+        rates = np.empty_like(self._seen)
+        parted, seen = _at_least_as_aligned(self._parted), _at_least_as_aligned(self._seen)
+        rate = (parted[:, 0] + _PARTED_BEFORE) / (seen[:, 0] + _SEEN_BEFORE)
+        for alignment in range(ALIGNMENTS):
+            if alignment:
+                rate = _blended(parted[:, alignment], seen[:, alignment], rate)
+            own = self._parted[:, alignment], self._seen[:, alignment]
+            rates[:, alignment] = _blended(*own, rate)
+        self._rates = rates.reshape(-1)
 
     # -- choosing ---------------------------------------------------------------------------
 
-    def _atoms(self, start: int, end: int) -> list[Atom]:
-        """The boundaries in (start, end], one for all that look alike, deepest first."""
-        atoms: list[Atom] = []
-        for distance, of_distance in self._rates:
-            nearest, farthest = _bucket(distance, start, end)
-            if nearest <= farthest:
-                break
-            for alignment, rate in of_distance:
-                last = _deepest(nearest, alignment)
-                if last > farthest:
-                    count = _count(nearest, alignment) - _count(farthest, alignment)
-                    atoms.append((last, rate * count))
-        atoms.sort(reverse=True)
-        return atoms
+    def _choose(self, start: int, end: int, taken: Sequence[int]) -> list[int]:
+        """The boundaries that save most, each worth its price, between those that are taken.
 
-    def _choose(self, start: int, atoms: list[Atom], taken: Sequence[int]) -> list[int]:
-        """Greedily the boundaries that save most, each worth its price."""
+        What one saves depends only on its neighbours, so each gap between two is seen to alone.
+        """
+        expected = self._rates[kinds(start, end)]
+        beyond = np.zeros(end - start + 1)
+        beyond[:-1] = expected[::-1].cumsum()[::-1]
         chosen: list[int] = []
-        while True:
-            stops = sorted([*taken, *chosen], reverse=True)
-            best, best_gain = 0, self._price
-            mass, number = 0.0, 0
-            below = stops[0] if stops else start
-            for boundary, weight in atoms:
-                while boundary < below:
-                    mass, number = 0.0, number + 1
-                    below = stops[number] if number < len(stops) else start
-                mass += weight
-                gain = mass * (boundary - below)
-                if gain > best_gain:
-                    best, best_gain = boundary, gain
-            if not best:
-                return chosen
-            chosen.append(best)
+        gaps = list(pairwise([start, *sorted(set(taken)), end + 1]))
+        while gaps:
+            low, high = gaps.pop()
+            first, last = low - start, high - start - 1
+            if (beyond[first] - beyond[last]) * (last - first) <= self._price:
+                continue  # Not even if all prompts parted at the very end.
+            saved = (beyond[first:last] - beyond[last]) * np.arange(1, last - first + 1)
+            best = int(saved.argmax())
+            if saved[best] > self._price:
+                stop = low + 1 + best
+                chosen.append(stop)
+                gaps += [(low, stop), (stop, high)]
+        return chosen
 
 
-def _bucket(distance: int, start: int, end: int) -> tuple[int, int]:
-    """The boundaries in (start, end] at this distance: up to the first result, past the second."""
-    farthest = end - (1 << distance) if distance < DISTANCES - 1 else start
-    return end - (1 << distance >> 1), max(start, farthest)
+@lru_cache(maxsize=4)
+def kinds(start: int, end: int) -> Kinds:
+    """The kinds of the boundaries in (start, end] of a request that ends at page `end`.
+
+    A request asks twice: when it chooses and when it has placed.
+    """
+    octaves, alignments = _tables(end.bit_length())
+    from_end = octaves[: end - start][::-1]
+    from_start = octaves[start + 1 : end + 1]
+    zones = np.where(from_end <= from_start, from_end, from_start + ZONES)
+    return zones * ALIGNMENTS + alignments[start + 1 : end + 1]
 
 
-def _distance(pages: int) -> int:
-    """0, 1, 2–3, 4–7, … pages before the end."""
-    return min(pages.bit_length(), DISTANCES - 1)
+def kind(boundary: int, end: int) -> int:
+    """The kind of one of them."""
+    from_end, from_start = _octave(end - boundary), _octave(boundary)
+    zone = from_end if from_end <= from_start else ZONES + from_start
+    return zone * ALIGNMENTS + _alignment(boundary)
+
+
+def _octave(pages: int) -> int:
+    """0 for 0, 1 for 1, 2 for 2–3, 3 for 4–7, …"""
+    return min(pages.bit_length(), ZONES - 1)
 
 
 def _alignment(boundary: int) -> int:
     return min((boundary & -boundary).bit_length() - 1, ALIGNMENTS - 1)
 
 
-def _deepest(upto: int, alignment: int) -> int:
-    """The last boundary ≤ `upto` with exactly this alignment; 0 or less if there is none."""
-    step = 1 << alignment
-    last = upto // step * step
-    return last if alignment == ALIGNMENTS - 1 or last // step % 2 else last - step
+@cache
+def _tables(bits: int) -> tuple[Kinds, Kinds]:
+    """Octave and alignment of every number of so many bits."""
+    numbers = range(1 << bits)
+    alignments = [0, *map(_alignment, numbers[1:])]
+    return np.array([*map(_octave, numbers)], np.intp), np.array(alignments, np.intp)
 
 
-def _count(upto: int, alignment: int) -> int:
-    """How many boundaries in [1, upto] have exactly this alignment."""
-    multiples = upto >> alignment
-    return multiples if alignment == ALIGNMENTS - 1 else (multiples + 1) // 2
+def _at_least_as_aligned(counts: Floats) -> Floats:
+    tails: Floats = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
+    return tails
+
+
+def _blended(parted: Floats, seen: Floats, alike: Floats) -> Floats:
+    return (parted + _ASSUMED_ALIKE * alike) / (seen + _ASSUMED_ALIKE)
+
+
+_PARTED_BEFORE = np.full(2 * ZONES, _ASSUMED_REQUESTS * _ASSUMED_PARTINGS)
+_PARTED_BEFORE[0] = _ASSUMED_REQUESTS * _ASSUMED_AT_END
+_SEEN_BEFORE = _ASSUMED_REQUESTS * np.tile(np.maximum(1.0, 2.0 ** (np.arange(ZONES) - 1)), 2)

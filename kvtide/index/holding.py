@@ -53,8 +53,12 @@ class Lease:
     pins      exactly what this lease pinned
     segments  slots taken for pages that are not committed yet
     growth    per anchor, device slots promised for later and not taken yet
+    begun     the boundary at which it was pinned: what lies beyond, this lease computed
     planned   the page up to which the request computes full pages, as far as is known
     branches  page boundaries worth a checkpoint, because prompts part there
+    wanted    the page boundaries that were chosen for checkpoints
+    placed    the page up to which the placement chose them; 0 as long as it was not asked
+    running   whether it keeps windows and states at its boundary only to go on from there
     """
 
     number: int
@@ -66,7 +70,11 @@ class Lease:
     segments: list[Segment] = field(default_factory=list)
     growth: dict[int, int] = field(default_factory=dict)
     branches: tuple[int, ...] = ()
+    begun: int = 0
     planned: int = 0
+    wanted: tuple[int, ...] = ()
+    placed: int = 0
+    running: bool = False
     live: bool = True
 
     @property
@@ -78,6 +86,15 @@ class Lease:
     def hidden(self) -> bool:
         """Whether what it stands on, and what it commits, is found by nobody."""
         return self.node.hidden
+
+    def passing(self, node: Node, reach: int) -> bool:
+        """Whether windows or states of this node are there only for this lease to go on.
+
+        It computed them, and no boundary that was chosen for a checkpoint reaches back to them.
+        """
+        if not self.running or node.depth < self.begun:
+            return False
+        return not any(node.depth < stop < node.end + reach for stop in self.wanted)
 
 
 class Part(NamedTuple):

@@ -109,10 +109,12 @@ class Index:
     ) -> bool:
         """Take device slots for the pages up to `tokens`, in every anchor or in none.
 
-        `checkpoints` (page boundaries) overrides the placement. `growth` promises as many
+        The placement is asked once, for all of the prompt; `checkpoints` (page boundaries)
+        overrides it. `growth` promises as many
         further pages: a later call takes from the promise first, and cannot fail for pools that
         keep the whole history. `running` also keeps what the request itself needs to go on at
-        `tokens`: the windows and states before it, whether or not they are worth a checkpoint.
+        `tokens`: the windows and states before it. Where they are not worth a checkpoint they go
+        when the request has gone on, or is released within its prompt (but see `retain`).
         """
         return self._leasing.reserve(lease, tokens, checkpoints, growth, running)
 
@@ -128,6 +130,15 @@ class Index:
         optional sidecars (a draft's KV) that were not computed for these pages.
         """
         self._leasing.commit(lease, tokens, without)
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether there is anything that is kept at some boundaries only."""
+        return bool(self.books.finite_cells)
+
+    def retain(self, lease: Lease) -> None:
+        """Make a checkpoint of where a running lease stands: somebody will go on from there."""
+        self._leasing.retain(lease)
 
     def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless."""

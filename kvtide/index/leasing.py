@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import pairwise
 
 import numpy as np
 
 from kvtide.index.books import MOST_NODE_PAGES, Books
 from kvtide.index.hiding import hidden_roots, sweep
 from kvtide.index.holding import Lease, Pin, Segment
+from kvtide.index.keys import Prompt
 from kvtide.index.match import Hit, Matcher
 from kvtide.index.node import Node
 from kvtide.index.placement import Placement, PlannedSegment, plan
@@ -31,6 +33,7 @@ class Leasing:
         self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
         self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
         self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
+        self._finite = frozenset(reach for reach in self._reaches if reach is not None)
 
     def owns(self, lease: Lease) -> bool:
         return self._books.leases.get(lease.number) is lease
@@ -44,9 +47,11 @@ class Leasing:
         node = self._node_ending(hit) if hit.boundary else books.root(hit.prompt)
         node.leases += 1
         lease = Lease(books.next_number(), hit.prompt, node, hit.boundary, priority)
+        lease.begun = hit.boundary
         if books.finite_cells and hit.nodes:
             lease.branches = hit.branches
-            self._placement.parted(hit.matched, hit.nodes[-1].stop)
+            if len(hit.nodes[-1].children) < 2:
+                self._placement.parted(hit.matched, hit.nodes[-1].stop)
         books.leases[lease.number] = lease
         self._pin_prefix(lease)
         if books.betting and not node.hidden:
@@ -103,22 +108,60 @@ class Leasing:
         start = lease.reserved
         open_end = max(start, -(-tokens // self._page))
         end = max(start, min(open_end, (tokens - self._holdback) // self._page))
-        asked = checkpoints is None and books.finite_cells and start < end
-        if asked:
-            checkpoints = list(self._placement.checkpoints(start, end, lease.branches))
-        stops = [*(checkpoints or ()), *([end] if running else ())]
-        segments = plan(start, end, open_end, stops, self._reaches)
+        planned = end
+        fresh = checkpoints is None and self._unplaced(lease, tokens, end, running)
+        if fresh:
+            planned = max(end, self._full_pages(lease.prompt))
+            begun = lease.boundary
+            checkpoints = tuple(self._placement.checkpoints(begun, planned, lease.branches))
+        stops = tuple(lease.wanted if checkpoints is None else checkpoints)
+        segments = plan(start, end, open_end, (*stops, end) if running else stops, self._reaches)
+        if running and self._finite:
+            segments = self._told_apart(segments, stops)
         if not self._promise(lease, segments, growth):
             return False
-        if asked:
-            self._placement.placed(start, end, len(set(checkpoints or ())))
+        if fresh:
+            self._placement.placed(lease.boundary, planned, len(set(stops)))
+            lease.placed = planned
+        if checkpoints is not None:
+            others = (stop for stop in lease.wanted if not start < stop <= end)
+            lease.wanted = (*others, *stops)
+        lease.planned = max(lease.planned, planned)
+        lease.running = lease.running or running
         for first, last, anchors in segments:
             segment = Segment(first, last, {})
             for anchor in anchors:
                 segment.slots[anchor] = books.cells[anchor].slots.take(last - first)
             lease.segments.append(segment)
-        lease.planned = end
         return True
+
+    def _unplaced(self, lease: Lease, tokens: int, end: int, running: bool) -> bool:
+        """Whether the placement has yet to say where this request leaves checkpoints.
+
+        It is asked once, about all of the prompt, however small the parts in which that is
+        computed: less than a page each, if need be. A request that goes on beyond its prompt knows
+        no end: while it is `running` it has what it needs, and what it has last is its checkpoint.
+        """
+        if not self._books.finite_cells:
+            return False
+        if running:
+            full = (min(tokens, lease.prompt.tokens) - self._holdback) // self._page
+            return not lease.placed and lease.boundary < full
+        return max(lease.reserved, lease.placed) < end
+
+    def _told_apart(
+        self, segments: list[PlannedSegment], stops: Iterable[int]
+    ) -> list[PlannedSegment]:
+        """The segments, cut where a checkpoint's pages begin and end: others pass, these stay."""
+        cuts = sorted({stop - reach for stop in stops for reach in (0, *self._finite)})
+        parts: list[PlannedSegment] = []
+        for first, last, anchors in segments:
+            at = [first, *(cut for cut in cuts if first < cut < last), last]
+            parts += [(low, high, anchors) for low, high in pairwise(at)]
+        return parts
+
+    def _full_pages(self, prompt: Prompt) -> int:
+        return (prompt.tokens - self._holdback) // self._page
 
     def _promise(self, lease: Lease, segments: list[PlannedSegment], growth: int) -> bool:
         """Have promised what the segments need, out of the lease's growth first, and new growth."""
@@ -173,7 +216,7 @@ class Leasing:
             return
         books.tick += 1
         self._find_root(lease)
-        before = lease.node
+        before, stood = lease.node, lease.boundary
         while lease.boundary < upto:
             segment = lease.segments.pop(0)
             if segment.end > upto:
@@ -188,6 +231,8 @@ class Leasing:
             self._note_stop(lease, before)
         self._move_pins(lease, before)
         before.leases -= 1
+        if lease.running:
+            self._pass_on(lease, stood)
         sweep(books, hidden_roots([lease.node]))
 
     def _find_root(self, lease: Lease) -> None:
@@ -308,7 +353,29 @@ class Leasing:
             if pin.cell not in self._histories:
                 books.pins.unpin(pin)
 
+    def _pass_on(self, lease: Lease, stood: int) -> None:
+        """Drop the windows and states that only served to go on from page `stood`."""
+        books = self._books
+        for cell in range(books.anchors):
+            reach = self._reaches[cell]
+            if reach is None:
+                continue
+            passed = []
+            node = lease.node
+            while node.parent is not None and node.end > stood - reach:
+                unused = node.resident >> cell & 1 and not node.pins[cell]
+                if node.end <= stood and unused and lease.passing(node, reach):
+                    passed.append(node)
+                node = node.parent
+            for node in passed:
+                books.drop(node, cell)
+
     # -- the end ----------------------------------------------------------------------------
+
+    def retain(self, lease: Lease) -> None:
+        """Make a checkpoint of where the lease stands, whether or not one was wanted there."""
+        assert lease.live and self.owns(lease)
+        lease.wanted = (*lease.wanted, lease.boundary)
 
     def release(self, lease: Lease) -> None:
         if not lease.live:
@@ -326,6 +393,8 @@ class Leasing:
             books.cells[anchor].slots.forfeit(count)
         for pin in lease.pins:
             books.pins.unpin(pin)
+        if lease.running and lease.boundary <= lease.placed:
+            self._pass_on(lease, lease.boundary)
         sweep(books, hidden_roots([lease.node]))
         lease.node.leases -= 1
         books.prune(lease.node)

@@ -31,7 +31,7 @@ class Placement:
         """A request that computes pages (start, end] got room for so many checkpoints."""
 
     def parted(self, at: int, stop: int) -> None:
-        """A prompt was found to part at page `at` from one whose request computed up to `stop`."""
+        """A prompt is the first to part at page `at` from one whose request computed to `stop`."""
 
 
 class LastPage(Placement):

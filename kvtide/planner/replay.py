@@ -39,6 +39,8 @@ LINKS: Mapping[str, tuple[Tier, Tier]] = {
 }
 """The four directions in which pages move, by their names."""
 
+_PART_TOKENS = 512
+
 _LINK_NAMES = {way: name for name, way in LINKS.items()}
 
 
@@ -150,7 +152,10 @@ def size_tiers(
     """
     most = trace.prompt_tokens // memory.page_tokens + trace.requests
     return {
-        tier: {anchor: min(pages, most) for anchor, pages in pages_for(memory, total).items()}
+        tier: {
+            anchor: min(pages, most)
+            for anchor, pages in pages_for(memory.kept_in(tier), total).items()
+        }
         for tier, total in sorted(tier_bytes.items())
         if total
     }
@@ -171,7 +176,7 @@ class _Replay:
         self._tiers = sorted(setup.capacity_pages)
         self._page = memory.page_tokens
         self._anchors = [anchor.name for anchor in memory.anchors]
-        self._slot_bytes = {name: memory.slot_bytes(name) for name in self._anchors}
+        self._slot_bytes = {name: memory.at_rest.slot_bytes(name) for name in self._anchors}
         self._requests = self._prompt_tokens = self._unfit = 0
         self._hit_pages: Counter[Tier] = Counter()
         self._moved_bytes: Counter[str] = Counter(dict.fromkeys(self._links(), 0))
@@ -188,10 +193,9 @@ class _Replay:
         self._requests += 1
         self._prompt_tokens += tokens
         hit, found, stops, lease = self._bring_up(index.prompt(request.prompt))
-        if index.reserve(lease, tokens):
+        if self._compute(lease, tokens):
             self._hit_pages.update(found)
             self._count_misses(hit, stops)
-            self._commit(lease, tokens)
             self._write_through(lease)
         else:
             self._unfit += 1
@@ -214,6 +218,29 @@ class _Replay:
         slowest = self._index.slowest(lease)
         below = [tier for tier in reversed(self._tiers) if tier <= slowest]
         return all(self._copy(lease, source, target) for source, target in pairwise(below))
+
+    def _compute(self, lease: Lease, tokens: int) -> bool:
+        """Commit the prompt; False where its history does not fit.
+
+        Where not all checkpoints fit at once, it is computed part by part as an engine does: each
+        part may take the place of an earlier one's.
+        """
+        index = self._index
+        if index.reserve(lease, tokens):
+            self._commit(lease, tokens)
+            return True
+        if not index.reserve(lease, tokens, ()):
+            return False
+        start = lease.boundary * self._page
+        index.shrink(lease, start)
+        for upto in (*range(start + _PART_TOKENS, tokens, _PART_TOKENS), tokens):
+            if not (
+                index.reserve(lease, upto, running=True)
+                or index.reserve(lease, upto, (), running=True)
+            ):
+                return False
+            self._commit(lease, upto)
+        return True
 
     def _commit(self, lease: Lease, tokens: int) -> None:
         resident = self._index.resident_pages

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtide.bench import hitrate, index, step
 from kvtide.planner import traces, workloads
-from kvtide.server import bench_serve, bench_storage, bench_transfer
+from kvtide.server import bench_replay, bench_serve, bench_storage, bench_transfer
 from kvtide.server.console import CommandError, progress, table
 
 LONG_PROMPTS = "rag:requests=96,documents=24,retrieved=1,document=131072,system=0,question=256"
@@ -25,6 +25,9 @@ def add(commands: Any) -> None:
     bench_serve.add(kinds.add_parser("serve", help="what the cache is worth to users of a server"))
     bench_storage.add(
         kinds.add_parser("storage", help="how fast a store is, beside its disk or its own library")
+    )
+    bench_replay.add(
+        kinds.add_parser("replay", help="what the planner predicts beside what an engine finds")
     )
     _add_step(kinds.add_parser("step", help="what a step of the engine costs besides the model"))
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))

@@ -7,13 +7,19 @@ import random
 import pytest
 
 from kvtide.index import Branches, CostBased, Index
-from kvtide.index.costs import ALIGNMENTS, _alignment, _bucket, _count, _deepest
+from kvtide.index.costs import ALIGNMENTS, ZONES, kind, kinds
 from kvtide.spec import Tier
 from tests.index.memories import PAGE, RECURRENT
 
 
 def test_before_anything_is_learned_the_end_of_a_request_is_kept() -> None:
-    assert list(CostBased().checkpoints(0, 40, ())) == [40]
+    assert 40 in CostBased().checkpoints(0, 40, ())
+
+
+def test_before_anything_is_learned_the_budget_is_spent_all_the_same() -> None:
+    placement = CostBased()
+    spent = [len(place(placement, 0, 200)) for _ in range(40)]
+    assert 1.5 < sum(spent) / len(spent) < 3.0
 
 
 def test_known_branches_are_always_taken() -> None:
@@ -77,18 +83,31 @@ def test_a_reservation_that_finds_no_room_teaches_nothing() -> None:
     assert lease.planned == 0
 
 
-def test_boundaries_are_counted_by_alignment_as_by_hand() -> None:
-    for upto in (0, 1, 7, 64, 129, 1000):
-        for alignment in range(ALIGNMENTS):
-            alike = [b for b in range(1, upto + 1) if _alignment(b) == alignment]
-            assert _count(upto, alignment) == len(alike)
-            assert max(_deepest(upto, alignment), 0) == max(alike, default=0)
+def test_kinds_of_many_boundaries_are_those_of_each() -> None:
+    for start, end in ((0, 1), (0, 40), (3, 500), (499, 500), (100, 1025)):
+        assert kinds(start, end).tolist() == [kind(b, end) for b in range(start + 1, end + 1)]
 
 
-def test_distances_part_the_boundaries_without_gap_or_overlap() -> None:
-    spans = [_bucket(distance, 3, 500) for distance in range(16)]
-    covered = [b for nearest, past in spans for b in range(past + 1, nearest + 1)]
-    assert sorted(covered) == list(range(4, 501))
+def test_kinds_say_how_far_the_nearer_end_is_and_how_aligned_a_boundary_is() -> None:
+    def zone(boundary: int, end: int) -> int:
+        return kind(boundary, end) // ALIGNMENTS
+
+    assert [zone(b, 1000) for b in (1000, 999, 997, 993)] == [0, 1, 2, 3]
+    assert [zone(b, 1000) for b in (1, 2, 5, 9)] == [ZONES + 1, ZONES + 2, ZONES + 3, ZONES + 4]
+    assert [kind(b, 1000) % ALIGNMENTS for b in (1, 2, 12, 128, 512)] == [0, 1, 2, 7, 7]
+
+
+def test_only_the_first_prompt_to_part_somewhere_teaches_anything() -> None:
+    """Those that follow find the checkpoint that it left."""
+    placement = CostBased()
+    index = Index(RECURRENT, {Tier.DEVICE: {"kv": 900, "state": 900}}, placement=placement)
+    shared = list(range(1, 10 * PAGE + 1))
+    for user in range(8):
+        lease = index.pin(index.match(index.prompt([*shared, *[100 + user] * 20 * PAGE])))
+        assert index.reserve(lease, 30 * PAGE)
+        index.commit(lease, 30 * PAGE)
+        index.release(lease)
+    assert placement._parted.sum() == 1.0
 
 
 def test_learned_placement_finds_more_than_branches_when_ends_are_not_shared() -> None:

@@ -109,7 +109,7 @@ def test_promised_growth_cannot_fail() -> None:
 def test_growth_promises_a_window_what_two_reaches_need() -> None:
     index = build(WINDOW)
     lease = lease_for(index, TEXT)
-    index.reserve(lease, 2 * PAGE, growth=9)
+    index.reserve(lease, 2 * PAGE, growth=9, running=True)
     assert _free(index)[:2] == [40 - 2 - 9, 40 - 2 - 4]
     index.reserve(lease, 3 * PAGE)
     assert _free(index)[:2] == [40 - 2 - 9, 40 - 2 - 4], "taken from the promise"

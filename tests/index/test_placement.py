@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtide.index import Branches, EveryPages, LastPage
+from kvtide.index import Branches, EveryPages, Index, LastPage, Lease
 from kvtide.index.placement import plan
-from kvtide.spec import Tier
+from kvtide.spec import ModelMemory, Tier
 from tests.index.building import build, found, keep, lease_for
 from tests.index.memories import PAGE, RECURRENT, WINDOW
 
@@ -103,3 +104,81 @@ def test_checkpoints_given_to_reserve_override_the_placement() -> None:
     index.commit(lease, 6 * PAGE)
     index.release(lease)
     assert [found(index, [1] * (n * PAGE)) for n in range(7)] == [0, 0, 2, 2, 2, 2, 2]
+
+
+class Recorded(LastPage):
+    """Keeps the end of what it is asked about, and remembers each time that it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
+        self.asked.append((start, end))
+        return (end,)
+
+
+def in_steps(index: Index, lease: Lease, tokens: int) -> None:
+    """Two pages a step, as an engine computes a prompt."""
+    for upto in (*range(2 * PAGE, tokens, 2 * PAGE), tokens):
+        assert index.reserve(lease, upto, running=True)
+        index.commit(lease, upto)
+        assert index.validate() == []
+
+
+def test_placement_is_asked_once_about_the_whole_prompt_however_it_is_computed() -> None:
+    placement = Recorded()
+    index = Index(RECURRENT, {Tier.DEVICE: {"kv": 40, "state": 40}}, placement=placement)
+    lease = index.pin(index.match(index.prompt(range(9 * PAGE))))
+    in_steps(index, lease, 9 * PAGE)
+    assert placement.asked == [(0, 9)]
+
+
+@pytest.mark.parametrize("memory", [RECURRENT, WINDOW], ids=lambda memory: memory.model)
+def test_steps_leave_only_the_checkpoints_that_were_wanted(memory: ModelMemory) -> None:
+    """A prompt computed in steps leaves what it leaves when it is computed at once."""
+
+    def left(running: bool) -> dict[str, int]:
+        pages = {anchor.name: 40 for anchor in memory.anchors}
+        index = Index(memory, {Tier.DEVICE: pages}, placement=EveryPages(5))
+        lease = index.pin(index.match(index.prompt(range(13 * PAGE + 1))))
+        if running:
+            in_steps(index, lease, 13 * PAGE + 1)
+        else:
+            assert index.reserve(lease, 13 * PAGE + 1)
+            index.commit(lease, 13 * PAGE + 1)
+        index.release(lease)
+        assert index.validate() == []
+        return {name: index.resident_pages(Tier.DEVICE, name) for name in pages}
+
+    assert left(running=True) == left(running=False)
+
+
+def test_retained_lease_can_be_resumed_where_it_stood() -> None:
+    pages = {Tier.DEVICE: {"kv": 40, "state": 40}}
+    for retained, boundary in ((True, 4), (False, 0)):
+        index = Index(RECURRENT, pages, placement=LastPage())
+        prompt = index.prompt(range(9 * PAGE))
+        lease = index.pin(index.match(prompt))
+        in_steps(index, lease, 4 * PAGE)
+        if retained:
+            index.retain(lease)
+        index.release(lease)
+        assert index.match(prompt).boundary == boundary
+
+
+@pytest.mark.parametrize("memory", [RECURRENT, WINDOW], ids=lambda memory: memory.model)
+def test_a_prompt_computed_in_less_than_a_page_a_step_leaves_what_was_wanted(
+    memory: ModelMemory,
+) -> None:
+    placement = Recorded()
+    pages = {anchor.name: 40 for anchor in memory.anchors}
+    index = Index(memory, {Tier.DEVICE: pages}, placement=placement)
+    prompt = index.prompt(range(5 * PAGE + 1))
+    lease = index.pin(index.match(prompt))
+    for upto in (*range(3, 5 * PAGE, 3), 5 * PAGE + 1):
+        assert index.reserve(lease, upto, running=True)
+        index.commit(lease, upto)
+        assert index.validate() == []
+    index.release(lease)
+    assert placement.asked == [(0, 5)]
+    assert index.match(prompt).boundary == 5

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvtide.index import DEFAULT_POLICY
 from kvtide.planner import study, workloads
-from kvtide.planner.study import LAST, Study, every
+from kvtide.planner.study import COST, LAST, Study, every
 from kvtide.spec import Tier, catalog
 from kvtide.spec.sizing import bytes_for
+from tests.planner.recorded import conversations
 
 HYBRID = catalog.resolve("deepseek-v4-flash")
 FULL = catalog.resolve("qwen3-8b")
@@ -28,6 +30,19 @@ def test_placements_that_keep_more_checkpoints_find_more_up_to_the_ideal() -> No
     assert 0.5 < (last.checkpoints_per_request or 0.0) <= 1.0
     kept = [cost.checkpoints_per_request or 0.0 for cost in (last, branch, *regular)]
     assert kept == sorted(kept)
+
+
+def test_learned_checkpoints_find_nearly_all_that_could_be_found_for_two_per_request(
+    tmp_path: Path,
+) -> None:
+    """Recurrent states, conversations that share whole blocks, room for everything."""
+    trace = conversations(tmp_path / "trace.jsonl", requests=2500)
+    tiers = {Tier.DEVICE: 10**14, Tier.HOST: 0, Tier.STORAGE: 0}
+    asked = Study(catalog.resolve("qwen3-next-80b"), trace, tiers, checkpoints=COST)
+    ideal, _, branch, learned, *_ = study.placements(asked, study.run(asked))
+    assert branch.report.hit_rate < 0.8 * ideal.report.hit_rate
+    assert learned.report.hit_rate >= 0.988 * ideal.report.hit_rate
+    assert (learned.checkpoints_per_request or 9.0) <= 2.0
 
 
 def test_placement_that_was_asked_for_is_listed_with_the_report_it_had() -> None:
