@@ -13,7 +13,8 @@ one number of threads. Layers use the same four things and do not know which ari
     query_block  deterministic: one query attends at a time, over exactly what it sees.
     order        deterministic: of two orders of the same sums, the one that goes token by token.
 
-What is neither of these (residual sums, products by element, look-ups) is exact per element.
+What is neither of these (residual sums, products by element, look-ups) is exact per element. Matrix
+products outside of `linear` take operands that are `aligned`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.elementary import gelu_tanh, rms_norm, softplus, swish
+from kvtide.layers.elementary import (
+    gelu_tanh,
+    layer_norm,
+    rms_norm,
+    sigmoid,
+    softplus,
+    swish,
+    unit_length,
+)
 
 TILE_ROWS = 16
 _QUERY_BLOCK = 256
+_ALIGNED_BYTES = 64
 
 RowFunction = Callable[[Tensor], Tensor]
 Summing = TypeVar("Summing", bound=Callable[..., object])
+
+
+def aligned(operand: Tensor) -> Tensor:
+    """The same, or a copy of it: a matrix product may depend on where its operands begin in memory,
+    which for a part of a tensor depends on what stands before it."""
+    return operand if operand.data_ptr() % _ALIGNED_BYTES == 0 else operand.clone()
 
 
 class Arithmetic(ABC):
@@ -153,13 +169,20 @@ def _unit_norm(rows: Tensor) -> Tensor:
     return rms_norm(rows, torch.ones(rows.shape[-1]), 1e-6)
 
 
+def _unit_layer_norm(rows: Tensor) -> Tensor:
+    return layer_norm(rows, torch.ones(rows.shape[-1]), torch.ones(rows.shape[-1]), 1e-6)
+
+
 _ROW_FUNCTIONS: tuple[RowFunction, ...] = (
     swish,
+    sigmoid,
     gelu_tanh,
     softplus,
     torch.cos,
     torch.sin,
     _unit_norm,
+    unit_length,
+    _unit_layer_norm,
     lambda rows: rows.softmax(-1),
 )
 """One of every kind that layers use."""

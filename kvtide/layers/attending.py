@@ -1,6 +1,6 @@
 """Attention of one sequence's new tokens over its context: the arithmetic, without pages.
 
-One function serves both modes. Queries are taken in blocks, and a block sees exactly the keys
+The same code serves both modes. Queries are taken in blocks, and a block sees exactly the keys
 that some query in it sees. With blocks of one query every shape depends on nothing but how many
 tokens that query sees, and so does the result; with larger blocks a mask does the rest.
 """
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_ALIGNED_BYTES = 64
+from kvtide.layers.arithmetic import aligned
 
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32)."""
+    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32);
+    `cap` is a limit that scores come near and never reach."""
 
     scale: float
     window: int | None = None
     sinks: Tensor | None = None
+    cap: float | None = None
 
     def first_seen(self, position: int) -> int:
         """The first token that a query at this position sees."""
@@ -40,24 +42,44 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
         some = queries[start : start + block]
         position = past + start
         seen = slice(how.first_seen(position), position + len(some))
-        mixed.append(_attend_block(some.float(), _at(keys, seen), _at(values, seen), how))
+        ours = (aligned(keys[seen]), aligned(values[seen]))
+        hidden = None
+        if len(some) > 1:
+            hidden = _hidden(len(some), len(ours[0]), how.window, keys.device)
+        mixed.append(_attend_block(some.float(), *ours, how, hidden))
     return torch.cat(mixed).to(queries.dtype)
 
 
-def _at(context: Tensor, seen: slice) -> Tensor:
-    """A matrix product may depend on where its operands begin, so they begin alike."""
-    some = context[seen]
-    return some if some.data_ptr() % _ALIGNED_BYTES == 0 else some.clone()
+def attend_seen(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Attending, block: int
+) -> Tensor:
+    """As `attend`, but each query sees what `seen` (queries, keys) says, in the order of the keys.
+
+    With blocks of one query a query's keys are gathered first, so nothing else can show.
+    """
+    keys, values = keys.float(), values.float()
+    mixed = []
+    for start in range(0, len(queries), block):
+        some, view = queries[start : start + block].float(), seen[start : start + block]
+        rows = torch.nonzero(view.any(0)).squeeze(1)
+        ours = (keys.index_select(0, rows), values.index_select(0, rows))
+        hidden = None if len(some) == 1 else ~view[:, rows]
+        mixed.append(_attend_block(some, *ours, how, hidden))
+    return torch.cat(mixed).to(queries.dtype)
 
 
-def _attend_block(queries: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
+def _attend_block(
+    queries: Tensor, keys: Tensor, values: Tensor, how: Attending, hidden: Tensor | None
+) -> Tensor:
     count, heads, dim = queries.shape
     kv_heads, each = keys.shape[1], heads // keys.shape[1]
     grouped = (queries * how.scale).view(count, kv_heads, each, dim).permute(1, 2, 0, 3)
     scores = torch.bmm(grouped.reshape(kv_heads, each * count, dim), keys.permute(1, 2, 0))
     scores = scores.view(kv_heads, each, count, len(keys))
-    if count > 1:
-        scores.masked_fill_(_hidden(count, len(keys), how.window, keys.device), -torch.inf)
+    if how.cap is not None:
+        scores = torch.tanh(scores / how.cap) * how.cap
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
     shares = _shares(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
     mixed = torch.bmm(shares, values.transpose(0, 1)).view(kv_heads, each, count, -1)
     return mixed.permute(2, 0, 1, 3).reshape(count, heads, -1)

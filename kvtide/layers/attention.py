@@ -6,42 +6,75 @@ sinks if there are such weights; a window if the pool that keeps its keys reache
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from kvtide.layers.attending import Attending, attend
 from kvtide.layers.blueprint import Blueprint
+from kvtide.layers.dense import Linear
+from kvtide.layers.elementary import sigmoid
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.rope import Rope, rotate
 
+Heads = tuple[Tensor, Tensor, Tensor]
+
 
 class Attention:
-    """Queries, keys and values by head; keys are kept after their rotation."""
+    """Queries, keys and values by head; keys are kept after their rotation, if there is one.
+
+    `cap`: the limit of scores, where a model has one.
+    """
+
+    QUERY_NORM: ClassVar[str] = "q_norm"
+    KEY_NORM: ClassVar[str] = "k_norm"
+    OUT: ClassVar[str] = "o_proj"
 
     def __init__(
-        self, blueprint: Blueprint, layer: int, rope: Rope, scale: float | None = None
+        self,
+        blueprint: Blueprint,
+        layer: int,
+        rope: Rope | None,
+        scale: float | None = None,
+        cap: float | None = None,
     ) -> None:
         self.arithmetic = blueprint.arithmetic
         self.place = blueprint.place(layer, "k")
         self.kv_heads, self.head_dim = self.place.field("k").shape
         self.rope = rope
-        self.qkv = blueprint.linear("q_proj", "k_proj", "v_proj")
-        self.out = blueprint.linear("o_proj")
-        self.query_norm = blueprint.norm("q_norm") if blueprint.has("q_norm.weight") else None
-        self.key_norm = blueprint.norm("k_norm") if blueprint.has("k_norm.weight") else None
+        self.qkv = self.projection(blueprint)
+        self.out = blueprint.rows(self.OUT, unit=self.head_dim)
+        self.query_norm, self.key_norm = (
+            blueprint.norm(name) if blueprint.has(f"{name}.weight") else None
+            for name in (self.QUERY_NORM, self.KEY_NORM)
+        )
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
-        self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks)
+        sinks = None if sinks is None else blueprint.share(sinks)
+        self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
+
+    def projection(self, blueprint: Blueprint) -> Linear:
+        """Queries, keys and values, side by side."""
+        return blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.head_dim)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        queries, keys, values = self.heads(x)
-        turns = run.shared(self.rope, lambda: self.arithmetic.rowwise(self.rope, run.positions))
-        heads = (rotate(queries, turns), rotate(keys, turns), values)
-        block = self.arithmetic.query_block
-        return self.out(attend_over_pages(run, self.place, heads, self.how, block).flatten(1))
+        return self.out(self.attended(self.heads(x), run))
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attended(self, heads: Heads, run: ForwardPass) -> Tensor:
+        """What the heads saw, side by side: (tokens, heads · dim)."""
+        queries, keys, values = heads
+        if (rope := self.rope) is not None:
+            turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
+            heads = (rotate(queries, turns), rotate(keys, turns), values)
+        block = self.arithmetic.query_block
+        return attend_over_pages(run, self.place, heads, self.how, block).flatten(1)
+
+    def heads(self, x: Tensor) -> Heads:
         """Before rotation: (tokens, heads, dim) each."""
-        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.normed(self.qkv(x).view(len(x), -1, self.head_dim))
+
+    def normed(self, by_head: Tensor) -> Heads:
+        """Apart, with the norms that there are, of all heads side by side."""
         split = (by_head.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads)
         queries, keys, values = by_head.split(split, dim=1)
         queries = queries if self.query_norm is None else self.query_norm(queries)
@@ -49,10 +82,44 @@ class Attention:
         return queries, keys, values
 
 
+class GatedAttention(Attention):
+    """Every head's output passes a gate, which is projected beside its query."""
+
+    def projection(self, blueprint: Blueprint) -> Linear:
+        """Queries, keys, values and gates, side by side."""
+        whole = blueprint.linear("q_proj")
+        keys_values = blueprint.columns("k_proj", "v_proj", unit=self.head_dim)
+        weight = self._beside(blueprint, whole.weight, keys_values.weight)
+        if whole.bias is None and keys_values.bias is None:
+            return Linear(self.arithmetic, weight)
+        bias = self._beside(blueprint, whole.bias_or_zeros, keys_values.bias_or_zeros)
+        return Linear(self.arithmetic, weight, bias)
+
+    def _beside(self, blueprint: Blueprint, whole: Tensor, keys_values: Tensor) -> Tensor:
+        """With this rank's share of the queries and gates, which lie by turns in `whole`."""
+        parts = _neighbours(whole, self.head_dim)
+        queries, gates = (blueprint.share(part, self.head_dim) for part in parts)
+        return torch.cat([queries, keys_values, gates])
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        heads = (by_head.shape[1] - 2 * self.kv_heads) // 2
+        attending, gates = by_head.split((heads + 2 * self.kv_heads, heads), dim=1)
+        attended = self.attended(self.normed(attending), run)
+        opened = self.arithmetic.rowwise(sigmoid, gates.flatten(1))
+        return self.out(attended * opened.to(x.dtype))
+
+
+def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Heads that lie by turns, query, gate, query, gate: all queries, and all gates."""
+    by_turns = weight.unflatten(0, (-1, 2, head_dim))
+    return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)
+
+
 def attend_over_pages(
     run: ForwardPass,
     place: Place,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: Heads,
     how: Attending,
     query_block: int,
 ) -> Tensor:
@@ -63,6 +130,11 @@ def attend_over_pages(
     """
     queries, keys, values = heads
     kept = run.keep(place, {"k": keys, "v": values})
+    if queries.is_cuda and query_block > 1:
+        # Only who has such a device needs the compiler.
+        from kvtide.layers.paged import attend_paged
+
+        return attend_paged(run, place, queries.contiguous(), kept, how)
     mixed = []
     for rows in run.sequences:
         new = slice(rows.start, rows.end)

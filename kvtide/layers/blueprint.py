@@ -3,11 +3,15 @@
 `Weights` is all that model code knows of a checkpoint: names as `transformers` writes them, in
 whatever file and precision they lie. A `Blueprint` joins it with everything else that a layer's
 constructor needs, and is handed down with longer and longer prefixes.
+
+Where several ranks compute a layer together, a layer's constructor says which projections divide:
+`columns` by what comes out, `rows` by what goes in, `fused` by what comes out part by part. Units
+(a head, a group) stay whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,8 +20,9 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import GatedMLP, Linear, RMSNorm
-from kvtide.layers.elementary import ACTIVATIONS
+from kvtide.layers.elementary import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
+from kvtide.layers.ranks import ALONE, TensorRanks
 from kvtide.spec import ModelMemory
 from kvtide.spec.config import Config
 
@@ -31,6 +36,18 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A run of channels: so many units (heads, groups) of so many channels each, on all ranks."""
+
+    units: int
+    width: int = 1
+
+    @property
+    def channels(self) -> int:
+        return self.units * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class Blueprint:
     """`norm_offset`: what is added to the weights of norms (Gemma keeps them around zero)."""
 
@@ -40,6 +57,7 @@ class Blueprint:
     arithmetic: Arithmetic
     dtype: torch.dtype
     norm_offset: float = 0.0
+    ranks: TensorRanks = ALONE
     prefix: str = ""
 
     def under(self, name: str) -> Blueprint:
@@ -53,17 +71,79 @@ class Blueprint:
         return self.weights.get(self.prefix + name).detach().to(dtype or self.dtype).contiguous()
 
     def layers(self) -> Iterator[tuple[int, Blueprint]]:
-        """Every layer's number, and what is under its name."""
-        return ((n, self.under(f"layers.{n}")) for n in range(self.memory.layers))
+        """The number of every layer of this stage, and what is under its name."""
+        return ((n, self.under(f"layers.{n}")) for n in self.memory.own_layers)
+
+    def keeps(self, layer: int, field: str) -> bool:
+        """Whether the memory has such a field for the layer: whether it attends, or recurs."""
+        pools = (pool for pool in self.memory.pools if layer in pool.layers)
+        return any(kept.name == field for pool in pools for kept in pool.entry.fields)
 
     def place(self, layer: int, field: str) -> Place:
         return Place.holding(field, self.memory, layer)
+
+    def pool(self, name: str, layer: int) -> Place:
+        """The pool of this name, for families whose pools have fields of the same name."""
+        return Place(self.memory.pool(name), layer)
 
     @property
     def head_dim(self) -> int:
         """Of keys and values by head, as the memory declares them."""
         fields = (field for pool in self.memory.pools for field in pool.entry.fields)
         return next(field.shape[1] for field in fields if field.name == "k")
+
+    # -- this rank's share ---------------------------------------------------------------------
+
+    def share(self, weight: Tensor, unit: int = 1, *, axis: int = 0) -> Tensor:
+        """This rank's part of a weight that divides along an axis, in units of so many.
+
+        A part is a copy: a view of it would keep the whole.
+        """
+        units = weight.shape[axis] // unit
+        mine = self.ranks.share(units)
+        if mine is None:
+            raise self.config.refusal(
+                f"{self.prefix[:-1]} has {units} units that do not divide over {self.ranks.count} "
+                "tensor ranks; use fewer ranks, or as many as divide them"
+            )
+        if len(mine) == units:
+            return weight.contiguous()
+        part = weight.narrow(axis, mine.start * unit, len(mine) * unit)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def share_parts(self, weight: Tensor, parts: Sequence[Part]) -> Tensor:
+        """This rank's part of each of several runs of channels, which lie side by side."""
+        runs = weight.split([part.channels for part in parts])
+        pairs = zip(runs, parts, strict=True)
+        return torch.cat([self.share(run, part.width) for run, part in pairs])
+
+    def fused(self, name: str, parts: Sequence[Part]) -> Linear:
+        """A projection that gives several parts side by side: this rank's share of each."""
+        whole = self.linear(name)
+        bias = None if whole.bias is None else self.share_parts(whole.bias, parts)
+        return replace(whole, weight=self.share_parts(whole.weight, parts), bias=bias)
+
+    def columns(self, *names: str, unit: int = 1) -> Linear:
+        """As `linear`, but with this rank's share of what each gives, in units of so many."""
+        parts = [self.linear(name) for name in names]
+        weights = [self.share(part.weight, unit) for part in parts]
+        if all(part.bias is None for part in parts):
+            return Linear(self.arithmetic, torch.cat(weights))
+        biases = [self.share(part.bias_or_zeros, unit) for part in parts]
+        return Linear(self.arithmetic, torch.cat(weights), torch.cat(biases))
+
+    def rows(self, name: str, *, unit: int = 1) -> Linear:
+        """A projection of what is divided: it takes this rank's share and gives the whole.
+
+        No two ranks have the same unit, which would count twice.
+        """
+        whole = self.linear(name)
+        if (units := whole.weight.shape[1] // unit) < self.ranks.count:
+            raise self.config.refusal(
+                f"{self.prefix}{name} takes {units} units, which do not divide over "
+                f"{self.ranks.count} tensor ranks; use at most {units} ranks"
+            )
+        return replace(whole, weight=self.share(whole.weight, unit, axis=1), ranks=self.ranks)
 
     # -- what most layers are made of ----------------------------------------------------------
 
@@ -84,14 +164,20 @@ class Blueprint:
 
     def norm(self, name: str) -> RMSNorm:
         weight = self.tensor(f"{name}.weight", torch.float32) + self.norm_offset
-        eps = self.config.number("rms_norm_eps", default=1e-6)
+        eps = self.config.number("rms_norm_eps", "norm_eps", "layer_norm_epsilon", default=1e-6)
         return RMSNorm(self.arithmetic, weight, eps)
 
-    def mlp(self) -> GatedMLP:
-        name = str(self.config.find("hidden_act", "hidden_activation") or "silu")
+    def activation(self) -> Activation:
+        given = self.config.find("hidden_act", "hidden_activation", "mlp_hidden_act")
+        name = str(given or "silu")
         if name not in ACTIVATIONS:
             raise self.config.refusal(
                 f"activation {name!r} is not known here; use {', '.join(ACTIVATIONS)}"
             )
-        gate_up, down = self.linear("gate_proj", "up_proj"), self.linear("down_proj")
-        return GatedMLP(self.arithmetic, gate_up, down, ACTIVATIONS[name])
+        return ACTIVATIONS[name]
+
+    def mlp(self, *names: str, limit: float | None = None) -> GatedMLP:
+        """`names` are those of the gate, up and down projections, if they are not the usual."""
+        gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
+        both = self.columns(gate, up)
+        return GatedMLP(self.arithmetic, both, self.rows(down), self.activation(), limit)

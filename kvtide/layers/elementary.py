@@ -23,6 +23,11 @@ def swish(x: Tensor, gain: float = 1.0) -> Tensor:
     return (wide / (1 + torch.exp(-gain * wide))).to(x.dtype)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """In fp32."""
+    return 1 / (1 + torch.exp(-x.float()))
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     wide = x.float()
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
@@ -33,6 +38,17 @@ def softplus(x: Tensor) -> Tensor:
     return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    raised = x.clamp(min=0)
+    return raised * raised
+
+
+def unit_length(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Vectors over the last axis, made as long as one, in fp32."""
+    wide = x.float()
+    return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last axis, in fp32."""
     wide = x.float()
@@ -40,8 +56,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * weight).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Over the last axis, in fp32."""
+    wide = x.float()
+    wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (wide * weight + bias).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": gelu_tanh,
+    "relu2": relu_squared,
     "silu": swish,
     "swish": swish,
 }

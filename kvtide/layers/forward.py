@@ -2,7 +2,8 @@
 
 `Place` says where a layer keeps one kind of state: a pool of the model's declaration, and the
 layer. `ForwardPass` is what layers are given beside their input. It works out once per step what
-all layers share: where new entries go, and what `shared` is asked for.
+all layers share: where new entries go, and what `shared` is asked for. Fields have the names that
+layers know, whether the pool packs them or not (`packing`).
 
 What always holds:
 - State is written only where a page has a slot, and read only where it has one.
@@ -14,14 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvtide.layers.packing import Fields, Packing, at_slots, packing, plain
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ALL, Field, ModelMemory, PoolSpec, SpecError
 
-Fields = dict[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Place:
     def holding(cls, field: str, memory: ModelMemory, layer: int) -> Place:
         """The pool that keeps this field for the layer; the declaration has exactly one."""
         for pool in memory.pools:
-            if layer in pool.layers and any(f.name == field for f in pool.entry.fields):
+            if layer in pool.layers and packing(pool.entry).find(field) is not None:
                 return cls(pool, layer)
         raise SpecError(f"{memory.model}: layer {layer} has no pool with a field {field}")
 
@@ -49,17 +52,29 @@ class Place:
         reach = self.pool.reuse.reach
         return None if reach is ALL else reach + 1
 
+    @property
+    def packing(self) -> Packing:
+        return packing(self.pool.entry)
+
     def field(self, name: str) -> Field:
-        return next(field for field in self.pool.entry.fields if field.name == name)
+        """As layers see it: of a packed field, the whole vector, in the dtype it comes out in."""
+        field = self.packing.find(name)
+        assert field is not None, f"pool {self.pool.name} has no field {name}"
+        return field
 
 
 class ForwardPass:
-    """A step, as layers see it."""
+    """A step, as layers see it.
+
+    handed_on  what a layer leaves for those after it, for every sequence, until one of them
+               writes over it
+    """
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self._targets: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        self._shared: dict[Hashable, Tensor] = {}
+        self._targets: dict[tuple[str, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._shared: dict[Hashable, Any] = {}
+        self.handed_on: dict[str, list[Tensor]] = {}
 
     @property
     def sequences(self) -> tuple[Rows, ...]:
@@ -69,45 +84,68 @@ class ForwardPass:
     def positions(self) -> Tensor:
         return self.step.positions
 
-    def shared(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What several layers need alike (rotary angles), computed for the first that asks."""
         if key not in self._shared:
             self._shared[key] = compute()
-        return self._shared[key]
+        found: T = self._shared[key]
+        return found
 
-    # -- entries: one for every token --------------------------------------------------------
+    # -- entries: one for every token, or for every so many ------------------------------------
 
     def keep(self, place: Place, entries: Mapping[str, Tensor]) -> Fields:
-        """Writes an entry for every token of the step, and returns them as they were written."""
-        rows, slots, within = self._target(place.anchor)
+        """Writes the step's entries, and returns them as they were written.
+
+        There is one for every token; in a pool of one entry for r tokens, one for every r-th token
+        that the step completes, sequence by sequence.
+        """
+        rows, slots, within = self._target(place)
         view = self.step.view(place.pool.name, place.layer)
-        kept = {name: stored(value, view[name].dtype) for name, value in entries.items()}
+        kept = place.packing.pack(entries)
         for name, value in kept.items():
-            view[name][slots, within] = value[rows]
-        return kept
+            plain(view[name])[slots, within] = plain(value)[rows]
+        return place.packing.unpack(kept, *entries)
 
-    def entries(self, place: Place, rows: Rows, first: int) -> Fields:
-        """What was kept of a sequence's tokens [first, past), in their order."""
-        page = self.step.page_tokens
-        slots = rows.slots[place.anchor][first // page : -(-rows.past // page)]
+    def entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
+        """What was kept of a sequence's tokens [first, past), in their order.
+
+        In a pool of one entry for r tokens: the entries that end before `past`.
+        """
+        pool, per_page = place.pool, self._per_page(place)
+        begin, end = first // pool.tokens_per_entry, rows.past // pool.tokens_per_entry
+        pages = range(begin // per_page, -(-end // per_page))
+        slots = rows.slots[place.anchor][pages.start : pages.stop]
         assert bool((slots >= 0).all()), (
-            f"pool {place.pool.name}: tokens {first}..{rows.past} are needed and not resident"
+            f"pool {pool.name}: tokens {first}..{rows.past} are needed and not resident"
         )
-        begin = first % page
-        span = slice(begin, begin + rows.past - first)
-        view = self.step.view(place.pool.name, place.layer)
-        pages = {name: field.index_select(0, slots) for name, field in view.items()}
-        return {name: field.flatten(0, 1)[span] for name, field in pages.items()}
+        view = self.step.view(pool.name, place.layer)
+        span = slice(begin - pages.start * per_page, end - pages.start * per_page)
+        found = {}
+        for name, field in view.items():
+            found[name] = at_slots(field, slots).flatten(0, 1)[span]
+        return place.packing.unpack(found)
 
-    def _target(self, anchor: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of the step that are kept, and each one's slot and entry."""
-        if anchor not in self._targets:
-            pages = self.positions // self.step.page_tokens
-            slots = torch.cat([s.slots[anchor][pages[s.start : s.end]] for s in self.sequences])
-            rows = torch.nonzero(slots >= 0).squeeze(1)
-            within = self.positions[rows] % self.step.page_tokens
-            self._targets[anchor] = rows, slots[rows], within
-        return self._targets[anchor]
+    def _target(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+        """The new entries that are kept, and each one's slot and place in it."""
+        each, per_page = place.pool.tokens_per_entry, self._per_page(place)
+        key = (place.anchor, each)
+        if key not in self._targets:
+            numbers = [
+                torch.arange(s.past // each, s.total // each, device=self.positions.device)
+                for s in self.sequences
+            ]
+            slots = torch.cat(
+                [
+                    s.slots[place.anchor][ours // per_page]
+                    for s, ours in zip(self.sequences, numbers, strict=True)
+                ]
+            )
+            kept = torch.nonzero(slots >= 0).squeeze(1)
+            self._targets[key] = kept, slots[kept], torch.cat(numbers)[kept] % per_page
+        return self._targets[key]
+
+    def _per_page(self, place: Place) -> int:
+        return self.step.page_tokens // place.pool.tokens_per_entry
 
     # -- running state: one after the last token -----------------------------------------------
 
@@ -118,7 +156,7 @@ class ForwardPass:
         slot = self._slot(place, rows, rows.past - 1)
         assert slot >= 0, f"pool {place.pool.name}: no state after token {rows.past - 1}"
         view = self.step.view(place.pool.name, place.layer)
-        return {name: field[slot, -1] for name, field in view.items()}
+        return place.packing.unpack({name: field[slot, -1] for name, field in view.items()})
 
     def remember(self, place: Place, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """Writes a sequence's running state after the step, if its last page has a slot."""
@@ -126,21 +164,24 @@ class ForwardPass:
         if slot < 0:
             return
         view = self.step.view(place.pool.name, place.layer)
-        for name, value in state.items():
-            view[name][slot, -1] = stored(value, view[name].dtype)
+        for name, value in place.packing.pack(state).items():
+            view[name][slot, -1] = value
+
+    def remember_pages(self, place: Place, rows: Rows, states: Mapping[str, Tensor]) -> None:
+        """Writes the state after each page that the step completes, where the page has a slot.
+
+        For layers that know it there: `states` has a row for every such page.
+        """
+        page = self.step.page_tokens
+        slots = rows.slots[place.anchor][rows.past // page : rows.total // page]
+        kept = torch.nonzero(slots >= 0).squeeze(1)
+        view = self.step.view(place.pool.name, place.layer)
+        for name, value in place.packing.pack(states).items():
+            view[name][slots[kept], -1] = value[kept]
 
     def rounded(self, place: Place, field: str, value: Tensor) -> Tensor:
         """The value with the precision that the pool keeps of it."""
-        view = self.step.view(place.pool.name, place.layer)
-        return stored(value, view[field].dtype).to(value.dtype)
+        return place.packing.rounded(field, value)
 
     def _slot(self, place: Place, rows: Rows, position: int) -> int:
         return int(rows.slots[place.anchor][position // self.step.page_tokens])
-
-
-def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in a pool's dtype. Eight bits saturate: an infinity would poison a whole page."""
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        limit = torch.finfo(dtype).max
-        value = value.clamp(-limit, limit)
-    return value.to(dtype)

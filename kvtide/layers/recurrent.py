@@ -2,18 +2,23 @@
 
 The declaration names the parts of a convolution's inputs (x, B, C) one by one, so that each
 divides over ranks by itself; here they are one run of channels, in the order of the declaration.
+What a layer holds is its rank's share: heads, and the groups that those heads belong to.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.dense import RMSNorm
-from kvtide.layers.elementary import softplus, swish
-from kvtide.layers.forward import Fields, ForwardPass, Place
+from kvtide.layers.blueprint import Blueprint, Part
+from kvtide.layers.elementary import rms_norm, softplus, swish
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.packing import Fields
+from kvtide.layers.ranks import TensorRanks
 from kvtide.layers.scan import ScanInput, scan_chunks, scan_tokens
 from kvtide.layers.step import Rows
 
@@ -21,12 +26,20 @@ from kvtide.layers.step import Rows
 class CausalConv:
     """A convolution over the last inputs of every channel, as many as it has taps.
 
-    The sum runs tap by tap and is the same for every token.
+    The sum runs tap by tap and is the same for every token. `names` are of the convolutions of
+    several parts, if they have weights of their own.
     """
 
-    def __init__(self, blueprint: Blueprint, place: Place) -> None:
-        self.taps = blueprint.tensor("weight", torch.float32).squeeze(1).T.contiguous()
-        self.bias = blueprint.tensor("bias", torch.float32) if blueprint.has("bias") else None
+    def __init__(
+        self, blueprint: Blueprint, place: Place, parts: Sequence[Part], names: Sequence[str]
+    ) -> None:
+        weights = [blueprint.tensor(f"{name}.weight", torch.float32) for name in names]
+        taps = blueprint.share_parts(torch.cat(weights).squeeze(1), parts)
+        self.taps = taps.T.contiguous()
+        self.bias = None
+        if blueprint.has(f"{names[0]}.bias"):
+            biases = [blueprint.tensor(f"{name}.bias", torch.float32) for name in names]
+            self.bias = blueprint.share_parts(torch.cat(biases), parts)
         self.kept = [field for field in place.pool.entry.fields if field.name.startswith("conv")]
         assert sum(field.shape[0] for field in self.kept) in (0, self.taps.shape[1])
 
@@ -53,30 +66,106 @@ class CausalConv:
         return run.rounded(place, self.kept[0].name, inputs) if self.kept else inputs
 
 
-class Mamba2:
-    """A gated Mamba2 mixer. Without weights for a norm, the gate alone closes it."""
+class ShortConv:
+    """A convolution between two gates, and nothing else that remembers."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
+        self.place = blueprint.place(layer, "conv")
+        channels = Part(blueprint.config.count("hidden_size"))
+        self.project_in = blueprint.fused("in_proj", [channels] * 3)
+        self.conv = CausalConv(blueprint, self.place, [channels], ["conv"])
+        self.project_out = blueprint.rows("out_proj")
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        before, after, inputs = self.project_in(x).chunk(3, dim=-1)
+        inputs = self.conv.rounded(run, self.place, before * inputs).float()
+        mixed = []
+        for rows in run.sequences:
+            ours = inputs[rows.start : rows.end]
+            convolved, tail = self.conv(ours, run.recall(self.place, rows))
+            run.remember(self.place, rows, tail)
+            mixed.append(convolved)
+        return self.project_out(after * torch.cat(mixed).to(x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedNorm:
+    """RMS norm over each group of channels by itself, in fp32.
+
+    weight  this rank's, (groups, channels)
+    groups  on all ranks: where they are fewer than ranks, several ranks have a part of one, and
+            tell each other the sums of their squares
+    """
+
+    arithmetic: Arithmetic
+    weight: Tensor
+    eps: float
+    groups: int
+    ranks: TensorRanks
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, name: str, groups: int) -> GroupedNorm:
+        norm, ranks = blueprint.norm(name), blueprint.ranks
+        weight = blueprint.share(norm.weight, len(norm.weight) // max(groups, ranks.count))
+        own = weight.view(max(1, groups // ranks.count), -1)
+        return cls(blueprint.arithmetic, own, norm.eps, groups, ranks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        grouped = x.view(len(x), *self.weight.shape)
+        if self.groups >= self.ranks.count:
+            return self.arithmetic.rowwise(self._normed, grouped).flatten(1)
+        squares = self.arithmetic.rowwise(lambda rows: (rows * rows).sum(-1), grouped)
+        sums = x.new_zeros(len(x), self.groups)
+        mine = self.ranks.rank * self.groups // self.ranks.count
+        sums[:, mine] = squares[:, 0]
+        sharing = self.ranks.count // self.groups
+        mean = self.ranks.total(sums)[:, mine, None] / (sharing * self.weight.shape[1])
+        return x * torch.rsqrt(mean + self.eps) * self.weight[0]
+
+    def _normed(self, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self.weight, self.eps)
+
+
+class Mamba2:
+    """A gated Mamba2 mixer. Without weights for a norm, the gate alone closes it.
+
+    `norm_groups`: how many groups the norm has, None for those of B and C. `norm_first`: before
+    the gate.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        layer: int,
+        *,
+        norm_groups: int | None = None,
+        norm_first: bool = False,
+    ) -> None:
         config = blueprint.config
         self.arithmetic: Arithmetic = blueprint.arithmetic
         self.place = blueprint.place(layer, "ssm")
         self.heads, self.head_dim, self.width = self.place.field("ssm").shape
-        self.groups = config.count("mamba_n_groups", "n_groups", default=1)
-        self.project_in = blueprint.linear("in_proj")
-        self.project_out = blueprint.linear("out_proj")
+        decays = blueprint.tensor("A_log", torch.float32)
+        groups = config.count("mamba_n_groups", "n_groups", default=1)
+        heads, by_head = Part(len(decays)), Part(len(decays), self.head_dim)
+        by_group = Part(groups, self.width)
+        self.project_in = blueprint.fused("in_proj", [by_head, by_head, by_group, by_group, heads])
+        self.project_out = blueprint.rows("out_proj", unit=self.head_dim)
         self.scan = self.arithmetic.order(scan_chunks, scan_tokens)
-        self.conv = CausalConv(blueprint.under("conv1d"), self.place)
-        self.dt_bias = blueprint.tensor("dt_bias", torch.float32)
-        self.decay = -torch.exp(blueprint.tensor("A_log", torch.float32))
-        self.skip = blueprint.tensor("D", torch.float32)[:, None]
-        self.norm = blueprint.norm("norm") if blueprint.has("norm.weight") else None
-        self.norm_first = bool(config.values.get("mamba_norm_before_gate", True))
+        self.conv = CausalConv(blueprint, self.place, [by_head, by_group, by_group], ["conv1d"])
+        self.shared = (self.conv.taps.shape[1] - self.heads * self.head_dim) // 2
+        self.dt_bias = blueprint.share(blueprint.tensor("dt_bias", torch.float32))
+        self.decay = -torch.exp(blueprint.share(decays))
+        self.skip = blueprint.share(blueprint.tensor("D", torch.float32))[:, None]
+        self.norm = None
+        if blueprint.has("norm.weight"):
+            self.norm = GroupedNorm.of(blueprint, "norm", norm_groups or groups)
+        self.norm_first = norm_first
         self.dt_limits = config.numbers("time_step_limit", 0.0, float("inf"))
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         inner = self.heads * self.head_dim
-        split = (inner, inner + 2 * self.groups * self.width, self.heads)
-        gate, inputs, dt = self.project(x).split(split, dim=-1)
+        gate, inputs, dt = self.project(x).split((inner, inner + 2 * self.shared, self.heads), -1)
         inputs = self.conv.rounded(run, self.place, inputs).float()
         dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias).clamp(*self.dt_limits)
         mixed = [
@@ -94,10 +183,9 @@ class Mamba2:
         before = run.recall(self.place, rows)
         convolved, tail = self.conv(inputs, before)
         convolved = self.arithmetic.rowwise(swish, convolved)
-        shared = self.groups * self.width
-        x, b, c = convolved.split((self.heads * self.head_dim, shared, shared), dim=-1)
+        x, b, c = convolved.split((self.heads * self.head_dim, self.shared, self.shared), dim=-1)
         x = x.reshape(-1, self.heads, self.head_dim)
-        b, c = (t.reshape(-1, self.groups, self.width) for t in (b, c))
+        b, c = (t.reshape(len(x), -1, self.width) for t in (b, c))
         shape = (self.heads, self.head_dim, self.width)
         state = inputs.new_zeros(shape) if before is None else before["ssm"]
         output, state = self.scan(ScanInput(x, dt, self.decay, b, c), state)
@@ -109,12 +197,4 @@ class Mamba2:
         opened = self.arithmetic.rowwise(swish, gate)
         if self.norm is None:
             return mixed * opened
-        if self.norm_first:
-            return self._normed(mixed, self.norm) * opened
-        return self._normed(mixed * opened, self.norm)
-
-    def _normed(self, mixed: Tensor, norm: RMSNorm) -> Tensor:
-        """Every group of channels by itself."""
-        grouped = mixed.view(len(mixed), self.groups, -1)
-        weight = norm.weight.view(self.groups, -1)
-        return RMSNorm(norm.arithmetic, weight, norm.eps)(grouped).flatten(1)
+        return self.norm(mixed) * opened if self.norm_first else self.norm(mixed * opened)

@@ -25,6 +25,11 @@ class Rope:
     frequencies: Tensor
     gain: float = 1.0
 
+    @property
+    def dims(self) -> int:
+        """How many dimensions of a head turn."""
+        return 2 * len(self.frequencies)
+
     def __call__(self, positions: Tensor) -> Tensor:
         """Cosines and sines at these positions: (tokens, 2, pairs)."""
         angles = positions[:, None].float() * self.frequencies.to(positions.device)
@@ -41,6 +46,20 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat([*(half.to(x.dtype) for half in turned), x[..., 2 * pairs :]], dim=-1)
+
+
+def rotate_neighbours(x: Tensor, turns: Tensor) -> Tensor:
+    """As `rotate`, but the pairs are (2i, 2i + 1), and they are the last 2n dimensions.
+
+    Turns (tokens, 2, pairs) with their sines negated turn back.
+    """
+    rotary = 2 * turns.shape[-1]
+    shape = (len(x), *[1] * (x.dim() - 2), rotary // 2)
+    cos, sin = turns[:, 0].view(shape), turns[:, 1].view(shape)
+    pairs = x[..., -rotary:].float().unflatten(-1, (-1, 2))
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([x[..., :-rotary], turned.flatten(-2).to(x.dtype)], dim=-1)
 
 
 def rope_parameters(config: Config, layer_type: str = "full_attention") -> Config:
@@ -112,12 +131,26 @@ def _yarn(parameters: Config, frequencies: Tensor) -> Rope:
 
 
 def _yarn_gain(parameters: Config, factor: float) -> float:
-    def gain(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     both = [parameters.number(name, default=0.0) for name in ("mscale", "mscale_all_dim")]
-    default = gain(both[0]) / gain(both[1]) if all(both) else gain(1.0)
+    one, all_dims = (_stretched(factor, weight) for weight in both)
+    default = one / all_dims if all(both) else _stretched(factor, 1.0)
     return parameters.number("attention_factor", default=default)
+
+
+def _stretched(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def softmax_gain(parameters: Config) -> float:
+    """What attention scores are multiplied by where `mscale_all_dim` asks for it (DeepSeek).
+
+    It is for queries and keys alike, hence squared, and for the dimensions that do not turn, too.
+    """
+    kind = parameters.find("rope_type", "type") or "default"
+    weight = parameters.number("mscale_all_dim", default=0.0)
+    if kind == "default" or weight == 0:
+        return 1.0
+    return _stretched(parameters.number("factor"), weight) ** 2
 
 
 _SCALINGS: dict[str, Callable[[Config, Tensor], Rope]] = {

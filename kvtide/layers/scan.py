@@ -65,7 +65,7 @@ def scan_chunks(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
 def _scan_chunk(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
     fed = (tokens.x * tokens.dt[..., None]).transpose(0, 1)
     b, c = tokens.b.transpose(0, 1), tokens.c.transpose(0, 1)
-    between = _decay_between((tokens.dt * tokens.decay).T)
+    between = decay_between((tokens.dt * tokens.decay).T)
     from_before, to_end = between[:, :, 0, None], between[:, -1, 1:, None]
     within = (c @ b.mT) * between[:, :, 1:]
     output = within @ fed + (c * from_before) @ state.mT
@@ -73,14 +73,14 @@ def _scan_chunk(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
     return output.transpose(0, 1), state
 
 
-def _decay_between(logs: Tensor) -> Tensor:
-    """From (heads, tokens) to (heads, tokens, 1 + tokens): what is left at token i of what came
-    in at token j - 1, of the state before the chunk for j = 0, of what comes later nothing.
+def decay_between(logs: Tensor) -> Tensor:
+    """From (…, tokens) to (…, tokens, 1 + tokens): what is left at token i of what came in at
+    token j - 1, of the state before the chunk for j = 0, of what comes later nothing.
 
     Sums run from j to i and are not differences of sums from the start, which would cancel.
     """
-    count = logs.shape[1]
-    steps = logs[:, :, None].expand(-1, -1, count + 1)
+    count = logs.shape[-1]
+    steps = logs[..., None].expand(*logs.shape, count + 1)
     later = torch.ones(count, count + 1, dtype=torch.bool, device=logs.device)
-    sums = steps.masked_fill(later.triu(1), 0).cumsum(1)
+    sums = steps.masked_fill(later.triu(1), 0).cumsum(-2)
     return sums.masked_fill(later.triu(2), -torch.inf).exp()

@@ -16,7 +16,8 @@ from kvtide.layers.arithmetic import (
 )
 from kvtide.layers.attending import Attending, attend
 from kvtide.layers.elementary import gelu_tanh, rms_norm, softplus, swish
-from kvtide.layers.moe import Routing, mix
+from kvtide.layers.moe import Crew, Routing
+from kvtide.layers.ranks import ALONE
 from kvtide.layers.scan import ScanInput, scan_chunks, scan_tokens
 
 
@@ -170,7 +171,8 @@ def test_a_tokens_experts_are_added_in_one_order_in_any_company() -> None:
 
     def run(rows: slice) -> Tensor:
         routing = Routing(chosen[rows], shares[rows])
-        return mix(x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
+        crew = Crew(range(len(weights)), ALONE)
+        return crew.mix(x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
 
     whole = run(slice(0, 20))
     formula = torch.stack(

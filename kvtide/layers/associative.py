@@ -1,0 +1,151 @@
+"""Layers that write values under keys into one matrix a head, and forget: gated delta, and KDA.
+
+Both project, convolve queries, keys and values, and hand them to the same recurrence. They differ
+in how a head forgets, evenly or each of its channels by itself, and in how their output is gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.blueprint import Blueprint, Part
+from kvtide.layers.delta import DeltaInput, delta_chunks, delta_tokens
+from kvtide.layers.dense import Linear
+from kvtide.layers.elementary import sigmoid, softplus, unit_length
+from kvtide.layers.forward import ForwardPass
+from kvtide.layers.recurrent import CausalConv
+from kvtide.layers.step import Rows
+
+
+class Associations:
+    """The convolution and the recurrence, from and to a sequence's running state.
+
+    `parts` are queries, keys and values; heads of values may share a query and a key.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, layer: int, parts: Sequence[Part], names: Sequence[str]
+    ) -> None:
+        self.arithmetic = blueprint.arithmetic
+        self.place = blueprint.place(layer, "delta")
+        self.heads, self.key_dim, self.value_dim = self.place.field("delta").shape
+        self.conv = CausalConv(blueprint, self.place, parts, names)
+        self.activation = blueprint.activation()
+        self.recur = self.arithmetic.order(delta_chunks, delta_tokens)
+        self.channels = self.conv.taps.shape[1]
+
+    def __call__(
+        self, inputs: Tensor, log_decay: Tensor, strength: Tensor, run: ForwardPass
+    ) -> Tensor:
+        """(tokens, heads, values) in fp32, from inputs before the convolution."""
+        inputs = self.conv.rounded(run, self.place, inputs).float()
+        mixed = [self._sequence(run, rows, inputs, log_decay, strength) for rows in run.sequences]
+        return torch.cat(mixed)
+
+    def _sequence(
+        self, run: ForwardPass, rows: Rows, inputs: Tensor, log_decay: Tensor, strength: Tensor
+    ) -> Tensor:
+        before, ours = run.recall(self.place, rows), slice(rows.start, rows.end)
+        convolved, tail = self.conv(inputs[ours], before)
+        convolved = self.arithmetic.rowwise(self.activation, convolved)
+        values = self.heads * self.value_dim
+        queries_keys, value = convolved.split((self.channels - values, values), dim=-1)
+        query, key = self._directions(queries_keys)
+        value = value.reshape(-1, self.heads, self.value_dim)
+        shape = (self.heads, self.key_dim, self.value_dim)
+        state = inputs.new_zeros(shape) if before is None else before["delta"]
+        tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
+        output, state = self.recur(tokens, state)
+        run.remember(self.place, rows, {**tail, "delta": state})
+        return output
+
+    def _directions(self, queries_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of length one, for every head of values; queries scaled."""
+        by_head = queries_keys.reshape(len(queries_keys), 2, -1, self.key_dim)
+        by_head = self.arithmetic.rowwise(unit_length, by_head)
+        by_head = by_head.repeat_interleave(self.heads // by_head.shape[2], dim=2)
+        return by_head[:, 0] * self.key_dim**-0.5, by_head[:, 1]
+
+
+class GatedDelta:
+    """Qwen's: heads forget evenly. The output is normed by head, then gated."""
+
+    def __init__(self, blueprint: Blueprint, layer: int) -> None:
+        config = blueprint.config
+        self.arithmetic = blueprint.arithmetic
+        decays = blueprint.tensor("A_log", torch.float32)
+        heads = Part(len(decays))
+        keys = Part(config.count("linear_num_key_heads"), config.count("linear_key_head_dim"))
+        values = Part(len(decays), config.count("linear_value_head_dim"))
+        parts = [keys, keys, values, values, heads, heads]
+        weight = blueprint.share_parts(_by_kind(blueprint, parts), parts)
+        self.project_in = Linear(self.arithmetic, weight)
+        self.memory = Associations(blueprint, layer, [keys, keys, values], ["conv1d"])
+        self.project_out = blueprint.rows("out_proj", unit=values.width)
+        self.dt_bias = blueprint.share(blueprint.tensor("dt_bias", torch.float32))
+        self.decay = -torch.exp(blueprint.share(decays))
+        # Its weights lie around one, also where those of the model's other norms do not.
+        self.norm = replace(blueprint, norm_offset=0.0).norm("norm")
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        heads, width = self.memory.heads, self.memory.value_dim
+        widths = (self.memory.channels, heads * width, heads, heads)
+        inputs, gate, strength, dt = self.project_in(x).split(widths, dim=-1)
+        strength = self.arithmetic.rowwise(sigmoid, strength)
+        dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias)
+        mixed = self.memory(inputs, (self.decay * dt)[..., None], strength, run)
+        opened = self.arithmetic.rowwise(self.memory.activation, gate.float())
+        gated = self.norm(mixed).flatten(1) * opened
+        return self.project_out(gated.to(x.dtype))
+
+
+def _by_kind(blueprint: Blueprint, parts: Sequence[Part]) -> Tensor:
+    """The rows of all queries, keys, values, gates, strengths and time steps, kind by kind.
+
+    Qwen3-Next keeps them by key head: all that belongs to the first, then to the second.
+    """
+    if blueprint.has("in_proj_qkv.weight"):
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return torch.cat([blueprint.tensor(f"{name}.weight") for name in names])
+    kinds: list[Tensor] = []
+    for name, ours in (("in_proj_qkvz", parts[:4]), ("in_proj_ba", parts[4:])):
+        by_key_head = blueprint.tensor(f"{name}.weight").unflatten(0, (parts[0].units, -1))
+        widths = [part.channels // parts[0].units for part in ours]
+        kinds += [kind.flatten(0, 1) for kind in by_key_head.split(widths, dim=1)]
+    return torch.cat(kinds)
+
+
+class KimiDelta:
+    """KDA: every channel of a key forgets by itself. The output is normed by head, then gated."""
+
+    def __init__(self, blueprint: Blueprint, layer: int) -> None:
+        self.arithmetic = blueprint.arithmetic
+        self.width = blueprint.place(layer, "delta").field("delta").shape[1]
+        decays = blueprint.tensor("A_log", torch.float32).flatten()
+        part = Part(len(decays), self.width)
+        self.qkv = blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.width)
+        self.strength = blueprint.columns("b_proj")
+        self.narrow = blueprint.linear("f_a_proj", "g_a_proj")
+        self.forget = blueprint.columns("f_b_proj", unit=self.width)
+        self.gate = blueprint.columns("g_b_proj", unit=self.width)
+        self.memory = Associations(
+            blueprint, layer, [part] * 3, ["q_conv1d", "k_conv1d", "v_conv1d"]
+        )
+        self.dt_bias = blueprint.share(blueprint.tensor("dt_bias", torch.float32), self.width)
+        self.decay = -torch.exp(blueprint.share(decays))[:, None]
+        self.norm = blueprint.norm("o_norm")
+        self.project_out = blueprint.rows("o_proj", unit=self.width)
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        forgetting, gating = self.narrow(x).split(self.narrow.weight.shape[0] // 2, dim=-1)
+        dt = self.forget(forgetting).float() + self.dt_bias
+        dt = self.arithmetic.rowwise(softplus, dt).unflatten(1, (-1, self.width))
+        strength = self.arithmetic.rowwise(sigmoid, self.strength(x))
+        mixed = self.memory(self.qkv(x), self.decay * dt, strength, run)
+        opened = self.arithmetic.rowwise(sigmoid, self.gate(gating))
+        gated = self.norm(mixed).flatten(1) * opened
+        return self.project_out(gated.to(x.dtype))

@@ -1,0 +1,94 @@
+"""Several residual streams instead of one, mixed anew around every sublayer (hyper-connections).
+
+A sublayer takes a weighted sum of the streams. What it gives goes back to each of them by another
+weight, and the streams themselves are mixed by a matrix whose rows and columns add up to one. All
+weights depend on the token: they come from a projection of all its streams together.
+
+Streams are (tokens, streams, width). Sums over the few streams are written out, so their order is
+the same for every token.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.blueprint import Blueprint
+from kvtide.layers.elementary import rms_norm, sigmoid
+
+
+class _Mixes:
+    """A token's mixing logits, from all its streams."""
+
+    def __init__(self, blueprint: Blueprint, prefix: str) -> None:
+        config = blueprint.config
+        self.arithmetic = blueprint.arithmetic
+        self.project = blueprint.tensor(f"{prefix}fn", torch.float32)
+        self.scale = blueprint.tensor(f"{prefix}scale", torch.float32)
+        self.base = blueprint.tensor(f"{prefix}base", torch.float32)
+        self.count = config.count("hc_mult")
+        self.eps = config.number("hc_eps")
+        self.norm_eps = config.number("rms_norm_eps")
+        self.one = torch.ones((), device=self.base.device)
+
+    def logits(self, streams: Tensor) -> Tensor:
+        flat = streams.flatten(1).float()
+        normed = self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.one, self.norm_eps), flat)
+        return self.arithmetic.linear(normed, self.project)
+
+
+class Around(_Mixes):
+    """What stands around one sublayer."""
+
+    def __init__(self, blueprint: Blueprint, prefix: str) -> None:
+        super().__init__(blueprint, prefix)
+        self.rounds = blueprint.config.count("hc_sinkhorn_iters")
+        self.scales = self.scale.repeat_interleave(
+            torch.tensor([self.count, self.count, self.count**2], device=self.scale.device)
+        )
+
+    def gathered(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """The sublayer's input, and the weights with which its output is given back."""
+        weights = self.arithmetic.rowwise(self._weights, self.logits(streams))
+        return _weighed(weights[:, : self.count], streams), weights[:, self.count :]
+
+    def spread(self, given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
+        """The streams after the sublayer."""
+        back, mixing = weights[:, : self.count], weights[:, self.count :]
+        mixing = mixing.unflatten(1, (self.count, self.count))
+        wide = given.float()[:, None] * back[..., None]
+        for number in range(self.count):
+            wide = wide + mixing[:, number, :, None] * streams[:, number, None].float()
+        return wide.to(streams.dtype)
+
+    def _weights(self, logits: Tensor) -> Tensor:
+        """Taking, giving back, mixing: (rows, count + count + count²)."""
+        n = self.count
+        logits = logits * self.scales + self.base
+        take = sigmoid(logits[:, :n]) + self.eps
+        back = 2 * sigmoid(logits[:, n : 2 * n])
+        mixing = logits[:, 2 * n :].unflatten(1, (n, n)).softmax(-1) + self.eps
+        mixing = mixing / (_sum(mixing, -2) + self.eps)
+        for _ in range(self.rounds - 1):
+            mixing = mixing / (_sum(mixing, -1) + self.eps)
+            mixing = mixing / (_sum(mixing, -2) + self.eps)
+        return torch.cat([take, back, mixing.flatten(1)], dim=1)
+
+
+class Joined(_Mixes):
+    """What makes one of the streams after the last layer."""
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        logits = self.logits(streams) * self.scale + self.base
+        return _weighed(self.arithmetic.rowwise(sigmoid, logits) + self.eps, streams)
+
+
+def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
+    parts = (weights[:, n, None] * streams[:, n].float() for n in range(streams.shape[1]))
+    return reduce(torch.add, parts).to(streams.dtype)
+
+
+def _sum(mixing: Tensor, axis: int) -> Tensor:
+    return reduce(torch.add, mixing.unbind(axis)).unsqueeze(axis)
