@@ -2,7 +2,8 @@
 
 A folder holds `config.json` and `model.safetensors`, or shards and their index, as
 `save_pretrained` and the labs write them. A GGUF file is read as the folder it was made from: the
-same config fields, the same names of weights. gpt-oss's experts in MXFP4 are read as bf16.
+same config fields, the same names of weights. What is published in eight or four bits with scales
+is read as numbers (`published`).
 
 Files are mapped and a weight is read when it is asked for: a pipeline stage that asks for its own
 layers touches only those. What can be known to be wrong is refused on opening.
@@ -29,12 +30,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from kvtide.layers import Weights
-from kvtide.models import mxfp4
 from kvtide.models.errors import CheckpointError
+from kvtide.models.folder import Stored, missing, read_json
 from kvtide.models.gguf import GGUF, architectures
+from kvtide.models.published import METHODS, PublishedWeights
 
 SAMPLE_BYTES = 64
 SAMPLE_EVERY_BYTES = 1024
@@ -49,15 +50,6 @@ TOKENIZER_FILES = (
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
 """Fields of a config that say where it was written, not what the model computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A weight as it lies on disk: what it is, its bytes, and how many of them make a row."""
-
-    form: str
-    data: NDArray[np.uint8]
-    row_bytes: int
 
 
 class StoredWeights(Weights, Protocol):
@@ -114,14 +106,13 @@ def _open_folder(folder: Path) -> Checkpoint:
     config = _config(folder)
     method = config.get("quantization_config")
     name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else method
-    weights = SafetensorsWeights if method is None else _QUANTISED.get(str(name))
-    if weights is None:
+    if name is not None and name not in METHODS:
         raise CheckpointError(
             f"{folder}: the weights are quantised ({name}), which is not read here; use a "
-            "checkpoint in bf16, fp16, fp32 or mxfp4, or a GGUF file"
+            "checkpoint in bf16, fp16, fp32, block-scaled fp8 or mxfp4, or a GGUF file"
         )
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    return Checkpoint(folder, config, weights(folder), files)
+    return Checkpoint(folder, config, PublishedWeights.open(folder, method), files)
 
 
 def _config(folder: Path) -> dict[str, object]:
@@ -132,118 +123,6 @@ def _config(folder: Path) -> dict[str, object]:
         raise CheckpointError(f"{folder}: no config.json here; pass the file itself: {found[0]}")
     raise CheckpointError(
         f"{folder}: no config.json here; put the model's there, or pass the folder that has it"
-    )
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as flaw:
-        raise CheckpointError(f"{path}: not readable as JSON ({flaw}); download it again") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{path}: holds a {type(values).__name__}, not a JSON object; download it again"
-        )
-    return values
-
-
-class _Shard(Protocol):
-    """A mapped safetensors file."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str) -> torch.Tensor: ...
-
-
-class SafetensorsWeights:
-    """The weights of a folder, in one file or in shards. Every shard is there and can be read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._homes: dict[str, _Shard] = {}
-        for file in _weight_files(folder):
-            shard = _opened(file)
-            self._homes.update(dict.fromkeys(shard.keys(), shard))
-
-    def names(self) -> Collection[str]:
-        return self._homes.keys()
-
-    def has(self, name: str) -> bool:
-        return name in self._homes
-
-    def get(self, name: str) -> torch.Tensor:
-        if name not in self._homes:
-            raise _missing(self._folder, name)
-        return self._homes[name].get_tensor(name)
-
-    def stored(self, name: str) -> Stored:
-        tensor = self.get(name)
-        data = tensor.reshape(-1).view(torch.uint8).numpy()
-        rows = max(1, tensor.shape[:-1].numel())
-        return Stored(f"{tensor.dtype} {tuple(tensor.shape)}", data, data.size // rows)
-
-
-class MXFP4Weights(SafetensorsWeights):
-    """Experts are stored as blocks and scales, and asked for by the one name they have without."""
-
-    def has(self, name: str) -> bool:
-        return super().has(name) or self._is_packed(name)
-
-    def get(self, name: str) -> torch.Tensor:
-        if not self._is_packed(name):
-            return super().get(name)
-        blocks, scales = super().get(f"{name}_blocks"), super().get(f"{name}_scales")
-        if blocks.shape != (*scales.shape, mxfp4.BLOCK_BYTES):
-            raise CheckpointError(
-                f"{self._folder}: {name} has blocks {list(blocks.shape)} and scales "
-                f"{list(scales.shape)}, which is not a scale for each block of "
-                f"{mxfp4.BLOCK_BYTES} bytes; download it again"
-            )
-        return mxfp4.dequantise(blocks, scales)
-
-    def _is_packed(self, name: str) -> bool:
-        return super().has(f"{name}_blocks")
-
-
-_QUANTISED: dict[str, type[SafetensorsWeights]] = {"mxfp4": MXFP4Weights}
-"""By the method that a config's `quantization_config` names."""
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not index.is_file():
-        raise CheckpointError(
-            f"{folder}: neither model.safetensors nor {index.name} is here; save the model with "
-            "save_pretrained, which writes safetensors"
-        )
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise CheckpointError(f"{index}: there is no `weight_map` in it; download it again")
-    shards = sorted({str(shard) for shard in places.values()})
-    if gone := [shard for shard in shards if not (folder / shard).is_file()]:
-        raise CheckpointError(
-            f"{folder}: {len(gone)} of {len(shards)} shards are missing, {gone[0]} first; "
-            "download them"
-        )
-    return [folder / shard for shard in shards]
-
-
-def _opened(file: Path) -> _Shard:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as flaw:
-        raise CheckpointError(
-            f"{file}: not readable as safetensors ({flaw}); download it again"
-        ) from None
-
-
-def _missing(path: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: there is no tensor {name}, which the config asks for; use the config.json that "
-        "the weights were saved with"
     )
 
 
@@ -265,7 +144,7 @@ class GGUFWeights:
 
     def get(self, name: str) -> torch.Tensor:
         if name not in self._sources:
-            raise _missing(self._file.path, name)
+            raise missing(self._file.path, name)
         source = self._sources[name]
         tensor = self._file.read(source.name)
         return tensor if source.change is None else source.change(tensor)

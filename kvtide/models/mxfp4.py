@@ -1,8 +1,9 @@
-"""MXFP4, as gpt-oss is published: 32 values of four bits share a scale of eight.
+"""MXFP4: 32 values of four bits share a scale of eight, a power of two.
 
-A byte holds two values, the first in its low nibble; a scale is a power of two. Experts lie by
-output (experts, outputs, blocks, 16), with a scale for each block, and come back as
-`transformers` keeps them: (experts, inputs, outputs). Every value is exact in bf16.
+A byte holds two values, the first in its low nibble. gpt-oss's experts lie by output (experts,
+outputs, blocks, 16), with a scale for each block, and come back as `transformers` keeps them:
+(experts, inputs, outputs). DeepSeek-V4's are matrices (outputs, inputs / 2) and stay as they lie.
+Every value is exact in bf16.
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ _PAIRS = torch.stack([VALUES[_BYTES & 15], VALUES[_BYTES >> 4]], dim=1)
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Experts one by one: what lies between bytes and values is eight times as large."""
     experts = zip(blocks, scales, strict=True)
-    return torch.stack([_expert(*expert) for expert in experts]).transpose(1, 2)
+    return torch.stack([_values(*expert) for expert in experts]).transpose(1, 2)
 
 
-def _expert(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantise_rows(weight: Tensor, scales: Tensor) -> Tensor:
+    """A matrix whose rows are blocks one after another."""
+    blocks = weight.view(torch.uint8).unflatten(-1, (-1, BLOCK_BYTES))
+    return _values(blocks, scales.view(torch.uint8))
+
+
+def _values(blocks: Tensor, scales: Tensor) -> Tensor:
     values = _PAIRS[blocks.int()].flatten(-2)
     exponents = scales.int()[..., None] - _EXPONENT_BIAS
     return torch.ldexp(values, exponents).to(torch.bfloat16).flatten(-2)

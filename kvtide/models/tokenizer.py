@@ -16,8 +16,9 @@ from pathlib import Path
 import tokenizers
 
 from kvtide.models.chat import ChatTemplate, Conversation
-from kvtide.models.checkpoint import Checkpoint, read_json
+from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.errors import CheckpointError, TemplateError
+from kvtide.models.folder import read_json
 from kvtide.models.gguf.vocabulary import Vocabulary, build
 from kvtide.models.spelling import Spelling, byte_level, piece
 

@@ -117,7 +117,10 @@ def _gone(folder: Path) -> None:
         (_only_gguf, r"pass the file itself: .*model-Q4_0.gguf"),
         (_no_weights, r"neither model.safetensors nor .*; save the model with save_pretrained"),
         (_cut_weights, r"model.safetensors: not readable as safetensors \(.*\); download it again"),
-        (_quantised, r"quantised \(awq\).*; use a checkpoint in bf16, fp16, fp32 or mxfp4, or a"),
+        (
+            _quantised,
+            r"quantised \(awq\).*; use a checkpoint in bf16, fp16, fp32, block-scaled",
+        ),
         (_gone, r"no such file or folder; pass a folder with a config.json or a .gguf file"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
