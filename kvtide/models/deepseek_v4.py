@@ -1,0 +1,298 @@
+"""DeepSeek-V4: four residual streams, and attention to a window and to compressed history.
+
+Every layer attends to its last tokens. Most also keep one entry for every block of tokens: blocks
+of 4, of which an indexer chooses a few for each query, or of 128, which are all seen. One vector is
+key and value of a token, of a block and of all heads. The first layers choose experts by token.
+
+Where things stand in `layers/`: the streams in `streams`, compressors in `compressing`, the choice
+in `selecting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtide.layers import Blueprint, ForwardPass, Place, Step
+from kvtide.layers.attending import Attending, attend_seen
+from kvtide.layers.compressing import Compressor
+from kvtide.layers.dense import Linear
+from kvtide.layers.elementary import rms_norm, softplus
+from kvtide.layers.moe import Choice, Experts, Router, Routing, share_out
+from kvtide.layers.rope import Rope, rope, rotate_neighbours
+from kvtide.layers.selecting import choose
+from kvtide.layers.step import Rows
+from kvtide.layers.streams import Around, Joined
+from kvtide.models.deepseek_v4_names import DeepSeekV4Weights
+from kvtide.models.model import Decoder, Layer
+from kvtide.spec.config import Config
+from kvtide.spec.families.deepseek_v4 import rotary_dims
+
+
+class BlockIndexer:
+    """Chooses, for every query, some of the blocks before it."""
+
+    def __init__(self, blueprint: Blueprint, layer: int, pool: str, rotation: Rope) -> None:
+        config = blueprint.config
+        self.arithmetic = blueprint.arithmetic
+        self.compressor = Compressor(blueprint.under("compressor"), layer, pool, rotation)
+        self.queries = blueprint.linear("wq_b")
+        self.weights = blueprint.linear("weights_proj")
+        self.heads = config.count("index_n_heads")
+        self.scale = self.compressor.width**-0.5 * self.heads**-0.5
+        self.count = config.count("index_topk")
+
+    def __call__(self, x: Tensor, low: Tensor, turns: Tensor, run: ForwardPass) -> list[Tensor]:
+        """By sequence: (tokens, entries), true where chosen. `low` is what queries are made of."""
+        queries = self.queries(low).view(len(x), self.heads, -1)
+        queries, weights = rotate_neighbours(queries, turns), self.weights(x) * self.scale
+        chosen = []
+        for rows, keys in zip(run.sequences, self.compressor(x, run), strict=True):
+            new = slice(rows.start, rows.end)
+            visible = (run.positions[new] + 1) // self.compressor.ratio
+            block = self.arithmetic.query_block
+            chosen.append(choose(queries[new], weights[new], keys, visible, self.count, block))
+        return chosen
+
+
+class CompressedAttention:
+    """`compressor` and `indexer` are None in layers that have no such thing."""
+
+    def __init__(self, blueprint: Blueprint, layer: int, pool: str | None, rotation: Rope) -> None:
+        config = blueprint.config
+        self.arithmetic = blueprint.arithmetic
+        self.rotation = rotation
+        self.window = _window(blueprint, layer)
+        self.compressor, self.indexer = None, None
+        if pool is not None:
+            under = blueprint.under("compressor")
+            self.compressor = Compressor(under, layer, pool, rotation)
+            if self.compressor.overlaps:
+                under = blueprint.under("indexer")
+                self.indexer = BlockIndexer(under, layer, f"{pool}_index", rotation)
+        self.dim, groups = config.count("head_dim"), config.count("o_groups")
+        each = config.count("num_attention_heads") // groups
+        self.low = blueprint.linear("wq_a")
+        self.low_norm = blueprint.norm("q_norm")
+        self.queries = blueprint.columns("wq_b", unit=each * self.dim)
+        self.keys = blueprint.linear("wkv")
+        self.key_norm = blueprint.norm("norm")
+        sinks = blueprint.share(blueprint.tensor("attn_sink", torch.float32), each)
+        assert self.window.window is not None
+        self.how = Attending(self.dim**-0.5, self.window.window, sinks)
+        rank = config.count("o_lora_rank")
+        shares = blueprint.share(blueprint.tensor("wo_a.weight"), rank).split(rank)
+        self.out_groups = [Linear(self.arithmetic, share.contiguous()) for share in shares]
+        self.out = blueprint.rows("wo_b", unit=rank)
+        self.eps = config.number("rms_norm_eps")
+        self.one = torch.ones((), device=sinks.device)
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        turns = run.shared(
+            self.rotation, lambda: self.arithmetic.rowwise(self.rotation, run.positions)
+        )
+        low = self.low_norm(self.low(x))
+        queries = rotate_neighbours(self._heads(low), turns)
+        keys = rotate_neighbours(self.key_norm(self.keys(x)), turns)
+        kept = run.keep(self.window, {"kv": keys})["kv"]
+        entries = self.compressor(x, run) if self.compressor else [kept[:0]] * len(run.sequences)
+        chosen = self.indexer(x, low, turns, run) if self.indexer else None
+        mixed = []
+        for number, rows in enumerate(run.sequences):
+            new = slice(rows.start, rows.end)
+            past = run.entries(self.window, rows, self.how.first_seen(rows.past))["kv"]
+            context = torch.cat([past, kept[new], entries[number]])[:, None]
+            blocks = self._blocks(run.positions[new], len(entries[number]))
+            blocks = blocks if chosen is None else chosen[number]
+            seen = torch.cat([self._seen(rows, len(past), x.device), blocks], dim=1)
+            block = self.arithmetic.query_block
+            mixed.append(attend_seen(queries[new], context, context, seen, self.how, block))
+        return self._out(rotate_neighbours(torch.cat(mixed), _back(turns)))
+
+    def _heads(self, low: Tensor) -> Tensor:
+        heads = self.queries(low).unflatten(1, (-1, self.dim))
+        return self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.one, self.eps), heads)
+
+    def _seen(self, rows: Rows, past: int, device: torch.device) -> Tensor:
+        """(tokens, past + tokens): which tokens of the window each query sees."""
+        key = torch.arange(rows.past - past, rows.total, device=device)
+        query = torch.arange(rows.past, rows.total, device=device)[:, None]
+        return (key <= query) & (key > query - (self.how.window or 0))
+
+    def _blocks(self, positions: Tensor, count: int) -> Tensor:
+        """(tokens, entries): which blocks are closed where a query stands."""
+        ratio = self.compressor.ratio if self.compressor else 1
+        return torch.arange(count, device=positions.device) < ((positions + 1) // ratio)[:, None]
+
+    def _out(self, mixed: Tensor) -> Tensor:
+        """Every group of heads by itself into few dimensions, then all of them together."""
+        groups = mixed.flatten(1).chunk(len(self.out_groups), dim=1)
+        pairs = zip(self.out_groups, groups, strict=True)
+        return self.out(torch.cat([project(group) for project, group in pairs], dim=1))
+
+
+class RoutedExperts:
+    """By score, or by what the table of a hash layer says of the token."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        config, gate = blueprint.config, blueprint.under("gate")
+        if (scoring := config.find("scoring_func")) not in (None, "sqrtsoftplus"):
+            raise config.refusal(f"`scoring_func` is {scoring!r}; only sqrtsoftplus is known here")
+        limit = config.number("swiglu_limit")
+        names = ("w1", "w3", "w2")
+        count = config.count("n_routed_experts")
+        self.arithmetic = blueprint.arithmetic
+        self.experts = Experts(blueprint.under("experts"), count, *names, limit=limit)
+        self.shared = blueprint.under("shared_experts").mlp(*names, limit=limit)
+        self.table = gate.tensor("tid2eid", torch.int64) if gate.has("tid2eid") else None
+        choice = Choice(
+            config.count("num_experts_per_tok"), scale=config.number("routed_scaling_factor")
+        )
+        bias = "bias" if gate.has("bias") else None
+        self.router = Router(gate, choice, lambda rows: softplus(rows).sqrt(), bias)
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        return self.experts(x, self._routing(x, run.step.tokens)) + self.shared(x)
+
+    def _routing(self, x: Tensor, tokens: Tensor) -> Routing:
+        if self.table is None:
+            return self.router(x)
+        experts, choice = self.table[tokens], self.router.choice
+        return share_out(self.arithmetic, self.router.scores(x), experts, choice)
+
+
+class DeepSeekV4Layer:
+    def __init__(self, blueprint: Blueprint, layer: int, pool: str | None, rotation: Rope) -> None:
+        self.attention = CompressedAttention(blueprint.under("attn"), layer, pool, rotation)
+        self.experts = RoutedExperts(blueprint.under("ffn"))
+        self.before_attention = blueprint.norm("attn_norm")
+        self.before_experts = blueprint.norm("ffn_norm")
+        self.around_attention = Around(blueprint, "hc_attn_")
+        self.around_experts = Around(blueprint, "hc_ffn_")
+
+    def __call__(self, streams: Tensor, run: ForwardPass) -> Tensor:
+        x, weights = self.around_attention.gathered(streams)
+        given = self.attention(self.before_attention(x), run)
+        streams = self.around_attention.spread(given, streams, weights)
+        x, weights = self.around_experts.gathered(streams)
+        given = self.experts(self.before_experts(x), run)
+        return self.around_experts.spread(given, streams, weights)
+
+
+class NextToken:
+    """Multi-token prediction: one more layer, which sees the token that came next as well.
+
+    It is fed with the streams that the model's last layer gave, or an earlier call of this. Its
+    window is a draft's pool: a prefix without it is right, only guessed worse.
+    """
+
+    def __init__(self, blueprint: Blueprint, layer: int, embedding: Tensor) -> None:
+        near, _ = _rotations(blueprint.config)
+        self.number = layer
+        self.embedding = embedding
+        self.layer = DeepSeekV4Layer(blueprint, layer, None, near)
+        self.of_token = blueprint.linear("e_proj")
+        self.of_streams = blueprint.linear("h_proj")
+        self.token_norm = blueprint.norm("enorm")
+        self.stream_norm = blueprint.norm("hnorm")
+        self.joined = Joined(blueprint, "hc_head.hc_")
+        self.norm = blueprint.norm("norm")
+
+    @torch.no_grad()
+    def __call__(self, step: Step, streams: Tensor, following: Tensor) -> Tensor:
+        """Streams from which the token after each of the `following` ones can be guessed."""
+        token = self.of_token(self.token_norm(functional.embedding(following, self.embedding)))
+        carried = self.of_streams(self.stream_norm(streams).flatten(0, 1)).view_as(streams)
+        step.wait(self.number)
+        return self.layer(token[:, None] + carried, ForwardPass(step))
+
+    @torch.no_grad()
+    def closed(self, streams: Tensor) -> Tensor:
+        """What the model's `logits` takes."""
+        return self.norm(self.joined(streams))
+
+
+class DeepSeekV4(Decoder):
+    """Between layers, and between stages, there are all streams of every token."""
+
+    HEAD = "head.weight"
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "hc_eps": 1e-6,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "rms_norm_eps": 1e-6,
+        "swiglu_limit": 10.0,
+    }
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.streams = blueprint.config.count("hc_mult")
+        super().__init__(replace(blueprint, weights=DeepSeekV4Weights(blueprint.weights)))
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        near, far = _rotations(base.config)
+        pools = {
+            layer: pool.name
+            for pool in base.memory.pools
+            if pool.tokens_per_entry > 1 and not pool.name.endswith("_index")
+            for layer in pool.layers
+        }
+        return [
+            DeepSeekV4Layer(each, number, pools.get(number), far if number in pools else near)
+            for number, each in base.layers()
+        ]
+
+    def close(self, base: Blueprint) -> None:
+        super().close(base)
+        self.joined = Joined(base, "hc_head.hc_")
+        layers = range(self.memory.layers, self.memory.end_layer)
+        root = replace(base, prefix="")
+        self.next_tokens = [
+            NextToken(root.under(f"mtp.{number}"), layer, self.embedding)
+            for number, layer in enumerate(layers)
+        ]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return super().embed(tokens)[:, None].repeat(1, self.streams, 1)
+
+    def carried(self, tokens: Tensor) -> Tensor:
+        return super().carried(tokens)[:, None].repeat(1, self.streams, 1)
+
+    def closed(self, x: Tensor) -> Tensor:
+        return super().closed(self.joined(x))
+
+
+def _window(blueprint: Blueprint, layer: int) -> Place:
+    """Where a layer keeps its last tokens: with all the others, or as a draft."""
+    pools = (p for p in blueprint.memory.pools if layer in p.layers and p.tail_entries is None)
+    return Place(next(pool for pool in pools if pool.tokens_per_entry == 1), layer)
+
+
+def _back(turns: Tensor) -> Tensor:
+    """The same turns the other way."""
+    return torch.stack([turns[:, 0], -turns[:, 1]], dim=1)
+
+
+def _rotations(config: Config) -> tuple[Rope, Rope]:
+    """Of layers with a window only, and of those with compressed history, which see further.
+
+    As `transformers` saves them, or as the lab writes them; neither makes what is turned larger.
+    """
+    saved = config.nested("rope_parameters") or Config(config.model, {})
+    near, far = saved.nested("main"), saved.nested("compress")
+    near = near or Config(config.model, {})
+    far = far or config.nested("rope_scaling") or Config(config.model, {})
+    theta, far_theta = (
+        config.number("rope_theta", default=1e4),
+        config.number("compress_rope_theta"),
+    )
+    dims = rotary_dims(config)
+    plain = {"partial_rotary_factor": 1.0, "attention_factor": 1.0}
+    return (
+        rope(Config(config.model, {"rope_theta": theta, **near.values, **plain}), dims),
+        rope(Config(config.model, {"rope_theta": far_theta, **far.values, **plain}), dims),
+    )
