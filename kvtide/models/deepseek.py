@@ -1,0 +1,153 @@
+"""DeepSeek-V2 and V3, and GLM-4 MoE lite: latent attention, and experts after the first layers.
+
+They differ in how experts are scored and chosen, which their configs say, and in what their
+checkpoints hold: a layer has experts where there is a router. MTP layers, which published
+checkpoints number after the last layer, are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.elementary import sigmoid
+from kvtide.layers.latent import LatentAttention, Rotation
+from kvtide.layers.moe import CORRECTION_BIAS, Choice, Experts, Mixture, Router
+from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
+from kvtide.models.model import Decoder, Layer
+from kvtide.spec.config import Config
+
+
+def _experts(blueprint: Blueprint) -> Mixture:
+    config, gate = blueprint.config, blueprint.under("gate")
+    bias = CORRECTION_BIAS if gate.has(CORRECTION_BIAS) else None
+    router = Router(gate, _choice(config), _scoring(config), bias)
+    experts, shared = blueprint.under("experts"), blueprint.under("shared_experts")
+    beside = shared.mlp() if shared.has("gate_proj.weight") else None
+    return Mixture(router, Experts(experts, router.experts), beside)
+
+
+def _scoring(config: Config) -> Callable[[Tensor], Tensor]:
+    name = str(config.find("scoring_func"))
+    if name not in _SCORINGS:
+        raise config.refusal(
+            f"`scoring_func` is {name!r}, which is not known here; use {', '.join(_SCORINGS)}"
+        )
+    return _SCORINGS[name]
+
+
+def _choice(config: Config) -> Choice:
+    method = str(config.find("topk_method"))
+    if method not in _GROUP_DEPTHS:
+        raise config.refusal(
+            f"`topk_method` is {method!r}, which is not known here; use {', '.join(_GROUP_DEPTHS)}"
+        )
+    depth = _GROUP_DEPTHS[method]
+    grouped = depth is not None
+    return Choice(
+        config.count("num_experts_per_tok"),
+        groups=config.count("n_group", default=1) if grouped else 1,
+        allowed=config.count("topk_group", default=1) if grouped else 1,
+        group_depth=depth or 1,
+        renormalised=config.flag("norm_topk_prob"),
+        scale=config.number("routed_scaling_factor"),
+    )
+
+
+_SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": sigmoid,
+    "softmax": lambda rows: rows.softmax(-1),
+}
+_GROUP_DEPTHS: dict[str, int | None] = {"greedy": None, "group_limited_greedy": 1, "noaux_tc": 2}
+"""By how many of its best experts a group is judged; None where groups do not matter."""
+
+
+class DeepSeekLayer:
+    def __init__(self, blueprint: Blueprint, attention: Layer) -> None:
+        mlp = blueprint.under("mlp")
+        self.attention = attention
+        self.mlp = _experts(mlp) if mlp.has("gate.weight") else mlp.mlp()
+        self.before_attention = blueprint.norm("input_layernorm")
+        self.before_mlp = blueprint.norm("post_attention_layernorm")
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        x = x + self.attention(self.before_attention(x), run)
+        return x + self.mlp(self.before_mlp(x))
+
+
+class DeepSeek3(Decoder):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "n_group": 8,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "rope_interleave": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+    }
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        rotation, scale = rotation_of(base.config), scale_of(base.config)
+        return [
+            DeepSeekLayer(each, LatentAttention(each.under("self_attn"), number, rotation, scale))
+            for number, each in base.layers()
+        ]
+
+
+class DeepSeek2(DeepSeek3):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "norm_topk_prob": False,
+        "rope_interleave": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+    }
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        # The lab's code then leaves out the scale; others leave out the norm.
+        if blueprint.config.flag("norm_topk_prob"):
+            raise blueprint.config.refusal(
+                "`norm_topk_prob` means different things to those who run this family; unset it"
+            )
+        super().__init__(blueprint)
+
+
+class Glm4MoeLite(DeepSeek3):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        **DeepSeek3.DEFAULTS,
+        "n_group": 1,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "topk_group": 1,
+    }
+
+
+def rope_of(config: Config) -> Rope:
+    """Of the part of queries and keys that turns, which turns as a whole."""
+    dims = config.count("qk_rope_head_dim")
+    turning = rope(rope_parameters(config), dims)
+    if turning.dims != dims:
+        raise config.refusal(
+            "`partial_rotary_factor` is not 1 beside `qk_rope_head_dim`, which says already how "
+            "much of a head turns; leave it out"
+        )
+    return turning
+
+
+def rotation_of(config: Config) -> Rotation:
+    return Rotation(rope_of(config), turn_by(config, "rope_interleave"))
+
+
+def turn_by(config: Config, field: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return rotate_neighbours if config.flag(field) else rotate
+
+
+def scale_of(config: Config) -> float:
+    """What scores are multiplied by: more where a scaled rope says so."""
+    dims = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
+    return float(dims**-0.5 * softmax_gain(rope_parameters(config)))

@@ -1,0 +1,124 @@
+"""DeepSeek-V3.2 and GLM-5: latent attention to the few tokens that an indexer chooses (DSA).
+
+An indexer scores all tokens by keys of its own and lets a query see the best of them. Some layers
+of GLM models have none and see what the layer before them saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.dense import LayerNorm, Linear
+from kvtide.layers.latent import LatentAttention, Rotation
+from kvtide.layers.selecting import choose
+from kvtide.models.deepseek import (
+    DeepSeek3,
+    DeepSeekLayer,
+    rotation_of,
+    scale_of,
+    turn_by,
+)
+from kvtide.models.model import Layer
+
+_CHOSEN = "tokens that an indexer chose"
+
+
+class TokenIndexer:
+    """Keeps a key for every token, and chooses the tokens that each query sees.
+
+    It is whole on every rank. The first dimensions of its queries and keys turn.
+    """
+
+    def __init__(self, blueprint: Blueprint, layer: int, rotation: Rotation) -> None:
+        config = blueprint.config
+        self.arithmetic, self.rotation = blueprint.arithmetic, rotation
+        self.place = blueprint.place(layer, "index_key")
+        self.heads, self.count = config.count("index_n_heads"), config.count("index_topk")
+        self.dim, self.turning = self.place.field("index_key").shape[0], rotation.rope.dims
+        self.queries, self.keys = blueprint.linear("wq_b"), blueprint.linear("wk")
+        self.key_norm = LayerNorm(
+            self.arithmetic,
+            blueprint.tensor("k_norm.weight", torch.float32),
+            blueprint.tensor("k_norm.bias", torch.float32),
+            eps=1e-6,
+        )
+        weights = blueprint.tensor("weights_proj.weight", torch.float32)
+        self.weights = Linear(self.arithmetic, weights)
+        self.scale = (self.heads * self.dim) ** -0.5
+
+    def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> list[Tensor]:
+        """For every sequence what each of its queries sees: (queries, tokens)."""
+        queries = self._turned(self.queries(narrow).view(len(x), self.heads, self.dim), run)
+        keys = self._turned(self.key_norm(self.keys(x))[:, None], run)[:, 0]
+        kept = run.keep(self.place, {"index_key": keys})["index_key"]
+        weights = self.weights(x.float()) * self.scale
+        block, chosen = self.arithmetic.query_block, []
+        for rows in run.sequences:
+            new = slice(rows.start, rows.end)
+            context = torch.cat([run.entries(self.place, rows)["index_key"], kept[new]])
+            visible = run.positions[new] + 1
+            chosen.append(choose(queries[new], weights[new], context, visible, self.count, block))
+        return chosen
+
+    def _turned(self, x: Tensor, run: ForwardPass) -> Tensor:
+        first, rest = x[..., : self.turning], x[..., self.turning :]
+        return torch.cat([self.rotation(first, self.arithmetic, run), rest], dim=-1)
+
+
+class ChosenAttention(LatentAttention):
+    """Without an indexer of its own, a layer sees what the last one before it chose."""
+
+    indexer: TokenIndexer | None = None
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        narrow = self.narrowed(x)
+        if self.indexer is not None:
+            run.handed_on[_CHOSEN] = self.indexer(x, narrow, run)
+        return self.attended(x, narrow, run, run.handed_on[_CHOSEN])
+
+
+class DeepSeek32(DeepSeek3):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        **DeepSeek3.DEFAULTS,
+        "indexer_rope_interleave": False,
+    }
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        config, indexed = base.config, _indexed(base)
+        first = base.memory.own_layers.start
+        if first not in indexed:
+            raise config.refusal(
+                f"layer {first} sees what an indexer before it chose, and begins a stage without "
+                "one; use another number of stages, so that each begins with an indexer"
+            )
+        rotation, scale = rotation_of(config), scale_of(config)
+        turned = Rotation(rotation.rope, turn_by(config, "indexer_rope_interleave"))
+        layers = []
+        for number, each in base.layers():
+            beneath = each.under("self_attn")
+            attention = ChosenAttention(beneath, number, rotation, scale)
+            if number in indexed:
+                attention.indexer = TokenIndexer(beneath.under("indexer"), number, turned)
+            layers.append(DeepSeekLayer(each, attention))
+        return layers
+
+
+class GlmMoeDsa(DeepSeek32):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        **DeepSeek32.DEFAULTS,
+        "indexer_rope_interleave": True,
+        "n_group": 1,
+        "rms_norm_eps": 1e-5,
+        "topk_group": 1,
+    }
+
+
+def _indexed(base: Blueprint) -> frozenset[int]:
+    """The layers of this stage that keep index keys."""
+    pools = (pool for pool in base.memory.pools if pool.entry.fields[0].name == "index_key")
+    return frozenset(layer for pool in pools for layer in pool.layers)
