@@ -29,11 +29,13 @@ class ScaledAttention(Attention):
 
 class ScaledMamba2(Mamba2):
     def __init__(self, blueprint: Blueprint, number: int) -> None:
-        super().__init__(blueprint, number)
-        self.gain = blueprint.config.number("ssm_in_multiplier", default=1.0)
-        gains = torch.tensor(blueprint.config.numbers("ssm_multipliers", *[1.0] * 5))
-        inner, shared = self.heads * self.head_dim, self.groups * self.width
-        widths = torch.tensor([inner, inner, shared, shared, self.heads])
+        config = blueprint.config
+        norm_first = bool(config.values.get("mamba_norm_before_gate", True))
+        super().__init__(blueprint, number, norm_first=norm_first)
+        self.gain = config.number("ssm_in_multiplier", default=1.0)
+        gains = torch.tensor(config.numbers("ssm_multipliers", *[1.0] * 5))
+        inner = self.heads * self.head_dim
+        widths = torch.tensor([inner, inner, self.shared, self.shared, self.heads])
         # Of the gate, x, B, C and the time steps.
         self.gains = gains.repeat_interleave(widths).to(blueprint.dtype)
 

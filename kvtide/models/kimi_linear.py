@@ -1,0 +1,80 @@
+"""Kimi Linear: KDA layers, and latent attention every few layers; experts after the first ones.
+
+Nothing is turned: latent attention's shared key is kept as it is, and order is left to the KDA
+layers. A layer has experts where there is a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.associative import KimiDelta
+from kvtide.layers.latent import LatentAttention
+from kvtide.layers.moe import Choice, Experts, Mixture, Router
+from kvtide.models.model import Decoder, Layer
+from kvtide.spec.config import Config
+
+
+def _experts(blueprint: Blueprint) -> Mixture:
+    router = Router(blueprint.under("gate"), _choice(blueprint.config))
+    experts = Experts(blueprint.under("experts"), router.experts, "w1", "w3", "w2")
+    return Mixture(router, experts, blueprint.under("shared_experts").mlp())
+
+
+def _choice(config: Config) -> Choice:
+    scoring = config.find("moe_router_activation_func")
+    if scoring not in (None, "sigmoid"):
+        raise config.refusal(
+            f"`moe_router_activation_func` is {scoring!r}; only sigmoid is known here"
+        )
+    return Choice(
+        config.count("num_experts_per_token", "num_experts_per_tok"),
+        groups=config.count("num_expert_group", "n_group", default=1),
+        allowed=config.count("topk_group", default=1),
+        renormalised=bool(config.values.get("moe_renormalize", True)),
+        scale=config.number("routed_scaling_factor"),
+    )
+
+
+class KimiLayer:
+    def __init__(self, blueprint: Blueprint, number: int) -> None:
+        mixer = blueprint.under("self_attn")
+        self.mixer: Layer
+        if blueprint.keeps(number, "latent"):
+            self.mixer = LatentAttention(mixer, number, None)
+        else:
+            self.mixer = KimiDelta(mixer, number)
+        self.mlp = _mlp(blueprint)
+        self.before_mixer = blueprint.norm("input_layernorm")
+        self.before_mlp = blueprint.norm("post_attention_layernorm")
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        x = x + self.mixer(self.before_mixer(x), run)
+        return x + self.mlp(self.before_mlp(x))
+
+
+def _mlp(blueprint: Blueprint) -> Callable[[Tensor], Tensor]:
+    """Labs call a plain one `mlp`; `transformers` saves it under the other name, too."""
+    plain, sparse = blueprint.under("mlp"), blueprint.under("block_sparse_moe")
+    if sparse.has("gate.weight"):
+        return _experts(sparse)
+    return plain.mlp() if plain.has("gate_proj.weight") else sparse.mlp()
+
+
+class KimiLinear(Decoder):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "model_max_length": 1_048_576,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.446,
+    }
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        if base.config.values.get("mla_use_nope") is False:
+            raise base.config.refusal(
+                "`mla_use_nope` is false, which no published model is; unset it"
+            )
+        return [KimiLayer(each, number) for number, each in base.layers()]

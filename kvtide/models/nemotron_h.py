@@ -1,0 +1,119 @@
+"""Nemotron-H: layers of one part each, a Mamba2 mixer, attention, an MLP, or experts.
+
+Which one a layer is, its memory and its weights say. Queries and keys are not turned; MLPs and
+experts have no gate. Experts may work in a narrower space than the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtide.layers import Attention, Blueprint, ForwardPass
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.dense import Linear
+from kvtide.layers.elementary import Activation
+from kvtide.layers.moe import Choice, Crew, Mixture, Router, Routing
+from kvtide.layers.recurrent import Mamba2
+from kvtide.models.model import Decoder, Layer
+from kvtide.spec.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMLP:
+    arithmetic: Arithmetic
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.arithmetic.rowwise(self.activation, self.up(x)))
+
+
+def _mlp(blueprint: Blueprint) -> PlainMLP:
+    up, down = blueprint.columns("up_proj"), blueprint.rows("down_proj")
+    return PlainMLP(blueprint.arithmetic, up, down, blueprint.activation())
+
+
+class PlainExperts:
+    """Experts without gates, in the model's space or in a narrower one."""
+
+    def __init__(self, blueprint: Blueprint, count: int) -> None:
+        self.crew = Crew.of(blueprint, count)
+        each = [blueprint.under(f"experts.{number}") for number in self.crew.own]
+        self.experts = [
+            PlainMLP(e.arithmetic, e.linear("up_proj"), e.linear("down_proj"), e.activation())
+            for e in each
+        ]
+        latent = blueprint.has("fc1_latent_proj.weight")
+        self.narrow = blueprint.linear("fc1_latent_proj") if latent else None
+        self.widen = blueprint.linear("fc2_latent_proj") if latent else None
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        taken = x if self.narrow is None else self.narrow(x)
+        mixed = self.crew.mix(taken, routing, lambda number, rows: self.experts[number](rows))
+        return mixed if self.widen is None else self.widen(mixed)
+
+
+def _experts(blueprint: Blueprint) -> Mixture:
+    router = Router(blueprint.under("gate"), _choice(blueprint.config))
+    experts = PlainExperts(blueprint, router.experts)
+    return Mixture(router, experts, _mlp(blueprint.under("shared_experts")))
+
+
+def _choice(config: Config) -> Choice:
+    return Choice(
+        config.count("num_experts_per_tok"),
+        groups=config.count("n_group", default=1),
+        allowed=config.count("topk_group", default=1),
+        renormalised=bool(config.values.get("norm_topk_prob", True)),
+        scale=config.number("routed_scaling_factor", default=1.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Forgetful:
+    """A part that keeps nothing, where a layer is expected."""
+
+    part: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        return self.part(x)
+
+
+class NemotronHLayer:
+    def __init__(self, blueprint: Blueprint, number: int) -> None:
+        self.norm = blueprint.norm("norm")
+        self.mixer = _mixer(blueprint.under("mixer"), number)
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        return x + self.mixer(self.norm(x), run)
+
+
+def _mixer(blueprint: Blueprint, number: int) -> Layer:
+    if blueprint.keeps(number, "k"):
+        return Attention(blueprint, number, None)
+    if blueprint.keeps(number, "ssm"):
+        return Mamba2(blueprint, number)
+    return Forgetful(_experts(blueprint) if blueprint.has("gate.weight") else _mlp(blueprint))
+
+
+class NemotronH(Decoder):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 4096,
+        "mlp_hidden_act": "relu2",
+        "num_experts_per_tok": 2,
+    }
+    BASE = "backbone"
+    EMBEDDING = "embeddings.weight"
+    FINAL_NORM = "norm_f"
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        act = base.config.find("mamba_hidden_act")
+        if act not in (None, "silu"):
+            raise base.config.refusal(f"`mamba_hidden_act` is {act!r}; only silu is known here")
+        return [NemotronHLayer(each, number) for number, each in base.layers()]

@@ -1,0 +1,67 @@
+"""Qwen3-Next and Qwen3.5: gated delta layers, and gated attention every few layers.
+
+MLPs are plain, or experts beside one that all tokens share, with a gate of its own. Norms have
+weights around zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.associative import GatedDelta
+from kvtide.layers.attention import GatedAttention
+from kvtide.layers.elementary import sigmoid
+from kvtide.layers.rope import Rope, rope, rope_parameters
+from kvtide.models.model import Decoder, Layer
+from kvtide.models.qwen3_moe import SparseMLP, choice
+
+
+class SharedSparseMLP:
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.arithmetic = blueprint.arithmetic
+        self.experts = SparseMLP(blueprint, choice(blueprint.config))
+        self.shared = blueprint.under("shared_expert").mlp()
+        self.gate = blueprint.linear("shared_expert_gate")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        opened = self.arithmetic.rowwise(sigmoid, self.gate(x)).to(x.dtype)
+        return self.experts(x) + opened * self.shared(x)
+
+
+class Qwen3NextLayer:
+    def __init__(self, blueprint: Blueprint, number: int, rotation: Rope) -> None:
+        self.mixer: Layer
+        if blueprint.keeps(number, "k"):
+            self.mixer = GatedAttention(blueprint.under("self_attn"), number, rotation)
+        else:
+            self.mixer = GatedDelta(blueprint.under("linear_attn"), number)
+        mlp = blueprint.under("mlp")
+        self.mlp: Callable[[Tensor], Tensor]
+        self.mlp = SharedSparseMLP(mlp) if mlp.has("gate.weight") else mlp.mlp()
+        self.before_mixer = blueprint.norm("input_layernorm")
+        self.before_mlp = blueprint.norm("post_attention_layernorm")
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        x = x + self.mixer(self.before_mixer(x), run)
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Qwen3Next(Decoder):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "max_position_embeddings": 32_768,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 10,
+        "partial_rotary_factor": 0.25,
+    }
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(replace(blueprint, norm_offset=1.0))
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        rotation = rope(rope_parameters(base.config), base.head_dim)
+        return [Qwen3NextLayer(each, number, rotation) for number, each in base.layers()]
