@@ -7,9 +7,16 @@ import tempfile
 
 import pytest
 
+from tests.proofs import Proofs, proves
+
+__all__ = ["proves"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device under test")
+    parser.addoption(
+        "--write-families", action="store_true", help="write what is proven to docs/FAMILIES.md"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     caches = tempfile.TemporaryDirectory(prefix="kvtide-", ignore_cleanup_errors=True)
     os.environ["XDG_CACHE_HOME"] = caches.name
     config.add_cleanup(caches.cleanup)
+    config.pluginmanager.register(Proofs(config.getoption("--write-families")))
     # Triton reads this when a kernel is defined, so it is set before any test module is imported.
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"

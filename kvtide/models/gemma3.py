@@ -20,8 +20,11 @@ from kvtide.spec.config import Config
 
 class Gemma3Layer:
     def __init__(self, blueprint: Blueprint, number: int, rotation: Rope) -> None:
-        scale = blueprint.config.number("query_pre_attn_scalar") ** -0.5
-        self.attention = Attention(blueprint.under("self_attn"), number, rotation, scale)
+        config = blueprint.config
+        scale = config.number("query_pre_attn_scalar") ** -0.5
+        capped = config.find("attn_logit_softcapping") is not None
+        cap = config.number("attn_logit_softcapping") if capped else None
+        self.attention = Attention(blueprint.under("self_attn"), number, rotation, scale, cap)
         self.mlp = blueprint.under("mlp").mlp()
         self.before_attention = blueprint.norm("input_layernorm")
         self.after_attention = blueprint.norm("post_attention_layernorm")
@@ -47,9 +50,9 @@ class Gemma3(Decoder):
         if config.flag("use_bidirectional_attention"):
             raise config.refusal("`use_bidirectional_attention` has no cache; unset it")
         super().__init__(replace(blueprint, norm_offset=1.0))
-        width = self.embedding.shape[1]
         # Rounded as the model was trained with it.
-        self.scale = float(torch.tensor(width**0.5, dtype=self.embedding.dtype))
+        root = torch.tensor(config.count("hidden_size") ** 0.5, dtype=blueprint.dtype)
+        self.scale = float(root)
         cap = config.find("final_logit_softcapping")
         self.cap = None if cap is None else config.number("final_logit_softcapping")
 

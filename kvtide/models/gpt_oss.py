@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.elementary import swish
-from kvtide.layers.moe import mix, route_by_top_softmax
+from kvtide.layers.moe import Crew, route_by_top_softmax
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
@@ -26,14 +26,18 @@ class ClampedExperts:
         self.router = blueprint.linear("router")
         self.chosen = config.count("num_experts_per_tok", "experts_per_token")
         self.gain, self.limit = config.number("swiglu_alpha"), config.number("swiglu_limit")
-        self.gate_up = experts.tensor("gate_up_proj").transpose(1, 2).contiguous()
-        self.gate_up_bias = experts.tensor("gate_up_proj_bias")
-        self.down = experts.tensor("down_proj").transpose(1, 2).contiguous()
-        self.down_bias = experts.tensor("down_proj_bias")
+        self.crew = Crew.of(blueprint, config.count("num_local_experts"))
+        self.gate_up, self.gate_up_bias, self.down, self.down_bias = (
+            self.crew.share(experts.tensor(name))
+            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        )
+        self.gate_up, self.down = (
+            weight.transpose(1, 2).contiguous() for weight in (self.gate_up, self.down)
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
-        return mix(x, routing, self._expert)
+        return self.crew.mix(x, routing, self._expert)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         linear = self.arithmetic.linear

@@ -16,7 +16,7 @@ from kvtide.models.model import Decoder, Layer
 
 
 class LlamaLayer:
-    def __init__(self, blueprint: Blueprint, number: int, rotation: Rope) -> None:
+    def __init__(self, blueprint: Blueprint, number: int, rotation: Rope | None) -> None:
         self.attention = Attention(blueprint.under("self_attn"), number, rotation)
         self.mlp = blueprint.under("mlp").mlp()
         self.before_attention = blueprint.norm("input_layernorm")

@@ -21,54 +21,88 @@ Layer = Callable[[Tensor, ForwardPass], Tensor]
 
 
 class Model(Protocol):
-    """A forward pass over paged state. `memory` declares every tensor it keeps between tokens."""
+    """A forward pass over paged state. `memory` declares every tensor it keeps between tokens.
+
+    A model may be one stage of several: a range of layers, which `memory` says.
+    """
 
     memory: ModelMemory
     vocabulary: int
     max_positions: int
 
-    def forward(self, step: Step) -> Tensor:
-        """Hidden states after the final norm, a row for every token of the step."""
+    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+        """Hidden states, a row for every token of the step: those after the final norm, or what
+        the next stage takes as `before`."""
+
+    def carried(self, tokens: Tensor) -> Tensor:
+        """Room for what the stage before gives for these tokens; beyond the first stage only."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32, for the rows that the caller wants them of."""
+        """fp32, for the rows that the caller wants them of; on the last stage only."""
 
 
 class Decoder:
     """`DEFAULTS` are config fields that published configs of the family leave out."""
 
     DEFAULTS: ClassVar[Mapping[str, object]] = {}
+    BASE: ClassVar[str] = "model"
+    EMBEDDING: ClassVar[str] = "embed_tokens.weight"
     FINAL_NORM: ClassVar[str] = "norm"
+    HEAD: ClassVar[str] = "lm_head.weight"
 
     def __init__(self, blueprint: Blueprint) -> None:
-        config, base = blueprint.config, blueprint.under("model")
+        config, base = blueprint.config, blueprint.under(self.BASE)
         self.memory = blueprint.memory
         self.arithmetic = blueprint.arithmetic
-        self.max_positions = config.count("max_position_embeddings")
-        self.embedding = base.tensor("embed_tokens.weight")
-        self.vocabulary = len(self.embedding)
-        self.layers = self.build_layers(base)
-        self.norm = base.norm(self.FINAL_NORM)
-        tied = config.flag("tie_word_embeddings") or not blueprint.has("lm_head.weight")
-        head = self.embedding if tied else blueprint.tensor("lm_head.weight")
-        self.head = Linear(self.arithmetic, head)
+        self.max_positions = config.count("max_position_embeddings", "model_max_length")
+        self.vocabulary = config.count("vocab_size")
+        self.width, self.dtype = config.count("hidden_size"), blueprint.dtype
+        self.is_first, self.is_last = self.memory.is_first_stage, self.memory.is_last_stage
+        tied = config.flag("tie_word_embeddings") or not blueprint.has(self.HEAD)
+        drafts = self.memory.end_layer > self.memory.layers
+        if self.is_first or (self.is_last and (tied or drafts)):
+            self.embedding = base.tensor(self.EMBEDDING)
+            self.vocabulary = len(self.embedding)
+        self.layers = dict(zip(self.memory.own_layers, self.build_layers(base), strict=True))
+        if self.is_last:
+            self.head = Linear(
+                self.arithmetic, self.embedding if tied else blueprint.tensor(self.HEAD)
+            )
+            self.close(base)
 
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
-        """One for each of the model's layers, from what is under `model.`."""
+        """One for each of this stage's layers, from what is under the name of `BASE`."""
         raise NotImplementedError
 
-    def forward(self, step: Step) -> Tensor:
-        with torch.no_grad():
-            run = ForwardPass(step)
-            x = self.embed(step.tokens)
-            for number, layer in enumerate(self.layers):
-                step.wait(number)
-                x = layer(x, run)
-            return self.norm(x)
+    def close(self, base: Blueprint) -> None:
+        """What comes after the last layer."""
+        self.norm = base.norm(self.FINAL_NORM)
+
+    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+        x = self.through(step, before)
+        return self.closed(x) if self.is_last else x
+
+    @torch.no_grad()
+    def through(self, step: Step, before: Tensor | None = None) -> Tensor:
+        """What comes out of the stage's last layer."""
+        run = ForwardPass(step)
+        x = self.embed(step.tokens) if before is None else before
+        for number, layer in self.layers.items():
+            step.wait(number)
+            x = layer(x, run)
+        return x
+
+    def carried(self, tokens: Tensor) -> Tensor:
+        return torch.empty(len(tokens), self.width, dtype=self.dtype, device=tokens.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return functional.embedding(tokens, self.embedding)
 
+    @torch.no_grad()
+    def closed(self, x: Tensor) -> Tensor:
+        """From the last layer's output to what `logits` takes."""
+        return self.norm(x)
+
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.head(hidden).float()
+        return self.head(hidden).float()

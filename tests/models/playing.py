@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvtide.engine import Seat
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 from kvtide.spec import ALL, PoolSpec
 from kvtide.tiers import Arrangement, Buffers, Layout
+
+ALONE = Seat()
 
 
 @dataclass
@@ -35,8 +38,15 @@ class Played:
 
 
 class Player:
-    def __init__(self, model: Model, *, slots: int = 96, layout: Layout = Layout.LAYER_FIRST):
-        self.model, self.memory = model, model.memory
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int = 96,
+        layout: Layout = Layout.LAYER_FIRST,
+        seat: Seat = ALONE,
+    ):
+        self.model, self.memory, self.seat = model, model.memory, seat
         counts = {anchor.name: slots for anchor in self.memory.anchors}
         arrangement = Arrangement(self.memory, counts, layout)
         block = torch.full((arrangement.bytes,), 0xFF, dtype=torch.uint8)
@@ -79,9 +89,8 @@ class Player:
         self.waited = []
         page = self.memory.page_tokens
         ids, places = torch.tensor(tokens), torch.tensor(positions)
-        hidden = self.model.forward(Step(ids, places, tuple(rows), page, self._view, self._wait))
-        assert self.waited == list(range(self.memory.layers))
-        logits = self.model.logits(hidden)
+        logits = self._logits(Step(ids, places, tuple(rows), page, self._view, self._wait))
+        assert self.waited == list(self.memory.own_layers)
         for sequence, count in batch:
             sequence.past += count
             self._let_go(sequence)
@@ -97,6 +106,17 @@ class Player:
         view = self.buffers.view(pool, layer)
         slots = sequence.pages[self.memory.pool(pool).follows or pool]
         return {name: field[torch.tensor(slots)].flatten(0, 1) for name, field in view.items()}
+
+    def _logits(self, step: Step) -> Tensor:
+        """What all ranks say together."""
+        model, seat = self.model, self.seat
+        first = self.memory.is_first_stage
+        before = None if first else seat.received(model.carried(step.tokens))
+        hidden = model.forward(step, before)
+        seat.send(hidden)
+        if seat.speaks:
+            return seat.spoken(model.logits(hidden))
+        return seat.spoken(torch.empty(len(hidden), model.vocabulary))
 
     # -- what a step is given ------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from tests.models.answering import greedy, greedy_of_transformers
-from tests.models.tiny import StateDict
+from tests.models.tiny import Tensors
 
 NEW_TOKENS = 12
 PAGE = 64
@@ -41,9 +41,7 @@ def tokenizer(gemma3: Checkpoint) -> Tokenizer:
 
 def test_gemma3_goes_on_as_transformers_does(gemma3, weights, tokenizer) -> None:
     prompt = tokenizer.encode("The capital of Germany is Berlin. The capital of France is")
-    ours = greedy(
-        build(gemma3.config, StateDict(weights), kv_dtype=KVDType.FP32), prompt, NEW_TOKENS
-    )
+    ours = greedy(build(gemma3.config, Tensors(weights), kv_dtype=KVDType.FP32), prompt, NEW_TOKENS)
     assert tokenizer.decode(ours).startswith(" Paris")
     assert ours == greedy_of_transformers(gemma3.config, weights, prompt, NEW_TOKENS)
 
@@ -54,7 +52,7 @@ def test_a_model_that_was_not_taught_to_chat_says_so(tokenizer: Tokenizer) -> No
 
 
 def test_a_prefix_longer_than_a_window_comes_back_to_the_bit(gemma3, weights, tokenizer) -> None:
-    model = build(gemma3.config, StateDict(weights), page_tokens=PAGE, deterministic=True)
+    model = build(gemma3.config, Tensors(weights), page_tokens=PAGE, deterministic=True)
     config = CacheConfig(Tokens(1024), host_size=Ratio(2.0), tokens_per_checkpoint=WINDOW)
     engine = Engine(model, TieredCache(model.memory, config))
     prompt = tokenizer.encode(LICENSE.read_text("utf-8"))[: 9 * PAGE + 10]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvtide.models import Model
+from kvtide.models import FAMILIES, Model
 from kvtide.tiers import Layout
 from tests.models.playing import Player
-from tests.models.tiny import CONFIGS, expected, ours, prompt
+from tests.models.tiny import CONFIGS, expected, family_of, ours, prompt
+from tests.proofs import Proves
 
 TOLERANCE = 2e-5
 TOKENS = 150
@@ -36,6 +39,11 @@ def model(models: dict[tuple[str, bool], Model], name: str, deterministic: bool)
     return models[name, deterministic]
 
 
+def test_every_family_has_several_configs() -> None:
+    counts = Counter(family_of(name) for name in CONFIGS)
+    assert {family: counts[family] for family in FAMILIES if counts[family] < 2} == {}
+
+
 @both_modes
 @every_config
 @pytest.mark.parametrize(
@@ -44,15 +52,17 @@ def model(models: dict[tuple[str, bool], Model], name: str, deterministic: bool)
     ids=["whole", "sevens", "64s", "mixed"],
 )
 def test_logits_are_the_oracles_however_a_prompt_is_cut(
-    model: Model, name: str, chunks: tuple[int, ...]
+    model: Model, name: str, chunks: tuple[int, ...], proves: Proves
 ) -> None:
+    proves(name, "logits")
     logits = Player(model).prefill(prompt(TOKENS), *chunks)
     assert_close(logits, expected(name, TOKENS))
 
 
 @both_modes
 @every_config
-def test_logits_are_the_oracles_token_by_token(model: Model, name: str) -> None:
+def test_logits_are_the_oracles_token_by_token(model: Model, name: str, proves: Proves) -> None:
+    proves(name, "logits")
     logits = Player(model, layout=Layout.PAGE_FIRST).prefill(prompt(80), 1)
     assert_close(logits, expected(name, 80))
 

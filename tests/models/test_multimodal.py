@@ -18,7 +18,7 @@ from kvtide.models.errors import CheckpointError
 from kvtide.spec import SpecError
 from kvtide.spec.families import KVDType
 from tests.models.playing import Player
-from tests.models.tiny import StateDict, config_of, prompt
+from tests.models.tiny import Tensors, config_of, prompt
 
 TOKENS = 60
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -75,7 +75,28 @@ def test_the_newer_names_are_read_too(name: str) -> None:
     weights = wrapper(name).state_dict()
     assert _begins(weights, "model.language_model.layers.")
     config = json.loads(wrapper(name).config.to_json_string())
-    assert_same_logits(name, config, StateDict(weights))
+    assert_same_logits(name, config, Tensors(weights))
+
+
+def test_qwen3_5_is_read_from_the_names_it_is_published_with(tmp_path: Path) -> None:
+    sees = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+            "out_hidden_size": 96, "patch_size": 14}  # fmt: skip
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    unused = dict.fromkeys(ids, 2)  # Which prompts here have not.
+    text = json.loads(config_of("qwen3_5").to_json_string())
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5", text_config=text, vision_config=sees, **unused
+    )
+    torch.manual_seed(3)
+    whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert _begins(checkpoint.weights.names(), "model.language_model.layers.")
+    model = build(checkpoint.config, checkpoint.weights, page_tokens=16, kv_dtype=KVDType.FP32)
+    with torch.no_grad():
+        wanted = whole(torch.tensor([prompt(TOKENS)]), use_cache=False).logits[0]
+    logits = Player(model).prefill(prompt(TOKENS), 17)
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-5)
 
 
 def test_what_is_not_there_is_named_as_it_would_be_stored(tmp_path: Path) -> None:
@@ -91,4 +112,4 @@ def test_what_is_not_there_is_named_as_it_would_be_stored(tmp_path: Path) -> Non
 def test_a_wrapper_of_another_language_model_is_refused_by_that_models_type() -> None:
     config = {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model"}}
     with pytest.raises(SpecError, match="mllama: model_type 'mllama_text_model' has no forward"):
-        build(config, StateDict({}))
+        build(config, Tensors({}))

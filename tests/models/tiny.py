@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
 from kvtide.models import Model, build
+from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.spec.families import KVDType
+from tests.models.tiny_latent import LATENT
+from tests.models.tiny_recurrent import RECURRENT
 
 transformers.logging.set_verbosity_error()
 
@@ -70,7 +74,59 @@ _FALCON = _fields(
     mlp_multipliers=[1.3, 0.6],
 )
 
+_V4 = _fields(
+    moe_intermediate_size=64,
+    num_key_value_heads=1,
+    head_dim=32,
+    qk_rope_head_dim=8,
+    q_lora_rank=48,
+    o_groups=2,
+    o_lora_rank=24,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    num_hash_layers=1,
+    sliding_window=12,
+    index_n_heads=16,
+    index_head_dim=16,
+    index_topk=6,
+    compress_rope_theta=160_000.0,
+    rope_scaling=_fields(
+        type="yarn", factor=16, original_max_position_embeddings=64, beta_fast=32, beta_slow=1
+    ),
+)
+_V4_LAYERS = [
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+    "sliding_attention",
+]
+_SMALL_BLOCKS = _fields(compressed_sparse_attention=4, heavily_compressed_attention=16)
+
 CONFIGS: dict[str, tuple[str, Fields]] = {
+    # Blocks of 16 in place of 128, so that small pages hold whole ones.
+    "deepseek_v4": _config(
+        "DeepseekV4", **_V4, layer_types=_V4_LAYERS[:3], compress_rates=_SMALL_BLOCKS
+    ),
+    "deepseek_v4-no-hash-other-shapes": _config(
+        "DeepseekV4",
+        **_V4
+        | _fields(
+            num_hash_layers=0,
+            n_routed_experts=8,
+            o_groups=4,
+            head_dim=24,
+            qk_rope_head_dim=16,
+            num_experts_per_tok=3,
+            layer_types=_V4_LAYERS[2:],
+            compress_rates=_fields(compressed_sparse_attention=8, heavily_compressed_attention=16),
+            hc_mult=2,
+            hc_sinkhorn_iters=3,
+            routed_scaling_factor=2.5,
+            swiglu_limit=0.3,
+        ),
+    ),
     "llama": _config("Llama", head_dim=24),
     "llama-tied-wide-heads": _config(
         "Llama",
@@ -135,6 +191,62 @@ CONFIGS: dict[str, tuple[str, Fields]] = {
         layer_types=["full_attention", *["sliding_attention"] * 3],
         rope_parameters=_fields(rope_type="default", rope_theta=10_000.0),
     ),
+    "qwen3_moe": _config(
+        "Qwen3Moe",
+        head_dim=32,
+        num_hidden_layers=2,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe-some-dense-windows": _config(
+        "Qwen3Moe",
+        head_dim=16,
+        num_hidden_layers=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=21,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "mixtral": _config("Mixtral", num_hidden_layers=2, num_local_experts=6, num_experts_per_tok=2),
+    "mixtral-windows": _config(
+        "Mixtral",
+        head_dim=16,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        sliding_window=21,
+        tie_word_embeddings=True,
+    ),
+    "smollm3": _config("SmolLM3", no_rope_layers=[1, 0, 1]),
+    "smollm3-by-interval": _config(
+        "SmolLM3", no_rope_layer_interval=2, attention_bias=True, tie_word_embeddings=False
+    ),
+    "gemma2": _config(
+        "Gemma2",
+        head_dim=32,
+        sliding_window=20,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=0.4,
+        final_logit_softcapping=0.3,
+    ),
+    "gemma2-no-caps": _config(
+        "Gemma2",
+        head_dim=16,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        sliding_window=64,
+        query_pre_attn_scalar=40,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention", "sliding_attention"],
+        tie_word_embeddings=False,
+    ),
     "falcon_h1": _config("FalconH1", **_FALCON),
     "falcon_h1-groups-norm": _config(
         "FalconH1",
@@ -159,12 +271,14 @@ CONFIGS: dict[str, tuple[str, Fields]] = {
         mlp_bias=True,
         tie_word_embeddings=True,
     ),
+    **RECURRENT,
+    **LATENT,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class StateDict:
-    """A transformers model's weights, as a checkpoint."""
+class Tensors:
+    """Weights that are at hand, as a checkpoint."""
 
     tensors: Mapping[str, Tensor]
 
@@ -175,9 +289,31 @@ class StateDict:
         return name in self.tensors
 
 
+LONG: dict[str, tuple[str, Fields]] = {
+    "deepseek_v4-blocks-of-128": _config("DeepseekV4", **_V4, layer_types=_V4_LAYERS),
+    "deepseek_v4-mtp": _config(
+        "DeepseekV4",
+        **_V4,
+        layer_types=[*_V4_LAYERS[1:3], "sliding_attention"],
+        compress_rates=_SMALL_BLOCKS,
+    ),
+}
+"""Models that ordinary pages do not fit; they have tests of their own."""
+
+
 def config_of(name: str) -> transformers.PreTrainedConfig:
-    family, fields = CONFIGS[name]
-    return getattr(transformers, f"{family}Config")(**{**_BASE, **fields})
+    family, fields = {**CONFIGS, **LONG}[name]
+    listed = fields.get("layer_types")
+    layers = {"num_hidden_layers": len(listed)} if isinstance(listed, list) else {}
+    return getattr(transformers, f"{family}Config")(**{**_BASE, **layers, **fields})
+
+
+def family_of(name: str) -> str:
+    """The `model_type` of a tiny config."""
+    return str(config_of(name).model_type)
+
+
+_LEARNED_BUFFERS = ("e_score_correction_bias", "tid2eid")
 
 
 @functools.cache
@@ -190,15 +326,31 @@ def oracle(name: str) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        learned = [pair for pair in model.named_buffers() if pair[0].endswith(_LEARNED_BUFFERS)]
+        for key, weight in (*model.named_parameters(), *learned):
             noise = torch.randn(weight.shape, generator=generator)
-            if key.endswith("A_log"):
+            if key.endswith("tid2eid"):
+                experts = model.config.n_routed_experts
+                weight.copy_(torch.rand(len(weight), experts, generator=generator)
+                             .argsort(1)[:, : weight.shape[1]])  # fmt: skip
+            elif key.endswith("A_log"):
                 weight.add_(noise - 4)  # So that states last for hundreds of tokens.
             elif weight.dim() == 1 or key.endswith("_bias") or key.endswith("sinks"):
                 weight.add_(noise * 0.2)
             else:
                 weight.add_(noise * 0.05)
+        for key, weight in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.2)
     return model
+
+
+@functools.cache
+def checkpoint(name: str) -> Checkpoint:
+    """The oracle as `save_pretrained` writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        oracle(name).save_pretrained(folder)
+        return open_checkpoint(folder)  # Mapped files live on without their names.
 
 
 def ours(
@@ -208,16 +360,18 @@ def ours(
     page_tokens: int = 16,
     kv_dtype: KVDType = KVDType.FP32,
     dtype: torch.dtype = torch.float32,
+    **more: Any,
 ) -> Model:
-    """Our model from the oracle's config, as `save_pretrained` writes it, and weights."""
-    model = oracle(name)
+    """Our model from the oracle's checkpoint. `more` is what else `build` takes."""
+    saved = checkpoint(name)
     return build(
-        json.loads(model.config.to_json_string()),
-        StateDict(model.state_dict()),
+        saved.config,
+        saved.weights,
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
         dtype=dtype,
         deterministic=deterministic,
+        **more,
     )
 
 

@@ -1,0 +1,75 @@
+"""Qwen3-MoE: the plain decoder, with experts in most of its MLPs.
+
+`SparseMLP` and `SparseLayer` are what Qwen's and Mistral's mixtures have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtide.layers import Attention, Blueprint, ForwardPass
+from kvtide.layers.moe import Choice, Experts, StackedExperts, route
+from kvtide.layers.rope import Rope, rope, rope_parameters
+from kvtide.models.model import Decoder, Layer
+from kvtide.spec.config import Config
+
+
+class SparseMLP:
+    """The experts with the best scores by a softmax over all of them.
+
+    `names` are what an expert calls its gate, up and down projections. Qwen3.5 is published with
+    the experts of a layer in two weights.
+    """
+
+    def __init__(self, blueprint: Blueprint, choice: Choice, *names: str) -> None:
+        self.arithmetic = blueprint.arithmetic
+        self.router = blueprint.linear("gate")
+        self.choice = choice
+        experts, count = blueprint.under("experts"), len(self.router.weight)
+        self.experts: Experts | StackedExperts
+        if experts.has("gate_up_proj"):
+            self.experts = StackedExperts(experts, count, "gate_up_proj", "down_proj")
+        else:
+            self.experts = Experts(experts, count, *names)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = self.router(x).float()
+        scores = self.arithmetic.rowwise(lambda rows: rows.softmax(-1), logits)
+        return self.experts(x, route(self.arithmetic, scores, self.choice))
+
+
+def choice(config: Config) -> Choice:
+    """How Qwen's configs say it."""
+    chosen = config.count("num_experts_per_tok")
+    return Choice(chosen, renormalised=config.flag("norm_topk_prob"))
+
+
+class SparseLayer:
+    def __init__(
+        self, blueprint: Blueprint, number: int, rotation: Rope, mlp: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.attention = Attention(blueprint.under("self_attn"), number, rotation)
+        self.mlp = mlp
+        self.before_attention = blueprint.norm("input_layernorm")
+        self.before_mlp = blueprint.norm("post_attention_layernorm")
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        x = x + self.attention(self.before_attention(x), run)
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Qwen3Moe(Decoder):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"num_experts_per_tok": 8}
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        rotation = rope(rope_parameters(base.config), base.head_dim)
+        layers = []
+        for number, each in base.layers():
+            mlp = each.under("mlp")
+            sparse = mlp.has("gate.weight")
+            part = SparseMLP(mlp, choice(mlp.config)) if sparse else mlp.mlp()
+            layers.append(SparseLayer(each, number, rotation, part))
+        return layers

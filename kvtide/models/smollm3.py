@@ -1,0 +1,30 @@
+"""SmolLM3: the plain decoder, with some layers that do not turn their queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from kvtide.layers import Blueprint
+from kvtide.layers.rope import rope, rope_parameters
+from kvtide.models.llama import Llama, LlamaLayer
+from kvtide.models.model import Layer
+
+
+class SmolLM3(Llama):
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+    }
+
+    def build_layers(self, base: Blueprint) -> Sequence[Layer]:
+        config = base.config
+        rotation = rope(rope_parameters(config), base.head_dim)
+        period = config.count("no_rope_layer_interval", default=4)
+        turns = config.per_layer(base.memory.layers, "no_rope_layers")
+        # Whatever the field is called, a 1 in it is a layer that turns.
+        turns = turns or [(number + 1) % period for number in range(base.memory.layers)]
+        return [
+            LlamaLayer(each, number, rotation if turns[number] else None)
+            for number, each in base.layers()
+        ]

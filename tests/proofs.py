@@ -1,0 +1,109 @@
+"""Which family was proven to do what, by the tests that passed: the table in docs/FAMILIES.md.
+
+A test says what it proves with the fixture `proves`; the table is made of what passed and failed.
+A whole run holds it against the one in the docs, and `pytest --write-families` writes it there. A
+run of some tests shows less than there is: it does neither.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "FAMILIES.md"
+BEGIN, END = "<!-- made by the tests -->", "<!-- end -->"
+ASPECTS = {
+    "logits": "logits as `transformers`",
+    "host": "restored from the host",
+    "storage": "restored from storage",
+    "tp": "tensor ranks",
+    "pp": "stages",
+}
+_PROPERTY = "proves"
+
+Proves = Callable[[str, str], None]
+
+
+@pytest.fixture
+def proves(request: pytest.FixtureRequest) -> Proves:
+    """`proves(config, aspect)`: this test is evidence for the family of a tiny config."""
+
+    def say(name: str, aspect: str) -> None:
+        assert aspect in ASPECTS, f"{aspect} is not a column of the table"
+        request.node.user_properties.append((_PROPERTY, (name, aspect)))
+
+    return say
+
+
+class Proofs:
+    """What the tests of this run have shown, by family and aspect."""
+
+    def __init__(self, write: bool) -> None:
+        self.outcomes: dict[object, list[bool]] = defaultdict(list)
+        self.write = write
+        self.whole = True
+        self.problem = ""
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.whole = False
+
+    def pytest_collection_modifyitems(self, config: pytest.Config) -> None:
+        self.whole &= config.args == config.getini("testpaths") and not config.option.collectonly
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            for _, said in (p for p in report.user_properties if p[0] == _PROPERTY):
+                self.outcomes[said].append(report.passed)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.write and not self.whole:
+            self.problem = "not all tests were run, so nothing was written; run all of them"
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        elif self.write:
+            PAGE.write_text(_with_table(PAGE.read_text("utf-8"), self.table()), "utf-8")
+        elif self.whole and self.table() != _table_in(PAGE.read_text("utf-8")):
+            self.problem = (
+                f"the table in {PAGE.name} is not what these tests show; run "
+                "pytest --write-families, and look at what changed"
+            )
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.problem:
+            terminalreporter.write_line(self.problem, red=True)
+            terminalreporter.write_line(self.table())
+
+    def table(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        # Most tests do without models, and should start as fast as they do.
+        from kvtide.models import FAMILIES
+        from tests.models.tiny import family_of
+
+        shown: dict[tuple[str, str], list[bool]] = defaultdict(list)
+        for said, passed in self.outcomes.items():
+            assert isinstance(said, tuple)
+            name, aspect = said
+            shown[family_of(name), aspect] += passed
+        yield f"| `model_type` | {' | '.join(ASPECTS.values())} |"
+        yield "|---|" + "---|" * len(ASPECTS)
+        for family in sorted(FAMILIES):
+            cells = (_cell(shown.get((family, aspect))) for aspect in ASPECTS)
+            yield f"| {family} | {' | '.join(cells)} |"
+
+
+def _cell(passed: list[bool] | None) -> str:
+    return "–" if not passed else "yes" if all(passed) else "no"
+
+
+def _table_in(text: str) -> str:
+    return text.split(BEGIN)[1].split(END)[0].strip()
+
+
+def _with_table(text: str, table: str) -> str:
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
