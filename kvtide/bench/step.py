@@ -46,12 +46,15 @@ class Idle:
         self.memory = memory
         self._logits = torch.nn.functional.one_hot(torch.tensor(7), VOCABULARY).float()
 
-    def forward(self, step: Step) -> torch.Tensor:
+    def forward(self, step: Step, before: torch.Tensor | None = None) -> torch.Tensor:
         for layer in range(self.memory.layers):
             step.wait(layer)
         for pool in self.memory.pools:
             step.view(pool.name, pool.layers[0])
         return torch.zeros(len(step.tokens), 1)
+
+    def carried(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("there is no stage before")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(len(hidden), VOCABULARY)

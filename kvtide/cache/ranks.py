@@ -4,6 +4,8 @@ Every rank makes the same calls in the same order and so has the same transfers 
 when one is done differs from rank to rank. Once per step the ranks take the least of what each
 says about every transfer: pending if it is pending anywhere, failed if it failed anywhere, landed
 only if it landed everywhere. That is one small all-reduce, and none when nothing is in flight.
+What does not fit in it is agreed on when it comes up, by `common`: what stores have of a prompt,
+once per fetch, and whether a pass that waited for a prefix went well.
 
 What a rank learns by itself and in its own time (a copy that broke, a clock that ran out) may
 never decide what it does with its books: it is said here first, and acted upon by all.

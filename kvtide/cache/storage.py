@@ -111,17 +111,27 @@ class Storage:
         page size, pools and slice. One that was attached before is detached. All ranks attach one,
         or none does.
         """
-        link = self._linked(store)
-        self.detach()
+        self._attach(lambda: store if isinstance(store, StoreLink) else self.link(store))
+
+    def attach_opened(self, opening: Future[StoreLink], leave_s: float = 10.0) -> None:
+        """As `attach`, where this rank's store or another's may not have opened: raises then.
+
+        The one that was attached before has `leave_s` to write what is in line.
+        """
+        self._attach(opening.result, leave_s)
+
+    def _attach(self, opened: Callable[[], StoreLink], leave_s: float = 10.0) -> None:
+        link = self._linked(opened)
+        self.detach(leave_s)
         self._stores.append(Attachment(link, self._index, self._config, self._agreement))
         self._flights.departs = True
         self._hand_over()
 
-    def _linked(self, store: Store | StoreLink) -> StoreLink:
+    def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:
         """Workers for a store; raises if a rank has none, since what lands would part them."""
         link, error = None, None
         try:
-            link = store if isinstance(store, StoreLink) else self.link(store)
+            link = opened()
         except Exception as raised:
             error = raised
         if all(self._agreement.common([link is not None])) and link is not None:
@@ -171,7 +181,7 @@ class Storage:
 
     @property
     def stores(self) -> Sequence[Attachment]:
-        """What was attached and is not gone, oldest first."""
+        """What was attached and is not gone, oldest first; the last as long as there is another."""
         return self._stores
 
     @property
@@ -209,7 +219,13 @@ class Storage:
         for one in self._stores:
             one.go_on(more=self._flights.departing and one is self._stores[-1])
         self._hand_over()
-        self._stores = [one for one in self._stores if not one.gone]
+        self._stores = self._staying()
+
+    def _staying(self) -> list[Attachment]:
+        """All but those that are gone. The last one stays as long as any other does: what lands
+        then goes by it, and ranks find in their own time that it is gone."""
+        left = [one for one in self._stores if not one.gone]
+        return [*left, *(one for one in self._stores[-1:] if left and one.gone)]
 
     def _depart(self, departure: Departure) -> None:
         """Pages landed on the host: they go on to the last store, if it still takes any."""

@@ -6,6 +6,7 @@
 `sampler`    from logits to a token
 `text`       from tokens to text, up to a stop string
 `request`    what was asked, and how far it has come
+`seat`       a rank's place among those that serve a model together, and what passes between them
 `kept`       refuses a model that keeps what it has not declared; `reachable` finds its tensors
 """
 
@@ -13,6 +14,7 @@ from kvtide.engine.engine import Engine, Update
 from kvtide.engine.kept import EngineError
 from kvtide.engine.request import Ask, Finish, Request, RequestError, State
 from kvtide.engine.sampler import Chosen, Sampling
+from kvtide.engine.seat import Seat
 
 __all__ = [
     "Ask",
@@ -23,6 +25,7 @@ __all__ = [
     "Request",
     "RequestError",
     "Sampling",
+    "Seat",
     "State",
     "Update",
 ]

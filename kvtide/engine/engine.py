@@ -2,6 +2,9 @@
 
 One thread calls `step` again and again; `submit` and `abort` come from the same thread between
 steps. A step never waits for a copy except where a layer needs it.
+
+Several ranks that serve one model have an engine each, which are given the same calls in the same
+order (`seat`): what a rank learns by itself decides nothing before all have agreed on it.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from kvtide.engine.request import Ask, Finish, Request, RequestError, State
 from kvtide.engine.runner import Passed, Runner
 from kvtide.engine.sampler import Chosen, Drawing, choose_all, score
 from kvtide.engine.scheduler import Scheduler, Share
+from kvtide.engine.seat import Seat
 from kvtide.engine.text import Text
 from kvtide.index import Prompt
 from kvtide.models import Model
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
+
+_ALONE = Seat()
 
 
 class Update(NamedTuple):
@@ -46,6 +52,7 @@ class Engine:
         chunk_tokens: int = 512,
         most_running: int = 64,
         oracle: Oracle | None = None,
+        seat: Seat = _ALONE,
     ) -> None:
         check_kept(model, cache.config.torch_device)
         self.model = model
@@ -53,7 +60,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.oracle = oracle
         self.scheduler = Scheduler(cache, chunk_tokens, most_running)
-        self._runner = Runner(model, cache)
+        self.vocabulary, self._positions = cache.agreement.least(
+            [model.vocabulary, model.max_positions]
+        )
+        self._runner = Runner(model, cache, seat)
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -65,7 +75,7 @@ class Engine:
     @property
     def most_tokens(self) -> int:
         """The longest sequence that can be served: prompt and answer."""
-        return min(self.cache.most_tokens, self.model.max_positions)
+        return min(self.cache.most_tokens, self._positions)
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""
@@ -77,6 +87,10 @@ class Engine:
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
         self.scheduler.queue(request)
         return request
+
+    def find(self, number: int) -> Request | None:
+        """The request of this number, unless it is finished."""
+        return self.scheduler.find(number)
 
     def abort(self, request: Request) -> None:
         """End a request at any moment; what it computed stays in the cache."""
@@ -117,7 +131,7 @@ class Engine:
         return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
 
     def _restart(self, shares: list[Share]) -> list[Update]:
-        """A prefix did not come in the midst of a pass: nobody in it knows how far it got."""
+        """A prefix did not come in the midst of a pass, here or elsewhere: it was for nothing."""
         self.computed = 0
         self.cache.poll()
         self._retract([share.request for share in shares])
@@ -195,8 +209,8 @@ class Engine:
         """Raise `RequestError` for what can never be served."""
         if not ask.tokens:
             raise RequestError("the prompt has no tokens; send at least one")
-        if not all(0 <= token < self.model.vocabulary for token in ask.tokens):
-            raise RequestError(f"token ids must lie in 0..{self.model.vocabulary - 1}")
+        if not all(0 <= token < self.vocabulary for token in ask.tokens):
+            raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}")
         if problem := ask.sampling.problem():
             raise RequestError(problem)
         if ask.max_tokens < 0:

@@ -70,12 +70,21 @@ class Probe:
         tokens, page = at % self._model.vocabulary, self._memory.page_tokens
         step = Step(tokens, at, tuple(sequences), page, self._view, lambda layer: None)
         try:
-            self._model.logits(self._model.forward(step)[-1:])
+            self._pass(step)
         except (RuntimeError, IndexError) as flaw:
             raise EngineError(
                 f"{self._memory.model}: a first step fails ({flaw}); the weights are not those "
                 "that the config describes: download both again"
             ) from flaw
+
+    def _pass(self, step: Step) -> None:
+        """As a stage sees it: what the one before would give is as good as any."""
+        before = None
+        if not self._memory.is_first_stage:
+            before = self._model.carried(step.tokens).fill_(1)
+        hidden = self._model.forward(step, before)
+        if self._memory.is_last_stage:
+            self._model.logits(hidden[-1:])
 
     def _slots(self, sequence: int) -> Mapping[str, Tensor]:
         first = sequence * self._pages

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
 from kvtide.engine.request import Ask, Request
+from kvtide.layers.packing import at_slots, packing
+from kvtide.spec import PoolSpec
 
 MOST_CHECKS = 4
 """Checks that may wait or run at once: a busy server must not be doubled."""
@@ -118,7 +120,7 @@ class Oracle:
     def _judge(self, check: Request, logits: Tensor) -> None:
         restore = self._checks.pop(check)
         off = self._off(restore.logits, logits)
-        if off is None:
+        if all(self._cache.agreement.common([off is None])):
             self.counts.alike += 1
             return
         self.counts.diverged += 1
@@ -132,7 +134,7 @@ class Oracle:
         log.error(
             "a restored prefix of %d tokens (request %d) gave other logits than computing it, "
             "off by %g: %s. %d pages are quarantined.",
-            *(restore.cached_tokens, restore.request.number, off, found, pages),
+            *(restore.cached_tokens, restore.request.number, off or 0.0, found, pages),
         )
 
     def _off(self, restored: Tensor, computed: Tensor) -> float | None:
@@ -157,7 +159,7 @@ class Oracle:
             return []
         cache.load(lease)
         try:
-            for layer in range(cache.memory.end_layer):
+            for layer in sorted({layer for pool in cache.memory.pools for layer in pool.layers}):
                 cache.wait(lease, layer)
             pages = min(restore.cached_tokens, match.tokens) // cache.memory.page_tokens
             return list(self._compared(lease, computed, pages))
@@ -168,7 +170,7 @@ class Oracle:
 
     def _compared(self, restored: Lease, computed: Lease, pages: int) -> Iterator[str]:
         cache = self._cache
-        for pool in cache.memory.pools:
+        for pool in cache.memory.at_rest.pools:
             tables = [
                 torch.from_numpy(cache.page_table(lease, pool.name)[:pages].astype("int64"))
                 for lease in (restored, computed)
@@ -178,7 +180,7 @@ class Oracle:
             places = [
                 (layer, int(both[page]))
                 for layer in pool.layers
-                for page in self._unlike(pool.name, layer, slots)
+                for page in self._unlike(pool, layer, slots)
             ]
             if places:
                 layers = len({layer for layer, _ in places})
@@ -189,11 +191,16 @@ class Oracle:
                     f"{min(layer for layer, page in places if page == numbers[0])}"
                 )
 
-    def _unlike(self, pool: str, layer: int, slots: Sequence[Tensor]) -> list[int]:
-        """Which of the pages differ in this layer."""
+    def _unlike(self, pool: PoolSpec, layer: int, slots: Sequence[Tensor]) -> list[int]:
+        """Which of the pages differ in this layer, in what a layer sees of them."""
         unlike = torch.zeros(len(slots[0]), dtype=torch.bool)
-        for values in self._cache.view(pool, layer).values():
-            ours, theirs = (values[at].flatten(1).float().cpu() for at in slots)
+        view = self._cache.view(pool.name, layer)
+        both = [
+            packing(pool.entry).unpack({name: at_slots(field, at) for name, field in view.items()})
+            for at in slots
+        ]
+        for name in both[0]:
+            ours, theirs = (values[name].flatten(1).float().cpu() for values in both)
             if self._tolerance is None:
                 unlike |= (ours != theirs).any(1)
             else:

@@ -41,12 +41,16 @@ class Scheduler:
         self._cache = cache
         self.chunk_tokens = chunk_tokens
         self._most_running = min(most_running, chunk_tokens)
-        pools = cache.memory.pools
-        self._states = sorted({p.follows or p.name for p in pools if p.tail_entries is not None})
+        self._states = _anchors_of_states(cache)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def find(self, number: int) -> Request | None:
+        """Whoever runs or waits under this number."""
+        present = (*self.running, *(entry[2] for entry in self._waiting))
+        return next((request for request in present if request.number == number), None)
 
     # -- in and out -------------------------------------------------------------------------
 
@@ -104,6 +108,8 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """Take its slots and let it wait again; what it committed stays in the cache."""
+        if request.held.inner.live:
+            self._cache.retain(request.held)
         self.remove(request)
         self.queue(request)
 
@@ -199,3 +205,11 @@ class Scheduler:
 def _turn(request: Request) -> tuple[bool, int, int]:
     """Who gets a step's tokens first: who generates, then the higher priority, then the older."""
     return (request.length - request.computed > 1, -request.ask.priority, request.number)
+
+
+def _anchors_of_states(cache: TieredCache) -> list[str]:
+    """Anchors that keep running states in a layer of any stage, whatever this one has."""
+    own = {p.follows or p.name for p in cache.memory.pools if p.reuse.stride is not None}
+    names = sorted(anchor.name for anchor in cache.memory.anchors)
+    nowhere = cache.agreement.common([name not in own for name in names])
+    return [name for name, none in zip(names, nowhere, strict=True) if not none]

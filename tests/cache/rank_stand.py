@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kvtide.cache import (
     CacheConfig,
@@ -35,6 +34,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
+from tests import worlds
 
 PAGE = 4
 
@@ -63,25 +63,8 @@ STAGED = ModelMemory(
 CONFIG = CacheConfig(Tokens(24 * PAGE), host_size=Ratio(3), tokens_per_checkpoint=2 * PAGE)
 
 
-class World:
-    """This rank among the others."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.odd_one = rank == ranks - 1
-
-    def gather(self, value: object) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return found
-
-    def same(self, value: object) -> None:
-        """Assert that every rank came here with the same value."""
-        digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
-        seen = torch.tensor([digest, -digest])
-        dist.all_reduce(seen, dist.ReduceOp.MIN)
-        if seen.sum():
-            raise AssertionError("ranks differ:\n" + "\n".join(map(repr, self.gather(value))))
+class World(worlds.World):
+    """Whose ranks have slices of the memories above."""
 
     def tensor_slice(self) -> ModelMemory:
         return WHOLE.slice(tensor_rank=self.rank, tensor_ranks=self.ranks)

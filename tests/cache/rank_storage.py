@@ -6,6 +6,7 @@ Ranks make the same calls. What differs is what their stores have, and what goes
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse, 
 from kvtide.storage import Store, StoreError, open_store
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
 from kvtide.transfer.store_link import object_key
+from kvtide.transfer.strided import Way
 from tests.cache.rank_stand import PAGE, WHOLE, Stand, World
-from tests.cache.rank_worker import RandomRun, Scenario
+from tests.cache.rank_worker import RandomRun
 from tests.cache.stores import until
+from tests.worlds import Scenario
 
 _NUMBERS = itertools.count()
 WAIT = FetchPatience("wait_complete", least_tokens=1)
@@ -289,6 +292,20 @@ def a_draft_that_one_rank_has_not_nobody_has(world: World) -> None:
     whole.close()
 
 
+def a_draft_of_the_last_stage_is_in_the_books_of_all(world: World) -> None:
+    tensor_ranks = world.ranks // 2
+    stage, tensor_rank = divmod(world.rank, tensor_ranks)
+    memory = list(DRAFTED.stages(2, tensor_rank, tensor_ranks))[stage]
+    url = _url()
+    _stored(world, url, memory=memory)
+    storing = Storing(world, url, memory)
+    fetch = storing.fetch()
+    storing.settle()
+    assert fetch.outcome == "fetched"
+    assert storing.read() == PAGES * PAGE
+    storing.close()
+
+
 # -- storing --------------------------------------------------------------------------------
 
 
@@ -353,6 +370,30 @@ def ranks_leave_a_store_together(world: World) -> None:
     storing.settle()
     storing.attach()
     assert storing.found(range(100, 113)) == 12
+    storing.close()
+
+
+def a_store_that_is_gone_sooner_on_one_rank_takes_no_part_in_what_lands(world: World) -> None:
+    """The one before it is still being left, and takes nothing on either."""
+    storing = Storing(world, _url())
+    first = storing.store
+    first.always["write"] = Fault.BLOCK
+    storing.stand.keep(TEXT)
+    storing.poll_until(lambda: bool(first.met))
+    storing.url = _url()
+    storing.attach()
+    last = storing.cache.storage.stores[-1]
+    close, may_close = last.link.close, threading.Event()
+    if world.odd_one:
+        last.link.close = lambda timeout_s: may_close.wait(timeout_s) and close(timeout_s)
+    storing.stand.hold(Way.BACKUP)
+    storing.stand.keep(range(100, 133))
+    storing.cache.storage.detach(0.0)
+    storing.poll_until(lambda: last.gone != world.odd_one)
+    storing.stand.let_go()
+    storing.poll_until(lambda: not storing.cache.busy)
+    may_close.set()
+    first.heal()
     storing.close()
 
 
@@ -459,9 +500,11 @@ SCENARIOS: dict[str, Scenario] = {
         a_store_that_is_dead_on_one_rank_is_of_no_use_to_all,
         what_does_not_pay_for_one_rank_is_declined_by_all,
         a_draft_that_one_rank_has_not_nobody_has,
+        a_draft_of_the_last_stage_is_in_the_books_of_all,
         a_slow_rank_keeps_pages_on_every_host_until_they_are_written,
         a_store_that_one_rank_cannot_attach_is_attached_by_none,
         ranks_leave_a_store_together,
+        a_store_that_is_gone_sooner_on_one_rank_takes_no_part_in_what_lands,
         a_prefix_in_quarantine_is_fetched_by_nobody_until_all_have_removed_it,
         random_calls_keep_ranks_with_stores_together,
     )

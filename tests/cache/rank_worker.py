@@ -6,16 +6,12 @@ differ only in what happens to their copies.
 
 from __future__ import annotations
 
-import json
 import random
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from kvtide.cache import Bytes, Lease, Progress, Ranks, RanksDivergedError, Tier, Tokens
@@ -25,8 +21,7 @@ from kvtide.spec import ModelMemory
 from kvtide.tiers import capacity_pages
 from kvtide.transfer.strided import Way
 from tests.cache.rank_stand import CONFIG, PAGE, Counted, Stand, World
-
-GROUP_TIMEOUT = timedelta(seconds=30)
+from tests.worlds import Scenario
 
 # -- scenarios ------------------------------------------------------------------------------
 
@@ -424,8 +419,6 @@ def random_calls_keep_pipeline_stages_together(world: World) -> None:
     _random_calls(world, world.stage(), seed=2, policy="write_back")
 
 
-Scenario = Callable[[World], None]
-
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
@@ -447,30 +440,3 @@ SCENARIOS: dict[str, Scenario] = {
         a_rank_that_nobody_answers_does_not_hang,
     )
 }
-
-
-def work(rank: int, ranks: int, folder: Path, scenarios: Mapping[str, Scenario]) -> None:
-    """A rank's life: scenario after scenario, each with a line in the rank's report."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=ranks,
-        timeout=GROUP_TIMEOUT,
-    )
-    world = World(rank, ranks)
-    with (folder / f"rank{rank}").open("w") as report:
-        for name, scenario in scenarios.items():
-            began, problem = time.monotonic(), None
-            try:
-                scenario(world)
-            except Exception:
-                problem = traceback.format_exc()
-            seconds = time.monotonic() - began
-            print(json.dumps([name, problem, seconds]), file=report, flush=True)
-            if problem is not None:
-                # The others are told by the closed connection; nothing after this would mean much.
-                raise SystemExit(1)
-    dist.barrier()
-    dist.destroy_process_group()

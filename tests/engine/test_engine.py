@@ -73,7 +73,7 @@ class Sums:
         self.max_positions = max_positions
         self.steps: list[Seen] = []
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
         spans = [range(rows.past, rows.total) for rows in step.sequences]
         self.steps.append(Seen(len(step.tokens), spans))
         hidden = torch.zeros(len(step.tokens), 1, dtype=torch.float64)

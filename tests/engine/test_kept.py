@@ -225,10 +225,10 @@ def test_prompts_are_long_enough_for_pools_with_an_entry_for_many_tokens() -> No
     model.memory = _with(model.memory, compressed)
     forward = model.forward
 
-    def compress(step: Step) -> Tensor:
+    def compress(step: Step, before: Tensor | None = None) -> Tensor:
         if any(rows.total // 32 > rows.past // 32 for rows in step.sequences):
             step.view("c32", 0)
-        result: Tensor = forward(step)
+        result: Tensor = forward(step, before)
         return result
 
     model.forward = compress

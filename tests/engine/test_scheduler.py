@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.cache.ranks import Alone
 from kvtide.engine import Ask, Request, State
 from kvtide.engine.sampler import Chosen
 from kvtide.engine.scheduler import Scheduler, Share
@@ -325,3 +326,20 @@ def test_a_resumed_state_is_where_the_match_says(desk):
     at.scheduler.admit()
     assert request.computed == 2 * PAGE
     assert at.cache.page_table(request.held, "state")[1] >= 0
+
+
+class Elsewhere(Alone):
+    """Another rank holds nothing to be so."""
+
+    def common(self, bits: Sequence[bool]) -> list[bool]:
+        return [False] * len(bits)
+
+
+def test_steps_end_where_any_stage_wants_a_state_kept() -> None:
+    """Slices differ in their sidecars: what this stage has not, the next one may have."""
+    plans = []
+    for agreement in (Alone(), Elsewhere()):
+        desk = Desk(agreement=agreement, placement=EveryPages(1))
+        desk.queue(3)
+        plans.append([share.end for share in desk.step()])
+    assert plans == [[3 * PAGE + 1], [PAGE]]

@@ -1,0 +1,116 @@
+"""Worlds: ranks in processes of their own, over gloo, that play scenarios together.
+
+Processes are slow to start, so a world is started once and plays all its scenarios; each is a test
+of its own. A rank that fails leaves, the others lose their connection to it, and what did not end
+in time is ended: nothing here waits for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(seconds=30)
+WORLD_TIMEOUT_S = 120.0
+
+Report = Mapping[str, tuple[str | None, float]]
+"""What a rank says of each scenario it played: what went wrong, and how long it took."""
+
+
+class World:
+    """This rank among the others. `folder` is known to all."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        self.rank, self.ranks, self.folder = rank, ranks, folder
+        self.odd_one = rank == ranks - 1
+
+    def gather(self, value: object) -> list[Any]:
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value)
+        return found
+
+    def same(self, value: object) -> None:
+        """Assert that every rank came here with the same value."""
+        digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+        seen = torch.tensor([digest, -digest])
+        dist.all_reduce(seen, dist.ReduceOp.MIN)
+        if seen.sum():
+            raise AssertionError("ranks differ:\n" + "\n".join(map(repr, self.gather(value))))
+
+
+Scenario = Callable[[Any], None]
+Kind = Callable[[int, int, Path], World]
+
+
+def play(
+    ranks: int, folder: Path, scenarios: Mapping[str, Scenario], kind: Kind = World
+) -> list[Report]:
+    """Start a world, let it play everything, and read what each rank has to say."""
+    context = multiprocessing.get_context("spawn")
+    workers = [
+        context.Process(target=_work, args=(rank, ranks, folder, scenarios, kind), daemon=True)
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + WORLD_TIMEOUT_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+    return [_read(folder / f"rank{rank}") for rank in range(ranks)]
+
+
+def check(reports: list[Report], scenario: str) -> None:
+    """Assert that all went well on every rank."""
+    problems = {
+        rank: report[scenario][0] if scenario in report else "did not get here"
+        for rank, report in enumerate(reports)
+    }
+    wrong = [f"rank {rank}: {problem}" for rank, problem in problems.items() if problem]
+    assert not wrong, "\n".join(wrong)
+
+
+def _read(report: Path) -> Report:
+    lines = report.read_text().splitlines() if report.exists() else []
+    return {name: (problem, seconds) for name, problem, seconds in map(json.loads, lines)}
+
+
+def _work(
+    rank: int, ranks: int, folder: Path, scenarios: Mapping[str, Scenario], kind: Kind
+) -> None:
+    """A rank's life: scenario after scenario, each with a line in the rank's report."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meeting'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=GROUP_TIMEOUT,
+    )
+    world = kind(rank, ranks, folder)
+    with (folder / f"rank{rank}").open("w") as report:
+        for name, scenario in scenarios.items():
+            began, problem = time.monotonic(), None
+            try:
+                scenario(world)
+            except Exception:
+                problem = traceback.format_exc()
+            seconds = time.monotonic() - began
+            print(json.dumps([name, problem, seconds]), file=report, flush=True)
+            if problem is not None:
+                # The others are told by the closed connection; nothing after this would mean much.
+                raise SystemExit(1)
+    dist.barrier()
+    dist.destroy_process_group()
