@@ -25,13 +25,14 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from kvtide.engine import Engine, RequestError
+from kvtide.engine import RequestError
 from kvtide.models.errors import TemplateError
 from kvtide.server.answering import Answer, Json, Piece, usage
 from kvtide.server.asking import Fields, Reader, Wanted, read_json
 from kvtide.server.cache_report import cache_report
 from kvtide.server.metrics import Metrics
 from kvtide.server.opening import Serving
+from kvtide.server.orders import Flush
 from kvtide.server.service import OverloadedError, Service, ServiceEndedError, Stream
 from kvtide.server.settings import Settings
 from kvtide.server.storage_routes import StorageRoutes
@@ -58,7 +59,7 @@ class App:
         self._tokenizer = serving.engine.tokenizer
         self._reader = Reader(serving.engine, serving.name, seeded=settings.deterministic)
         self._service = service
-        self._storage = StorageRoutes(service, serving.engine, lambda: self.draining)
+        self._storage = StorageRoutes(service, lambda: self.draining)
         self._metrics = Metrics(service.pace)
         service.listeners.append(self._metrics.ended)
 
@@ -171,10 +172,10 @@ class App:
         if named not in TIERS:
             raise RequestError(f"there is no tier '{named}'; use {', '.join(TIERS)}")
 
-        def flush(engine: Engine) -> dict[str, int]:
-            return {tier.name.lower(): engine.cache.flush(tier) for tier in TIERS[named]}
-
-        return web.json_response({"dropped_pages": await self._service.call(flush)})
+        dropped = {
+            tier.name.lower(): await self._service.order(Flush(tier.value)) for tier in TIERS[named]
+        }
+        return web.json_response({"dropped_pages": dropped})
 
     # -- around every route -----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from kvtide.planner.charts import ChartError
 from kvtide.planner.traces import TraceError
 from kvtide.server import cmd_bench, cmd_chat, cmd_memory, cmd_plan, cmd_serve, cmd_storage
 from kvtide.server.console import CommandError
+from kvtide.server.workers import WorkerLostError
 from kvtide.spec import SpecError
 from kvtide.storage import StoreError
 from kvtide.tiers import TierError
@@ -20,7 +21,7 @@ from kvtide.tiers import TierError
 _COMMANDS = (cmd_serve, cmd_chat, cmd_plan, cmd_memory, cmd_storage, cmd_bench)
 _REFUSALS = (
     ChartError, CheckpointError, CommandError, EngineError, SpecError, StoreError, TierError,
-    TraceError,
+    TraceError, WorkerLostError,
 )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -23,14 +22,18 @@ from kvtide.engine import Engine
 from kvtide.server import settings
 from kvtide.server.app import App
 from kvtide.server.console import CommandError, format_bytes
-from kvtide.server.opening import Serving, open_engine
+from kvtide.server.opening import Serving, check_ranks, open_engine
+from kvtide.server.orders import Close, Detach, Leader
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
+from kvtide.server.workers import WorkerLostError, Workers, freeze
 from kvtide.spec import Tier
 
 _POLL_S = 0.02
 CLOSE_S = 1.0
 """What storage gets beyond the time to drain: a moment to let go."""
+STEP_S, HURRIED_STEP_S = 60.0, 5.0
+"""What the last step gets if it may wait for other ranks; after a second signal."""
 
 log = logging.getLogger("kvtide")
 
@@ -50,17 +53,25 @@ def _run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     chosen = settings.read(vars(args), os.environ)
     began = time.monotonic()
-    serving = open_engine(chosen)
-    # What is here stays. To look for garbage in it would stop the engine for 70 ms now and then.
-    gc.collect()
-    gc.freeze()
-    _tell(serving, time.monotonic() - began)
-    code, ended = asyncio.run(_serve(chosen, serving))
+    check_ranks(chosen)
+    with Workers(chosen) as workers:
+        serving = _opened(chosen, workers)
+        freeze()
+        _tell(serving, time.monotonic() - began)
+        code, ended = asyncio.run(_serve(chosen, serving, workers))
     if not ended:
-        log.warning("storage has not let go in time; leaving it behind")
         sys.stderr.flush()
         os._exit(code)  # A store may have threads that the interpreter would wait for.
     return code
+
+
+def _opened(chosen: Settings, workers: Workers) -> Serving:
+    """All ranks are ready, or one of them says why it cannot be."""
+    try:
+        return open_engine(*workers.seat(chosen))
+    except RuntimeError:
+        workers.check()
+        raise
 
 
 def _tell(serving: Serving, seconds: float) -> None:
@@ -68,26 +79,29 @@ def _tell(serving: Serving, seconds: float) -> None:
     memory = cache.memory
     tiers = {
         tier: sum(
-            memory.slot_bytes(anchor) * count.capacity
+            memory.kept_in(tier).slot_bytes(anchor) * count.capacity
             for (where, anchor), count in cache.stats().pages.items()
             if where is tier
         )
         for tier in (Tier.DEVICE, Tier.HOST)
     }
+    ranks = serving.post.seat.ranks
+    each = f" of each of {ranks} ranks" if ranks > 1 else ""
     print(
         f"{serving.name} on {cache.config.device}: pages of {memory.page_tokens} tokens, "
         f"{format_bytes(tiers[Tier.DEVICE])} on the device "
         f"(sequences of up to {serving.engine.most_tokens:,} tokens), "
-        f"{format_bytes(tiers[Tier.HOST])} on the host; ready after {seconds:.1f} s\n"
+        f"{format_bytes(tiers[Tier.HOST])} on the host{each}; ready after {seconds:.1f} s\n"
         f"{serving.stored}",
         file=sys.stderr,
         flush=True,
     )
 
 
-async def _serve(chosen: Settings, serving: Serving) -> tuple[int, bool]:
+async def _serve(chosen: Settings, serving: Serving, workers: Workers) -> tuple[int, bool]:
     """The exit code, and whether nothing is left of storage."""
-    service = Service(serving.engine, chosen.most_requests)
+    leader = Leader(serving.post)
+    service = Service(leader, chosen.most_requests)
     app = App(chosen, serving, service)
     told = _Told()
     runner = app.runner()
@@ -102,17 +116,43 @@ async def _serve(chosen: Settings, serving: Serving) -> tuple[int, bool]:
                 "another --port, or 0 for any"
             ) from None
         print(f"listening on {_url(runner)}", file=sys.stderr, flush=True)
-        await _serve_until(told, app, service, chosen.drain_seconds)
+        await _serve_until(told, app, service, chosen.drain_seconds, workers)
     finally:
-        await service.close()  # Streams that are still open end with an error.
-        await runner.cleanup()
-        _tell_unwritten(serving)
-        ended = serving.engine.cache.close(CLOSE_S if told.times < 2 else 0.0)
+        ended = await _end(leader, service, runner, workers, told)
     return 1 if service.broken is not None else 0, ended
 
 
-def _tell_unwritten(serving: Serving) -> None:
-    stats = serving.engine.cache.storage.stats()
+async def _end(
+    leader: Leader, service: Service, runner: web.AppRunner, workers: Workers, told: _Told
+) -> bool:
+    """Whether nothing is left. Ranks that no longer do the same are left as they are."""
+    began, several = time.monotonic(), leader.seat.ranks > 1
+
+    def patient() -> bool:
+        limit_s = STEP_S if told.times < 2 else HURRIED_STEP_S
+        return not several or time.monotonic() - began < limit_s
+
+    if workers.lost is not None:
+        log.error("%s", workers.lost)
+        service.give_up(WorkerLostError(workers.lost))
+        await runner.cleanup()
+        return False
+    if not await service.close(patient):  # Streams that are still open end with an error.
+        log.error("a rank does not answer; all ranks end")
+        service.give_up(WorkerLostError("a rank does not answer"))
+    await runner.cleanup()
+    if service.broken is not None and several:
+        return False
+    _tell_unwritten(leader.engine)
+    workers.told = True
+    ended = leader.do(Close(CLOSE_S if told.times < 2 else 0.0))
+    if not ended:
+        log.warning("storage has not let go in time; leaving it behind")
+    return ended
+
+
+def _tell_unwritten(engine: Engine) -> None:
+    stats = engine.cache.storage.stats()
     if stats is not None and stats.waiting_pages:
         log.warning("%s pages were still in line for storage", f"{stats.waiting_pages:,}")
 
@@ -134,26 +174,42 @@ class _Told:
         self.times += 1
 
 
-async def _serve_until(told: _Told, app: App, service: Service, drain_s: float) -> None:
+async def _serve_until(
+    told: _Told, app: App, service: Service, drain_s: float, workers: Workers
+) -> None:
     """Serve until a signal, then until nobody is left; or until the engine breaks."""
-    while not told.times and service.broken is None:
+
+    def in_order() -> bool:
+        return service.broken is None and workers.lost is None
+
+    while not told.times and in_order():
         await asyncio.sleep(_POLL_S)
+    if not in_order():
+        await asyncio.to_thread(workers.settle)
     app.draining = True
     deadline = time.monotonic() + drain_s
 
     def in_time() -> bool:
-        return told.times < 2 and service.broken is None and time.monotonic() < deadline
+        return told.times < 2 and in_order() and time.monotonic() < deadline
 
-    while app.open and in_time():
+    # The engine may be in a step that has no end: it is asked, and not waited for.
+    drained = asyncio.ensure_future(_drained(app, service, deadline))
+    while in_time() and not drained.done():
         await asyncio.sleep(_POLL_S)
-    with suppress(ServiceEndedError):
-        while in_time() and await service.call(_at_work):
-            await asyncio.sleep(_POLL_S)
-        if in_time():
-            left_s = deadline - time.monotonic()
-            await service.call(lambda engine: engine.cache.storage.detach(left_s))
-        while in_time() and await service.call(_stores):
-            await asyncio.sleep(_POLL_S)
+    drained.cancel()
+    with suppress(ServiceEndedError, asyncio.CancelledError):
+        await drained
+
+
+async def _drained(app: App, service: Service, deadline: float) -> None:
+    """Nobody is left, and what was on its way to storage is there."""
+    while app.open:
+        await asyncio.sleep(_POLL_S)
+    while await service.call(_at_work):
+        await asyncio.sleep(_POLL_S)
+    await service.order(Detach(deadline - time.monotonic()))
+    while await service.call(_stores):
+        await asyncio.sleep(_POLL_S)
 
 
 def _at_work(engine: Engine) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtide.cache import CacheConfig, Layout, TieredCache, Tokens
-from kvtide.engine import Engine
+from kvtide.cache import CacheConfig, Layout, Ranks, TieredCache, Tokens
+from kvtide.cache.ranks import Alone
+from kvtide.engine import Engine, Seat
 from kvtide.engine.oracle import TOLERANCES, Oracle
 from kvtide.layers import Weights
 from kvtide.models import Model, build
@@ -19,12 +20,16 @@ from kvtide.models.default import NAME, default_model
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server import storage
 from kvtide.server.console import CommandError
+from kvtide.server.orders import Post
 from kvtide.server.settings import Settings
-from kvtide.spec.families import KVDType
+from kvtide.spec.families import KVDType, declare
 from kvtide.transfer import backends
 
 DEFAULT_TOKENS = 16_384
 """The device tier of a CPU, if nothing is said: a few conversations with a small model."""
+
+AGREE_S = 600.0
+"""How long ranks wait for the slowest of them: a stage may be ahead by a whole step."""
 
 _REMEDY = "use cpu, cuda or cuda:N"
 _KEPT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -32,20 +37,30 @@ _KEPT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An engine that is ready, what the model is called, and where its pages are stored."""
+    """A rank that is ready, what the model is called, and where its pages are stored."""
 
-    engine: Engine
+    post: Post
     name: str
     stored: str
 
+    @property
+    def engine(self) -> Engine:
+        return self.post.engine
 
-def open_engine(settings: Settings) -> Serving:
-    """Load the model and take the memory, or refuse in a sentence."""
+
+def open_engine(settings: Settings, seat: Seat | None = None) -> Serving:
+    """Load the model and take the memory, or refuse in a sentence.
+
+    All ranks do so together, each with its own layers, or its share of them.
+    """
+    seat = seat or Seat()
     device = _device(settings)
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
-    model = _build(settings, checkpoint, device)
+    model = _build(settings, checkpoint, device, seat)
     fingerprint = _fingerprint(settings, checkpoint, device)
-    cache = TieredCache(model.memory, cache_config(settings, model, fingerprint))
+    agreement = Ranks(timeout_s=AGREE_S) if seat.ranks > 1 else Alone()
+    config = cache_config(settings, model, fingerprint)
+    cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,
         cache,
@@ -53,6 +68,7 @@ def open_engine(settings: Settings) -> Serving:
         chunk_tokens=settings.chunk_tokens,
         most_running=settings.max_running,
         oracle=_oracle(settings, cache),
+        seat=seat,
     )
     try:
         stored = storage.attach(settings, cache, os.environ)
@@ -60,7 +76,23 @@ def open_engine(settings: Settings) -> Serving:
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
-    return Serving(engine, name, stored)
+    return Serving(Post(engine, seat), name, stored)
+
+
+def check_ranks(settings: Settings) -> None:
+    """Refuse ranks over which the model does not divide, before they are started."""
+    if settings.ranks > 1:
+        there = torch.cuda.device_count()
+        if settings.device == "cuda" and there < settings.ranks:
+            raise CommandError(
+                f"{settings.ranks} ranks need a GPU each, and torch finds {there}; use a smaller "
+                "--tp or --pp"
+            )
+        _device(settings)
+        model = default_model() if settings.model is None else settings.model
+        config, page = open_checkpoint(model).config, settings.page_tokens
+        memory = declare(config, model=str(config.get("model_type")), page_tokens=page)
+        list(memory.stages(settings.pp, 0, settings.tp))
 
 
 def _name(checkpoint: Checkpoint) -> str:
@@ -127,21 +159,24 @@ def _dtype(settings: Settings) -> torch.dtype:
     return dtype
 
 
-def _build(settings: Settings, checkpoint: Checkpoint, device: torch.device) -> Model:
+def _build(settings: Settings, checkpoint: Checkpoint, device: torch.device, seat: Seat) -> Model:
     dtype = _dtype(settings)
     with device:
         return build(
             checkpoint.config,
-            _OnDevice(checkpoint.weights, device),
+            OnDevice(checkpoint.weights, device),
             page_tokens=settings.page_tokens,
             kv_dtype=KVDType.parse(settings.kv_dtype or _KEPT[dtype]),
             checkpoint_tokens=settings.checkpoint_tokens,
             dtype=dtype,
             deterministic=settings.deterministic,
+            stage=seat.stage,
+            stages=seat.stages,
+            ranks=seat.tensor,
         )
 
 
-class _OnDevice:
+class OnDevice:
     """A checkpoint whose tensors come where the model computes."""
 
     def __init__(self, weights: Weights, device: torch.device) -> None:

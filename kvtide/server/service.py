@@ -3,7 +3,8 @@
     submit ──▶ inbox ──▶ engine thread: step, step, … ──▶ one message per step ──▶ streams
 
 The thread alone touches engine and cache. Everything else is left in its inbox as a call, and runs
-between two steps. What a step brought goes to the event loop in one piece.
+between two steps; whatever changes something is an order (`orders`), which all ranks carry out.
+What a step brought goes to the event loop in one piece.
 
 A stream ends with its request's last update, with `ServiceEndedError`, or by `abort`, which is also
 what becomes of it when whoever reads it goes away.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvtide.engine import Ask, Engine, Request, Update
+from kvtide.server.orders import Abort, Leader, Order, Step, Submit
 from kvtide.server.pace import Pace
 
 T = TypeVar("T")
@@ -74,14 +76,14 @@ class Stream:
 class Service:
     """`most_requests` run or wait at a time; `listeners` are told of every stream that ended."""
 
-    def __init__(self, engine: Engine, most_requests: int) -> None:
+    def __init__(self, leader: Leader, most_requests: int) -> None:
         self.most_requests = most_requests
         self.broken: Exception | None = None
         self.pace = Pace()
         self.listeners: list[Callable[[Stream], None]] = []
-        self._engine = engine
+        self._leader, self._engine = leader, leader.engine
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._streams: dict[Request, Stream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._work, name="kvtide-engine", daemon=True)
@@ -111,17 +113,35 @@ class Service:
         self._inbox.put(lambda: self._answer(answer, function))
         return await answer
 
+    async def order(self, order: Order[T]) -> T:
+        """Have all ranks do something between two steps; what came of it here."""
+        return await self.call(lambda engine: self._leader.do(order))
+
+    def leave(self, order: Order[object]) -> None:
+        """Have all ranks do something that nobody waits for."""
+        self._inbox.put(lambda: self._leader.do(order))
+
     def abort(self, streams: Sequence[Stream]) -> None:
         """Whoever wanted these has gone: their pages come back at the next step."""
         for stream in streams:
             if self._streams.pop(stream.request, None) is not None:
-                self._inbox.put(lambda gone=stream.request: self._engine.abort(gone))  # type: ignore[misc]
+                self.leave(Abort(stream.request.number))
                 self._tell(stream)
 
-    async def close(self) -> None:
-        """End the thread after the step it is in; streams that are open end with an error."""
+    async def close(self, patient: Callable[[], bool] = lambda: True) -> bool:
+        """End the thread after the step it is in; streams that are open end with an error.
+
+        False if patience ended first: a step may wait for a rank that does not answer.
+        """
         self._inbox.put(None)
-        await self._loop.run_in_executor(None, self._thread.join)
+        while self._thread.is_alive() and patient():
+            await asyncio.sleep(CALM_S)
+        self._end_all()
+        return not self._thread.is_alive()
+
+    def give_up(self, error: Exception) -> None:
+        """The engine will not come back, whatever its thread waits for."""
+        self.broken = self.broken or error
         self._end_all()
 
     def _end_all(self) -> None:
@@ -165,7 +185,8 @@ class Service:
         present = waiting + len(engine.scheduler.running)
         if present and present + len(asks) > self.most_requests:
             raise OverloadedError(present, self.pace.retry_s(waiting))
-        streams += [Stream(engine.submit(ask), began) for ask in asks]
+        orders = [Submit(ask, engine.token_s) for ask in asks]
+        streams += [Stream(self._leader.do(order), began) for order in orders]
         self._loop.call_soon_threadsafe(
             self._streams.update, {stream.request: stream for stream in streams}
         )
@@ -209,12 +230,14 @@ class Service:
             if call is None:
                 return False
             call()
+            if self._leader.parted is not None:
+                raise self._leader.parted
             idle = False
 
     def _step(self) -> None:
         engine = self._engine
         began = time.monotonic()
-        updates = engine.step()
+        updates = self._leader.do(Step())
         now = time.monotonic()
         self.pace.stepped(engine.computed, now - began, len(updates))
         engine.token_s = self.pace.prefill_token_s

@@ -29,7 +29,7 @@ PREFIX = "KVTIDE_"
 CONFIG = "config"
 
 DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = ("fp32", "bf16", "fp16")
+KV_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 BACKENDS = tuple(sorted({name for _, name in CELLS}))
 
 NO_STORAGE = "none"
@@ -118,6 +118,8 @@ class Settings:
     admin_key: str | None = setting(None, _text, "admin routes need it", "KEY")
 
     device: str = setting("cpu", _text, "cpu, cuda or cuda:N", "D")
+    tp: int = setting(1, _count(1, 64), "tensor ranks: processes that divide every layer", "N")
+    pp: int = setting(1, _count(1, 64), "pipeline stages: each has a part of the layers", "N")
     dtype: str | None = setting(
         None, _one_of(*DTYPES), "what is computed in; float32 on a CPU, else bfloat16", "T"
     )
@@ -219,10 +221,26 @@ class Settings:
                 "one of them"
             )
 
+        if self.ranks > 1 and self.device.startswith("cuda:"):
+            raise CommandError(
+                f"--device {self.device} is one device, and {self.ranks} ranks have one each; use "
+                "--device cuda"
+            )
+        if self.deterministic and self.tp > 2:
+            raise CommandError(
+                f"--deterministic adds in one order, which {self.tp} tensor ranks do not keep; "
+                "use --tp 2 with more --pp, or drop one of them"
+            )
+
     def _only_one(self, *names: str) -> None:
         given = [flag(name) for name in names if getattr(self, name) is not None]
         if len(given) > 1:
             raise CommandError(f"{' and '.join(given)} size the same tier; keep one of them")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that serve the model together."""
+        return self.tp * self.pp
 
     @property
     def loopback(self) -> bool:

@@ -42,19 +42,18 @@ def attach(settings: Settings, cache: TieredCache, environment: Mapping[str, str
         return "pages are not stored"
     if settings.host_size is None:
         return "pages are not stored: there is no host tier"
-    if settings.storage is not None:
-        try:
-            link = open_link(settings.storage, cache)
-        except StoreError as error:
-            raise CommandError(str(error)) from None
-        cache.storage.attach(link)
-        return f"pages are stored in {link.store.name}"
+    named = settings.storage
+    opening = beside(lambda: open_link(named or default_url(environment), cache))
     try:
-        link = open_link(default_url(environment), cache)
+        cache.storage.attach_opened(opening)
     except (StoreError, OSError) as error:
+        if named is not None:
+            raise CommandError(str(error)) from None
         return f"pages are not stored: {error}"
-    cache.storage.attach(link)
-    return f"pages are stored in {link.store.name}, up to {DEFAULT_CAP}; --storage changes that"
+    name = opening.result().store.name
+    if named is not None:
+        return f"pages are stored in {name}"
+    return f"pages are stored in {name}, up to {DEFAULT_CAP}; --storage changes that"
 
 
 def default_url(environment: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@
 | DELETE /admin/storage       | write what is in line, then detach                 | 202, 409      |
 | POST   /admin/storage/clear | remove every page of this model from the store     | 202, 409, 502 |
 
+Every rank has a store, for its own part of the pages; what is told here is the leader's.
 202 says that it still goes on, 409 that no store is attached. All but PUT take
 `?timeout_seconds=`; the body of PUT may have `timeout_seconds`, for the store that is left.
 
@@ -17,6 +18,7 @@ asks first, and is refused.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -27,10 +29,10 @@ from aiohttp import web
 from kvtide.cache import TierError
 from kvtide.engine import Engine, RequestError
 from kvtide.server.asking import read_json
+from kvtide.server.orders import Attach, Clear, Detach, IsOpen, LetGo, Open
 from kvtide.server.service import Service, ServiceEndedError
-from kvtide.server.storage import Json, beside, let_go, open_link, storage_report
+from kvtide.server.storage import Json, storage_report
 from kvtide.storage import Store, StoreError, StoreStatus
-from kvtide.transfer.store_link import StoreLink
 
 T = TypeVar("T")
 
@@ -48,9 +50,9 @@ _NONE = 'no store is attached; PUT {"url": …} to /admin/storage attaches one'
 class StorageRoutes:
     """`draining` says whether it is too late to attach anything."""
 
-    def __init__(self, service: Service, engine: Engine, draining: Callable[[], bool]) -> None:
+    def __init__(self, service: Service, draining: Callable[[], bool]) -> None:
         self._service = service
-        self._cache = engine.cache
+        self._numbers = itertools.count()
         self._draining = draining
 
     def routes(self) -> list[web.RouteDef]:
@@ -76,35 +78,44 @@ class StorageRoutes:
         if not url:
             raise RequestError('there is no url; send {"url": "file:///path?cap=200GB"}')
         timeout_s = _seconds(body.number("timeout_seconds", LEAVE_S))
-        link = await self._opened(url)
+        number = await self._opened(url)
         # Whoever asked may go now: it is attached all the same, or else it is closed.
-        attaching = asyncio.ensure_future(self._take(link, timeout_s))
-        attaching.add_done_callback(lambda ended: _close_unless_attached(ended, link))
-        return web.json_response(await asyncio.shield(attaching))
+        return web.json_response(await asyncio.shield(self._take(number, timeout_s)))
 
-    async def _take(self, link: StoreLink, timeout_s: float) -> Json:
-        if self._draining():
-            raise ServiceEndedError("the server is shutting down; ask another one")
-        return await self._service.call(lambda engine: _attach(engine, link, timeout_s))
-
-    async def _opened(self, url: str) -> StoreLink:
-        opening = beside(lambda: open_link(url, self._cache))
+    async def _opened(self, url: str) -> int:
+        """The number of a store that every rank has opened, or failed to."""
+        number = next(self._numbers)
         try:
-            return await _within(opening, OPEN_S)
+            await self._service.order(Open(number, url))
+            deadline = asyncio.get_running_loop().time() + OPEN_S
+            while not await self._service.order(IsOpen(number)):
+                if asyncio.get_running_loop().time() > deadline:
+                    raise web.HTTPGatewayTimeout(
+                        text=f"the store is not open after {OPEN_S:g} s; see whether it runs, and "
+                        "try again"
+                    )
+                await asyncio.sleep(_POLL_S)
+        except BaseException:
+            self._service.leave(LetGo(number))
+            raise
+        return number
+
+    async def _take(self, number: int, timeout_s: float) -> Json:
+        try:
+            if self._draining():
+                raise ServiceEndedError("the server is shutting down; ask another one")
+            await self._service.order(Attach(number, timeout_s))
         except (StoreError, TierError) as error:
             raise RequestError(str(error)) from None
-        except _NotYetError:
-            let_go(opening)
-            raise web.HTTPGatewayTimeout(
-                text=f"the store is not open after {OPEN_S:g} s; see whether it runs, and try again"
-            ) from None
-        except asyncio.CancelledError:
-            let_go(opening)
+        except BaseException:
+            self._service.leave(LetGo(number))
             raise
+        return await self._service.call(_report)
 
     async def _detach(self, request: web.Request) -> web.Response:
         timeout_s = _timeout(request, LEAVE_S)
-        if not await self._service.call(lambda engine: _leave(engine, timeout_s)):
+        left = await self._service.order(Detach(timeout_s))
+        if not left and not await self._service.call(_is_leaving):
             raise web.HTTPConflict(text=_NONE)
         deadline = asyncio.get_running_loop().time() + timeout_s + GRACE_S
         while "name" in (report := await self._service.call(_report)) and not report["attached"]:
@@ -115,7 +126,7 @@ class StorageRoutes:
 
     async def _clear(self, request: web.Request) -> web.Response:
         timeout_s = _timeout(request, CLEAR_S)
-        asked = await self._service.call(lambda engine: _asked(engine, lambda one: one.clear()))
+        asked = await self._service.order(Clear())
         if asked is None:
             raise web.HTTPConflict(text=_NONE)
         try:
@@ -138,15 +149,9 @@ def _asked(engine: Engine, question: Callable[[Store], T]) -> Future[T] | None:
     return engine.cache.storage.ask(question)
 
 
-def _attach(engine: Engine, link: StoreLink, timeout_s: float) -> Json:
-    engine.cache.storage.detach(timeout_s)
-    engine.cache.storage.attach(link)
-    return _report(engine)
-
-
-def _leave(engine: Engine, timeout_s: float) -> bool:
-    """Begin to leave; False if there is nothing to leave, nor being left."""
-    return engine.cache.storage.detach(timeout_s) or engine.cache.storage.stats() is not None
+def _is_leaving(engine: Engine) -> bool:
+    """Whether a store is still being left."""
+    return engine.cache.storage.stats() is not None
 
 
 # -- pieces -----------------------------------------------------------------------------------
@@ -154,11 +159,6 @@ def _leave(engine: Engine, timeout_s: float) -> bool:
 
 class _NotYetError(Exception):
     """Another thread is still at it."""
-
-
-def _close_unless_attached(attaching: asyncio.Future[Json], link: StoreLink) -> None:
-    if attaching.cancelled() or attaching.exception() is not None:
-        beside(lambda: link.close(LEAVE_S))
 
 
 async def _within(answer: Future[T], timeout_s: float) -> T:

@@ -25,6 +25,7 @@ from aiohttp import web
 from kvtide.engine import Engine
 from kvtide.server.app import App
 from kvtide.server.opening import Serving, open_engine
+from kvtide.server.orders import Leader
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
 from tests.server.talking import Client
@@ -128,7 +129,7 @@ class InProcess:
         return future.result(timeout=30)
 
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
-        service = Service(self.engine, self.settings.most_requests)
+        service = Service(Leader(self.serving.post), self.settings.most_requests)
         app = App(self.settings, self.serving, service)
         runner = app.runner()
         await runner.setup()

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvtide.engine import Engine
+from kvtide.engine import Engine, Seat
+from kvtide.spec import Tier
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client, Json, joined
 from tests.server.test_admin import grown, scraped
@@ -330,3 +331,29 @@ def test_an_engine_that_breaks_is_told_to_everybody(
         assert "restart the server" in reply.problem
     assert isinstance(server.service.broken, BrokenError)
     assert "the engine broke" in caplog.text
+
+
+class Heard(Seat):
+    """A seat whose words reach nobody."""
+
+    def tell(self, words: bytes) -> None:
+        pass
+
+
+def test_a_leader_that_fails_where_others_may_not_have_serves_no_more(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An order that only the leader could not carry out leaves its ranks with different books."""
+    server = serve()
+    leader = server.service._leader
+    monkeypatch.setattr(leader, "seat", Heard(stages=2))
+
+    def break_down(tier: Tier) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(server.engine.cache, "flush", break_down)
+    reply = server.client.post("/admin/flush?tier=device", {})
+    assert reply.status in (500, 503)
+    assert isinstance(leader.parted, MemoryError)
+    assert server.client.get("/health").status == 503
+    assert isinstance(server.service.broken, MemoryError)

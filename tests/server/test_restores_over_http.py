@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.server.client import Server, serving
-from tests.engine.restoring import FAMILIES
+from tests.engine.restoring import FORMS
 from tests.models.tiny import oracle
 from tests.server.conversing import FLAGS, PAGE, Talks, acknowledged, complete, get
 
@@ -34,7 +34,7 @@ def kill(server: Server, clients: ThreadPoolExecutor, tokens: list[int]) -> None
     assert answering.exception(30) is not None
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("family", [family.name for family in FORMS])
 def test_conversations_over_http_are_answered_as_if_nothing_were_kept(
     family: str, tmp_path: Path
 ) -> None:

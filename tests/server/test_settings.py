@@ -75,6 +75,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "api_key": ("a", "a"),
     "admin_key": ("b", "b"),
     "device": ("cuda:1", "cuda:1"),
+    "tp": ("2", 2),
+    "pp": ("3", 3),
     "dtype": ("bfloat16", "bfloat16"),
     "kv_dtype": ("fp16", "fp16"),
     "deterministic": ("true", True),
@@ -304,8 +306,8 @@ def test_what_is_no_model_is_refused(refuse: Refuse, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3' has no forward pass here; use one of"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
+        ({"model_type": "gpt2"}, "'gpt2' has no forward pass here; use one of"),
         ({"model_type": None}, "has no forward pass here"),
         ({"num_hidden_layers": 3}, "there is no tensor model.layers.2."),
         ({"num_hidden_layers": 0}, "use a whole number of at least 1"),

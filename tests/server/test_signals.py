@@ -120,7 +120,7 @@ def test_draining_has_an_end() -> None:
 
     async def drained() -> None:
         told = SimpleNamespace(times=1)
-        await _serve_until(told, app, service, 0.05)
+        await _serve_until(told, app, service, 0.05, SimpleNamespace(lost=None))
 
     began = time.monotonic()
     asyncio.run(drained())
@@ -137,7 +137,7 @@ def test_what_a_server_has_opened_is_not_searched_for_garbage(
         frozen.append(gc.get_freeze_count())
         return 0, True
 
-    monkeypatch.setattr(cmd_serve, "open_engine", lambda chosen: chosen)
+    monkeypatch.setattr(cmd_serve, "open_engine", lambda *chosen: chosen)
     monkeypatch.setattr(cmd_serve, "_tell", lambda *_: None)
     monkeypatch.setattr(cmd_serve, "_serve", serve)
     parser = argparse.ArgumentParser()
