@@ -47,31 +47,58 @@ class Family:
     tokens_per_checkpoint: int = 64
 
 
-FAMILIES = (
-    Family("llama"),
-    Family("qwen2"),
-    Family("qwen3"),
-    Family("mistral"),
-    Family("gemma3"),
-    Family("gpt_oss"),
-    Family("falcon_h1"),
+FORMS = (
+    Family("llama"),  # Nothing but a history.
+    Family("gpt_oss"),  # Windows beside it.
+    Family("falcon_h1"),  # States beside it.
+    Family("deepseek_v4"),  # Compressed streams and windows, and state within a page.
 )
-"""A new family is covered by a line here."""
+"""One family of each form of memory. They are tried in every combination of policy, layout and
+chunk size, and in all that can happen beside."""
 
 VARIANTS = (
     Family("mistral-windows", tokens_per_checkpoint=44),  # No history: windows are all it has.
     Family("gemma3-scaled-rope"),  # A window of four pages.
     Family("gpt_oss-plain-rope-tight-clamp"),  # A window of less than a page.
     Family("falcon_h1-norm-first-no-conv"),  # A state without a convolution's tail.
+    Family("lfm2"),  # A convolution's tail without a state.
+    Family("kimi_linear"),  # A state beside latents.
+    Family("glm_moe_dsa-shared"),  # Index keys on some layers only.
 )
-"""Families whose memory has another form; they are not tried in every combination."""
+"""The same forms with other numbers."""
 
-NAMES = tuple(family.name for family in (*FAMILIES, *VARIANTS))
+ALIKE = (
+    Family("bamba"),
+    Family("deepseek_v2"),
+    Family("deepseek_v3"),
+    Family("deepseek_v32"),
+    Family("gemma2"),
+    Family("gemma3"),
+    Family("glm4_moe_lite"),
+    Family("glm_moe_dsa"),
+    Family("granitemoehybrid"),
+    Family("mistral"),
+    Family("mixtral"),
+    Family("nemotron_h"),
+    Family("qwen2"),
+    Family("qwen3"),
+    Family("qwen3_5"),
+    Family("qwen3_5_moe"),
+    Family("qwen3_moe"),
+    Family("qwen3_next"),
+    Family("smollm3"),
+)
+"""All other families. A new one is covered by a line here: it is tried with every policy, every
+layout and both chunk sizes, not in every combination of them."""
+
+FAMILIES = (*FORMS, *VARIANTS, *ALIKE)
+NAMES = tuple(family.name for family in (*FORMS, *VARIANTS))
+ALL_NAMES = tuple(family.name for family in FAMILIES)
 WRITING = ("write_through", "write_through_selective", "write_back")
 
 
 def family_of(name: str) -> Family:
-    return next(family for family in (*FAMILIES, *VARIANTS) if family.name == name)
+    return next(family for family in FAMILIES if family.name == name)
 
 
 @cached
@@ -145,7 +172,7 @@ class Ledger:
 
     pages   every whole page, and how many different pages follow it
     ends    where a step ended at the end of a page: states are snapshots of just these moments
-    floors  the last whole page of a step: windows have to be there for the request itself
+    kept    where a request left a checkpoint: the placement wanted one, or it went on from there
     leased  where a request resumed
     partings  whether `write_back` had room to keep windows and states where conversations part
     """
@@ -153,7 +180,7 @@ class Ledger:
     def __init__(self) -> None:
         self.pages: Counter[bytes] = Counter()
         self.ends: set[bytes] = set()
-        self.floors: set[bytes] = set()
+        self.kept: set[bytes] = set()
         self.leased: set[bytes] = set()
         self.partings = True
 
@@ -163,21 +190,20 @@ class Ledger:
             if _prefix(body, page) not in self.pages:
                 self.pages[_prefix(body, page)] = 0
                 self.pages[_prefix(body, page - 1)] += 1
-        self.floors.add(_prefix(body, whole))
         if tokens % PAGE == 0:
             self.ends.add(_prefix(body, whole))
 
     def bounds(self, memory: ModelMemory, writing: str, body: bytes) -> tuple[int, int]:
         """The least and the most tokens that a prompt must find if the host drops nothing.
 
-        They are equal for whole histories and for states, unless the policy leaves pages without a
-        copy: `write_through_selective` keeps what was found, and `write_back` of windows and states
-        those where a conversation ends, and if there was room where it parts from others. Windows
-        may be kept at more places than a step ends at: the placement chooses.
+        They are equal for whole histories, unless the policy leaves pages without a copy:
+        `write_through_selective` keeps what was found, and `write_back` of windows and states those
+        where a conversation ends, and if there was room where it parts from others. Of windows and
+        states, what a request needs to go on may be found before it has gone on.
         """
         stops, most = self._stops(memory), self.common(body)
-        if any(pool.tail_entries is not None for pool in memory.pools):
-            most = self._deepest(body, stops)
+        if any(pool.reuse.stride is not None for pool in memory.pools):
+            most = self._deepest(body, self.ends)
         if writing == "write_through_selective":
             return self._deepest(body, self.leased), most
         if writing == "write_back" and stops is not self.pages:
@@ -193,7 +219,13 @@ class Ledger:
         """Where a request has left all that a resume needs."""
         if all(pool.reuse.reach is ALL for pool in memory.anchors):
             return self.pages
-        return self.ends if any(p.tail_entries is not None for p in memory.pools) else self.floors
+        return self.kept
+
+    def left(self, lease: Lease) -> None:
+        """What the lease has computed up to here has the checkpoints that were wanted."""
+        inner, body = lease.inner, lease.prompt.body
+        stops = (stop for stop in inner.wanted if inner.begun < stop <= inner.boundary)
+        self.kept.update(_prefix(body, stop) for stop in stops)
 
     @staticmethod
     def _deepest(body: bytes, among: Collection[bytes]) -> int:
@@ -264,6 +296,11 @@ class WatchedCache(TieredCache):
         if not lease.loading and not lease.failed:
             self.ledger.computed(lease.prompt.body, tokens)
         super().commit(lease, tokens, without)
+        self.ledger.left(lease)
+
+    def retain(self, lease: Lease) -> None:
+        super().retain(lease)
+        self.ledger.left(lease)
 
     def reserve(self, match: Match, *args: Any, **more: Any) -> Lease | None:
         expected = self._expected(match)
@@ -348,8 +385,10 @@ class Stand:
         distance = tokens_per_checkpoint or family_of(family).tokens_per_checkpoint
         sizes = (Tokens(device_tokens), Tokens(8 * device_tokens))
         self.blocks = [
-            _poisoned(Arrangement(model.memory, _slots(model.memory, size, distance), layout))
-            for size, layout in zip(sizes, layouts, strict=True)
+            _poisoned(Arrangement(kept, _slots(kept, size, distance), layout))
+            for kept, size, layout in zip(
+                (model.memory, model.memory.at_rest), sizes, layouts, strict=True
+            )
         ]
         legs = [range(layer, layer + 1) for layer in range(model.memory.end_layer)]
         self.hands = {way: HandLane() for way in Way}

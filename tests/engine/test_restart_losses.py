@@ -20,7 +20,7 @@ from kvtide.engine.oracle import Oracle
 from kvtide.spec import ALL, Tier
 from kvtide.testing.naive import NaiveIndex
 from tests.engine.restarting import PATIENT, Life, Past, Stored, stored_page
-from tests.engine.restoring import NAMES, PAGE, model_of, text
+from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, model_of, text
 
 PAGES = 21
 EVERY = 3
@@ -64,14 +64,16 @@ def living(family: str, past: Past) -> Life:
 def lost_pages() -> Iterator[tuple[str, str, int, str]]:
     """Of a history a page in the middle; of windows and states what the deepest resume needs.
 
-    Every family loses one of each; those that keep more than a history find them corrupt, too.
+    Every family loses one of each; those that keep more than a history find them corrupt, too, if
+    no other one has a memory of that form.
     """
-    for name in NAMES:
+    for name in ALL_NAMES:
         anchors = model_of(name).memory.anchors
         for anchor in anchors:
             page = PAGES // 2 if anchor.reuse.reach is ALL else DEEPEST - 1
             yield name, anchor.name, page, "remove"
-            if name == NAMES[0] or any(one.reuse.reach is not ALL for one in anchors):
+            forms = name in NAMES and any(one.reuse.reach is not ALL for one in anchors)
+            if name == NAMES[0] or forms:
                 yield name, anchor.name, page, "corrupt"
 
 

@@ -7,18 +7,22 @@ and the naive index). Here are the cases in which every family has to find every
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
 from kvtide.cache import EveryPages
 from kvtide.spec import Tier
-from tests.engine.restoring import NAMES, PAGE, Stand, model_of, text
+from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, Stand, model_of, text
 
-WINDOWS = {
-    name: max(reaches)
-    for name in NAMES
-    if (reaches := [r for a in model_of(name).memory.anchors if (r := a.reuse.reach_pages(PAGE))])
-}
+
+def _reaches(family: str) -> list[int]:
+    """How many pages each of its windows and states reaches back."""
+    anchors = model_of(family).memory.anchors
+    return [reach for one in anchors if (reach := one.reuse.reach_pages(PAGE))]
+
+
+WINDOWS = {name: max(reaches) for name in NAMES if (reaches := _reaches(name))}
 """Families with windows or states, and how many pages these reach back."""
 
 
@@ -28,15 +32,21 @@ def _keeping(family: str, every_pages: int) -> Stand:
     return Stand(family, placement=EveryPages(every_pages), tokens_per_checkpoint=distance)
 
 
-@pytest.mark.parametrize("extra", [0, 1, PAGE - 1])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [*product(NAMES, (0, 1, PAGE - 1)), *((n, 1) for n in ALL_NAMES if n not in NAMES)],
+)
 def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
     family: str, extra: int
 ) -> None:
     stand = Stand(family)
     tokens = text(random.Random(5), 5 * PAGE + extra)
     whole = (len(tokens) - 1) // PAGE * PAGE  # The last token's logits are asked for.
-    first, again = (stand.answer(tokens, 2) for _ in range(2))
+    first = stand.answer(tokens, 2)
+    if not extra and _reaches(family):
+        # The checkpoint at its end leaves no token to compute. Who finds that leaves one before it.
+        stand.answer(tokens, 2)
+    again = stand.answer(tokens, 2)
     assert first.by_tier == {} and again.by_tier == {Tier.DEVICE: whole}
     stand.settle()
     stand.cache.flush(Tier.DEVICE)

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvtide.cache import CacheConfig, FetchPatience, StorageStats, TieredCache, Tokens
+from kvtide.cache import (
+    CacheConfig,
+    EveryPages,
+    FetchPatience,
+    StorageStats,
+    TieredCache,
+    Tokens,
+)
 from kvtide.engine import Ask, Engine, Request, State
 from kvtide.spec import Tier
 from kvtide.testing.naive import NaiveIndex
@@ -26,6 +33,9 @@ FOUND = {Tier.STORAGE: PAGES * PAGE}
 _NUMBERS = count()
 
 
+CHECKPOINT_PAGES = 4
+
+
 class Served:
     """An engine over what others stored."""
 
@@ -36,7 +46,8 @@ class Served:
         gates, keys = options.pop("gates", ()), options.pop("keys", None)
         settings = {"tokens_per_checkpoint": PAGE, "patience": PATIENT, **options}
         self.family = family
-        self.cache = TieredCache(model.memory, CacheConfig(*sizes, **settings))
+        placement = EveryPages(CHECKPOINT_PAGES)
+        self.cache = TieredCache(model.memory, CacheConfig(*sizes, **settings), placement=placement)
         self.store = Gated(past.open(self.cache), gates, keys)
         self.cache.storage.attach(self.store)
         self.engine = Engine(model, self.cache, chunk_tokens=64, most_running=most_running)
