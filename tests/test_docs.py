@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -30,6 +31,22 @@ def test_readme_code_runs_as_it_stands() -> None:
     cache.flush(Tier.DEVICE)
     assert cache.match(cache.prompt(list(range(300)))).by_tier == {Tier.HOST: 256}
     cache.close()
+
+
+def test_code_that_is_quoted_stands_in_the_file_named_before_it() -> None:
+    """Word for word, but for how far it is indented and for what `...` leaves out."""
+    parts = re.split(
+        r"```python\n(.*?)```", (ROOT / "docs/ADDING_A_MODEL.md").read_text(), flags=re.S
+    )
+    named, quoted = "", 0
+    for prose, block in zip(parts[::2], parts[1::2], strict=False):
+        named = [named, *re.findall(r"`(kvtide/[\w/]+\.py)`", prose)][-1]
+        source = (ROOT / named).read_text()
+        for run in block.split("...\n"):
+            indented = [indent(run, " " * columns) for columns in range(0, 17, 4)]
+            assert any(f"\n{each}" in source for each in indented), f"not in {named}:\n{run}"
+            quoted += 1
+    assert quoted == 7
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
