@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ POOL_OF = {layer: pool.name for pool in MEMORY.pools for layer in pool.layers}
 class History(NamedTuple):
     """What a prompt keeps: the buffers of each layer, and in which slot of them each page lies."""
 
-    buffers: dict[int, dict[str, torch.Tensor]]
+    buffers: Mapping[int, Mapping[str, torch.Tensor]]
     slots: dict[str, torch.Tensor]
     wait: Callable[[int], None]
 

@@ -59,6 +59,9 @@ class Idle:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(len(hidden), VOCABULARY)
 
+    def runs_programs(self, device: torch.device) -> bool:
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

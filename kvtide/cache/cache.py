@@ -16,7 +16,7 @@ pages on their way are not readable; whatever fails gives back all it held.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -232,7 +232,7 @@ class TieredCache:
         """For every page of the prefix on the device: has it this optional sidecar?"""
         return self.index.carries(lease.inner, sidecar)
 
-    def view(self, pool: str, layer: int) -> dict[str, torch.Tensor]:
+    def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """What a layer keeps on the device, by field: (slots, entries of a page, *shape)."""
         return self.hardware.device.view(pool, layer)
 

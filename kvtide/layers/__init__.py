@@ -4,12 +4,12 @@
 `forward`     a step as layers see it: state read and written through page tables
 `packing`     what layers see of an entry, and how a pool stores it
 `arithmetic`  the order of sums, chosen once: batched, or deterministic to the bit
-`attending`, `selecting`, `scan`, `delta`, `elementary`, `rope`   the arithmetic of layers, without
-              pages
+`attending`, `heads`, `selecting`, `scan`, `delta`, `elementary`, `rope`   the arithmetic of layers,
+              without pages
 `blueprint`   what layers are built from: weights by name, the config, the declared memory
 `ranks`       those that compute a layer together
 `dense`, `attention`, `latent`, `compressing`, `recurrent`, `associative`, `moe`, `streams`   layers
-`paged`       attention by head as one program of a CUDA device
+`programs`    what layers do, as programs of a CUDA device
 """
 
 from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic, choose

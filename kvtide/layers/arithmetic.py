@@ -3,7 +3,7 @@
 `Batched` takes all tokens of a step together. `Deterministic` promises that a token's result
 depends on nothing but its own history: not on which other sequences are in the step, where the
 token stands in it, or how its prompt was cut into steps. Equal means bit-equal, on one machine with
-one number of threads. Layers use the same four things and do not know which arithmetic they have:
+one number of threads. Layers use the same few things and do not know which arithmetic they have:
 
     linear       deterministic: tiles of a fixed number of rows, the last one padded. A row of such
                  a product does not depend on the other rows or on its place among them, which is
@@ -12,6 +12,7 @@ one number of threads. Layers use the same four things and do not know which ari
                  that kind are verified not to depend on how many there are, else one by one.
     query_block  deterministic: one query attends at a time, over exactly what it sees.
     order        deterministic: of two orders of the same sums, the one that goes token by token.
+    runs_programs  batched, on a CUDA device: `programs` do what is written in torch elsewhere.
 
 What is neither of these (residual sums, products by element, look-ups) is exact per element. Matrix
 products outside of `linear` take operands that are `aligned`.
@@ -57,6 +58,10 @@ class Arithmetic(ABC):
     query_block: int
 
     @abstractmethod
+    def runs_programs(self, device: torch.device) -> bool:
+        """Whether layers leave their work to `programs` there."""
+
+    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Rows of x times the rows of weight."""
 
@@ -71,6 +76,9 @@ class Arithmetic(ABC):
 
 class Batched(Arithmetic):
     query_block = _QUERY_BLOCK
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return device.type == "cuda"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
@@ -92,6 +100,9 @@ class Deterministic(Arithmetic):
         self._product = product
         self._tile_rows: dict[object, int] = {}
         self._rows_together = all(map(rows_stand_alone, _ROW_FUNCTIONS))
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tile = self.tile_rows(weight)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvtide.layers.blueprint import Blueprint, Part
 from kvtide.layers.delta import DeltaInput, delta_chunks, delta_tokens
-from kvtide.layers.dense import Linear
-from kvtide.layers.elementary import sigmoid, softplus, unit_length
+from kvtide.layers.dense import Linear, RMSNorm
+from kvtide.layers.elementary import Activation, sigmoid, softplus, swish, unit_length
 from kvtide.layers.forward import ForwardPass
 from kvtide.layers.recurrent import CausalConv
 from kvtide.layers.step import Rows
@@ -24,7 +24,8 @@ from kvtide.layers.step import Rows
 class Associations:
     """The convolution and the recurrence, from and to a sequence's running state.
 
-    `parts` are queries, keys and values; heads of values may share a query and a key.
+    `parts` are queries, keys and values; heads of values may share a query and a key. `decay` is
+    by head. There are as many biases as time steps: one a head, or one for each of its channels.
     """
 
     def __init__(
@@ -37,12 +38,27 @@ class Associations:
         self.activation = blueprint.activation()
         self.recur = self.arithmetic.order(delta_chunks, delta_tokens)
         self.channels = self.conv.taps.shape[1]
+        bias = blueprint.tensor("dt_bias", torch.float32)
+        decays = blueprint.tensor("A_log", torch.float32).flatten()
+        self.dt_bias = blueprint.share(bias, len(bias) // len(decays))
+        self.decay = -torch.exp(blueprint.share(decays))
 
-    def __call__(
-        self, inputs: Tensor, log_decay: Tensor, strength: Tensor, run: ForwardPass
-    ) -> Tensor:
-        """(tokens, heads, values) in fp32, from inputs before the convolution."""
+    def __call__(self, inputs: Tensor, dt: Tensor, strength: Tensor, run: ForwardPass) -> Tensor:
+        """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
+        strengths before their functions."""
+        if self.arithmetic.runs_programs(inputs.device):
+            from kvtide.layers.programs.associating import Forgetting, associate
+            from kvtide.layers.programs.convolving import convolve
+
+            swished = self.activation is swish
+            convolved = convolve(run, self.place, self.conv, inputs, swished=swished)
+            convolved = convolved if swished else self.activation(convolved)
+            forgetting = Forgetting(dt, self.dt_bias, self.decay, strength)
+            return associate(run, self.place, convolved, forgetting)
         inputs = self.conv.rounded(run, self.place, inputs).float()
+        strength = self.arithmetic.rowwise(sigmoid, strength)
+        dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias)
+        log_decay = self.decay[:, None] * dt.unflatten(1, (self.heads, -1))
         mixed = [self._sequence(run, rows, inputs, log_decay, strength) for rows in run.sequences]
         return torch.cat(mixed)
 
@@ -71,6 +87,17 @@ class Associations:
         return by_head[:, 0] * self.key_dim**-0.5, by_head[:, 1]
 
 
+def _gated(mixed: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
+    """Normed by head, then gated, in the dtype of the gate: (tokens, heads · values)."""
+    if norm.arithmetic.runs_programs(mixed.device) and activation in (swish, sigmoid):
+        from kvtide.layers.programs.gating import Gating, open_gates
+
+        how = Gating(mixed.shape[1], norm.weight, norm.eps, swished=activation is swish)
+        return open_gates(mixed.flatten(1), gate, how)
+    opened = norm.arithmetic.rowwise(activation, gate.float())
+    return (norm(mixed).flatten(1) * opened).to(gate.dtype)
+
+
 class GatedDelta:
     """Qwen's: heads forget evenly. The output is normed by head, then gated."""
 
@@ -86,8 +113,6 @@ class GatedDelta:
         self.project_in = Linear(self.arithmetic, weight)
         self.memory = Associations(blueprint, layer, [keys, keys, values], ["conv1d"])
         self.project_out = blueprint.rows("out_proj", unit=values.width)
-        self.dt_bias = blueprint.share(blueprint.tensor("dt_bias", torch.float32))
-        self.decay = -torch.exp(blueprint.share(decays))
         # Its weights lie around one, also where those of the model's other norms do not.
         self.norm = replace(blueprint, norm_offset=0.0).norm("norm")
 
@@ -95,12 +120,8 @@ class GatedDelta:
         heads, width = self.memory.heads, self.memory.value_dim
         widths = (self.memory.channels, heads * width, heads, heads)
         inputs, gate, strength, dt = self.project_in(x).split(widths, dim=-1)
-        strength = self.arithmetic.rowwise(sigmoid, strength)
-        dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias)
-        mixed = self.memory(inputs, (self.decay * dt)[..., None], strength, run)
-        opened = self.arithmetic.rowwise(self.memory.activation, gate.float())
-        gated = self.norm(mixed).flatten(1) * opened
-        return self.project_out(gated.to(x.dtype))
+        mixed = self.memory(inputs, dt, strength, run)
+        return self.project_out(_gated(mixed, gate, self.norm, self.memory.activation))
 
 
 def _by_kind(blueprint: Blueprint, parts: Sequence[Part]) -> Tensor:
@@ -135,17 +156,10 @@ class KimiDelta:
         self.memory = Associations(
             blueprint, layer, [part] * 3, ["q_conv1d", "k_conv1d", "v_conv1d"]
         )
-        self.dt_bias = blueprint.share(blueprint.tensor("dt_bias", torch.float32), self.width)
-        self.decay = -torch.exp(blueprint.share(decays))[:, None]
         self.norm = blueprint.norm("o_norm")
         self.project_out = blueprint.rows("o_proj", unit=self.width)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         forgetting, gating = self.narrow(x).split(self.narrow.weight.shape[0] // 2, dim=-1)
-        dt = self.forget(forgetting).float() + self.dt_bias
-        dt = self.arithmetic.rowwise(softplus, dt).unflatten(1, (-1, self.width))
-        strength = self.arithmetic.rowwise(sigmoid, self.strength(x))
-        mixed = self.memory(self.qkv(x), self.decay * dt, strength, run)
-        opened = self.arithmetic.rowwise(sigmoid, self.gate(gating))
-        gated = self.norm(mixed).flatten(1) * opened
-        return self.project_out(gated.to(x.dtype))
+        mixed = self.memory(self.qkv(x), self.forget(forgetting), self.strength(x), run)
+        return self.project_out(_gated(mixed, self.gate(gating), self.norm, sigmoid))

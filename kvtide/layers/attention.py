@@ -16,15 +16,14 @@ from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementary import sigmoid
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.rope import Rope, rotate
-
-Heads = tuple[Tensor, Tensor, Tensor]
+from kvtide.layers.heads import Heads, Preparing
+from kvtide.layers.rope import Rope
 
 
 class Attention:
     """Queries, keys and values by head; keys are kept after their rotation, if there is one.
 
-    `cap`: the limit of scores, where a model has one.
+    `cap`: the limit of scores, where a model has one. `key_gain`: what it multiplies keys by.
     """
 
     QUERY_NORM: ClassVar[str] = "q_norm"
@@ -38,6 +37,7 @@ class Attention:
         rope: Rope | None,
         scale: float | None = None,
         cap: float | None = None,
+        key_gain: float = 1.0,
     ) -> None:
         self.arithmetic = blueprint.arithmetic
         self.place = blueprint.place(layer, "k")
@@ -45,10 +45,11 @@ class Attention:
         self.rope = rope
         self.qkv = self.projection(blueprint)
         self.out = blueprint.rows(self.OUT, unit=self.head_dim)
-        self.query_norm, self.key_norm = (
+        query_norm, key_norm = (
             blueprint.norm(name) if blueprint.has(f"{name}.weight") else None
             for name in (self.QUERY_NORM, self.KEY_NORM)
         )
+        self.preparing = Preparing(self.kv_heads, query_norm, key_norm, key_gain)
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
         sinks = None if sinks is None else blueprint.share(sinks)
         self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
@@ -58,28 +59,23 @@ class Attention:
         return blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.head_dim)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        return self.out(self.attended(self.heads(x), run))
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.out(self.attended(by_head, run))
 
-    def attended(self, heads: Heads, run: ForwardPass) -> Tensor:
-        """What the heads saw, side by side: (tokens, heads · dim)."""
-        queries, keys, values = heads
+    def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
+        """What the heads of a projection saw, side by side: (tokens, heads · dim)."""
+        turns = None
         if (rope := self.rope) is not None:
             turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
-            heads = (rotate(queries, turns), rotate(keys, turns), values)
-        block = self.arithmetic.query_block
+        if self.arithmetic.runs_programs(by_head.device):
+            # Only who has such a device needs the compiler.
+            from kvtide.layers.programs.attention import attend_paged
+            from kvtide.layers.programs.heads import keep_heads
+
+            queries, kept = keep_heads(run, self.place, by_head, turns, self.preparing)
+            return attend_paged(run, self.place, queries, kept, self.how).flatten(1)
+        heads, block = self.preparing(by_head, turns), self.arithmetic.query_block
         return attend_over_pages(run, self.place, heads, self.how, block).flatten(1)
-
-    def heads(self, x: Tensor) -> Heads:
-        """Before rotation: (tokens, heads, dim) each."""
-        return self.normed(self.qkv(x).view(len(x), -1, self.head_dim))
-
-    def normed(self, by_head: Tensor) -> Heads:
-        """Apart, with the norms that there are, of all heads side by side."""
-        split = (by_head.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads)
-        queries, keys, values = by_head.split(split, dim=1)
-        queries = queries if self.query_norm is None else self.query_norm(queries)
-        keys = keys if self.key_norm is None else self.key_norm(keys)
-        return queries, keys, values
 
 
 class GatedAttention(Attention):
@@ -105,7 +101,7 @@ class GatedAttention(Attention):
         by_head = self.qkv(x).view(len(x), -1, self.head_dim)
         heads = (by_head.shape[1] - 2 * self.kv_heads) // 2
         attending, gates = by_head.split((heads + 2 * self.kv_heads, heads), dim=1)
-        attended = self.attended(self.normed(attending), run)
+        attended = self.attended(attending, run)
         opened = self.arithmetic.rowwise(sigmoid, gates.flatten(1))
         return self.out(attended * opened.to(x.dtype))
 
@@ -130,11 +126,6 @@ def attend_over_pages(
     """
     queries, keys, values = heads
     kept = run.keep(place, {"k": keys, "v": values})
-    if queries.is_cuda and query_block > 1:
-        # Only who has such a device needs the compiler.
-        from kvtide.layers.paged import attend_paged
-
-        return attend_paged(run, place, queries.contiguous(), kept, how)
     mixed = []
     for rows in run.sequences:
         new = slice(rows.start, rows.end)

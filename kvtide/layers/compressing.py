@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.dense import Linear
+from kvtide.layers.dense import WideLinear
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 from kvtide.layers.rope import Rope, rotate_neighbours
@@ -121,7 +121,7 @@ class Compressor:
         self._field = self.entries.packing.parts[0].logical.name
         # In fp32 whatever the model computes in, as the lab does: so is what they are added up in.
         weights = [blueprint.tensor(f"{name}.weight", torch.float32) for name in ("wkv", "wgate")]
-        self.project = Linear(self.arithmetic, torch.cat(weights))
+        self.project = WideLinear(self.arithmetic, torch.cat(weights), blueprint.dtype)
         self.position = blueprint.tensor("ape", torch.float32)
         self.norm = blueprint.norm("norm")
         within = blueprint.pool(f"{pool}_open", layer)
@@ -132,7 +132,7 @@ class Compressor:
 
     def __call__(self, x: Tensor, run: ForwardPass) -> list[Tensor]:
         """Every sequence's entries, those of earlier steps and those that this one closes."""
-        values, gates = self.project(x.float()).chunk(2, dim=-1)
+        values, gates = self.project(x).chunk(2, dim=-1)
         gates = gates + self.position[run.positions % self.ratio]
         closed = []
         for rows in run.sequences:
@@ -147,6 +147,19 @@ class Compressor:
             torch.cat([run.entries(self.entries, rows)[name], new])
             for rows, new in zip(run.sequences, parts, strict=True)
         ]
+
+    def write(self, x: Tensor, run: ForwardPass) -> None:
+        """The same by program: entries and means go to their pages, where others read them."""
+        from kvtide.layers.programs.compressing import Stream, compress
+
+        turns = run.shared((self.rope, self.ratio), lambda: self.rope(self._begins(run.positions)))
+        norm = (self.norm.weight, self.norm.eps)
+        stream = Stream(self.entries, self.own, self.share, self.position, norm)
+        compress(run, stream, self.project(x), turns, x.dtype)
+
+    def _begins(self, positions: Tensor) -> Tensor:
+        """Where the block of each token begins."""
+        return positions // self.ratio * self.ratio
 
     def _kept(self, means: Tensor, run: ForwardPass) -> Tensor:
         """Entries as they are kept: normed, and turned to where their block begins."""

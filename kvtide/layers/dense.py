@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.elementary import Activation, layer_norm, rms_norm
+from kvtide.layers.elementary import Activation, layer_norm, rms_norm, sigmoid
 from kvtide.layers.ranks import ALONE, TensorRanks
 
 
@@ -32,6 +33,33 @@ class Linear:
         return whole if self.bias is None else whole + self.bias
 
 
+class WideLinear:
+    """Weights and results in fp32, of rows in the model's dtype.
+
+    On a device that runs programs no product of a model in bf16 is in fp32: its rows are multiplied
+    by two bf16 halves of the weight, and what is lost is below 2⁻¹⁶ of a weight. Checkpoints saved
+    in bf16 have but one half, and lose nothing.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, weight: Tensor, dtype: torch.dtype) -> None:
+        self.arithmetic, self.outputs = arithmetic, len(weight)
+        self.divided = dtype == torch.bfloat16 and arithmetic.runs_programs(weight.device)
+        self.weight = halves(weight) if self.divided else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.divided:
+            return self.arithmetic.linear(x.float(), self.weight)
+        products, rows = torch.mm(x, self.weight.T, out_dtype=torch.float32), self.outputs
+        return products if len(self.weight) == rows else products[:, :rows] + products[:, rows:]
+
+
+def halves(weight: Tensor) -> Tensor:
+    """A weight in bf16, and below it what that leaves, if it leaves anything."""
+    high = weight.to(torch.bfloat16)
+    low = (weight - high.float()).to(torch.bfloat16)
+    return torch.cat([high, low]) if bool(low.any()) else high
+
+
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
     """Over the last axis: of a token, or of each of its heads."""
@@ -41,7 +69,20 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.arithmetic.runs_programs(x.device):
+            from kvtide.layers.programs.rows import normed
+
+            return normed(x, self.weight, self.eps)
         return self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), x)
+
+    def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        if self.arithmetic.runs_programs(x.device):
+            from kvtide.layers.programs.rows import added
+
+            return added(x, y, self.weight, self.eps)
+        total = x + y
+        return total, self(total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +95,10 @@ class LayerNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.arithmetic.runs_programs(x.device):
+            from kvtide.layers.programs.rows import layer_normed
+
+            return layer_normed(x, self.weight, self.bias, self.eps)
         return self.arithmetic.rowwise(
             lambda rows: layer_norm(rows, self.weight, self.bias, self.eps), x
         )
@@ -73,6 +118,19 @@ class GatedMLP:
         return self.gated(*self.gate_up(x).chunk(2, dim=-1))
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.arithmetic.runs_programs(up.device):
+            from kvtide.layers.programs.rows import gated
+
+            return self.down(gated(gate, up, self.activation, self.limit))
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return self.down(self.arithmetic.rowwise(self.activation, gate) * up)
+
+
+def opened(arithmetic: Arithmetic, gates: Tensor, x: Tensor) -> Tensor:
+    """x · σ(gates): one for every element, or (tokens, 1) for all of a token."""
+    if arithmetic.runs_programs(x.device):
+        from kvtide.layers.programs.rows import gated
+
+        return gated(gates, x, sigmoid)
+    return x * arithmetic.rowwise(sigmoid, gates).to(x.dtype)

@@ -38,6 +38,15 @@ def softplus(x: Tensor) -> Tensor:
     return torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)
 
 
+def sqrt_softplus(x: Tensor) -> Tensor:
+    return softplus(x).sqrt()
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Over the last axis."""
+    return x.softmax(-1)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     raised = x.clamp(min=0)
     return raised * raised

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.packing import Fields, Packing, at_slots, packing, plain
-from kvtide.layers.step import Rows, Step
+from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import ALL, Field, ModelMemory, PoolSpec, SpecError
 
 T = TypeVar("T")
@@ -84,6 +84,17 @@ class ForwardPass:
     def positions(self) -> Tensor:
         return self.step.positions
 
+    @property
+    def batch(self) -> Batch:
+        """The step's sequences as programs see them."""
+        known = self.step.batch
+        return known or self.shared(Batch, lambda: Batch.of(self.sequences, self.positions.device))
+
+    @property
+    def writes_by_program(self) -> bool:
+        """Whatever the arithmetic: the bytes are the same."""
+        return self.positions.is_cuda
+
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What several layers need alike (rotary angles), computed for the first that asks."""
         if key not in self._shared:
@@ -99,6 +110,10 @@ class ForwardPass:
         There is one for every token; in a pool of one entry for r tokens, one for every r-th token
         that the step completes, sequence by sequence.
         """
+        if self.writes_by_program and place.pool.tokens_per_entry == 1:
+            from kvtide.layers.programs.keeping import keep
+
+            return keep(self, place, entries)
         rows, slots, within = self._target(place)
         view = self.step.view(place.pool.name, place.layer)
         kept = place.packing.pack(entries)
@@ -179,9 +194,23 @@ class ForwardPass:
         for name, value in place.packing.pack(states).items():
             view[name][slots[kept], -1] = value[kept]
 
+    def state_slots(self, place: Place) -> tuple[Tensor, Tensor]:
+        """For programs: where each sequence's running state lies before the step, and where it
+        goes after it; (sequences,) int32, -1 for nowhere."""
+        key = ("state slots", place.anchor)
+        return self.shared(key, lambda: _state_slots(self.batch, place.anchor, self.step))
+
     def rounded(self, place: Place, field: str, value: Tensor) -> Tensor:
         """The value with the precision that the pool keeps of it."""
         return place.packing.rounded(field, value)
 
     def _slot(self, place: Place, rows: Rows, position: int) -> int:
         return int(rows.slots[place.anchor][position // self.step.page_tokens])
+
+
+def _state_slots(batch: Batch, anchor: str, step: Step) -> tuple[Tensor, Tensor]:
+    starts, ends, past = batch.rows.long().unbind(1)
+    tables = batch.slots[anchor]
+    before = tables.gather(1, (past - 1).clamp(min=0)[:, None] // step.page_tokens).squeeze(1)
+    last = (past + ends - starts - 1)[:, None] // step.page_tokens
+    return before.masked_fill(past == 0, -1), tables.gather(1, last).squeeze(1)

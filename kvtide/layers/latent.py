@@ -92,10 +92,24 @@ class LatentAttention:
     ) -> Tensor:
         """Keeps the step's latents and attends with its queries.
 
-        `seen` has for every sequence what each of its queries sees, (queries, tokens); without it
-        they see all tokens up to themselves.
+        `seen` has for every sequence what each of its queries sees, (queries, tokens); where
+        programs run, it has for all of them together the numbers of the tokens that each sees,
+        (queries, count). Without it they see all tokens up to themselves.
         """
         queries, kept = self._latent_queries(narrow, run), self._keep(x, run)
+        mixed = self._mixed(queries, kept, run, seen)
+        return self.out(self.by_head(mixed, self.from_latent).flatten(1))
+
+    def _mixed(
+        self, queries: Tensor, kept: Fields, run: ForwardPass, seen: Sequence[Tensor] | None
+    ) -> Tensor:
+        """The latents that queries see, with their shares: (tokens, heads, latent dimensions)."""
+        if self.arithmetic.runs_programs(queries.device):
+            # Only who has such a device needs the compiler.
+            from kvtide.layers.programs.shared import attend_latent
+
+            chosen = None if seen is None else seen[0]
+            return attend_latent(run, self.place, queries, self.how, chosen)
         block, mixed = self.arithmetic.query_block, []
         for rows, view in zip(run.sequences, seen or repeat(None), strict=seen is not None):
             ours = queries[rows.start : rows.end]
@@ -104,7 +118,7 @@ class LatentAttention:
                 mixed.append(attend(ours, keys, latents, self.how, block))
             else:
                 mixed.append(attend_seen(ours, keys, latents, view, self.how, block))
-        return self.out(self.by_head(torch.cat(mixed), self.from_latent).flatten(1))
+        return torch.cat(mixed)
 
     def _latent_queries(self, narrow: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, latent and shared dimensions)."""

@@ -5,17 +5,17 @@ Every rank works out all routes; it has its share of the experts and adds up wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.dense import Linear
-from kvtide.layers.elementary import sigmoid
-from kvtide.layers.ranks import ALONE, TensorRanks
+from kvtide.layers.dense import Linear, WideLinear
+from kvtide.layers.elementary import Activation, sigmoid, swish
+from kvtide.layers.ranks import TensorRanks
 from kvtide.layers.selecting import top
 
 
@@ -56,6 +56,22 @@ def route(
     return share_out(arithmetic, scores, top(ranked, choice.count), choice)
 
 
+def score_and_route(
+    arithmetic: Arithmetic,
+    logits: Tensor,
+    choice: Choice,
+    score: Activation,
+    bias: Tensor | None = None,
+) -> Routing:
+    """As `route`, by the scores that logits have."""
+    if arithmetic.runs_programs(logits.device):
+        from kvtide.layers.programs import routing
+
+        if routing.takes(logits.shape[1], choice, score):
+            return routing.route(logits, choice, score, bias)
+    return route(arithmetic, arithmetic.rowwise(score, logits.float()), choice, bias)
+
+
 def share_out(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, choice: Choice) -> Routing:
     """Every chosen expert's share, by its score."""
     shares = scores.gather(1, experts)
@@ -89,24 +105,26 @@ class Router:
         self,
         blueprint: Blueprint,
         choice: Choice,
-        score: Callable[[Tensor], Tensor] = sigmoid,
+        score: Activation = sigmoid,
         bias: str | None = CORRECTION_BIAS,
     ) -> None:
         self.arithmetic, self.choice, self.score = blueprint.arithmetic, choice, score
-        self.linear = Linear(self.arithmetic, blueprint.tensor("weight", torch.float32))
+        weight = blueprint.tensor("weight", torch.float32)
+        self.linear = WideLinear(self.arithmetic, weight, blueprint.dtype)
         self.bias = None if bias is None else blueprint.tensor(bias, torch.float32)
         self._check(blueprint)
 
     @property
     def experts(self) -> int:
-        return len(self.linear.weight)
+        return self.linear.outputs
 
     def __call__(self, x: Tensor) -> Routing:
-        return route(self.arithmetic, self.scores(x), self.choice, self.bias)
+        logits = self.linear(x)
+        return score_and_route(self.arithmetic, logits, self.choice, self.score, self.bias)
 
     def scores(self, x: Tensor) -> Tensor:
         """(tokens, experts), before any bias."""
-        return self.arithmetic.rowwise(self.score, self.linear(x.float()))
+        return self.arithmetic.rowwise(self.score, self.linear(x))
 
     def _check(self, blueprint: Blueprint) -> None:
         choice, (each, rest) = self.choice, divmod(self.experts, self.choice.groups)
@@ -120,6 +138,11 @@ class Router:
 
 def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> Routing:
     """The largest `count` logits, and a softmax over those alone."""
+    if arithmetic.runs_programs(logits.device):
+        from kvtide.layers.programs import routing
+
+        if routing.takes(logits.shape[1], Choice(count), None):
+            return routing.route(logits, Choice(count), None, softmax_of_best=True)
     experts = top(logits.float(), count)
     best = logits.float().gather(1, experts)
     return Routing(experts, arithmetic.rowwise(lambda rows: rows.softmax(-1), best))
@@ -163,40 +186,110 @@ class Crew:
         return self.ranks.total(mixed).to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """What an expert does between its two projections, with what the first one gives.
+
+    activation  of the gate, or of everything where there is no gate
+    gated       the first half is a gate for the second
+    limit       what neither half may exceed
+    gain        how steep a swish is
+    offset      what the second half is taken plus
+    """
+
+    activation: Activation = swish
+    gated: bool = True
+    limit: float | None = None
+    gain: float = 1.0
+    offset: float = 0.0
+
+    def __call__(self, arithmetic: Arithmetic, given: Tensor) -> Tensor:
+        if not self.gated:
+            return arithmetic.rowwise(self._opened, given)
+        gate, up = given.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return arithmetic.rowwise(self._opened, gate) * (up + self.offset if self.offset else up)
+
+    def _opened(self, rows: Tensor) -> Tensor:
+        return swish(rows, self.gain) if self.activation is swish else self.activation(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One projection of every expert: (experts, outputs, inputs), and a bias (experts, outputs)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, projections: Iterable[Linear], count: int) -> Stack:
+        """Of so many, each of which is needed no longer when the next one is taken."""
+        stack: Stack | None = None
+        for number, one in enumerate(projections):
+            stack = stack or cls._empty(one, count)
+            stack.weight[number] = one.weight
+            assert (one.bias is None) == (stack.bias is None), "some have a bias and some do not"
+            if stack.bias is not None and one.bias is not None:
+                stack.bias[number] = one.bias
+        assert stack is not None
+        return stack
+
+    @classmethod
+    def _empty(cls, like: Linear, count: int) -> Stack:
+        weight = like.weight.new_empty((count, *like.weight.shape))
+        bias = None if like.bias is None else like.bias.new_empty((count, *like.bias.shape))
+        return cls(weight, bias)
+
+    def __call__(self, arithmetic: Arithmetic, number: int, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[number]
+        return arithmetic.linear(x, self.weight[number], bias)
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs, numbered from 0 under the blueprint's name."""
+    """This rank's experts, each two projections with a gating between them.
 
-    def __init__(
-        self, blueprint: Blueprint, count: int, *names: str, limit: float | None = None
-    ) -> None:
-        self.crew = Crew.of(blueprint, count)
-        # An expert is one rank's, and whole.
-        whole = replace(blueprint, ranks=ALONE)
-        self.mlps = [whole.under(str(number)).mlp(*names, limit=limit) for number in self.crew.own]
+    What a gated one's first projection gives is gate and up, side by side.
+    """
+
+    arithmetic: Arithmetic
+    crew: Crew
+    gate_up: Stack
+    down: Stack
+    gating: Gating
+
+    @classmethod
+    def numbered(
+        cls, blueprint: Blueprint, count: int, *names: str, limit: float | None = None
+    ) -> Experts:
+        """Of weights for every expert, numbered from 0 under the blueprint's name. `names` are
+        those of gate, up and down, if they are not the usual, or of up and down alone."""
+        *first, last = names or ("gate_proj", "up_proj", "down_proj")
+        crew = Crew.of(blueprint, count)
+        each = [blueprint.under(str(number)) for number in crew.own]
+        gating = Gating(blueprint.activation(), gated=len(first) == 2, limit=limit)
+        gate_up = Stack.of((one.linear(*first) for one in each), len(each))
+        down = Stack.of((one.linear(last) for one in each), len(each))
+        return cls(blueprint.arithmetic, crew, gate_up, down, gating)
+
+    @classmethod
+    def stacked(cls, blueprint: Blueprint, count: int, gate_up: str, down: str) -> Experts:
+        """Of two weights with an axis for experts."""
+        crew = Crew.of(blueprint, count)
+        first, last = (Stack(crew.share(blueprint.tensor(name))) for name in (gate_up, down))
+        return cls(blueprint.arithmetic, crew, first, last, Gating(blueprint.activation()))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        return self.crew.mix(x, routing, lambda number, rows: self.mlps[number](rows))
+        if self.arithmetic.runs_programs(x.device):
+            from kvtide.layers.programs.experts import mix
 
-
-class StackedExperts:
-    """As `Experts`, but in two weights with an axis for experts: gate and up side by side, and
-    down."""
-
-    def __init__(self, blueprint: Blueprint, count: int, gate_up: str, down: str) -> None:
-        self.arithmetic = blueprint.arithmetic
-        self.activation = blueprint.activation()
-        self.crew = Crew.of(blueprint, count)
-        self.gate_up, self.down = (
-            self.crew.share(blueprint.tensor(name)) for name in (gate_up, down)
-        )
-
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+            return self.crew.ranks.total(mix(self, x, routing)).to(x.dtype)
         return self.crew.mix(x, routing, self._expert)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        linear = self.arithmetic.linear
-        gate, up = linear(x, self.gate_up[number]).chunk(2, dim=-1)
-        return linear(self.arithmetic.rowwise(self.activation, gate) * up, self.down[number])
+        given = self.gating(self.arithmetic, self.gate_up(self.arithmetic, number, x))
+        return self.down(self.arithmetic, number, given)
 
 
 @dataclass(frozen=True, slots=True)

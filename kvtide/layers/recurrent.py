@@ -70,6 +70,7 @@ class ShortConv:
     """A convolution between two gates, and nothing else that remembers."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
+        self.arithmetic = blueprint.arithmetic
         self.place = blueprint.place(layer, "conv")
         channels = Part(blueprint.config.count("hidden_size"))
         self.project_in = blueprint.fused("in_proj", [channels] * 3)
@@ -78,14 +79,21 @@ class ShortConv:
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         before, after, inputs = self.project_in(x).chunk(3, dim=-1)
-        inputs = self.conv.rounded(run, self.place, before * inputs).float()
+        return self.project_out(after * self._convolved(before * inputs, run).to(x.dtype))
+
+    def _convolved(self, inputs: Tensor, run: ForwardPass) -> Tensor:
+        if self.arithmetic.runs_programs(inputs.device):
+            from kvtide.layers.programs.convolving import convolve
+
+            return convolve(run, self.place, self.conv, inputs, swished=False)
+        inputs = self.conv.rounded(run, self.place, inputs).float()
         mixed = []
         for rows in run.sequences:
             ours = inputs[rows.start : rows.end]
             convolved, tail = self.conv(ours, run.recall(self.place, rows))
             run.remember(self.place, rows, tail)
             mixed.append(convolved)
-        return self.project_out(after * torch.cat(mixed).to(x.dtype))
+        return torch.cat(mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +118,14 @@ class GroupedNorm:
         own = weight.view(max(1, groups // ranks.count), -1)
         return cls(blueprint.arithmetic, own, norm.eps, groups, ranks)
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether each group is on one rank."""
+        return self.groups >= self.ranks.count
+
     def __call__(self, x: Tensor) -> Tensor:
         grouped = x.view(len(x), *self.weight.shape)
-        if self.groups >= self.ranks.count:
+        if self.stands_alone:
             return self.arithmetic.rowwise(self._normed, grouped).flatten(1)
         squares = self.arithmetic.rowwise(lambda rows: (rows * rows).sum(-1), grouped)
         sums = x.new_zeros(len(x), self.groups)
@@ -166,17 +179,29 @@ class Mamba2:
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         inner = self.heads * self.head_dim
         gate, inputs, dt = self.project(x).split((inner, inner + 2 * self.shared, self.heads), -1)
+        mixed = self._mixed(inputs, dt, run)
+        return self.project_out(self._gated(mixed, gate))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Side by side: the gate, the convolution's inputs (x, B, C), the time steps."""
+        return self.project_in(x)
+
+    def _mixed(self, inputs: Tensor, dt: Tensor, run: ForwardPass) -> Tensor:
+        """(tokens, inner) in fp32, from and to the running states."""
+        if self.arithmetic.runs_programs(inputs.device):
+            from kvtide.layers.programs.convolving import convolve
+            from kvtide.layers.programs.scanning import Scanning, scan
+
+            convolved = convolve(run, self.place, self.conv, inputs, swished=True)
+            how = Scanning(self.dt_bias, self.decay, self.skip, self.dt_limits)
+            return scan(run, self.place, how, convolved, dt)
         inputs = self.conv.rounded(run, self.place, inputs).float()
         dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias).clamp(*self.dt_limits)
         mixed = [
             self._sequence(run, rows, inputs[rows.start : rows.end], dt[rows.start : rows.end])
             for rows in run.sequences
         ]
-        return self.project_out(self._gated(torch.cat(mixed), gate.float()).to(x.dtype))
-
-    def project(self, x: Tensor) -> Tensor:
-        """Side by side: the gate, the convolution's inputs (x, B, C), the time steps."""
-        return self.project_in(x)
+        return torch.cat(mixed)
 
     def _sequence(self, run: ForwardPass, rows: Rows, inputs: Tensor, dt: Tensor) -> Tensor:
         """One sequence's tokens, from and to its running state: (tokens, inner)."""
@@ -194,7 +219,16 @@ class Mamba2:
         return mixed.flatten(1)
 
     def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        opened = self.arithmetic.rowwise(swish, gate)
-        if self.norm is None:
-            return mixed * opened
-        return self.norm(mixed) * opened if self.norm_first else self.norm(mixed * opened)
+        """In the dtype of the gate."""
+        norm, groups = self.norm, self.heads if self.norm is None else len(self.norm.weight)
+        if self.arithmetic.runs_programs(mixed.device) and (norm is None or norm.stands_alone):
+            from kvtide.layers.programs.gating import Gating, open_gates
+
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return open_gates(mixed, gate, Gating(groups, weight, eps, self.norm_first))
+        opened = self.arithmetic.rowwise(swish, gate.float())
+        if norm is None:
+            closed = mixed * opened
+        else:
+            closed = norm(mixed) * opened if self.norm_first else norm(mixed * opened)
+        return closed.to(gate.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Rope:
 
     frequencies: Tensor
     gain: float = 1.0
+    _placed: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def dims(self) -> int:
@@ -32,8 +33,14 @@ class Rope:
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Cosines and sines at these positions: (tokens, 2, pairs)."""
-        angles = positions[:, None].float() * self.frequencies.to(positions.device)
+        angles = positions[:, None].float() * self._on(positions.device)
         return torch.stack([angles.cos(), angles.sin()], dim=1) * self.gain
+
+    def _on(self, device: torch.device) -> Tensor:
+        """The frequencies there: sent once, so that later calls send nothing."""
+        if device not in self._placed:
+            self._placed[device] = self.frequencies.to(device)
+        return self._placed[device]
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ complete is never written again, so a snapshot at a page's end stays what it was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,47 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """The same rows in tensors of the device, for programs that take all sequences at once.
+
+    rows       (sequences, 3) int32: first row, end row, tokens before the step
+    owners     (tokens,) int32: the sequence of every token
+    slots      by anchor, (sequences, pages) int32: -1 where it keeps no such page, and beyond the
+               last page of a sequence
+    longest    the most new tokens that a sequence has
+    most_past  no sequence has more earlier tokens: by this, work is divided
+
+    A step of single tokens (`longest` 1) may be recorded once and played again with other
+    numbers in the same tensors. What runs in it depends on nothing else: not on `Step.sequences`,
+    and not on what a tensor holds. Rows that nobody needs then are sequences of one token without
+    slots.
+    """
+
+    rows: Tensor
+    owners: Tensor
+    slots: Mapping[str, Tensor]
+    longest: int
+    most_past: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[Rows], device: torch.device) -> Batch:
+        spans = torch.tensor([(s.start, s.end, s.past) for s in sequences], dtype=torch.int32)
+        counts = spans[:, 1] - spans[:, 0]
+        owners = torch.arange(len(sequences), dtype=torch.int32).repeat_interleave(counts)
+        slots = {}
+        for anchor in sequences[0].slots:
+            tables = [s.slots[anchor].to(torch.int32) for s in sequences]
+            slots[anchor] = torch.nn.utils.rnn.pad_sequence(tables, True, -1)
+        longest, most_past = int(counts.max()), max(s.past for s in sequences)
+        return cls(spans.to(device), owners.to(device), slots, longest, most_past)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """`view(pool, layer)` gives a layer's fields as tensors (slots, entries of a page, *shape).
 
     `wait(layer)` must be called before a layer reads the state of earlier tokens: it may still be
-    on its way.
+    on its way. `batch` is there if whoever made the step has it.
     """
 
     tokens: torch.Tensor
@@ -53,3 +90,4 @@ class Step:
     page_tokens: int
     view: Callable[[str, int], Mapping[str, torch.Tensor]]
     wait: Callable[[int], None]
+    batch: Batch | None = None

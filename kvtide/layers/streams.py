@@ -11,12 +11,17 @@ the same for every token.
 from __future__ import annotations
 
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvtide.layers.blueprint import Blueprint
+from kvtide.layers.dense import RMSNorm
 from kvtide.layers.elementary import rms_norm, sigmoid
+
+if TYPE_CHECKING:
+    from kvtide.layers.programs.streams import Mixing
 
 
 class _Mixes:
@@ -32,11 +37,20 @@ class _Mixes:
         self.eps = config.number("hc_eps")
         self.norm_eps = config.number("rms_norm_eps")
         self.one = torch.ones((), device=self.base.device)
+        self.dtype = blueprint.dtype
+        self.by_program = self.arithmetic.runs_programs(self.base.device)
 
     def logits(self, streams: Tensor) -> Tensor:
         flat = streams.flatten(1).float()
         normed = self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.one, self.norm_eps), flat)
         return self.arithmetic.linear(normed, self.project)
+
+    def mixed(self, scales: Tensor, rounds: int = 0) -> Mixing:
+        """The same, for programs."""
+        from kvtide.layers.programs.streams import Mixing
+
+        numbers = {"eps": self.eps, "norm_eps": self.norm_eps, "rounds": rounds}
+        return Mixing.of(self.project, scales, self.base, self.dtype, **numbers)
 
 
 class Around(_Mixes):
@@ -48,20 +62,45 @@ class Around(_Mixes):
         self.scales = self.scale.repeat_interleave(
             torch.tensor([self.count, self.count, self.count**2], device=self.scale.device)
         )
+        self.mixing = self.mixed(self.scales, self.rounds) if self.by_program else None
 
     def gathered(self, streams: Tensor) -> tuple[Tensor, Tensor]:
         """The sublayer's input, and the weights with which its output is given back."""
         weights = self.arithmetic.rowwise(self._weights, self.logits(streams))
         return _weighed(weights[:, : self.count], streams), weights[:, self.count :]
 
+    def normed(self, streams: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """As `gathered`, with the norm that the sublayer begins with."""
+        if self.mixing is not None:
+            from kvtide.layers.programs.streams import gathered
+
+            return gathered(self.mixing, streams, norm)
+        x, weights = self.gathered(streams)
+        return norm(x), weights
+
     def spread(self, given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
         """The streams after the sublayer."""
+        if self.mixing is not None:
+            from kvtide.layers.programs.streams import spread
+
+            return spread(given, streams, weights)
         back, mixing = weights[:, : self.count], weights[:, self.count :]
         mixing = mixing.unflatten(1, (self.count, self.count))
         wide = given.float()[:, None] * back[..., None]
         for number in range(self.count):
             wide = wide + mixing[:, number, :, None] * streams[:, number, None].float()
         return wide.to(streams.dtype)
+
+    def passed(
+        self, given: Tensor, streams: Tensor, weights: Tensor, following: Around, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The streams after the sublayer, and what `following.normed` gives of them."""
+        if following.mixing is not None:
+            from kvtide.layers.programs.streams import passed
+
+            return passed(given, streams, weights, following.mixing, norm)
+        streams = self.spread(given, streams, weights)
+        return streams, *following.normed(streams, norm)
 
     def _weights(self, logits: Tensor) -> Tensor:
         """Taking, giving back, mixing: (rows, count + count + count²)."""
@@ -80,7 +119,15 @@ class Around(_Mixes):
 class Joined(_Mixes):
     """What makes one of the streams after the last layer."""
 
+    def __init__(self, blueprint: Blueprint, prefix: str) -> None:
+        super().__init__(blueprint, prefix)
+        self.mixing = self.mixed(self.scale.expand_as(self.base)) if self.by_program else None
+
     def __call__(self, streams: Tensor) -> Tensor:
+        if self.mixing is not None:
+            from kvtide.layers.programs.streams import joined
+
+            return joined(self.mixing, streams)
         logits = self.logits(streams) * self.scale + self.base
         return _weighed(self.arithmetic.rowwise(sigmoid, logits) + self.eps, streams)
 

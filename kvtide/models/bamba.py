@@ -25,8 +25,8 @@ class BambaLayer:
         self.before_mlp = blueprint.norm("pre_ff_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.mixer(self.before_mixer(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        return x + self.mlp(normed)
 
 
 class Bamba(Decoder):

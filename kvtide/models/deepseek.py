@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.elementary import sigmoid
+from kvtide.layers.elementary import Activation, sigmoid, softmax
 from kvtide.layers.latent import LatentAttention, Rotation
 from kvtide.layers.moe import CORRECTION_BIAS, Choice, Experts, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
@@ -27,10 +27,10 @@ def _experts(blueprint: Blueprint) -> Mixture:
     router = Router(gate, _choice(config), _scoring(config), bias)
     experts, shared = blueprint.under("experts"), blueprint.under("shared_experts")
     beside = shared.mlp() if shared.has("gate_proj.weight") else None
-    return Mixture(router, Experts(experts, router.experts), beside)
+    return Mixture(router, Experts.numbered(experts, router.experts), beside)
 
 
-def _scoring(config: Config) -> Callable[[Tensor], Tensor]:
+def _scoring(config: Config) -> Activation:
     name = str(config.find("scoring_func"))
     if name not in _SCORINGS:
         raise config.refusal(
@@ -57,10 +57,7 @@ def _choice(config: Config) -> Choice:
     )
 
 
-_SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": sigmoid,
-    "softmax": lambda rows: rows.softmax(-1),
-}
+_SCORINGS: dict[str, Activation] = {"sigmoid": sigmoid, "softmax": softmax}
 _GROUP_DEPTHS: dict[str, int | None] = {"greedy": None, "group_limited_greedy": 1, "noaux_tc": 2}
 """By how many of its best experts a group is judged; None where groups do not matter."""
 
@@ -74,8 +71,8 @@ class DeepSeekLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.attention(self.before_attention(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        return x + self.mlp(normed)
 
 
 class DeepSeek3(Decoder):

@@ -52,11 +52,16 @@ class TokenIndexer:
         self.scale = (self.heads * self.dim) ** -0.5
 
     def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> list[Tensor]:
-        """For every sequence what each of its queries sees: (queries, tokens)."""
+        """What queries see, as `LatentAttention.attended` takes it."""
         queries = self._turned(self.queries(narrow).view(len(x), self.heads, self.dim), run)
         keys = self._turned(self.key_norm(self.keys(x))[:, None], run)[:, 0]
         kept = run.keep(self.place, {"index_key": keys})["index_key"]
         weights = self.weights(x.float()) * self.scale
+        if self.arithmetic.runs_programs(x.device):
+            # Only who has such a device needs the compiler.
+            from kvtide.layers.programs.choosing import choose_paged
+
+            return [choose_paged(run, self.place, queries, weights, self.count)]
         block, chosen = self.arithmetic.query_block, []
         for rows in run.sequences:
             new = slice(rows.start, rows.end)

@@ -21,8 +21,7 @@ from torch.nn import functional
 from kvtide.layers import Blueprint, ForwardPass, Place, Step
 from kvtide.layers.attending import Attending, attend_seen
 from kvtide.layers.compressing import Compressor
-from kvtide.layers.dense import Linear
-from kvtide.layers.elementary import rms_norm, softplus
+from kvtide.layers.elementary import rms_norm, sqrt_softplus
 from kvtide.layers.moe import Choice, Experts, Router, Routing, share_out
 from kvtide.layers.rope import Rope, rope, rotate_neighbours
 from kvtide.layers.selecting import choose
@@ -59,6 +58,16 @@ class BlockIndexer:
             chosen.append(choose(queries[new], weights[new], keys, visible, self.count, block))
         return chosen
 
+    def by_program(self, x: Tensor, low: Tensor, turns: Tensor, run: ForwardPass) -> Tensor:
+        """The numbers of those that are chosen, (tokens, count): -1 for none."""
+        from kvtide.layers.programs.choosing import choose_paged
+        from kvtide.layers.programs.turning import turn
+
+        self.compressor.write(x, run)
+        queries = turn(self.queries(low).view(len(x), self.heads, -1), turns)
+        # What all weights are multiplied by changes no choice.
+        return choose_paged(run, self.compressor.entries, queries, self.weights(x), self.count)
+
 
 class CompressedAttention:
     """`compressor` and `indexer` are None in layers that have no such thing."""
@@ -77,17 +86,18 @@ class CompressedAttention:
                 self.indexer = BlockIndexer(under, layer, f"{pool}_index", rotation)
         self.dim, groups = config.count("head_dim"), config.count("o_groups")
         each = config.count("num_attention_heads") // groups
-        self.low = blueprint.linear("wq_a")
+        self.low_and_keys = blueprint.linear("wq_a", "wkv")
         self.low_norm = blueprint.norm("q_norm")
+        self.sides = (len(self.low_norm.weight), self.dim)
         self.queries = blueprint.columns("wq_b", unit=each * self.dim)
-        self.keys = blueprint.linear("wkv")
         self.key_norm = blueprint.norm("norm")
         sinks = blueprint.share(blueprint.tensor("attn_sink", torch.float32), each)
         assert self.window.window is not None
         self.how = Attending(self.dim**-0.5, self.window.window, sinks)
         rank = config.count("o_lora_rank")
-        shares = blueprint.share(blueprint.tensor("wo_a.weight"), rank).split(rank)
-        self.out_groups = [Linear(self.arithmetic, share.contiguous()) for share in shares]
+        self.out_groups = blueprint.share(blueprint.tensor("wo_a.weight"), rank).unflatten(
+            0, (-1, rank)
+        )
         self.out = blueprint.rows("wo_b", unit=rank)
         self.eps = config.number("rms_norm_eps")
         self.one = torch.ones((), device=sinks.device)
@@ -96,9 +106,13 @@ class CompressedAttention:
         turns = run.shared(
             self.rotation, lambda: self.arithmetic.rowwise(self.rotation, run.positions)
         )
-        low = self.low_norm(self.low(x))
+        if self.arithmetic.runs_programs(x.device):
+            return self._by_program(x, turns, run)
+        weights = self.low_and_keys.weight.split(self.sides)
+        low, keys = (self.arithmetic.linear(x, weight) for weight in weights)
+        low = self.low_norm(low)
         queries = rotate_neighbours(self._heads(low), turns)
-        keys = rotate_neighbours(self.key_norm(self.keys(x)), turns)
+        keys = rotate_neighbours(self.key_norm(keys), turns)
         kept = run.keep(self.window, {"kv": keys})["kv"]
         entries = self.compressor(x, run) if self.compressor else [kept[:0]] * len(run.sequences)
         chosen = self.indexer(x, low, turns, run) if self.indexer else None
@@ -113,6 +127,24 @@ class CompressedAttention:
             block = self.arithmetic.query_block
             mixed.append(attend_seen(queries[new], context, context, seen, self.how, block))
         return self._out(rotate_neighbours(torch.cat(mixed), _back(turns)))
+
+    def _by_program(self, x: Tensor, turns: Tensor, run: ForwardPass) -> Tensor:
+        """The same over pages: nothing is gathered, and nothing depends on what a page holds."""
+        from kvtide.layers.programs.shared import attend_blocks
+        from kvtide.layers.programs.turning import keep_turned, turn
+
+        low, keys = self.low_and_keys(x).split(self.sides, dim=1)
+        low, norm = self.low_norm(low), (self.key_norm.weight, self.key_norm.eps)
+        kept = keep_turned(run, self.window, keys, norm, turns)
+        entries, chosen = None, None
+        if self.compressor is not None:
+            self.compressor.write(x, run)
+            entries = self.compressor.entries
+        if self.indexer is not None:
+            chosen = self.indexer.by_program(x, low, turns, run)
+        queries = turn(self.queries(low).unflatten(1, (-1, self.dim)), turns, self.eps)
+        mixed = attend_blocks(run, self.window, kept, entries, queries, self.how, chosen)
+        return self._out(turn(mixed, turns, back=True))
 
     def _heads(self, low: Tensor) -> Tensor:
         heads = self.queries(low).unflatten(1, (-1, self.dim))
@@ -131,9 +163,14 @@ class CompressedAttention:
 
     def _out(self, mixed: Tensor) -> Tensor:
         """Every group of heads by itself into few dimensions, then all of them together."""
-        groups = mixed.flatten(1).chunk(len(self.out_groups), dim=1)
-        pairs = zip(self.out_groups, groups, strict=True)
-        return self.out(torch.cat([project(group) for project, group in pairs], dim=1))
+        groups = mixed.flatten(1).unflatten(1, (len(self.out_groups), -1))
+        if self.arithmetic.runs_programs(mixed.device):
+            low = mixed.new_empty((len(mixed), *self.out_groups.shape[:2]))
+            torch.bmm(groups.transpose(0, 1), self.out_groups.mT, out=low.transpose(0, 1))
+        else:
+            linear, pairs = self.arithmetic.linear, enumerate(self.out_groups)
+            low = torch.stack([linear(groups[:, i], weight) for i, weight in pairs], dim=1)
+        return self.out(low.flatten(1))
 
 
 class RoutedExperts:
@@ -147,14 +184,14 @@ class RoutedExperts:
         names = ("w1", "w3", "w2")
         count = config.count("n_routed_experts")
         self.arithmetic = blueprint.arithmetic
-        self.experts = Experts(blueprint.under("experts"), count, *names, limit=limit)
+        self.experts = Experts.numbered(blueprint.under("experts"), count, *names, limit=limit)
         self.shared = blueprint.under("shared_experts").mlp(*names, limit=limit)
         self.table = gate.tensor("tid2eid", torch.int64) if gate.has("tid2eid") else None
         choice = Choice(
             config.count("num_experts_per_tok"), scale=config.number("routed_scaling_factor")
         )
         bias = "bias" if gate.has("bias") else None
-        self.router = Router(gate, choice, lambda rows: softplus(rows).sqrt(), bias)
+        self.router = Router(gate, choice, sqrt_softplus, bias)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         return self.experts(x, self._routing(x, run.step.tokens)) + self.shared(x)
@@ -176,11 +213,12 @@ class DeepSeekV4Layer:
         self.around_experts = Around(blueprint, "hc_ffn_")
 
     def __call__(self, streams: Tensor, run: ForwardPass) -> Tensor:
-        x, weights = self.around_attention.gathered(streams)
-        given = self.attention(self.before_attention(x), run)
-        streams = self.around_attention.spread(given, streams, weights)
-        x, weights = self.around_experts.gathered(streams)
-        given = self.experts(self.before_experts(x), run)
+        x, weights = self.around_attention.normed(streams, self.before_attention)
+        given = self.attention(x, run)
+        streams, x, weights = self.around_attention.passed(
+            given, streams, weights, self.around_experts, self.before_experts
+        )
+        given = self.experts(x, run)
         return self.around_experts.spread(given, streams, weights)
 
 

@@ -17,16 +17,6 @@ from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
 
-class ScaledAttention(Attention):
-    def __init__(self, blueprint: Blueprint, number: int, rotation: Rope) -> None:
-        super().__init__(blueprint, number, rotation)
-        self.key_gain = blueprint.config.number("key_multiplier", default=1.0)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = super().heads(x)
-        return queries, keys * self.key_gain, values
-
-
 class ScaledMamba2(Mamba2):
     def __init__(self, blueprint: Blueprint, number: int) -> None:
         config = blueprint.config
@@ -37,10 +27,11 @@ class ScaledMamba2(Mamba2):
         inner = self.heads * self.head_dim
         widths = torch.tensor([inner, inner, self.shared, self.shared, self.heads])
         # Of the gate, x, B, C and the time steps.
-        self.gains = gains.repeat_interleave(widths).to(blueprint.dtype)
+        spread = gains.repeat_interleave(widths)
+        self.gains = spread.to(self.dt_bias.device, blueprint.dtype)
 
     def project(self, x: Tensor) -> Tensor:
-        return super().project(x * self.gain) * self.gains.to(x.device)
+        return super().project(x * self.gain) * self.gains
 
 
 class ScaledMLP:
@@ -57,7 +48,10 @@ class FalconH1Layer:
     def __init__(self, blueprint: Blueprint, number: int, rotation: Rope) -> None:
         config = blueprint.config
         self.mamba = ScaledMamba2(blueprint.under("mamba"), number)
-        self.attention = ScaledAttention(blueprint.under("self_attn"), number, rotation)
+        key_gain = config.number("key_multiplier", default=1.0)
+        self.attention = Attention(
+            blueprint.under("self_attn"), number, rotation, key_gain=key_gain
+        )
         self.mlp = ScaledMLP(blueprint.under("feed_forward"))
         self.before_mixers = blueprint.norm("input_layernorm")
         self.before_mlp = blueprint.norm("pre_ff_layernorm")
@@ -69,8 +63,8 @@ class FalconH1Layer:
         normed = self.before_mixers(x)
         remembered = self.mamba(normed, run) * self.mamba_gain
         attended = self.attention(normed * self.attention_in, run) * self.attention_gain
-        x = x + (remembered + attended)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, remembered + attended)
+        return x + self.mlp(normed)
 
 
 class FalconH1(Decoder):

@@ -32,8 +32,9 @@ class Gemma3Layer:
         self.after_mlp = blueprint.norm("post_feedforward_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.after_attention(self.attention(self.before_attention(x), run))
-        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
+        attended = self.after_attention(self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.added(x, attended)
+        return x + self.after_mlp(self.mlp(normed))
 
 
 class Gemma3(Decoder):

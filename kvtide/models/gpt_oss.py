@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.elementary import swish
-from kvtide.layers.moe import Crew, route_by_top_softmax
+from kvtide.layers.dense import Linear
+from kvtide.layers.moe import Crew, Experts, Gating, Stack, route_by_top_softmax
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
 
 class ClampedExperts:
-    """Experts whose gate and up values are limited, and whose up values are taken plus one.
-
-    Gate and up lie interleaved in the weights, which are kept input by output.
-    """
+    """Experts whose gate and up values are limited, and whose up values are taken plus one."""
 
     def __init__(self, blueprint: Blueprint) -> None:
-        config, experts = blueprint.config, blueprint.under("experts")
+        config = blueprint.config
         self.arithmetic = blueprint.arithmetic
         self.router = blueprint.linear("router")
         self.chosen = config.count("num_experts_per_tok", "experts_per_token")
-        self.gain, self.limit = config.number("swiglu_alpha"), config.number("swiglu_limit")
-        self.crew = Crew.of(blueprint, config.count("num_local_experts"))
-        self.gate_up, self.gate_up_bias, self.down, self.down_bias = (
-            self.crew.share(experts.tensor(name))
-            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        )
-        self.gate_up, self.down = (
-            weight.transpose(1, 2).contiguous() for weight in (self.gate_up, self.down)
-        )
+        gain, limit = config.number("swiglu_alpha"), config.number("swiglu_limit")
+        crew = Crew.of(blueprint, config.count("num_local_experts"))
+        gate_up = _stack(blueprint, "experts.gate_up_proj", crew, _gate_first)
+        down = _stack(blueprint, "experts.down_proj", crew)
+        gating = Gating(limit=limit, gain=gain, offset=1.0)
+        self.experts = Experts(self.arithmetic, crew, gate_up, down, gating)
 
     def __call__(self, x: Tensor) -> Tensor:
         routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
-        return self.crew.mix(x, routing, self._expert)
+        return self.experts(x, routing)
 
-    def _expert(self, number: int, x: Tensor) -> Tensor:
-        linear = self.arithmetic.linear
-        gate_up = linear(x, self.gate_up[number], self.gate_up_bias[number])
-        gate = gate_up[..., ::2].clamp(max=self.limit)
-        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
-        opened = self.arithmetic.rowwise(lambda rows: swish(rows, self.gain), gate)
-        return linear(opened * (up + 1), self.down[number], self.down_bias[number])
+
+def _stack(
+    blueprint: Blueprint,
+    name: str,
+    crew: Crew,
+    arranged: Callable[[Tensor], Tensor] = Tensor.contiguous,
+) -> Stack:
+    """Weights are published input by output."""
+    weights, biases = blueprint.tensor(name), blueprint.tensor(f"{name}_bias")
+    each = (
+        Linear(blueprint.arithmetic, arranged(weights[number].T), arranged(biases[number]))
+        for number in crew.own
+    )
+    return Stack.of(each, len(crew.own))
+
+
+def _gate_first(rows: Tensor) -> Tensor:
+    """Gate and up are published by turns."""
+    return torch.cat([rows[::2], rows[1::2]])
 
 
 class GptOssLayer:
@@ -56,8 +63,8 @@ class GptOssLayer:
         self.before_experts = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.attention(self.before_attention(x), run)
-        return x + self.experts(self.before_experts(x))
+        x, normed = self.before_experts.added(x, self.attention(self.before_attention(x), run))
+        return x + self.experts(normed)
 
 
 class GptOss(Decoder):

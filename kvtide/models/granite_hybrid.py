@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.blueprint import Part
 from kvtide.layers.dense import GatedMLP
-from kvtide.layers.moe import StackedExperts, route_by_top_softmax
+from kvtide.layers.moe import Experts, route_by_top_softmax
 from kvtide.layers.recurrent import Mamba2
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
@@ -26,7 +26,7 @@ class GraniteExperts:
         self.router = blueprint.linear("router.layer")
         self.chosen = blueprint.config.count("num_experts_per_tok")
         weights = ("input_linear.weight", "output_linear.weight")
-        self.experts = StackedExperts(blueprint, len(self.router.weight), *weights)
+        self.experts = Experts.stacked(blueprint, len(self.router.weight), *weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
@@ -51,8 +51,8 @@ class GraniteLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.mixer(self.before_mixer(x), run) * self.gain
-        normed = self.before_mlp(x)
+        mixed = self.mixer(self.before_mixer(x), run) * self.gain
+        x, normed = self.before_mlp.added(x, mixed)
         added = self.mlp(normed)
         if self.experts is not None:
             added = self.experts(normed) + added

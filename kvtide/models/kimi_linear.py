@@ -21,7 +21,7 @@ from kvtide.spec.config import Config
 
 def _experts(blueprint: Blueprint) -> Mixture:
     router = Router(blueprint.under("gate"), _choice(blueprint.config))
-    experts = Experts(blueprint.under("experts"), router.experts, "w1", "w3", "w2")
+    experts = Experts.numbered(blueprint.under("experts"), router.experts, "w1", "w3", "w2")
     return Mixture(router, experts, blueprint.under("shared_experts").mlp())
 
 
@@ -53,8 +53,8 @@ class KimiLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.mixer(self.before_mixer(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        return x + self.mlp(normed)
 
 
 def _mlp(blueprint: Blueprint) -> Callable[[Tensor], Tensor]:

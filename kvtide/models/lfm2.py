@@ -31,8 +31,8 @@ class Lfm2Layer:
         self.before_mlp = blueprint.norm("ffn_norm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.mixer(self.before_mixer(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        return x + self.mlp(normed)
 
 
 class Lfm2(Decoder):

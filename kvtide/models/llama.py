@@ -23,8 +23,8 @@ class LlamaLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.attention(self.before_attention(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        return x + self.mlp(normed)
 
 
 class Llama(Decoder):

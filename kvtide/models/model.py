@@ -40,6 +40,9 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32, for the rows that the caller wants them of; on the last stage only."""
 
+    def runs_programs(self, device: torch.device) -> bool:
+        """Whether all its work is left to programs there, so that a pass can be recorded."""
+
 
 class Decoder:
     """`DEFAULTS` are config fields that published configs of the family leave out."""
@@ -106,3 +109,6 @@ class Decoder:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float()
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return self.arithmetic.runs_programs(device)

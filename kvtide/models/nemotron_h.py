@@ -16,7 +16,7 @@ from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementary import Activation
-from kvtide.layers.moe import Choice, Crew, Mixture, Router, Routing
+from kvtide.layers.moe import Choice, Experts, Mixture, Router, Routing
 from kvtide.layers.recurrent import Mamba2
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -42,19 +42,15 @@ class PlainExperts:
     """Experts without gates, in the model's space or in a narrower one."""
 
     def __init__(self, blueprint: Blueprint, count: int) -> None:
-        self.crew = Crew.of(blueprint, count)
-        each = [blueprint.under(f"experts.{number}") for number in self.crew.own]
-        self.experts = [
-            PlainMLP(e.arithmetic, e.linear("up_proj"), e.linear("down_proj"), e.activation())
-            for e in each
-        ]
+        names = ("up_proj", "down_proj")
+        self.experts = Experts.numbered(blueprint.under("experts"), count, *names)
         latent = blueprint.has("fc1_latent_proj.weight")
         self.narrow = blueprint.linear("fc1_latent_proj") if latent else None
         self.widen = blueprint.linear("fc2_latent_proj") if latent else None
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         taken = x if self.narrow is None else self.narrow(x)
-        mixed = self.crew.mix(taken, routing, lambda number, rows: self.experts[number](rows))
+        mixed = self.experts(taken, routing)
         return mixed if self.widen is None else self.widen(mixed)
 
 

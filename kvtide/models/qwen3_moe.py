@@ -11,7 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.moe import Choice, Experts, StackedExperts, route
+from kvtide.layers.elementary import softmax
+from kvtide.layers.moe import Choice, Experts, score_and_route
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -29,16 +30,14 @@ class SparseMLP:
         self.router = blueprint.linear("gate")
         self.choice = choice
         experts, count = blueprint.under("experts"), len(self.router.weight)
-        self.experts: Experts | StackedExperts
         if experts.has("gate_up_proj"):
-            self.experts = StackedExperts(experts, count, "gate_up_proj", "down_proj")
+            self.experts = Experts.stacked(experts, count, "gate_up_proj", "down_proj")
         else:
-            self.experts = Experts(experts, count, *names)
+            self.experts = Experts.numbered(experts, count, *names)
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits = self.router(x).float()
-        scores = self.arithmetic.rowwise(lambda rows: rows.softmax(-1), logits)
-        return self.experts(x, route(self.arithmetic, scores, self.choice))
+        routing = score_and_route(self.arithmetic, self.router(x), self.choice, softmax)
+        return self.experts(x, routing)
 
 
 def choice(config: Config) -> Choice:
@@ -57,8 +56,8 @@ class SparseLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.attention(self.before_attention(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        return x + self.mlp(normed)
 
 
 class Qwen3Moe(Decoder):

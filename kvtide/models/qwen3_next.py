@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.associative import GatedDelta
 from kvtide.layers.attention import GatedAttention
-from kvtide.layers.elementary import sigmoid
+from kvtide.layers.dense import opened
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 from kvtide.models.qwen3_moe import SparseMLP, choice
@@ -29,8 +29,7 @@ class SharedSparseMLP:
         self.gate = blueprint.linear("shared_expert_gate")
 
     def __call__(self, x: Tensor) -> Tensor:
-        opened = self.arithmetic.rowwise(sigmoid, self.gate(x)).to(x.dtype)
-        return self.experts(x) + opened * self.shared(x)
+        return self.experts(x) + opened(self.arithmetic, self.gate(x), self.shared(x))
 
 
 class Qwen3NextLayer:
@@ -47,8 +46,8 @@ class Qwen3NextLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x = x + self.mixer(self.before_mixer(x), run)
-        return x + self.mlp(self.before_mlp(x))
+        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        return x + self.mlp(normed)
 
 
 class Qwen3Next(Decoder):

@@ -7,7 +7,8 @@ own rows, one tensor per field, over all slots: `kv["k"][slot, entry]`. Views al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +24,9 @@ class Buffers:
 
     arrangement: Arrangement
     data: torch.Tensor
+    _views: dict[tuple[str, int], Mapping[str, torch.Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         assert self.data.dtype is torch.uint8 and self.data.is_contiguous()
@@ -33,14 +37,20 @@ class Buffers:
     def address(self) -> int:
         return self.data.data_ptr()
 
-    def view(self, pool: str, layer: int) -> dict[str, torch.Tensor]:
+    def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """A layer's own rows by field: tensors of (slots, entries of a page, *field shape)."""
+        known = self._views.get((pool, layer))
+        if known is None:
+            known = self._views[pool, layer] = self._view(pool, layer)
+        return known
+
+    def _view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         spec = self.arrangement.memory.pool(pool)
         views: dict[str, torch.Tensor] = {}
         offset = 0
-        for field in spec.entry.fields:
-            views[field.name] = self._field(spec, layer, offset, field.shape, field.dtype)
-            offset += field.bytes
+        for part in spec.entry.fields:
+            views[part.name] = self._field(spec, layer, offset, part.shape, part.dtype)
+            offset += part.bytes
         return views
 
     def rows(self, pool: str, layer: int) -> torch.Tensor:

@@ -256,6 +256,9 @@ class Guessing:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
 
+    def runs_programs(self, device: torch.device) -> bool:
+        return self.model.runs_programs(device)
+
 
 def guessing(tokens: list[int], *, deterministic: bool) -> Guessing:
     """For sequences that begin with these tokens, and are one shorter at the most."""

@@ -1,0 +1,158 @@
+"""Experts and routing at published sizes: our programs, and torch's grouped product beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtide.layers.arithmetic import Batched, Deterministic
+from kvtide.layers.elementary import sigmoid, softmax
+from kvtide.layers.moe import Choice, Crew, Experts, Gating, Routing, Stack, score_and_route
+from kvtide.layers.programs import experts as programs
+from kvtide.layers.programs import routing as routes
+from kvtide.layers.ranks import ALONE
+
+Timed = tuple[Callable[[], object], float, float]
+"""What is timed, the bytes that it has to move, and its operations."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    experts: int
+    chosen: int
+    inputs: int
+    width: int
+
+    def weights(self) -> Experts:
+        up, down = (self.width * 2, self.inputs), (self.inputs, self.width)
+        stacks = [
+            Stack(
+                torch.randn(self.experts, *size, device="cuda", dtype=torch.bfloat16).mul_(
+                    size[1] ** -0.5
+                )
+            )
+            for size in (up, down)
+        ]
+        return Experts(Batched(), Crew(range(self.experts), ALONE), *stacks, Gating())
+
+    def routing(self, tokens: int) -> Routing:
+        logits = torch.randn(tokens, self.experts, device="cuda")
+        return routes.route(logits, Choice(self.chosen), softmax)
+
+    def cost(self, tokens: int, routing: Routing) -> tuple[float, float]:
+        """Weights of the experts that somebody goes to, what goes in and out; and operations."""
+        touched, pairs = len(routing.experts.unique()), tokens * self.chosen
+        moved = 2 * (touched * 3 * self.inputs * self.width + 2 * tokens * self.inputs)
+        moved += 2 * pairs * 2 * (self.width + self.inputs)
+        return moved, 2 * pairs * 3 * self.inputs * self.width
+
+
+GOAL_DECODE = Shape(256, 8, 4096, 2048)
+GOAL_PREFILL = Shape(64, 8, 4096, 2048)
+QWEN3 = Shape(128, 8, 2048, 768)
+
+
+def ours(shape: Shape, tokens: int) -> Timed:
+    torch.manual_seed(0)
+    experts, routing = shape.weights(), shape.routing(tokens)
+    x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
+    return lambda: programs.mix(experts, x, routing), *shape.cost(tokens, routing)
+
+
+def grouped(shape: Shape, tokens: int) -> Timed:
+    """Torch's product of groups, with pairs in order beforehand and shares left out."""
+    torch.manual_seed(0)
+    experts, routing = shape.weights(), shape.routing(tokens)
+    x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
+    chosen = routing.experts.flatten().long()
+    source = chosen.sort(stable=True).indices // shape.chosen
+    ends = torch.bincount(chosen, minlength=shape.experts).cumsum(0).to(torch.int32)
+    up, down = (stack.weight.transpose(1, 2) for stack in (experts.gate_up, experts.down))
+    product = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+
+    def run() -> Tensor:
+        gate, value = product(x[source], up, offs=ends).chunk(2, dim=-1)
+        return product(functional.silu(gate) * value, down, offs=ends)
+
+    return run, *shape.cost(tokens, routing)
+
+
+def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Timed:
+    """One of the programs by itself; `described` as far as its tiles are."""
+    torch.manual_seed(0)
+    experts, routing = shape.weights(), shape.routing(tokens)
+    x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
+    own, pairs = experts.crew.own, tokens * shape.chosen
+    tiles = programs.tiles_for(pairs, shape.experts, x.dtype)
+    tiles = replace(tiles, described=tiles.described and described)
+    order = programs.arrange(routing.experts, own, tiles.rows)
+    up, down, gating = experts.gate_up, experts.down, experts.gating
+    inner = programs.project(x, up, order, tiles, shape.chosen, gating)
+    given = programs.project(inner, down, order, tiles)
+    touched = len(routing.experts.unique())
+    area = shape.inputs * shape.width
+    wide = 2 * pairs * shape.inputs
+    return {
+        "arrange": (lambda: programs.arrange(routing.experts, own, tiles.rows), 12.0 * pairs, 0.0),
+        "up": (
+            lambda: programs.project(x, up, order, tiles, shape.chosen, gating),
+            4.0 * touched * area,
+            4.0 * pairs * area,
+        ),
+        "down": (
+            lambda: programs.project(inner, down, order, tiles),
+            2.0 * touched * area + wide,
+            2.0 * pairs * area,
+        ),
+        "gather": (
+            lambda: programs.gather(given, routing, own, x.dtype),
+            wide + wide / shape.chosen,
+            0.0,
+        ),
+    }[name]
+
+
+def routed(experts: int, tokens: int, choice: Choice, *, program: bool) -> Timed:
+    torch.manual_seed(0)
+    logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda")
+    moved = 4.0 * tokens * (experts + 2 * choice.count)
+    if program:
+        return lambda: routes.route(logits, choice, sigmoid, bias), moved, 0.0
+    plain = Deterministic()
+    return lambda: score_and_route(plain, logits, choice, sigmoid, bias), moved, 0.0
+
+
+def _rows() -> list[tuple[str, Callable[[], Timed]]]:
+    rows: list[tuple[str, Callable[[], Timed]]] = []
+    sizes = [
+        ("256 experts", GOAL_DECODE, (64,)),
+        ("64 experts", GOAL_PREFILL, (8192,)),
+        ("qwen3-30b", QWEN3, (1, 64, 512, 8192)),
+    ]
+    for name, shape, counts in sizes:
+        for tokens in counts:
+            rows.append((f"{name}, {tokens}", lambda s=shape, t=tokens: ours(s, t)))
+            for piece in ("arrange", "up", "down", "gather"):
+                label = f"{name}, {tokens}: {piece}"
+                rows.append((label, lambda s=shape, t=tokens, p=piece: part(s, t, p)))
+            for piece in ("up", "down") if tokens > 64 else ():
+                rows.append(
+                    (
+                        f"{name}, {tokens}: {piece}, places reckoned",
+                        lambda s=shape, t=tokens, p=piece: part(s, t, p, described=False),
+                    )
+                )
+            rows.append((f"{name}, {tokens}: grouped_mm", lambda s=shape, t=tokens: grouped(s, t)))
+    choice = Choice(8, groups=8, allowed=4, scale=2.5)
+    for tokens in (1, 64, 8192):
+        for program in (True, False):
+            label = f"route {tokens} to 8 of 256{'' if program else ', torch'}"
+            rows.append((label, lambda t=tokens, p=program: routed(256, t, choice, program=p)))
+    return rows
+
+
+ROWS = _rows()

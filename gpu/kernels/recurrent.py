@@ -1,0 +1,142 @@
+"""Convolutions, Mamba2, gated delta and KDA at published shapes: what to time, and what it moves.
+
+`ROWS`: names, and what makes a call ready: what to call, the bytes it moves at least, and its
+products' operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs import scanning
+from kvtide.layers.programs.associating import Forgetting, associate
+from kvtide.layers.programs.convolving import convolve
+from kvtide.layers.programs.gating import Gating, open_gates
+from kvtide.layers.programs.scanning import Scanning, scan
+from kvtide.layers.recurrent import CausalConv
+from kvtide.layers.step import Rows, Step
+from kvtide.spec import DType, Entry, Field, PoolSpec
+
+Ready = tuple[Callable[[], object], int, int]
+Lengths = tuple[int, ...]
+
+DEVICE = torch.device("cuda")
+PAGE = 64
+PAST = 640
+STEPS: dict[str, Lengths] = {
+    "8192": (8192,),
+    "4 x 2048": (2048,) * 4,
+    "decode 64": (1,) * 64,
+    "decode 1": (1,),
+}
+
+
+def step(fields: tuple[Field, ...], lengths: Lengths) -> tuple[ForwardPass, Place]:
+    """Sequences of so many new tokens each, with a state to go on from."""
+    place = Place(PoolSpec("state", (0,), Entry(fields), tail_entries=1), 0)
+    view = {
+        field.name: drawn(
+            len(lengths), 1, *field.shape, dtype=getattr(torch, field.dtype.torch_name)
+        )
+        for field in fields
+    }
+    rows, start = [], 0
+    for number, count in enumerate(lengths):
+        slots = torch.full((-(-(PAST + count) // PAGE),), number, device=DEVICE)
+        rows.append(Rows(start, start + count, PAST, {"state": slots}))
+        start += count
+    at = torch.arange(start, device=DEVICE)
+    made = Step(at, at, tuple(rows), PAGE, lambda pool, layer: view, lambda layer: None)
+    return ForwardPass(made), place
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype) * 0.5
+
+
+def convolution(lengths: Lengths, channels: int = 8192, taps: int = 4) -> Ready:
+    field = Field("conv", (channels, taps - 1), DType.BF16)
+    run, place = step((field,), lengths)
+    conv = CausalConv.__new__(CausalConv)
+    conv.taps, conv.bias = drawn(taps, channels, dtype=torch.float32), None
+    conv.kept = [field]
+    inputs = drawn(sum(lengths), channels)
+    tails = 2 * len(lengths) * channels * (taps - 1) * 2
+    moved = 2 * 2 * inputs.numel() + tails
+    return partial(convolve, run, place, conv, inputs, swished=True), moved, 0
+
+
+def mamba(
+    lengths: Lengths, heads: int = 128, dim: int = 64, width: int = 128, groups: int = 8
+) -> Ready:
+    run, place = step((Field("ssm", (heads, dim, width), DType.FP32),), lengths)
+    tokens = sum(lengths)
+    convolved, dt = drawn(tokens, heads * dim + 2 * groups * width), drawn(tokens, heads)
+    by_head = partial(drawn, heads, dtype=torch.float32)
+    how = Scanning(by_head(), -by_head().abs(), by_head(), (0.0, float("inf")))
+    states = 2 * 4 * len(lengths) * heads * dim * width
+    moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
+    chunk = min(64, max(lengths))
+    operations = 2 * tokens * heads * (chunk * width + chunk * dim + 2 * dim * width)
+    return partial(scan, run, place, how, convolved, dt), moved, operations
+
+
+def delta(
+    lengths: Lengths, *, key_heads: int, by_channel: bool, heads: int = 32, dim: int = 128
+) -> Ready:
+    run, place = step((Field("delta", (heads, dim, dim), DType.FP32),), lengths)
+    tokens, each = sum(lengths), dim if by_channel else 1
+    convolved = drawn(tokens, (2 * key_heads + heads) * dim)
+    dt, strength = drawn(tokens, heads * each), drawn(tokens, heads)
+    bias, decay = drawn(heads * each, dtype=torch.float32), drawn(heads, dtype=torch.float32)
+    forgetting = Forgetting(dt, bias, -decay.abs(), strength)
+    states = 2 * 4 * len(lengths) * heads * dim * dim
+    moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
+    chunk = min(64, max(lengths))
+    operations = 2 * tokens * heads * (3 * dim * dim + 4 * chunk * dim)
+    return partial(associate, run, place, convolved, forgetting), moved, operations
+
+
+def gates(lengths: Lengths, groups: int, width: int) -> Ready:
+    tokens = sum(lengths)
+    mixed, given = drawn(tokens, groups * width, dtype=torch.float32), drawn(tokens, groups * width)
+    how = Gating(groups, drawn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
+    return partial(open_gates, mixed, given, how), 8 * tokens * groups * width, 0
+
+
+def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
+    """With bf16 on the way, where it is tf32."""
+    call, moved, operations = make(lengths)
+
+    def narrowed() -> object:
+        before, scanning.WIDE = scanning.WIDE, False
+        try:
+            return call()
+        finally:
+            scanning.WIDE = before
+
+    return narrowed, moved, operations
+
+
+KINDS: dict[str, Callable[[Lengths], Ready]] = {
+    "convolution, 8192 channels": convolution,
+    "Mamba2, 128 heads of 64 x 128, 8 groups": mamba,
+    "gated delta, 32 (16) heads of 128 x 128": partial(delta, key_heads=16, by_channel=False),
+    "KDA, 32 heads of 128 x 128": partial(delta, key_heads=32, by_channel=True),
+    "gate and norm, 8 groups of 1024": partial(gates, groups=8, width=1024),
+}
+ROWS: list[tuple[str, Callable[[], Ready]]] = [
+    (f"{kind}: {name}", partial(make, lengths))
+    for kind, make in KINDS.items()
+    for name, lengths in STEPS.items()
+]
+ROWS += [
+    (f"{kind}, in bf16: {name}", partial(narrow, KINDS[kind], STEPS[name]))
+    for kind in list(KINDS)[1:4]
+    for name in ("8192", "4 x 2048")
+]

@@ -1,0 +1,158 @@
+"""Attention over one vector a token, and indexers, at the shapes of published models.
+
+ROWS: (name, setup), where setup() gives what to time, the bytes that it must move and its FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.attending import Attending
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs import choosing
+from kvtide.layers.programs.choosing import choose_paged
+from kvtide.layers.programs.shared import attend_blocks, attend_latent
+from kvtide.layers.step import Batch, Rows, Step
+from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
+from kvtide.spec.families.parts import KVDType, packed, scaled
+from kvtide.tiers import Arrangement, Buffers, Layout
+
+Timed = tuple[Callable[[], object], int, int]
+
+PAGE = 256
+DEVICE = torch.device("cuda")
+
+
+def _run(memory: ModelMemory, past: int, count: int, sequences: int) -> ForwardPass:
+    """Sequences of so many tokens before the step and in it, over pools full of random numbers."""
+    pages = -(-(past + count) // PAGE)
+    slots = {anchor.name: sequences * pages for anchor in memory.anchors}
+    arrangement = Arrangement(memory, slots, Layout.PAGE_FIRST_DIRECT)
+    block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=DEVICE)
+    buffers = Buffers(arrangement, block)
+    for pool in memory.pools:
+        for field in buffers.view(pool.name, 0).values():
+            _fill(field)
+    order = torch.randperm(sequences * pages, device=DEVICE).split(pages)
+    rows = tuple(
+        Rows(i * count, (i + 1) * count, past, dict.fromkeys(slots, order[i]))
+        for i in range(sequences)
+    )
+    at = torch.arange(past, past + count, device=DEVICE).repeat(sequences)
+    batch = Batch.of(rows, DEVICE)
+    return ForwardPass(Step(at, at, rows, PAGE, buffers.view, lambda _: None, batch))
+
+
+def _fill(field: Tensor) -> None:
+    if field.dtype == torch.float8_e8m0fnu:
+        field.view(torch.uint8).fill_(127)
+    elif field.dtype == torch.float8_e4m3fn:
+        # Numbers of all sizes up to 2, of both signs, and no NaN.
+        field.view(torch.uint8).random_(0, 0x40).add_(
+            torch.randint_like(field.view(torch.uint8), 2) * 0x80
+        )
+    elif field.dtype.is_floating_point:
+        field.normal_()
+
+
+def _some(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+# -- latents -----------------------------------------------------------------------------------
+
+
+def _latent(heads: int, past: int, count: int, sequences: int) -> Timed:
+    rope = Field("rope", (64,), KVDType.BF16.element)
+    pool = PoolSpec("kv", (0,), scaled("latent", 512, KVDType.BF16, rope))
+    run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
+    queries, how, place = _some(sequences * count, heads, 576), Attending(576**-0.5), Place(pool, 0)
+    pairs = sequences * sum(range(past + 1, past + count + 1))
+    moved = sequences * (past + count) * 1152 + queries.numel() * 2 * 1088 // 576
+    return lambda: attend_latent(run, place, queries, how), moved, pairs * heads * (576 + 512) * 2
+
+
+# -- a window and blocks -----------------------------------------------------------------------
+
+
+def _blocks(
+    kv: KVDType, past: int, count: int, sequences: int, ratio: int = 4, chosen: int | None = 512
+) -> Timed:
+    entry = packed(512, 64, kv)
+    window = PoolSpec("swa", (0,), entry, reuse=Reuse(127))
+    entries = PoolSpec("blocks", (0,), entry, tokens_per_entry=ratio)
+    run = _run(ModelMemory("bench", PAGE, (window, entries), layers=1), past, count, sequences)
+    tokens = sequences * count
+    how = Attending(512**-0.5, 128, torch.zeros(64, device=DEVICE))
+    queries, kept = _some(tokens, 64, 512), _some(tokens, 512)
+    seen = (past + count) // ratio
+    picked = None
+    if chosen is not None:
+        most = (run.positions + 1) // ratio
+        drawn = torch.rand(tokens, chosen, device=DEVICE) * most[:, None]
+        picked, seen = drawn.int(), chosen
+    places = Place(window, 0), Place(entries, 0)
+    keys = seen + 128
+    moved = tokens * keys * entry.bytes + queries.numel() * 2 * 2
+    return (
+        lambda: attend_blocks(run, places[0], kept, places[1], queries, how, picked),
+        moved,
+        tokens * keys * 64 * 512 * 4,
+    )
+
+
+# -- indexers ----------------------------------------------------------------------------------
+
+
+def _indexer(
+    past: int, count: int, sequences: int, kv: KVDType = KVDType.BF16, part: str = "whole"
+) -> Timed:
+    """`part`: all of it, the scores alone, or the choice by this program or by torch."""
+    pool = PoolSpec("index", (0,), scaled("index_key", 128, kv), tokens_per_entry=4)
+    run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
+    tokens, place, most = sequences * count, Place(pool, 0), (past + count) // 4
+    queries, weights = _some(tokens, 64, 128), _some(tokens, 64)
+    scores = torch.randn(tokens, most, device=DEVICE)
+    found = torch.empty(tokens, 512, dtype=torch.int32, device=DEVICE)
+    pairs = sequences * sum(p // 4 for p in range(past + 1, past + count + 1))
+    read = sequences * most * pool.entry.bytes
+    work: dict[str, Callable[[], object]] = {
+        "whole": lambda: choose_paged(run, place, queries, weights, 512),
+        "scores": lambda: choosing.score(run, place, queries, weights, scores, 0),
+        "choice": lambda: choosing._chosen(run, scores, found, 4, most, 0),
+        "torch.topk": lambda: scores.topk(512, sorted=False),
+    }
+    scored = part in ("whole", "scores")
+    moved = (read if scored else 0) + pairs * 4
+    return work[part], moved, pairs * 64 * 128 * 2 if scored else 0
+
+
+K = 1024
+ROWS: list[tuple[str, Callable[[], Timed]]] = [
+    ("latents, 64 x 4k, 16 heads", lambda: _latent(16, 4 * K - 1, 1, 64)),
+    ("latents, 64 x 4k, 128 heads", lambda: _latent(128, 4 * K - 1, 1, 64)),
+    ("latents, 1 x 32k, 16 heads", lambda: _latent(16, 32 * K - 1, 1, 1)),
+    ("latents, prompt of 4k, 16 heads", lambda: _latent(16, 0, 4 * K, 1)),
+    ("c4, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64)),
+    ("c4, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64)),
+    ("c4, 1 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 1)),
+    ("c4, 1 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 1)),
+    ("c128, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64, 128, None)),
+    ("c128, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64, 128, None)),
+    ("c4, 4k tokens after 60k, bf16", lambda: _blocks(KVDType.BF16, 60 * K, 4 * K, 1)),
+    ("c4, 4k tokens after 60k, joined", lambda: _blocks(KVDType.FP8, 60 * K, 4 * K, 1)),
+    ("indexer, 64 x 32k entries", lambda: _indexer(128 * K - 1, 1, 64)),
+    ("  scores", lambda: _indexer(128 * K - 1, 1, 64, part="scores")),
+    ("  scores, fp8", lambda: _indexer(128 * K - 1, 1, 64, KVDType.FP8, "scores")),
+    ("  choice", lambda: _indexer(128 * K - 1, 1, 64, part="choice")),
+    ("  torch.topk", lambda: _indexer(128 * K - 1, 1, 64, part="torch.topk")),
+    ("indexer, 1 x 32k entries", lambda: _indexer(128 * K - 1, 1, 1)),
+    ("indexer, 2k tokens x 16k entries", lambda: _indexer(62 * K, 2 * K, 1)),
+    ("  scores ", lambda: _indexer(62 * K, 2 * K, 1, part="scores")),
+    ("  scores, fp8 ", lambda: _indexer(62 * K, 2 * K, 1, KVDType.FP8, "scores")),
+    ("  choice ", lambda: _indexer(62 * K, 2 * K, 1, part="choice")),
+    ("  torch.topk ", lambda: _indexer(62 * K, 2 * K, 1, part="torch.topk")),
+]

@@ -1,0 +1,13 @@
+"""Sizes of tiles and grids, worked out before every launch: Triton's own take ten times as long."""
+
+from __future__ import annotations
+
+
+def power_of_two(least: int) -> int:
+    """The smallest that is not below."""
+    return 1 << max(0, least - 1).bit_length()
+
+
+def divided_up(total: int, each: int) -> int:
+    """How many parts of this size there are, the last one perhaps smaller."""
+    return -(-total // each)

@@ -1,0 +1,230 @@
+"""Attention over pages as a device program gives what the plain sums give."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtide.layers.attending import Attending, attend
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.packing import plain
+from kvtide.layers.programs import attention, attention_single, attention_tiles
+from kvtide.layers.programs.attention import attend_paged
+from kvtide.layers.step import Batch, Rows, Step
+from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
+from kvtide.spec.families.parts import KVDType, by_head
+from kvtide.tiers import Arrangement, Buffers, Layout
+
+PAGE = 16
+STEPS = {
+    "prompts": [(0, 37), (0, 5)],
+    "decoding": [(70, 1), (16, 1), (3, 1)],
+    "all at once": [(45, 1), (0, 20), (33, 18), (90, 2)],
+}
+"""Tokens before the step and in it, of every sequence."""
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int | None = None
+    sinks: bool = False
+    cap: float | None = None
+
+    def how(self, device: torch.device) -> Attending:
+        sinks = torch.randn(self.heads, generator=torch.Generator().manual_seed(1)).to(device)
+        given = sinks if self.sinks else None
+        return Attending(self.dim**-0.5, self.window, given, self.cap)
+
+
+CASES = {
+    "by head": Case(3, 3, 32),
+    "grouped": Case(8, 2, 64),
+    "odd group, odd width": Case(5, 1, 24),
+    "window": Case(4, 2, 32, window=19),
+    "small window and sinks": Case(4, 2, 16, window=3, sinks=True),
+    "sinks": Case(4, 2, 16, sinks=True),
+    "capped": Case(6, 2, 32, cap=1.5),
+}
+LARGE = {
+    "qwen3": Case(32, 8, 128),
+    "gpt-oss": Case(64, 8, 64, window=128, sinks=True),
+    "gemma": Case(8, 4, 256, window=512, cap=50.0),
+    "qwen3-next": Case(16, 2, 256),
+}
+LARGE_STEPS = {
+    "prompts": [(0, 700), (4000, 64), (129, 333)],
+    "all at once": [(1500, 1), (0, 700), (4000, 64)],
+    "one": [(9000, 1)],
+    "many": [(700 * number % 4999, 1) for number in range(40)],
+}
+
+
+def both(
+    case: Case,
+    step: list[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv: KVDType,
+    idle: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """What the program gives, and the plain sums in fp32 over the same numbers.
+
+    With `idle` sequences that nobody needs, the program gets nothing but the batch.
+    """
+    reach = ALL if case.window is None else case.window - 1
+    pool = PoolSpec("kv", (0,), by_head(case.kv_heads, case.dim, kv.element), reuse=Reuse(reach))
+    memory = ModelMemory("test", PAGE, (pool,), layers=1)
+    place, how = Place(pool, 0), case.how(device)
+    totals = [past + count for past, count in step]
+    needed = sum(-(-total // PAGE) for total in totals)
+    arrangement = Arrangement(memory, {"kv": needed + 3}, Layout.PAGE_FIRST_DIRECT)
+    block = torch.full((arrangement.bytes,), 0xFF, dtype=torch.uint8, device=device)
+    buffers = Buffers(arrangement, block)
+    generator = torch.Generator().manual_seed(5)
+    free = torch.randperm(needed + 3, generator=generator).tolist()
+
+    def some(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads, case.dim, generator=generator).to(device, dtype)
+
+    view = buffers.view("kv", 0)
+    rows, contexts, start = [], [], 0
+    for (past, count), total in zip(step, totals, strict=True):
+        slots = [free.pop() for _ in range(-(-total // PAGE))]
+        context = {name: some(past, case.kv_heads).to(view[name].dtype) for name in ("k", "v")}
+        table = torch.tensor(slots, device=device)
+        seen = torch.arange(how.first_seen(past), past, device=device)
+        for name, value in context.items():
+            plain(view[name])[table[seen // PAGE], seen % PAGE] = plain(value)[seen]
+        table[: how.first_seen(past) // PAGE] = -1
+        rows.append(Rows(start, start + count, past, {"kv": table}))
+        contexts.append(context)
+        start += count
+    at = torch.cat([torch.arange(one.past, one.total) for one in rows]).to(device)
+    run = ForwardPass(Step(at, at, tuple(rows), PAGE, buffers.view, lambda layer: None))
+    queries = some(start, case.heads)
+    new = {"k": some(start, case.kv_heads), "v": some(start, case.kv_heads)}
+    kept = run.keep(place, new)
+    if idle:
+        run = recorded(run, idle)
+        kept = {name: functional.pad(value, (0, 0, 0, 0, 0, idle)) for name, value in kept.items()}
+    given = functional.pad(queries, (0, 0, 0, 0, 0, idle))
+    found = played(run, lambda run: attend_paged(run, place, given, kept, how), bool(idle))
+    assert found.isfinite().all()
+    found = found[: len(queries)]
+    wanted = []
+    for one, context in zip(rows, contexts, strict=True):
+        ours = slice(one.start, one.end)
+        whole = {n: torch.cat([context[n], kept[n][ours]]).float() for n in context}
+        wanted.append(attend(queries[ours].float(), whole["k"], whole["v"], how, 256))
+    return found.float(), torch.cat(wanted)
+
+
+def recorded(run: ForwardPass, idle: int) -> ForwardPass:
+    """A step as it is played again: with bounds and rows for more than there is."""
+    one = run.batch
+    rows = [(len(one.rows) + number, len(one.rows) + number + 1, 0) for number in range(idle)]
+    more = torch.tensor(rows, dtype=torch.int32, device=one.rows.device)
+    owners = torch.arange(len(one.rows) + idle, dtype=torch.int32, device=one.rows.device)
+    slots = functional.pad(one.slots["kv"], (0, 3, 0, idle), value=-1)
+    batch = Batch(torch.cat([one.rows, more]), owners, {"kv": slots}, 1, 1000)
+    return ForwardPass(replace(run.step, sequences=(), batch=batch))
+
+
+def played(run: ForwardPass, call: Callable[[ForwardPass], Tensor], again: bool) -> Tensor:
+    """What the call gives. On a device, `again` means recorded with other numbers and replayed."""
+    if not again or run.positions.device.type != "cuda":
+        return call(run)
+    rows, graph = run.batch.rows.clone(), torch.cuda.CUDAGraph()
+    run.batch.rows[:, 2] = 0
+    call(ForwardPass(run.step))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = call(ForwardPass(run.step))
+    run.batch.rows.copy_(rows)
+    graph.replay()
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
+    found, wanted = both(CASES[case], STEPS[step], device, torch.float32, KVDType.FP32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["grouped", "small window and sinks"])
+def test_single_tokens_need_nothing_but_the_batch(case: str, device: torch.device) -> None:
+    found, wanted = both(CASES[case], STEPS["decoding"], device, torch.float32, KVDType.FP32, 3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 64])
+@pytest.mark.parametrize("case", ["window", "small window and sinks"])
+def test_parts_of_the_keys_are_joined(
+    case: str, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of programs end within sequences, or take several of them; a page has two tiles."""
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", 32)
+    monkeypatch.setattr(attention_tiles, "KEYS", 16)
+    monkeypatch.setattr(attention_single, "LEAST_TILES", 1)
+    monkeypatch.setattr(attention_single, "PROGRAMS", programs)
+    step = [(130, 1), (0, 1), (17, 1), (41, 11), (64, 1)]
+    found, wanted = both(CASES[case], step, device, torch.float32, KVDType.FP32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+def test_many_parts_are_joined(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_tiles, "KEYS", 16)
+    monkeypatch.setattr(attention_single, "LEAST_TILES", 1)
+    found, wanted = both(
+        CASES["odd group, odd width"], [(330, 1), (290, 1)], device, torch.float32, KVDType.FP32
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("step", [[(300, 7)], [(170, 5), (200, 1), (0, 3)]], ids=str)
+@pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "sinks", "capped"])
+def test_few_tokens_after_many_are_taken_in_parts(
+    case: str,
+    step: list[tuple[int, int]],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_tiles, "KEYS", 16)
+    monkeypatch.setattr(attention, "LEAST_TILES", 1)
+    found, wanted = both(CASES[case], step, device, torch.float32, KVDType.FP32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
+def test_what_is_kept_may_be_of_another_precision(kv: KVDType, device: torch.device) -> None:
+    found, wanted = both(CASES["grouped"], STEPS["all at once"], device, torch.float32, kv)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("step", LARGE_STEPS)
+@pytest.mark.parametrize("case", LARGE)
+def test_published_heads_in_half_precision(
+    case: str,
+    step: str,
+    page: int,
+    kv: KVDType,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", page)
+    found, wanted = both(LARGE[case], LARGE_STEPS[step], device, torch.bfloat16, kv)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,160 @@
+"""What an indexer chooses as device programs is what `selecting.choose` chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtide.layers.forward import Place
+from kvtide.layers.programs import choosing
+from kvtide.layers.programs.choosing import choose_paged
+from kvtide.layers.selecting import choose
+from kvtide.spec import ModelMemory, PoolSpec
+from kvtide.spec.families.parts import KVDType, scaled
+from tests.layers.programs.filled import Filled, Sequences, written
+
+PAGE = 16
+STEPS: dict[str, Sequences] = {
+    "prompts": [(0, 35), (0, 3)],
+    "decoding": [(70, 1), (16, 1), (3, 1)],
+    "all at once": [(45, 1), (0, 5), (33, 9)],
+}
+
+
+def a_step(
+    step: Sequences, ratio: int, dim: int, device: torch.device, dtype: torch.dtype, kv: KVDType
+) -> tuple[Filled, Place, list[Tensor]]:
+    """A step, and every sequence's keys as they read back."""
+    pool = PoolSpec("index", (0,), scaled("index_key", dim, kv), tokens_per_entry=ratio)
+    memory = ModelMemory("test", PAGE if ratio <= PAGE else ratio, (pool,), layers=1)
+    filled = Filled(memory, step, device, dtype)
+    return filled, Place(pool, 0), written(filled, Place(pool, 0), "index_key")[0]
+
+
+def mask_of(filled: Filled, chosen: Tensor, keys: list[Tensor]) -> list[Tensor]:
+    """As `choose` gives it, of numbers that stand before every -1 and are all different."""
+    masks = []
+    for rows, ours in zip(filled.run.sequences, keys, strict=True):
+        mask = torch.zeros(rows.end - rows.start, len(ours), dtype=torch.bool)
+        for row, numbers in zip(mask, chosen[rows.start : rows.end].tolist(), strict=True):
+            there = [number for number in numbers if number >= 0]
+            assert numbers[: len(there)] == there
+            assert len(set(there)) == len(there)
+            row[there] = True
+        masks.append(mask)
+    return masks
+
+
+def plainly(
+    filled: Filled, keys: list[Tensor], ratio: int, queries: Tensor, weights: Tensor, count: int
+) -> list[Tensor]:
+    masks = []
+    for rows, ours in zip(filled.run.sequences, keys, strict=True):
+        new = slice(rows.start, rows.end)
+        visible = (filled.run.positions[new] + 1) // ratio
+        masks.append(choose(queries[new], weights[new], ours, visible, count, 256).cpu())
+    return masks
+
+
+@pytest.fixture
+def _unscored_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out of the scores is not chosen, and shows where it should be."""
+    scored = choosing.score
+
+    def score(*given: Any) -> None:
+        given[4].fill_(-torch.inf)
+        scored(*given)
+
+    monkeypatch.setattr(choosing, "score", score)
+
+
+@pytest.mark.usefixtures("_unscored_is_worst")
+@pytest.mark.parametrize("kv", [KVDType.FP32, KVDType.FP8], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_the_programs_choose_what_torch_chooses(
+    ratio: int, step: str, kv: KVDType, device: torch.device
+) -> None:
+    filled, place, keys = a_step(STEPS[step], ratio, 24, device, torch.float32, kv)
+    queries, weights = filled.some(filled.tokens, 3, 24), filled.some(filled.tokens, 3)
+    count = 12 // ratio
+    chosen = choose_paged(filled.run, place, queries, weights, count)
+    assert chosen.shape == (filled.tokens, count) and chosen.dtype == torch.int32
+    wanted = plainly(filled, keys, ratio, queries, weights, count)
+    for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
+        assert torch.equal(found, mask)
+
+
+@pytest.mark.usefixtures("_unscored_is_worst")
+def test_queries_are_taken_a_few_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "SCORES", 4 * 46)
+    monkeypatch.setattr(choosing, "QUERIES", 4)
+    monkeypatch.setattr(choosing, "_MOST_AT_ONCE", 32)
+    filled, place, keys = a_step(STEPS["all at once"], 1, 16, device, torch.float32, KVDType.FP32)
+    queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
+    chosen = choose_paged(filled.run, place, queries, weights, 9)
+    wanted = plainly(filled, keys, 1, queries, weights, 9)
+    for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
+        assert torch.equal(found, mask)
+
+
+def test_of_equals_the_first_is_taken(device: torch.device) -> None:
+    """Keys of small whole numbers: sums are exact in any order, and many are equal."""
+    filled, place, _ = a_step([(90, 1), (40, 9)], 1, 16, device, torch.float32, KVDType.FP32)
+    view = filled.buffers.view("index", 0)["index_key"]
+    generator = torch.Generator().manual_seed(2)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).float().to(device)
+
+    view.copy_(whole(*view.shape))
+    queries, weights = whole(filled.tokens, 2, 16), whole(filled.tokens, 2)
+    at = [rows.slots["index"] for rows in filled.run.sequences]
+    keys = [
+        view[slots].flatten(0, 1)[: rows.total]
+        for slots, rows in zip(at, filled.run.sequences, strict=True)
+    ]
+    chosen = choose_paged(filled.run, place, queries, weights, 30)
+    wanted = plainly(filled, keys, 1, queries, weights, 30)
+    for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
+        assert torch.equal(found, mask)
+
+
+def test_nothing_is_scored_where_all_is_seen(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("scored")
+
+    monkeypatch.setattr(choosing, "score", refused)
+    filled, place, keys = a_step(STEPS["all at once"], 4, 16, device, torch.float32, KVDType.FP32)
+    queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
+    chosen = choose_paged(filled.run, place, queries, weights, 600)
+    wanted = plainly(filled, keys, 4, queries, weights, 600)
+    for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
+        assert torch.equal(found, mask)
+
+
+@pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
+@pytest.mark.parametrize(
+    "step", [[(20000, 1), (700, 1)], [(9000, 1), (0, 3000), (6000, 70)]], ids=str
+)
+@pytest.mark.parametrize(("ratio", "count"), [(4, 512), (1, 2048)])
+def test_published_indexers_in_half_precision(
+    ratio: int, count: int, step: Sequences, kv: KVDType, device: torch.device
+) -> None:
+    """Sums have another order, so what is chosen differs where scores are all but equal."""
+    if device.type != "cuda":
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    filled, place, keys = a_step(step, ratio, 128, device, torch.bfloat16, kv)
+    queries, weights = filled.some(filled.tokens, 64, 128), filled.some(filled.tokens, 64)
+    chosen = choose_paged(filled.run, place, queries, weights, count)
+    wanted = plainly(filled, keys, ratio, queries, weights, count)
+    for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
+        assert torch.equal(found.sum(1), mask.sum(1))
+        assert (found != mask).sum() <= 1e-3 * mask.sum()

@@ -1,0 +1,63 @@
+"""DeepSeek-V4 by programs, in an interpreter: the logits that its torch code gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvtide.models
+from kvtide.layers.arithmetic import Batched
+from kvtide.models import Model, build
+from kvtide.spec.families import KVDType
+from tests.models.playing import Player
+from tests.models.tiny import checkpoint, prompt
+
+TINY, OTHER = "deepseek_v4", "deepseek_v4-no-hash-other-shapes"
+FEW = {"index_topk": 2, "hc_sinkhorn_iters": 3, "sliding_window": 7}
+"""So that few tokens suffice for blocks to be left out, and rounds take no minutes."""
+
+
+class Everywhere(Batched):
+    """Programs, whatever the device."""
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return True
+
+
+def model(name: str, kv: KVDType = KVDType.FP32) -> Model:
+    saved = checkpoint(name)
+    return build({**saved.config, **FEW}, saved.weights, page_tokens=16, kv_dtype=kv)
+
+
+def by_program(monkeypatch: pytest.MonkeyPatch, name: str, kv: KVDType = KVDType.FP32) -> Model:
+    with monkeypatch.context() as patch:
+        patch.setattr(kvtide.models, "choose", lambda deterministic: Everywhere())
+        return model(name, kv)
+
+
+def together(model: Model) -> Tensor:
+    """Two sequences, of which one is a prompt while the other generates; then both do."""
+    player = Player(model)
+    one, other = player.begin(prompt(17)), player.begin(prompt(7, seed=4))
+    logits = player.step((one, 15))
+    for count in (6, 1):
+        logits += player.step((one, 1), (other, count))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", [TINY, OTHER])
+def test_programs_give_the_logits_of_the_torch_code(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, wanted = together(by_program(monkeypatch, name)), together(model(name))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_packed_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value on the verge may round the other way in one of the two, and show a little."""
+    unrounded, wanted = (together(model(TINY, kv)) for kv in (KVDType.FP32, KVDType.FP8))
+    found = together(by_program(monkeypatch, TINY, KVDType.FP8))
+    rounding = float((wanted - unrounded).abs().mean())
+    off = float((found - wanted).abs().mean())
+    assert off <= rounding / 50, f"off by {off:.2g}, where rounding moves logits by {rounding:.2g}"

@@ -1,0 +1,63 @@
+"""Families with their layers' work left to programs, as on a GPU: the same logits.
+
+Here they run in an interpreter, so prompts are short and families few: one with every kind of
+layer. DeepSeek-V4 has a module of its own, and on a device all of them are tried.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtide.layers.arithmetic import Batched
+from kvtide.models import Model, build
+from kvtide.spec.families import KVDType
+from tests.models import tiny
+from tests.models.playing import Player
+
+NAMES = (
+    "falcon_h1",  # Mamba2 beside attention.
+    "gemma2",  # Capped scores, windows, norms around zero.
+    "glm_moe_dsa-shared",  # Latents, an indexer, experts.
+    "gpt_oss",  # Sinks, biases, clamped experts.
+    "kimi_linear",  # KDA beside latents.
+    "lfm2",  # A convolution between gates.
+    "nemotron_h",  # Experts without a gate.
+    "qwen3_next",  # Gated delta, gated attention.
+    "smollm3",  # Layers without a rotation.
+)
+CLOSE = 1e-4
+
+
+class Programmed(Batched):
+    """Leaves its work to programs wherever it is."""
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return True
+
+
+def played(model: Model) -> Tensor:
+    """Logits of a prompt, of a step with all kinds of shares, and of single tokens."""
+    player = Player(model)
+    one, other = player.begin(tiny.prompt(30)), player.begin(tiny.prompt(30, seed=2))
+    logits = player.step((one, 15))
+    logits += player.step((one, 1), (other, 6))
+    logits += player.step((other, 1), (one, 1))
+    logits += player.step((one, 2))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_give_the_same_logits(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a device they run anyway: test_on_device")
+    wanted = played(tiny.ours(name))
+    # An interpreter takes long for every program.
+    monkeypatch.setattr("kvtide.layers.programs.heads.FEW_TOKENS", 0)
+    monkeypatch.setattr("kvtide.models.choose", lambda deterministic: Programmed())
+    saved = tiny.checkpoint(name)
+    model = build(saved.config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32)
+    assert float((played(model) - wanted).abs().max()) <= CLOSE
