@@ -1,7 +1,14 @@
 """From logits to a token: greedy, or drawn from what the settings leave over.
 
-A request draws from a generator of its own, seeded by its seed and the number of the token, so that
-what it draws depends neither on its company nor on how often it was interrupted.
+A request's draw is a number from its seed and the number of the token, so that what it draws
+depends neither on its company nor on how often it was interrupted. The tokens that it may get lie
+side by side, the likeliest first, each as wide as its chance: it gets the one that the number falls
+on.
+
+Rows are computed together and independent all the same. The host waits for the device once: what
+it needs comes over in one piece. Few tokens have nearly all of the chances, so only `CANDIDATES`
+are put in order; where a draw falls beyond them, or what is ruled out cannot be told from
+them, all are, which takes the device a second time.
 """
 
 from __future__ import annotations
@@ -10,13 +17,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 COLDEST = 1e-3
 """Temperatures below take the likeliest token: others' chances are too small to be numbers."""
+
+CANDIDATES = 1024
+"""How many tokens of a row are put in order, as long as they will do."""
+
+_BEYOND = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +88,36 @@ class Drawing(NamedTuple):
 
 
 def choose_all(logits: Tensor, drawings: Sequence[Drawing]) -> list[Chosen]:
-    """The next token of each row. Rows are independent; greedy ones are chosen together."""
+    """The next token of each row. Rows are independent."""
     if not drawings:
         return []
-    logprobs = torch.log_softmax(logits, -1)
-    likeliest = logits.argmax(-1)
-    picked = [
-        int(greedy) if _is_plain(drawing.sampling) else _drawn(row, drawing)
-        for row, drawing, greedy in zip(logits, drawings, likeliest.tolist(), strict=True)
-    ]
-    found = logprobs[torch.arange(len(picked)), picked].tolist()
-    return [
-        Chosen(token, logprob, _top(row, drawing.sampling.logprobs))
-        for token, logprob, row, drawing in zip(picked, found, logprobs, drawings, strict=True)
-    ]
+    chosen = _chosen(logits, drawings, min(CANDIDATES, logits.shape[1]))
+    beyond = [row for row, one in enumerate(chosen) if one.token == _BEYOND]
+    if beyond:
+        again = _chosen(logits[beyond], [drawings[row] for row in beyond], logits.shape[1])
+        for row, one in zip(beyond, again, strict=True):
+            chosen[row] = one
+    return chosen
 
 
 def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[Chosen]:
     """How likely each row made the token that followed, beside the `count` likeliest."""
-    logprobs = torch.log_softmax(logits, -1)
-    found = logprobs[torch.arange(len(tokens)), list(tokens)].tolist()
-    return [
-        Chosen(token, logprob, _top(row, count))
-        for token, logprob, row in zip(tokens, found, logprobs, strict=True)
-    ]
+    facts = _likeliest(logits)
+    said = torch.tensor(tokens).to(logits.device)[:, None]
+    facts[:, :1], facts[:, 1:2] = said, logits.gather(1, said)
+    return _reported(logits, facts, [count] * len(tokens))
+
+
+def _chosen(logits: Tensor, drawings: Sequence[Drawing], candidates: int) -> list[Chosen]:
+    """By so many candidates; `_BEYOND` is the token where they do not tell."""
+    facts = _likeliest(logits)
+    bent = [row for row, each in enumerate(drawings) if not _is_plain(each.sampling)]
+    if bent:
+        rows = torch.tensor(bent).to(logits.device)
+        tokens = _bent(logits[rows], [drawings[row] for row in bent], candidates)
+        facts[rows, 0] = tokens.double()
+        facts[rows, 1] = logits[rows, tokens.clamp(min=0)].double()
+    return _reported(logits, facts, [each.sampling.logprobs for each in drawings])
 
 
 def _is_plain(sampling: Sampling) -> bool:
@@ -108,54 +126,177 @@ def _is_plain(sampling: Sampling) -> bool:
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
 
 
-def _drawn(logits: Tensor, drawing: Drawing) -> int:
+def _likeliest(logits: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Of each row: the likeliest token, its logit, log Σ exp(scale · logits); (rows, 3) in fp64."""
+    if logits.is_cuda:
+        from kvtide.layers.programs.rows import likeliest
+
+        return likeliest(logits, scales)
+    peaks, tokens = logits.max(-1)
+    steep = torch.ones_like(peaks) if scales is None else scales.float()
+    # Each row by itself: how a sum is taken apart may depend on how many there are.
+    rests = [torch.exp((logits[n] - peaks[n]) * steep[n]).sum().log() for n in range(len(logits))]
+    return torch.stack(
+        [tokens.double(), peaks.double(), peaks.double() * steep + torch.stack(rests)], 1
+    )
+
+
+# -- to the host -----------------------------------------------------------------------------
+
+
+def _reported(logits: Tensor, facts: Tensor, counts: Sequence[int]) -> list[Chosen]:
+    """Tokens and their logits, as facts say, with each row's so many likeliest."""
+    groups = {
+        count: [row for row, one in enumerate(counts) if one == count]
+        for count in sorted({*counts} - {0})
+    }
+    tops = []
+    # Not together for the largest count: which of equals come first may depend on it.
+    for count, rows in groups.items():
+        ours = logits if len(rows) == len(logits) else logits[torch.tensor(rows).to(logits.device)]
+        values, ids = ours.topk(min(count, logits.shape[1]))
+        tops.append(torch.stack([ids.double(), values.double()], -1))
+    found, *likeliest = _fetched([facts, *tops])
+    best: list[list[list[float]]] = [[] for _ in counts]
+    for rows, group in zip(groups.values(), likeliest, strict=True):
+        for row, pairs in zip(rows, group, strict=True):
+            best[row] = pairs
+    return [
+        Chosen(int(token), logit - total, tuple((int(i), value - total) for i, value in pairs))
+        for (token, logit, total), pairs in zip(found, best, strict=True)
+    ]
+
+
+def _fetched(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
+    """What they hold, in one piece from the device."""
+    flat = torch.cat([each.flatten() for each in tensors]).cpu()
+    pieces = flat.split([each.numel() for each in tensors])
+    return [piece.view(each.shape).tolist() for piece, each in zip(pieces, tensors, strict=True)]
+
+
+# -- other than the likeliest ----------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What is drawn from, and where the draw falls; a column (rows, 1) in fp64 each.
+
+    Where there is no such limit `top_k` is 0, `top_p` is infinite, `min_p` is 0.
+    """
+
+    scale: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    draw: Tensor
+
+
+def _bent(logits: Tensor, drawings: Sequence[Drawing], candidates: int) -> Tensor:
+    """The tokens of rows with settings. What is given is penalised in place."""
+    _penalise(logits, drawings)
+    cold = [each.sampling.temperature < COLDEST for each in drawings]
+    if all(cold):
+        return _likeliest(logits)[:, 0].long()
+    table = [_settings(each, logits.shape[1]) for each in drawings]
+    columns = torch.tensor([*zip(*table, strict=True), cold], dtype=torch.float64)
+    columns[0] = columns[0].float()  # All sums are made with the same scale, to the bit.
+    columns = columns.to(logits.device)
+    facts = _likeliest(logits, columns[0])
+    if candidates < logits.shape[1]:
+        values, ids = logits.topk(candidates)
+    else:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    places = _places(values, facts, columns[:5], logits.shape[1])
+    tokens = torch.where(places < 0, _BEYOND, ids.gather(1, places.clamp(min=0)))
+    return torch.where(columns[5, :, None] > 0, facts[:, :1].long(), tokens).squeeze(1)
+
+
+def _settings(drawing: Drawing, vocabulary: int) -> tuple[float, ...]:
+    """As `Limits` has them."""
     sampling, prompt, tokens = drawing
-    output = tokens[len(prompt) :]
-    return _pick(_penalised(logits, sampling, prompt, output), sampling, len(output))
+    return (
+        1 / sampling.temperature if sampling.temperature >= COLDEST else 1.0,
+        sampling.top_k if sampling.top_k < vocabulary else 0,
+        sampling.top_p if sampling.top_p < 1 else math.inf,
+        sampling.min_p,
+        _uniform(sampling.seed, len(tokens) - len(prompt)),
+    )
 
 
-def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    if not count:
-        return ()
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> Tensor:
+    if values.is_cuda and values.shape[1] < vocabulary:
+        from kvtide.layers.programs.rows import drawn
+
+        return drawn(values, facts, limits)
+    return _drawn(values.double(), facts, Limits(*limits[..., None]), vocabulary)
 
 
-def _penalised(
-    logits: Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
-) -> Tensor:
-    """Logits less likely to repeat: what was generated, and for repetition also the prompt."""
-    if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt, *output}))
-        found = logits[seen]
-        factor = sampling.repetition_penalty
-        logits = logits.index_put((seen,), torch.where(found > 0, found / factor, found * factor))
-    if output and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(output)
-        ids, times = torch.tensor(list(counts)), torch.tensor(list(counts.values()))
-        cost = sampling.presence_penalty + sampling.frequency_penalty * times.to(logits.device)
-        logits = logits.index_put((ids,), logits[ids] - cost)
-    return logits
+def _drawn(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Tensor:
+    """Which of the candidates it is, (rows, 1): of descending logits, by place; negative where
+    they do not tell.
+
+    Rules out all but the top k and those as high as the last of them, then what is less than min_p
+    times as likely as the likeliest, then what comes after the top p of what is left. What each of
+    them leaves comes before what it does not, so only `more` may be left among those after the
+    candidates.
+    """
+    scale, top_k, top_p, min_p, draw = limits
+    count = values.shape[1]
+    peak = values[:, :1]
+    chances = torch.exp((values - peak) * scale)
+    least = values.gather(1, (top_k.long() - 1).clamp(0, count - 1))
+    kept = ((values >= least) | (top_k == 0)) & (chances >= min_p)
+    more = kept[:, -1:] & (count < vocabulary)
+    chances = torch.where(kept, chances, 0.0)
+    reached = chances.cumsum(1)
+    total = torch.where(more, torch.exp(facts[:, 2:] - peak * scale), reached[:, -1:])
+    unknown = more & ((top_k > 0) | (min_p > 0))
+    kept = reached - chances < top_p * total
+    kept[:, 0] = True
+    more = more & kept[:, -1:]
+    target = draw * torch.where(more, total, torch.where(kept, reached, 0.0).amax(1, True))
+    unknown = unknown | (more & ((top_p < 1) | (target >= reached[:, -1:])))
+    place = (kept & (reached <= target)).sum(1, True).clamp(max=count - 1)
+    return torch.where(unknown, -1, place)
 
 
-def _pick(logits: Tensor, sampling: Sampling, step: int) -> int:
-    if sampling.temperature < COLDEST:
-        return int(logits.argmax())
-    chances = torch.softmax(_limited(logits / sampling.temperature, sampling), -1)
-    generator = torch.Generator().manual_seed((sampling.seed * 1_000_003 + step) % 2**63)
-    return int(torch.multinomial(chances.cpu(), 1, generator=generator))
+def _penalise(logits: Tensor, drawings: Sequence[Drawing]) -> None:
+    """Makes repeating less likely: what was generated, and for repetition also the prompt."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    factors: list[float] = []
+    costs: list[float] = []
+    for row, (sampling, prompt, said) in enumerate(drawings):
+        factor, presence = sampling.repetition_penalty, sampling.presence_penalty
+        times: Counter[int] = Counter()
+        if presence or sampling.frequency_penalty:
+            times = Counter(said[len(prompt) :])
+        seen = set(times) if factor == 1.0 else {*prompt, *said}
+        rows += [row] * len(seen)
+        tokens += seen
+        factors += [factor] * len(seen)
+        costs += [
+            presence + sampling.frequency_penalty * times[token] if token in times else 0.0
+            for token in seen
+        ]
+    if rows:
+        table = torch.tensor([rows, tokens, factors, costs], dtype=torch.float64).to(logits.device)
+        at = tuple(table[:2].long())
+        factor, cost = table[2:].float()
+        found = logits[at]
+        logits[at] = torch.where(found > 0, found / factor, found * factor) - cost
 
 
-def _limited(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Rule out all but the top k, the top p of probability, and what is p times the likeliest."""
-    if sampling.top_k:
-        least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if sampling.min_p:
-        chances = torch.softmax(logits, -1)
-        logits = logits.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
-    if sampling.top_p < 1.0:
-        ordered, ids = logits.sort(descending=True)
-        before = torch.softmax(ordered, -1).cumsum(-1) - torch.softmax(ordered, -1)
-        logits = logits.index_fill(0, ids[1:][before[1:] >= sampling.top_p], -torch.inf)
-    return logits
+_WORD = 2**64 - 1
+
+
+def _uniform(seed: int, number: int) -> float:
+    """From 0 up to 1: 53 bits of what the seed and the token's number are mixed to."""
+    return (_mixed((_mixed(seed & _WORD) + number) & _WORD) >> 11) * 2.0**-53
+
+
+def _mixed(word: int) -> int:
+    """Any bit of the word changes about half of those that come out (splitmix64)."""
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return word ^ (word >> 31)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.engine import Sampling
-from kvtide.engine.sampler import Chosen, Drawing, choose_all
+from kvtide.engine import Sampling, sampler
+from kvtide.engine.sampler import Chosen, Drawing, Limits, choose_all, score
 
 WARM = Sampling(temperature=1.0)
 
@@ -91,6 +92,30 @@ def test_company_changes_nothing():
     assert choose_all(logits.flip(0), drawings[::-1]) == alone[::-1]
 
 
+def test_company_changes_nothing_however_wide_the_rows():
+    """Where sums are shared out over threads, or taken by row: to the last bit."""
+    logits = torch.randn(5, 70_001, generator=torch.Generator().manual_seed(2)) * 3
+    kinds = [Sampling(logprobs=3), Sampling(0.9, seed=1), Sampling(1.5, 0.95, seed=2, logprobs=5)]
+    drawings = [Drawing(kinds[n % 3], [n], [n, 1]) for n in range(5)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        alone = [choose_all(logits[n : n + 1], [drawings[n]])[0] for n in range(5)]
+        assert choose_all(logits, drawings) == alone
+        said = [7, 70_000, 0, 3, 9]
+        scores = [score(logits[n : n + 1], said[n : n + 1], 2)[0] for n in range(5)]
+        assert score(logits, said, 2) == scores
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_which_of_equals_are_reported_depends_on_no_other_row():
+    logits = torch.zeros(3, 300)
+    drawings = [Drawing(Sampling(logprobs=n), [0], [0]) for n in (2, 0, 20)]
+    alone = [choose_all(logits[:1], [each])[0] for each in drawings]
+    assert choose_all(logits, drawings) == alone
+
+
 # -- draws ----------------------------------------------------------------------------------
 
 
@@ -122,12 +147,50 @@ def test_any_integer_is_a_seed():
         choose(torch.zeros(5), replace(WARM, seed=seed), [0], [])
 
 
-def test_draws_follow_the_chances():
-    logits, draws = from_chances(0.5, 0.3, 0.2), 3000
-    counts = np.bincount(
-        [choose(logits, replace(WARM, seed=s), [0], []).token for s in range(draws)]
+@pytest.mark.parametrize("candidates", [1, 2, 1024])
+@pytest.mark.parametrize(
+    ("sampling", "chances"),
+    [
+        (WARM, [0.5, 0.3, 0.2]),
+        (Sampling(temperature=0.5), [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]),
+        (Sampling(temperature=1.0, top_p=0.7), [0.625, 0.375, 0]),
+        (Sampling(temperature=1.0, top_k=2, min_p=0.1), [0.625, 0.375, 0]),
+        (Sampling(temperature=1.0, min_p=0.65, top_p=0.9), [1, 0, 0]),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_chances(
+    sampling: Sampling, chances: list[float], candidates: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    drawings = [Drawing(replace(sampling, seed=s), [0], [0] * (s % 7 + 1)) for s in range(1500)]
+    chosen = choose_all(from_chances(0.2, 0.5, 0.3).expand(1500, -1), drawings)
+    counts = np.bincount([one.token for one in chosen], minlength=3)[[1, 2, 0]]
+    expected = np.array(chances)
+    assert (np.abs(counts / 1500 - expected) <= 4 * np.sqrt(expected * (1 - expected) / 1500)).all()
+
+
+def test_steps_of_one_seed_draw_by_the_chances_too():
+    drawings = [Drawing(WARM, [0], [0] * (n + 1)) for n in range(2000)]
+    chosen = choose_all(from_chances(0.5, 0.3, 0.2).expand(2000, -1), drawings)
+    counts = np.bincount([one.token for one in chosen])
+    assert np.allclose(counts / 2000, [0.5, 0.3, 0.2], atol=0.04)
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 5, 30, 31])
+def test_how_many_are_put_in_order_changes_nothing(
+    candidates: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Limits and draws that fall among the candidates, on the last of them and beyond."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(240, 32, generator=generator) * torch.rand(240, 1, generator=generator) * 6
+    kinds = itertools.product(
+        (0.0, 0.5, 1.0, 3.0), (0.1, 0.6, 0.95, 0.999, 1.0), (0, 1, 5, 31), (0.0, 0.02, 0.4)
     )
-    assert np.allclose(counts / draws, [0.5, 0.3, 0.2], atol=0.04)
+    drawings = [Drawing(Sampling(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)]
+    wanted = choose_all(logits, drawings)
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    assert choose_all(logits, drawings) == wanted
 
 
 def test_temperature_sharpens_and_flattens():
@@ -167,6 +230,28 @@ def test_top_p_always_keeps_the_likeliest(top_p):
 
 def test_a_top_k_of_more_than_the_vocabulary_rules_nothing_out():
     assert drawn(torch.zeros(4), replace(WARM, top_k=100)) == {0, 1, 2, 3}
+
+
+def test_of_equals_the_top_k_keeps_all_and_the_top_p_the_first():
+    logits = row(0, 2, 1, 2, 2, 1)
+    assert drawn(logits, replace(WARM, top_k=1)) == {1, 3, 4}
+    assert drawn(logits, replace(WARM, top_k=4)) == {1, 2, 3, 4, 5}
+    assert drawn(logits, replace(WARM, top_p=0.5)) == {1, 3}
+    assert drawn(logits, replace(WARM, top_p=0.0)) == {1}
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 3])
+def test_equals_beyond_the_candidates_are_kept_too(
+    candidates: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    assert drawn(row(0, 2, 1, 2, 2, 1), replace(WARM, top_k=1)) == {1, 3, 4}
+
+
+def test_what_is_impossible_never_comes():
+    logits = row(-math.inf, 0, -math.inf, 0)
+    assert drawn(logits, replace(WARM, temperature=90.0)) == {1, 3}
+    assert choose(logits, Sampling(logprobs=2), [0], []).logprob == pytest.approx(-math.log(2))
 
 
 # -- penalties ------------------------------------------------------------------------------
@@ -246,3 +331,50 @@ def test_the_logits_are_left_as_they_were():
     sampling = Sampling(1.0, 0.5, 2, 0.5, 0, 1.0, 1.0, 2.0, 2)
     choose(logits, sampling, [0, 1], [1, 2])
     assert logits.tolist() == [1, 2, 3]
+
+
+# -- on a device ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("candidates", [1, 5, 30])
+def test_the_program_draws_the_same(candidates: int, device: torch.device):
+    from kvtide.layers.programs.rows import drawn
+
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(90, 40, generator=generator) * torch.rand(90, 1, generator=generator) * 6
+    kinds = itertools.product((0.3, 1.0, 3.0), (0.1, 0.8, 1.0), (0, 3, 7, 35), (0.0, 0.05))
+    drawings = [Drawing(Sampling(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)]
+    logits, rows = logits[: len(drawings)], [sampler._settings(each, 40) for each in drawings]
+    limits = torch.tensor(rows, dtype=torch.float64).T.contiguous()
+    facts = sampler._likeliest(logits, limits[0])
+    values = logits.topk(candidates).values
+    wanted = sampler._drawn(values.double(), facts, Limits(*limits[..., None]), 40)
+    assert torch.equal(drawn(*(each.to(device) for each in (values, facts, limits))).cpu(), wanted)
+    assert candidates == 1 or (wanted.min() == -1 and wanted.max() > 1)
+
+
+def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
+    if device.type != "cuda":
+        pytest.skip("this compares with the CPU: --device cuda")
+    kinds = [
+        Sampling(logprobs=5),
+        Sampling(temperature=0.7, top_p=0.9),
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.9, top_k=50, repetition_penalty=1.1),
+        Sampling(temperature=1.2, min_p=0.05, logprobs=2),
+        Sampling(presence_penalty=1.0, frequency_penalty=0.2),
+        Sampling(temperature=4.0, top_p=0.95),
+    ]
+    logits = torch.randn(63, 151_936, generator=torch.Generator().manual_seed(4)) * 3
+    drawings = [Drawing(replace(kinds[n % 7], seed=n), [n, 5], [n, 5, 8, 8]) for n in range(63)]
+    found, wanted = choose_all(logits.to(device), drawings), choose_all(logits, drawings)
+    # A draw may fall on a border, which another order of sums moves a little.
+    assert sum(a.token == b.token for a, b in zip(found, wanted, strict=True)) >= 62
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+        if ours.token == theirs.token:
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
+    said = [n * 17 for n in range(63)]
+    for ours, theirs in zip(score(logits.to(device), said, 1), score(logits, said, 1), strict=True):
+        assert ours.token == theirs.token
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
