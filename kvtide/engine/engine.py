@@ -26,6 +26,8 @@ from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
 
 _ALONE = Seat()
+SCORED = 512
+"""So many tokens of a prompt are scored at a time: each takes a number for every word there is."""
 
 
 class Update(NamedTuple):
@@ -41,6 +43,7 @@ class Engine:
     """`computed`: how many tokens the last step took through the model.
 
     `token_s`: how long computing a prompt's token takes, for those who know; 0 if nobody does.
+    `records`: whether passes of single tokens are recorded where a device can do that.
     """
 
     def __init__(
@@ -53,17 +56,18 @@ class Engine:
         most_running: int = 64,
         oracle: Oracle | None = None,
         seat: Seat = _ALONE,
+        records: bool = True,
     ) -> None:
         check_kept(model, cache.config.torch_device)
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
         self.oracle = oracle
-        self.scheduler = Scheduler(cache, chunk_tokens, most_running)
         self.vocabulary, self._positions = cache.agreement.least(
             [model.vocabulary, model.max_positions]
         )
-        self._runner = Runner(model, cache, seat)
+        self._runner = Runner(model, cache, seat, most_running, records)
+        self.scheduler = Scheduler(cache, chunk_tokens, most_running, self._runner.records)
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -76,6 +80,10 @@ class Engine:
     def most_tokens(self) -> int:
         """The longest sequence that can be served: prompt and answer."""
         return min(self.cache.most_tokens, self._positions)
+
+    def prepare(self) -> None:
+        """Do beforehand what would keep the first requests waiting; it takes seconds."""
+        self._runner.prepare()
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""
@@ -151,8 +159,9 @@ class Engine:
         prompt, count = request.ask.tokens, request.ask.score
         if count is not None:
             said = prompt[request.computed + 1 : end + 1]
-            if said:
-                request.scores += score(passed.first(number, len(said)), said, count)
+            for first in range(0, len(said), SCORED):
+                some = said[first : first + SCORED]
+                request.scores += score(passed.rows(number, first, len(some)), some, count)
 
     def _choose(self, shares: list[Share], passed: Passed) -> list[Update]:
         """The next token of each request whose tokens are all computed, or its end."""
@@ -209,7 +218,7 @@ class Engine:
         """Raise `RequestError` for what can never be served."""
         if not ask.tokens:
             raise RequestError("the prompt has no tokens; send at least one")
-        if not all(0 <= token < self.vocabulary for token in ask.tokens):
+        if min(ask.tokens) < 0 or max(ask.tokens) >= self.vocabulary:
             raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}")
         if problem := ask.sampling.problem():
             raise RequestError(problem)

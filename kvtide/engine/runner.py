@@ -7,23 +7,34 @@ whether it went well everywhere. If not, nothing of it is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
+from kvtide.engine.recording import Recordings, Row
 from kvtide.engine.scheduler import Share
 from kvtide.engine.seat import Seat
+from kvtide.engine.tables import Tables, laid_out, sent, spans
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 
-Tables = tuple[tuple[int, int, int], Mapping[str, Tensor]]
+
+class Passed(Protocol):
+    """A forward pass that is over, or under way on a device."""
+
+    def last(self, numbers: Sequence[int]) -> Tensor:
+        """The logits after the last tokens of these shares, a row for each."""
+
+    def rows(self, number: int, first: int, count: int) -> Tensor:
+        """The logits after each of `count` tokens of a share, from its token `first` on."""
 
 
-class Passed:
-    """A forward pass that is over. Logits are made of the rows that somebody wants."""
+class Computed:
+    """Logits are made of the rows that somebody wants."""
 
     def __init__(self, runner: Runner, hidden: Tensor, sequences: Sequence[Rows]) -> None:
         self._runner = runner
@@ -31,14 +42,26 @@ class Passed:
         self._sequences = sequences
 
     def last(self, numbers: Sequence[int]) -> Tensor:
-        """The logits after the last tokens of these shares, a row for each."""
         rows = [self._sequences[number].end - 1 for number in numbers]
         return self._runner.logits(self._hidden[rows])
 
-    def first(self, number: int, count: int) -> Tensor:
-        """The logits after each of the first `count` tokens of a share."""
-        start = self._sequences[number].start
+    def rows(self, number: int, first: int, count: int) -> Tensor:
+        start = self._sequences[number].start + first
         return self._runner.logits(self._hidden[start : start + count])
+
+
+class Played:
+    """A recorded pass: every share has one token, and there are logits for all."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def last(self, numbers: Sequence[int]) -> Tensor:
+        everybody = len(numbers) == len(self._logits)
+        return self._logits if everybody else self._logits[list(numbers)]
+
+    def rows(self, number: int, first: int, count: int) -> Tensor:
+        return self._logits[number + first : number + first + count]
 
 
 class Loads:
@@ -64,19 +87,39 @@ class Loads:
 
 
 class Runner:
-    """`seat` is where this rank's part of a pass begins and ends."""
+    """`seat` is where this rank's part of a pass begins and ends.
 
-    def __init__(self, model: Model, cache: TieredCache, seat: Seat) -> None:
+    Steps of up to `most_rows` single tokens are recorded (`recording`), if a device can do that
+    and one rank has the whole model.
+    """
+
+    def __init__(
+        self, model: Model, cache: TieredCache, seat: Seat, most_rows: int, records: bool = True
+    ) -> None:
         self._model = model
         self._cache = cache
         self._seat = seat
         self._device = cache.config.torch_device
-        self._tables: WeakKeyDictionary[Lease, Tables] = WeakKeyDictionary()
+        self._tables = Tables(cache)
         self._width: int | None = None
+        self._recordings: Recordings | None = None
+        if records and seat.ranks == 1 and model.runs_programs(self._device):
+            self._recordings = Recordings(model, cache.view, self._device, most_rows)
+
+    @property
+    def records(self) -> bool:
+        return self._recordings is not None
+
+    def prepare(self) -> None:
+        """Do beforehand what would keep the first requests waiting."""
+        if self._recordings is not None:
+            self._recordings.prepare()
 
     def run(self, shares: Sequence[Share]) -> Passed:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
         leases = [share.request.held for share in shares if share.request.held.loading]
+        if not leases and (played := self._played(shares)) is not None:
+            return played
         loads = Loads(self._cache, leases)
         step = self._step(shares, loads)
         before = None
@@ -85,7 +128,7 @@ class Runner:
         hidden = self._model.forward(step, before)
         self._seat.send(hidden)
         loads.check()
-        return Passed(self, hidden, step.sequences)
+        return Computed(self, hidden, step.sequences)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The speaker's, on every rank."""
@@ -97,38 +140,34 @@ class Runner:
             said = torch.empty(len(hidden), self._width, device=self._device)
         return self._seat.spoken(said)
 
+    def _played(self, shares: Sequence[Share]) -> Played | None:
+        """The pass from a recording, if there is one for such shares."""
+        if self._recordings is None or any(s.end - s.request.computed > 1 for s in shares):
+            return None
+        recording = self._recordings.fitting(len(shares), max(share.end for share in shares))
+        if recording is None:
+            return None
+        rows = []
+        for request, _ in shares:
+            at = request.computed
+            state, table = self._tables.of(request.held)
+            rows.append(Row(request.tokens[at], at, request.held.inner.number, state, table))
+        return Played(recording.play(rows))
+
     def _step(self, shares: Sequence[Share], loads: Loads) -> Step:
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences = []
-        for request, end in shares:
-            new = request.tokens[request.computed : end]
-            slots = self._slots(request.held)
-            start = len(tokens)
-            sequences.append(Rows(start, start + len(new), request.computed, slots))
-            tokens += new
-            positions += range(request.computed, end)
+        rows = spans(shares)
+        tables = [self._tables.of(share.request.held)[1] for share in shares]
+        sequences, batch = laid_out(rows, tables, self._device)
+        new = [share.request.tokens[share.request.computed : share.end] for share in shares]
+        at = [np.arange(share.request.computed, share.end) for share in shares]
+        both = np.stack([np.concatenate(new), np.concatenate(at)]).astype(np.int32)
+        tokens, positions = sent([both], self._device)[0].long()
         return Step(
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(positions, device=self._device),
-            tuple(sequences),
+            tokens,
+            positions,
+            sequences,
             self._cache.memory.page_tokens,
             self._cache.view,
             loads.wait,
+            batch,
         )
-
-    def _slots(self, lease: Lease) -> Mapping[str, Tensor]:
-        """The lease's page tables on the device, made again when it grew, committed or landed."""
-        inner = lease.inner
-        coming = sum(not t.over for t in lease.transfers) if lease.transfers else 0
-        state = (inner.boundary, inner.reserved, coming)
-        known = self._tables.get(lease)
-        if known is None or known[0] != state:
-            tables = {
-                anchor.name: torch.from_numpy(
-                    self._cache.page_table(lease, anchor.name).astype("int64")
-                ).to(self._device)
-                for anchor in self._cache.memory.anchors
-            }
-            known = self._tables[lease] = (state, tables)
-        return known[1]

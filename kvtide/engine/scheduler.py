@@ -30,12 +30,16 @@ class Share(NamedTuple):
 
 class Scheduler:
     """`chunk_tokens` is the most that one step computes (it may change between steps),
-    `most_running` the largest batch.
+    `most_running` the largest batch. `lets_land`: whose prefix is on its way keeps nobody else
+    waiting in a step, where steps are shorter than loads.
 
     No more run than a step has tokens, so that all who generate get one.
     """
 
-    def __init__(self, cache: TieredCache, chunk_tokens: int, most_running: int) -> None:
+    def __init__(
+        self, cache: TieredCache, chunk_tokens: int, most_running: int, lets_land: bool = False
+    ) -> None:
+        self.lets_land = lets_land
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
@@ -157,7 +161,7 @@ class Scheduler:
         """Requests that generate come first; a request without slots for its share waits again."""
         left = self.chunk_tokens
         shares = []
-        for request in sorted(self.running, key=_turn):
+        for request in sorted(self._ready(), key=_turn):
             count = min(request.length - request.computed, left)
             if count == 0:
                 continue
@@ -170,6 +174,11 @@ class Scheduler:
             left -= end - request.computed
             shares.append(Share(request, end))
         return shares
+
+    def _ready(self) -> list[Request]:
+        """Who can take part in a step. If nobody's prefix is there yet, all begin before it is."""
+        landed = [r for r in self.running if not (self.lets_land and r.held.loading)]
+        return landed or self.running
 
     def _grown(self, request: Request, end: int) -> int | None:
         """How far there are slots: up to `end`, or to the end of the page; None for nowhere.

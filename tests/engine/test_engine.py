@@ -6,6 +6,7 @@ missing, stale or another's changes the answer; slots that nobody owns are full 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -94,6 +95,9 @@ class Sums:
         history = kept[pages].reshape(-1)[: rows.total].double() - layer
         weights = torch.arange(1, rows.total + 1, dtype=torch.float64)
         return (layer + 1) * (history * weights).cumsum(0)[rows.past :]
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return False
 
     def logits(self, hidden: Tensor) -> Tensor:
         return -((torch.arange(VOCABULARY) - hidden) % VOCABULARY).float()
@@ -557,3 +561,38 @@ def test_an_answer_of_one_token_on_a_loading_prefix_keeps_what_it_computed(stand
     assert complete(request)
     found = at.cache.match(at.cache.prompt([*words(1, 25), 0])).tokens
     assert found == 25 // at.cache.memory.page_tokens * at.cache.memory.page_tokens
+
+
+def test_a_prefix_on_its_way_keeps_nobody_else_waiting(stand, monkeypatch):
+    """Where the scheduler lets it land first."""
+    at, gate = stand(most_running=4), threading.Event()
+    at.engine.scheduler.lets_land = True
+    at.remember_on_host(words(1, 13))
+    issue = at.loads.issue
+
+    def held(works, legs):
+        assert gate.wait(20)
+        return issue(works, legs)
+
+    monkeypatch.setattr(at.loads, "issue", held)
+    others = [at.submit(words(n, 5), 12) for n in (2, 3)]
+    at.step()
+    late = at.submit(words(1, 20), 2)
+    for said in range(2, 10):
+        at.step()
+        assert late.held.loading and not late.output
+        assert all(len(request.output) == said for request in others)
+    gate.set()
+    at.finish()
+    assert complete(late, *others) and late.by_tier[Tier.HOST] > 0
+
+
+def test_a_prefix_that_nobody_waits_beside_is_computed_on_as_it_comes(stand):
+    at = stand()
+    at.engine.scheduler.lets_land = True
+    at.remember_on_host(words(1, 13))
+    late = at.submit(words(1, 20), 2)
+    at.step()
+    assert len(late.output) == 1 and late.by_tier[Tier.HOST] > 0
+    at.finish()
+    assert complete(late)

@@ -1,0 +1,232 @@
+"""On a GPU in half precision: what comes back from a lower tier says what computing it says.
+
+Prompts are answered once with their prefix restored and once with everything computed anew, both
+greedily and one by one. Up to the first token in which two answers differ their histories are the
+same: so far they are compared, over at least a thousand tokens a family. The measures are how
+likely the tokens were (KL, as the mean of exp(r) - 1 - r) and how many were the same.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Ask, Engine, Request, recording
+from kvtide.models import Model
+from kvtide.server.opening import OnDevice
+from kvtide.spec import Tier
+from kvtide.spec.families import KVDType
+from kvtide.storage import open_store
+from kvtide.transfer.strided import Way
+from tests.engine.restoring import ALL_NAMES, PAGE, family_of, text
+from tests.models.tiny import CONFIGS, build, checkpoint
+
+PROMPTS, ANSWER = 24, 52
+CLOSE, CLOSE_PACKED = 1e-4, 5e-3
+LEAST_EQUAL = 0.99
+REQUESTS = 10_000
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("half precision is a GPU's: --device cuda")
+
+
+def model_of(name: str, device: torch.device, kv: KVDType | None = None) -> Model:
+    if not hasattr(transformers, f"{CONFIGS[name][0]}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {CONFIGS[name][0]}")
+    saved = checkpoint(name)
+    with device:
+        weights = OnDevice(saved.weights, device)
+        return build(saved.config, weights, page_tokens=PAGE, kv_dtype=kv, dtype=torch.bfloat16)
+
+
+@contextmanager
+def engine_of(
+    name: str, model: Model, device_tokens: int = 4096, **options: object
+) -> Iterator[Engine]:
+    config = CacheConfig(
+        Tokens(device_tokens),
+        host_size=Tokens(4 * device_tokens),
+        device="cuda",
+        tokens_per_checkpoint=family_of(name).tokens_per_checkpoint,
+    )
+    cache = TieredCache(model.memory, config)
+    try:
+        yield Engine(model, cache, chunk_tokens=256, most_running=8, **options)
+    finally:
+        cache.close()
+
+
+def answered(engine: Engine, asks: list[Ask]) -> list[Request]:
+    requests = [engine.submit(ask) for ask in asks]
+    while not engine.idle:
+        engine.step()
+    return requests
+
+
+def one_by_one(engine: Engine, asks: list[Ask]) -> list[Request]:
+    """Nobody's company shows in the last bits of others."""
+    return [request for ask in asks for request in answered(engine, [ask])]
+
+
+def settled(engine: Engine, *tiers: Tier) -> None:
+    assert engine.cache.drain(30.0)
+    for tier in tiers:
+        engine.cache.flush(tier)
+
+
+def compared(ones: list[Request], others: list[Request]) -> tuple[float, float, int]:
+    """KL, the share of equal tokens, and how many were compared."""
+    terms, equal = [], []
+    for one, other in zip(ones, others, strict=True):
+        for a, b in zip(one.output, other.output, strict=True):
+            equal.append(a.token == b.token)
+            if a.token != b.token:
+                break
+            ratio = b.logprob - a.logprob
+            terms.append(math.exp(ratio) - 1 - ratio)
+    return sum(terms) / len(terms), sum(equal) / len(equal), len(equal)
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_restored_prefixes_say_what_computing_them_says(
+    name: str, device: torch.device, tmp_path: Path
+) -> None:
+    rng = random.Random(name)
+    with engine_of(name, model_of(name, device)) as engine:
+        store = open_store(f"file://{tmp_path}", engine.cache.storage.space)
+        engine.cache.storage.attach(store)
+        roots = [text(rng, 290) for _ in range(4)]
+        prompts = [roots[n % 4] + text(rng, 60) for n in range(PROMPTS)]
+        restored: list[Request] = []
+        for _ in range(2):
+            one_by_one(engine, [Ask(prompt, 1) for prompt in prompts])
+        for half, tiers in ((0, (Tier.DEVICE,)), (1, (Tier.DEVICE, Tier.HOST))):
+            settled(engine, *tiers)
+            restored += one_by_one(engine, [Ask(prompt, ANSWER) for prompt in prompts[half::2]])
+        for request in restored:
+            assert sum(request.by_tier.values()) > 0, request.why
+        for tier in (Tier.HOST, Tier.STORAGE):
+            assert sum(request.by_tier.get(tier, 0) for request in restored) > 0, tier
+        asks = [Ask(request.ask.tokens, ANSWER, recompute=True) for request in restored]
+        divergence, equal, count = compared(one_by_one(engine, asks), restored)
+        assert engine.cache.validate() == []
+    print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
+    assert count >= 1000, "answers part too early"
+    assert divergence < CLOSE and equal >= LEAST_EQUAL, (divergence, equal)
+
+
+def test_packed_entries_say_nearly_what_plain_ones_say(device: torch.device) -> None:
+    """By how likely the second half of each text is after the first."""
+    rng, name = random.Random(3), "deepseek_v4"
+    texts = [Ask(text(rng, 200), 0, score=0) for _ in range(PROMPTS)]
+    scores = []
+    for kind in (KVDType.FP8, KVDType.BF16):
+        with engine_of(name, model_of(name, device, kind)) as engine:
+            scored = answered(engine, texts)
+            scores.append([one.logprob for request in scored for one in request.scores[100:]])
+    ratios = [plain - packed for packed, plain in zip(*scores, strict=True)]
+    divergence = sum(math.exp(ratio) - 1 - ratio for ratio in ratios) / len(ratios)
+    print(f"{name} packed: KL {divergence:.1e} over {len(ratios)} tokens")
+    assert len(ratios) >= 1000 and 0 < divergence < CLOSE_PACKED, divergence
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_h1", "deepseek_v4"])
+def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
+    name: str, device: torch.device
+) -> None:
+    rng = random.Random(5)
+    roots = [text(rng, 70) for _ in range(6)]
+    with engine_of(name, model_of(name, device), 2048) as engine:
+        engine.prepare()
+        done, flat = 0, None
+        pending: list[Request] = []
+        while done < REQUESTS or pending:
+            while done < REQUESTS and len(pending) < 24:
+                prompt = rng.choice(roots)[: rng.randint(1, 70)] + text(rng, rng.randint(1, 9))
+                pending.append(engine.submit(Ask(prompt, rng.randint(1, 6))))
+                done += 1
+            engine.step()
+            if rng.random() < 0.3:
+                engine.abort(rng.choice(pending))
+            pending = [request for request in pending if request.finish is None]
+            if done >= REQUESTS // 5 and flat is None:
+                flat = torch.cuda.memory_allocated()
+        assert engine.idle and engine.cache.validate() == []
+        settled(engine, Tier.DEVICE, Tier.HOST)
+        for count in engine.cache.stats().pages.values():
+            assert (count.resident, count.free) == (0, count.capacity)
+        assert flat is not None and torch.cuda.memory_allocated() <= flat + (1 << 20)
+
+
+@pytest.mark.parametrize("name", ALL_NAMES)
+def test_recorded_passes_say_what_others_say(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several lengths: sequences outgrow the first recordings."""
+    monkeypatch.setattr(recording, "SHORTEST", 32)
+    played: list[tuple[int, int]] = []
+    fitting = recording.Recordings.fitting
+
+    def noted(self, rows: int, length: int):
+        played.append((rows, length))
+        return fitting(self, rows, length)
+
+    monkeypatch.setattr(recording.Recordings, "fitting", noted)
+    rng = random.Random(name)
+    model = model_of(name, device)
+    asks = [Ask(text(rng, rng.randint(3, 90)), 20) for _ in range(11)]
+    with engine_of(name, model, records=False) as engine:
+        plain = answered(engine, asks)
+    with engine_of(name, model) as engine:
+        assert engine.scheduler.lets_land
+        engine.prepare()
+        played.clear()
+        recorded = answered(engine, asks)
+    assert len(played) >= 20 and {length > 32 for _, length in played} == {True, False}
+    divergence, equal, count = compared(plain, recorded)
+    print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
+    assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
+
+
+def test_others_generate_while_a_prefix_is_on_its_way(device: torch.device) -> None:
+    rng, name = random.Random(9), "llama"
+    with engine_of(name, model_of(name, device)) as engine:
+        prompt = text(rng, 200)
+        answered(engine, [Ask(prompt, 1)])
+        settled(engine, Tier.DEVICE)
+        gate = threading.Event()
+        lane = engine.cache.hardware.copier.lanes[Way.LOAD]
+        backend = lane._backend
+        issue = backend.issue
+
+        def held(works, legs):
+            gate.wait(20.0)
+            return issue(works, legs)
+
+        backend.issue = held
+        others = [engine.submit(Ask(text(rng, 40), 60)) for _ in range(3)]
+        while any(not request.output for request in others):
+            engine.step()
+        late = engine.submit(Ask(prompt + text(rng, 5), 8))
+        before = len(others[0].output)
+        for _ in range(20):
+            engine.step()
+        assert late.held.loading and not late.output
+        assert len(others[0].output) == before + 20
+        gate.set()
+        while not engine.idle:
+            engine.step()
+        assert late.by_tier.get(Tier.HOST, 0) >= 192 and len(late.output) == 8
+        assert engine.cache.validate() == []
