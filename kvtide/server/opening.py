@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtide.cache import CacheConfig, Layout, Ranks, TieredCache, Tokens
+from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.ranks import Alone
 from kvtide.engine import Engine, Seat
 from kvtide.engine.oracle import TOLERANCES, Oracle
@@ -23,10 +23,14 @@ from kvtide.server.console import CommandError
 from kvtide.server.orders import Post
 from kvtide.server.settings import Settings
 from kvtide.spec.families import KVDType, declare
+from kvtide.tiers import MachineMemory, TierSize, device_memory, machine_memory
 from kvtide.transfer import backends
 
 DEFAULT_TOKENS = 16_384
 """The device tier of a CPU, if nothing is said: a few conversations with a small model."""
+GPU_SHARE, HOST_SHARE = 0.8, 0.5
+"""Of a GPU's memory beside the weights, and of the machine's beside a GPU: the tiers there, if
+nothing is said. The rest of the GPU's is what a step takes."""
 
 AGREE_S = 600.0
 """How long ranks wait for the slowest of them: a stage may be ahead by a whole step."""
@@ -65,11 +69,12 @@ def open_engine(settings: Settings, seat: Seat | None = None) -> Serving:
         model,
         cache,
         load_tokenizer(checkpoint),
-        chunk_tokens=settings.chunk_tokens,
+        chunk_tokens=settings.step_tokens,
         most_running=settings.max_running,
         oracle=_oracle(settings, cache),
         seat=seat,
     )
+    engine.prepare()
     try:
         stored = storage.attach(settings, cache, os.environ)
     except CommandError:
@@ -131,10 +136,14 @@ def _fingerprint(settings: Settings, checkpoint: Checkpoint, device: torch.devic
 
 
 def cache_config(settings: Settings, model: Model, fingerprint: bytes) -> CacheConfig:
-    size = settings.device_size or Tokens(max(DEFAULT_TOKENS, model.memory.page_tokens))
+    usual: TierSize = Tokens(max(DEFAULT_TOKENS, model.memory.page_tokens))
+    device_size, host_size = settings.device_size or usual, settings.host_size
+    if settings.on_gpu:
+        gpu = device_memory(torch.device(settings.device))
+        device_size, host_size = gpu_sizes(settings, gpu, machine_memory())
     return CacheConfig(
-        device_size=size,
-        host_size=settings.host_size,
+        device_size=device_size,
+        host_size=host_size,
         device=settings.device,
         layout=Layout(settings.layout),
         backend=settings.io_backend,
@@ -144,6 +153,18 @@ def cache_config(settings: Settings, model: Model, fingerprint: bytes) -> CacheC
         patience=settings.patience,
         fingerprint=fingerprint,
     )
+
+
+def gpu_sizes(
+    settings: Settings, gpu: MachineMemory, machine: MachineMemory
+) -> tuple[TierSize, TierSize | None]:
+    """The tiers beside a GPU, as far as nothing is said of them. Ranks share the machine."""
+    device_size, host_size = settings.device_size, settings.host_size
+    if device_size is None:
+        device_size = Bytes(max(1, gpu.share(GPU_SHARE)))
+    if isinstance(host_size, Ratio) and settings.host_ratio is None:
+        host_size = Bytes(max(1, machine.share(HOST_SHARE) // settings.ranks))
+    return device_size, host_size
 
 
 def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:

@@ -142,7 +142,11 @@ class Settings:
     host_tokens: int | None = setting(None, _count(), "size of the host tier", "N")
     host_bytes: int | None = setting(None, _size, "the same in bytes: 200GB", "X")
     host_ratio: float | None = setting(
-        None, _share(1e6), "the same in device tiers; 0 for no host tier; 2 if not given", "R"
+        None,
+        _share(1e6),
+        "the same in device tiers; 0 for no host tier; 2 if not given, or half of the free memory "
+        "beside a GPU",
+        "R",
     )
     layout: str = setting(
         Layout.PAGE_FIRST_DIRECT.value,
@@ -193,7 +197,9 @@ class Settings:
         "N",
     )
 
-    chunk_tokens: int = setting(512, _count(), "the most tokens of one step", "N")
+    chunk_tokens: int | None = setting(
+        None, _count(), "the most tokens of one step; 512, on a GPU 8192", "N"
+    )
     max_running: int = setting(64, _count(), "the largest batch", "N")
     max_waiting: int = setting(
         256, _count(0), "when so many wait beside a full batch, clients are told to come later", "N"
@@ -254,7 +260,16 @@ class Settings:
     @property
     def most_requests(self) -> int:
         """A full batch, and those that wait for a seat in it."""
-        return min(self.max_running, self.chunk_tokens) + self.max_waiting
+        return min(self.max_running, self.step_tokens) + self.max_waiting
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def step_tokens(self) -> int:
+        """The most of one step: enough to keep the device at work."""
+        return self.chunk_tokens or (8192 if self.on_gpu else 512)
 
     @property
     def device_size(self) -> TierSize | None:

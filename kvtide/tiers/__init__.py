@@ -6,7 +6,15 @@
 `sizing`   how large a tier is: a ratio, bytes or tokens
 """
 
-from kvtide.tiers.arena import Arena, TierError, device_arena, host_arena
+from kvtide.tiers.arena import (
+    Arena,
+    MachineMemory,
+    TierError,
+    device_arena,
+    device_memory,
+    host_arena,
+    machine_memory,
+)
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.tiers.sizing import Bytes, Ratio, TierSize, Tokens, capacity_pages
@@ -17,11 +25,14 @@ __all__ = [
     "Buffers",
     "Bytes",
     "Layout",
+    "MachineMemory",
     "Ratio",
     "TierError",
     "TierSize",
     "Tokens",
     "capacity_pages",
     "device_arena",
+    "device_memory",
     "host_arena",
+    "machine_memory",
 ]

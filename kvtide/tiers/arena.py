@@ -61,6 +61,10 @@ class MachineMemory:
         """The largest arena that leaves FREE_SHARE alone; 0 or less when there is no room."""
         return self.available_bytes - int(self.total_bytes * FREE_SHARE)
 
+    def share(self, share: float) -> int:
+        """So much of what is to be had, but not more than an arena may take."""
+        return min(int(share * self.available_bytes), self.most_bytes)
+
     def within(self, limit: MachineMemory) -> MachineMemory:
         """This memory where a limit binds as well: the smaller of each counts."""
         return MachineMemory(
@@ -157,7 +161,7 @@ def device_arena(
         _refuse_beyond("device", total_bytes, "the machine", machine or machine_memory())
         data, huge_pages = _mapped("device", total_bytes)
         return Arena(data, huge_pages=huge_pages)
-    memory = machine or _device_memory(device)
+    memory = machine or device_memory(device)
     _refuse_beyond("device", total_bytes, str(device), memory)
     try:
         return Arena(torch.empty(total_bytes, dtype=torch.uint8, device=device))
@@ -246,7 +250,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     return memory
 
 
-def _device_memory(device: torch.device) -> MachineMemory:
+def device_memory(device: torch.device) -> MachineMemory:
     if not torch.cuda.is_available():
         raise TierError(
             f"device memory: {device} wanted, but torch {torch.__version__} sees no CUDA device; "

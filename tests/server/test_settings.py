@@ -7,20 +7,23 @@ import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from kvtide.cache import FetchPatience, StorageStats, TieredCache
+from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache, Tokens
 from kvtide.engine import Ask, Finish
 from kvtide.server import cli, settings
 from kvtide.server.console import CommandError
-from kvtide.server.opening import open_engine
+from kvtide.server.opening import gpu_sizes, open_engine
 from kvtide.server.settings import Settings, read
 from kvtide.server.storage import default_url
 from kvtide.storage import StoreError
+from kvtide.tiers import MachineMemory
 from tests.models.tiny import oracle
+
+GB = 10**9
 
 Refuse = Callable[..., str]
 Stored = Callable[..., tuple[str, StorageStats | None]]
@@ -485,3 +488,14 @@ def test_pages_computed_another_way_are_kept_apart(model_folder: Path) -> None:
         spaces.add(cache.storage.space)
         cache.close()
     assert len(spaces) == len(ways)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_beside_a_gpu_tiers_take_what_is_free_and_never_more_than_they_may(ranks):
+    gpu, machine = MachineMemory(80 * GB, 60 * GB), MachineMemory(400 * GB, 300 * GB)
+    given = Settings(device="cuda", tp=ranks)
+    assert gpu_sizes(given, gpu, machine) == (Bytes(48 * GB), Bytes(150 * GB // ranks))
+    full = MachineMemory(80 * GB, 14 * GB)
+    assert gpu_sizes(given, full, machine)[0] == Bytes(full.most_bytes) != Bytes(int(11.2 * GB))
+    said = replace(given, device_tokens=1000, host_ratio=3.0)
+    assert gpu_sizes(said, gpu, machine) == (Tokens(1000), Ratio(3.0))
