@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtide.bench import hitrate, index, step
 from kvtide.planner import traces, workloads
-from kvtide.server import bench_replay, bench_serve, bench_storage, bench_transfer
+from kvtide.server import bench_gpu, bench_replay, bench_serve, bench_storage, bench_transfer
 from kvtide.server.console import CommandError, progress, table
 
 LONG_PROMPTS = "rag:requests=96,documents=24,retrieved=1,document=131072,system=0,question=256"
@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     bench_transfer.add(
         kinds.add_parser("transfer", help="how fast pages move between device and host")
     )
+    bench_gpu.add(kinds.add_parser("gpu", help="how fast models are served on a GPU"))
     bench_serve.add(kinds.add_parser("serve", help="what the cache is worth to users of a server"))
     bench_storage.add(
         kinds.add_parser("storage", help="how fast a store is, beside its disk or its own library")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 from kvtide.spec.families import KVDType, declare
 from kvtide.spec.memory import ModelMemory
@@ -31,6 +32,11 @@ def resolve(
     source = _find(name_or_path)
     label = name_or_path if name_or_path in _builtin() else _label(Path(name_or_path))
     return declare(_read(source), model=label, page_tokens=page_tokens, kv_dtype=kind)
+
+
+def config(name_or_path: str) -> dict[str, Any]:
+    """What is known of a model's config."""
+    return {name: value for name, value in _read(_find(name_or_path)).items() if name != "kvtide"}
 
 
 def active_params(name_or_path: str) -> int | None:

@@ -1,0 +1,76 @@
+"""What keeping pages costs those that are served: the same load with the host tier and without."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtide.bench.gpu.bed import Bed, alternating, first_token_s, forget
+from kvtide.bench.gpu.speed import generating_s
+from kvtide.engine import Engine
+from kvtide.spec import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds with every page copied to the host as it is full, and with none copied."""
+
+    what: str
+    on_s: float
+    off_s: float
+
+    @property
+    def share(self) -> float:
+        """Speed with the cache, of that without."""
+        return self.off_s / self.on_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share}
+
+
+def prefills(bed: Bed, tokens: int, prompts: int, rounds: int, chunk_tokens: int = 8192) -> Cost:
+    """Prompts back to back, none of which is known."""
+    page = bed.model.memory.page_tokens
+    room = (prompts + 1) * (tokens + 4 * page)
+    numbers = iter(range(10_000, 1_000_000))
+
+    def prefilled(engine: Engine) -> float:
+        forget(engine, Tier.DEVICE, Tier.HOST)
+        asked = [bed.prompt(tokens, next(numbers)) for _ in range(prompts)]
+        bed.finish()
+        start = time.perf_counter()
+        for prompt in asked:
+            first_token_s(engine, prompt)
+        return (time.perf_counter() - start) / prompts
+
+    with (
+        bed.engine(room, room, chunk_tokens=chunk_tokens) as on,
+        bed.engine(room, 0, chunk_tokens=chunk_tokens) as off,
+    ):
+        ways = [lambda: prefilled(on), lambda: prefilled(off)]
+        alternating(ways, 1)
+        found = alternating(ways, rounds)
+        forget(on)
+        moved = on.cache.stats().moved_pages["backup"]
+        assert moved >= (rounds + 1) * prompts * (tokens // page), "not every page was copied"
+    return Cost(f"prompts of {tokens:,} tokens back to back", *found)
+
+
+def decodes(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> Cost:
+    """Steps in which all generate."""
+    page = bed.model.memory.page_tokens
+    room = batch * (context + steps + 8 * page)
+    with (
+        bed.engine(room, room, most_running=batch) as on,
+        bed.engine(room, 0, most_running=batch) as off,
+    ):
+
+        def generated(engine: Engine) -> float:
+            forget(engine, Tier.DEVICE, Tier.HOST)
+            return generating_s(bed, engine, batch, context, steps)
+
+        ways = [lambda: generated(on), lambda: generated(off)]
+        alternating(ways, 1)
+        found = alternating(ways, rounds)
+    return Cost(f"{batch} sequences that generate", *found)

@@ -1,0 +1,52 @@
+"""A long history that nobody computed: pages of random numbers, which a model reads like others."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvtide.bench.gpu.bed import Bed
+from kvtide.bench.gpu.ceilings import timed
+from kvtide.engine.recording import Recording, Row, Studio
+from kvtide.layers.packing import packing
+from kvtide.spec import ALL, ModelMemory
+from kvtide.tiers import Arrangement, Buffers, Layout
+
+
+def recorded(bed: Bed, batch: int, context: int) -> float:
+    """Seconds of a recorded pass for so many sequences of so many tokens."""
+    model, memory = bed.model, bed.model.memory
+    pages = -(-(context + 1) // memory.page_tokens)
+    held = {anchor.name: pages if anchor.reuse.reach is ALL else 2 for anchor in memory.anchors}
+    slots = {name: batch * count for name, count in held.items()}
+    arrangement = Arrangement(memory, slots, Layout.PAGE_FIRST_DIRECT)
+    block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=bed.device)
+    buffers = Buffers(arrangement, block)
+    _fill(memory, buffers)
+    recording = Recording(model, buffers.view, Studio.on(bed.device), batch, context + 1)
+    order = np.random.default_rng(0)
+    free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
+    rows = []
+    for number in range(batch):
+        table = {}
+        for name, count in held.items():
+            table[name] = np.full(pages, -1, dtype=np.int32)
+            table[name][pages - count :] = free[name][number * count : (number + 1) * count]
+        rows.append(Row(number % model.vocabulary, context, number, (0, 0, 0), table))
+    return timed(lambda: recording.play(rows), bed.device, 20)
+
+
+def _fill(memory: ModelMemory, buffers: Buffers) -> None:
+    """Every field of every pool as if it had been written there."""
+    for pool in memory.pools:
+        for layer in pool.layers:
+            view = buffers.view(pool.name, layer)
+            kind = packing(pool.entry)
+            for part in kind.parts:
+                some = next(iter(view.values()))
+                shape = (*some.shape[:2], *part.logical.shape)
+                values = torch.randn(shape, device=some.device)
+                if pool.tail_entries is not None:
+                    values = values.abs() + 1  # Sums of weights, among others.
+                for name, stored in part.pack(values).items():
+                    view[name].copy_(stored)

@@ -1,0 +1,40 @@
+"""The time to a first token by where the prefix lies, as a picture (SVG) made of bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_WIDTH, _BAR, _GAP, _LEFT, _RIGHT, _TOP = 720, 22, 8, 190, 90, 46
+_COLOURS = {"recompute": "#8b949e", "storage": "#bf8700", "host": "#0969da", "device": "#1a7f37"}
+
+
+def draw(title: str, groups: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Groups of bars, each with milliseconds by place; every group has a scale of its own."""
+    lines, top = [], _TOP
+    for name, bars in groups:
+        lines.append(_text(16, top + 14, name, "bold"))
+        top += 26
+        longest = max(bars.values())
+        for place, value in bars.items():
+            width = (_WIDTH - _LEFT - _RIGHT) * value / longest
+            lines.append(_text(_LEFT - 10, top + 15, place, anchor="end"))
+            lines.append(
+                f'<rect x="{_LEFT}" y="{top}" width="{max(width, 1):.1f}" height="{_BAR}" '
+                f'rx="3" fill="{_COLOURS[place]}"/>'
+            )
+            lines.append(_text(_LEFT + width + 8, top + 15, f"{value:,.0f} ms"))
+            top += _BAR + _GAP
+        top += 14
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" '
+        f'width="{_WIDTH}" height="{top}" font-family="system-ui, sans-serif" font-size="13">'
+        f'<rect width="{_WIDTH}" height="{top}" fill="#ffffff"/>'
+    )
+    return "\n".join([head, _text(16, 26, title, "bold"), *lines, "</svg>\n"])
+
+
+def _text(x: float, y: float, text: str, weight: str = "normal", anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-weight="{weight}" text-anchor="{anchor}" '
+        f'fill="#1f2328">{text}</text>'
+    )

@@ -1,0 +1,110 @@
+"""Many conversations over one system prompt, on a device with too little memory for them.
+
+Every user asks again as soon as the answer is there, so all conversations are under way at once,
+and each waits for the others between its turns. The system prompt was asked for before. The same is
+served with the host tier, without it, and on a device that has room for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtide.bench.gpu.bed import Bed, first_token_s
+from kvtide.engine import Ask, Engine, Request
+from kvtide.spec import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """How many talk, how often, and how long what they say is."""
+
+    users: int = 64
+    turns: int = 8
+    system_tokens: int = 8192
+    question_tokens: int = 352
+    answer_tokens: int = 32
+
+    @property
+    def tokens(self) -> int:
+        """All that is ever said."""
+        each = self.turns * (self.question_tokens + self.answer_tokens)
+        return self.system_tokens + self.users * each
+
+
+@dataclass(frozen=True, slots=True)
+class Talked:
+    where: str
+    device_tokens: int
+    host_tokens: int
+    requests: int
+    seconds: float
+    prompt_tokens: int
+    found: dict[str, int]
+
+    @property
+    def requests_s(self) -> float:
+        return self.requests / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "requests_s": self.requests_s}
+
+
+def measure(bed: Bed, talk: Talk, share: float = 0.25) -> list[Talked]:
+    """On a device for a share of all that is said: with a host, without; and on one for all."""
+    page = bed.model.memory.page_tokens
+    # Pages are filled to their end by nobody: half of one is empty at the end of each conversation.
+    every = talk.tokens + (talk.users + 2) * page
+    small = int(share * every)
+    places = [
+        ("device and host", small, every),
+        ("device alone", small, 0),
+        ("unlimited device", every + 2 * talk.users * page, 0),
+    ]
+    found = []
+    for name, device_tokens, host_tokens in places:
+        with bed.engine(device_tokens, host_tokens, most_running=talk.users) as engine:
+            engine.prepare()
+            found.append(_talked(name, bed, engine, talk, device_tokens, host_tokens))
+    return found
+
+
+def _talked(
+    name: str, bed: Bed, engine: Engine, talk: Talk, device_tokens: int, host_tokens: int
+) -> Talked:
+    system = bed.prompt(talk.system_tokens, 1)
+    histories = dict.fromkeys(range(talk.users), system)
+    turns: Counter[int] = Counter()
+    asked: dict[int, tuple[int, Request]] = {}
+    found: Counter[Tier] = Counter()
+    prompts = 0
+
+    def ask(user: int) -> None:
+        nonlocal prompts
+        question = bed.prompt(talk.question_tokens, 2 + user * talk.turns + turns[user])
+        histories[user] += question
+        prompts += len(histories[user])
+        request = engine.submit(Ask(histories[user], talk.answer_tokens))
+        asked[request.number] = (user, request)
+        turns[user] += 1
+
+    first_token_s(engine, system)
+    bed.finish()
+    start = time.perf_counter()
+    for user in histories:
+        ask(user)
+    while asked:
+        for update in engine.step():
+            if update.finish is not None:
+                user, request = asked.pop(update.request.number)
+                found.update(request.by_tier)
+                histories[user] += tuple(chosen.token for chosen in request.output)
+                if turns[user] < talk.turns:
+                    ask(user)
+    bed.finish()
+    seconds = time.perf_counter() - start
+    by_tier = {tier.name.lower(): count for tier, count in found.items()}
+    requests = talk.users * talk.turns
+    return Talked(name, device_tokens, host_tokens, requests, seconds, prompts, by_tier)

@@ -1,0 +1,117 @@
+"""The benchmarks of a GPU measure what they say, with tiny models on whatever device there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from kvtide.bench.gpu import ceilings, costs, plot, restoring, speed, turns
+from kvtide.bench.gpu.bed import Bed, alternating
+from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
+
+CPU = torch.device("cpu")
+BEST = ceilings.Ceilings(flops=1e12, bytes_s=1e10, link_bytes_s=1e9)
+SHAPES = {shape.name: tiny(shape) for shape in (qwen3_8b(), deepseek_v4_flash())}
+
+
+def bed(name: str) -> Bed:
+    return Bed(SHAPES[name].build(CPU, torch.float32), CPU)
+
+
+def test_ceilings_are_what_was_done_by_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "timed", lambda function, device: function() is None or 0.5)
+    found = ceilings.measure(CPU, size=64, block_bytes=1 << 16)
+    assert found.flops == 2 * 64**3 / 0.5
+    assert found.bytes_s == 2 * (1 << 16) / 0.5  # Read and written.
+    assert found.link_bytes_s > 0
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prefixes_come_from_where_they_are_said_to_be(name: str) -> None:
+    found = restoring.measure(bed(name), name, 600, BEST, rounds=1, chunk_tokens=256)
+    page = SHAPES[name].page_tokens
+    assert found.host_tokens == 599 // page * page
+    assert found.moved_bytes > 0 and found.link_s == found.moved_bytes / BEST.link_bytes_s
+    assert found.recompute_s > max(found.host_s, found.device_s) > 0
+
+
+def test_the_bound_is_the_longer_of_two() -> None:
+    found = restoring.Restored("x", 10, 9.0, 5.0, 3.0, 1.0, 8, 100, link_s=2.0)
+    assert (found.bound_s, found.of_bound, found.times_faster) == (2.0, 1.5, 3.0)
+    assert replace(found, link_s=0.5).bound_s == 1.0
+
+
+def test_a_dense_models_work_is_counted_from_its_shape() -> None:
+    config = {
+        "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "head_dim": 4, "hidden_size": 5, "intermediate_size": 7, "vocab_size": 11,
+    }  # fmt: skip
+    layer = 5 * 12 + 2 * 5 * 4 + 12 * 5 + 3 * 5 * 7
+    assert speed.weight_bytes(config) == 2 * (2 * layer + 5 * 11)
+    assert speed.kv_bytes(config) == 2 * 2 * 8
+    assert speed.prompt_flops(config, 10) == 2 * (2 * 10 * layer + 4 * 12 * 55)
+
+
+def test_prompts_and_single_tokens_take_a_share_of_what_is_possible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, config = bed("qwen3-8b"), SHAPES["qwen3-8b"].config
+    monkeypatch.setattr(speed, "median_s", lambda once, times: once() and 0.25)
+    prompt = speed.prefill(model, config, 128, BEST)
+    assert prompt.share == speed.prompt_flops(config, 128) / 0.25 / BEST.flops
+    generating = speed.generating_s
+    monkeypatch.setattr(speed, "generating_s", lambda *given: generating(*given) and 0.125)
+    single = speed.decode(model, config, 2, 64, BEST, steps=4)
+    read = speed.weight_bytes(config) + 2 * 66 * speed.kv_bytes(config)
+    assert single.share == read / 0.125 / BEST.bytes_s
+
+
+def test_what_sparse_decoding_must_read() -> None:
+    """More with every sequence, and all experts only when there are tokens enough for them."""
+    model, config = bed("deepseek-v4-flash"), SHAPES["deepseek-v4-flash"].config
+    one, two, many = (speed.v4_bytes(config, model, batch, 4096) for batch in (1, 2, 64))
+    assert one < two < many
+    held = sum(w.numel() * w.element_size() for w in speed.weights_of(model.model))
+    assert one < held
+
+
+def test_the_same_load_is_served_with_a_host_and_without() -> None:
+    model = bed("qwen3-8b")
+    assert 0.1 < costs.prefills(model, 200, 1, 1, chunk_tokens=128).share < 10
+    assert 0.1 < costs.decodes(model, 2, 64, 3, 1).share < 10
+    assert costs.Cost("x", on_s=2.0, off_s=1.0).share == 0.5
+
+
+def test_conversations_find_more_where_there_is_more_room() -> None:
+    talk = turns.Talk(users=4, turns=3, system_tokens=128, question_tokens=60, answer_tokens=4)
+    both, alone, unlimited = turns.measure(bed("qwen3-8b"), talk, share=0.4)
+    assert both.requests == alone.requests == unlimited.requests == 12
+    found = [sum(one.found.values()) for one in (alone, both, unlimited)]
+    assert found[0] < found[1] <= found[2] and both.found["host"] > 0
+
+
+def test_ways_take_turns_in_both_orders() -> None:
+    order: list[str] = []
+    ways = [lambda: float(order.append("a") or 1.0), lambda: float(order.append("b") or 2.0)]
+    assert alternating(ways, 3) == [1.0, 2.0] and "".join(order) == "abbaab"
+
+
+def test_random_weights_know_their_names_and_no_others() -> None:
+    shape = SHAPES["deepseek-v4-flash"]
+    weights = RandomWeights(shape.tensors(shape.config), CPU, torch.float32)
+    assert weights.has("model.layers.1.attn.indexer.compressor.ape")
+    assert not weights.has("model.layers.0.attn.compressor.ape")
+    assert not weights.has("model.layers.0.ffn.gate.bias")
+    table = weights.get("model.layers.0.ffn.gate.tid2eid")
+    assert all(len(set(row)) == len(row) for row in table[:20].tolist())
+
+
+def test_the_picture_has_a_bar_for_every_place() -> None:
+    groups = [("a", {"recompute": 9.0, "host": 3.0}), ("b", {"storage": 1.0})]
+    picture = ElementTree.fromstring(plot.draw("times", groups))
+    bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]
+    widths = [float(bar.attrib["width"]) for bar in bars]
+    assert len(widths) == 3 and widths[0] == pytest.approx(3 * widths[1], rel=1e-2)
