@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     caches = tempfile.TemporaryDirectory(prefix="kvtide-", ignore_cleanup_errors=True)
     os.environ["XDG_CACHE_HOME"] = caches.name
     config.add_cleanup(caches.cleanup)
-    config.pluginmanager.register(Proofs(config.getoption("--write-families")))
+    if not hasattr(config, "workerinput"):  # Of several processes, who hears of all tests.
+        config.pluginmanager.register(Proofs(config))
     # Triton reads this when a kernel is defined, so it is set before any test module is imported.
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"

@@ -23,6 +23,11 @@ ASPECTS = {
     "pp": "stages",
 }
 _PROPERTY = "proves"
+_CHOOSING = (
+    "keyword", "markexpr", "collectonly", "lf", "deselect", "ignore", "ignore_glob", "maxfail",
+    "stepwise",
+)  # fmt: skip
+"""Options with which not all tests are run."""
 
 Proves = Callable[[str, str], None]
 
@@ -41,22 +46,21 @@ def proves(request: pytest.FixtureRequest) -> Proves:
 class Proofs:
     """What the tests of this run have shown, by family and aspect."""
 
-    def __init__(self, write: bool) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         self.outcomes: dict[object, list[bool]] = defaultdict(list)
-        self.write = write
-        self.whole = True
+        self.write: bool = config.getoption("--write-families")
+        # Of several processes, those that choose are not the one that hears of all tests.
+        chosen = any(getattr(config.option, name, None) for name in _CHOOSING)
+        self.whole = config.args == config.getini("testpaths") and not chosen
         self.problem = ""
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.whole = False
 
-    def pytest_collection_modifyitems(self, config: pytest.Config) -> None:
-        self.whole &= config.args == config.getini("testpaths") and not config.option.collectonly
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
             for _, said in (p for p in report.user_properties if p[0] == _PROPERTY):
-                self.outcomes[said].append(report.passed)
+                self.outcomes[tuple(said)].append(report.passed)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.write and not self.whole:

@@ -51,7 +51,7 @@ def test_a_loan_comes_back_when_the_last_holder_drops_it():
     assert staging.borrow([4096], time.monotonic()) is not None
 
 
-@pytest.mark.parametrize("seed", random.Random().sample(range(1 << 32), 5))
+@pytest.mark.parametrize("seed", range(20))
 def test_pieces_never_meet_and_all_comes_back(seed):
     chance, staging, loans = random.Random(seed), Staging(1 << 16), []
     for _ in range(500):
