@@ -82,7 +82,7 @@ class Engine:
         return min(self.cache.most_tokens, self._positions)
 
     def prepare(self) -> None:
-        """Do beforehand what would keep the first requests waiting; it takes seconds."""
+        """Do beforehand what would keep the first requests waiting."""
         self._runner.prepare()
 
     def submit(self, ask: Ask) -> Request:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
 from kvtide.bench.gpu.bed import Bed, first_token_s, forget, median_s
 from kvtide.bench.gpu.ceilings import Ceilings
+from kvtide.bench.gpu.history import recorded
 from kvtide.engine import Ask, Engine
 from kvtide.spec import Tier
 
@@ -32,11 +34,11 @@ def prefill(bed: Bed, config: Mapping[str, Any], tokens: int, ceilings: Ceilings
     """A prompt in one step, from asking to its first token."""
     page = bed.model.memory.page_tokens
     with bed.engine(2 * tokens + 4 * page, chunk_tokens=tokens) as engine:
+        seeds = count(1001)
 
-        def once(seeds: list[int] = [1000]) -> float:  # noqa: B006
-            seeds[0] += 1
+        def once() -> float:
             forget(engine, Tier.DEVICE)
-            return first_token_s(engine, bed.prompt(tokens, seeds[0]))[0]
+            return first_token_s(engine, bed.prompt(tokens, next(seeds)))[0]
 
         once()
         seconds = median_s(once, 5)
@@ -110,8 +112,6 @@ def sparse_decode(
     bed: Bed, config: Mapping[str, Any], batch: int, context: int, ceilings: Ceilings
 ) -> Speed:
     """DeepSeek-V4, recorded: a token for every sequence of a batch, over a history at random."""
-    from kvtide.bench.gpu.history import recorded
-
     seconds = recorded(bed, batch, context)
     read = v4_bytes(config, bed, batch, context)
     what = f"{batch} sequences of {context:,} tokens, one more each"
