@@ -28,7 +28,9 @@ from tests.storage.mooncake_pool import (
 )
 
 SHARES = 4
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
+"""The library counts in seconds, and waits for a frozen member up to twice: until the bytes are
+taken, and until they are acknowledged. Two seconds would be the very moment of that answer."""
 MOST_S = TIMEOUT_S + 0.8
 """What a call may take on a busy machine."""
 

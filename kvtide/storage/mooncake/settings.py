@@ -77,7 +77,9 @@ class Settings:
         """What the library reads once per process; what the user has set stays.
 
         Its own time-outs are shorter than ours, so that a frozen machine costs the objects on it
-        rather than the whole call.
+        rather than the whole call: two of them fit into one of ours, as a transfer may wait for
+        its bytes to be taken and then for the answer. They are whole seconds, so below 2.5 s of
+        ours the whole call may be lost.
         """
         moving_s = str(max(1, int(self.timeout_s * 0.4)))
         wanted = {
