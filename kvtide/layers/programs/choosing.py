@@ -1,17 +1,19 @@
 """Indexers: the scores of all entries that a query sees, and the choice of the best of them.
 
 The same as `selecting.choose`, with numbers in place of a mask. Scores are written down, for as
-many queries at a time as there is room for; the choice then looks for the least score that is
-taken, eight bits at a time.
+many queries at a time as there is room for. The choice is made tile by tile, then among those that
+are left, until they are one tile.
 
 What always holds:
 - Of equal scores the entry that stands first is taken. What is equal here may differ in its last
   bits from what is equal in torch, where sums have another order.
-- Numbers stand first in a row, and behind them -1 where a query sees fewer.
+- Numbers stand first in a row, the lowest first, and behind them -1 where a query sees fewer.
 - Where no query can see more than it may choose, nothing is scored.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -31,8 +33,10 @@ PROGRAMS = 528
 """As many keep a large device busy."""
 _KEYS = 128
 """Keys of a tile."""
-_MOST_AT_ONCE = 16384
-"""Scores that are looked at together."""
+TILE = 4096
+"""Scores that are looked at together, if so few are to be chosen that `FEWER` times as many fit."""
+FEWER = 4
+_LEAST_TILE = 512
 _LEAST_ROWS = 16
 """What a matrix unit takes."""
 
@@ -44,7 +48,7 @@ def choose_paged(
 
     A query at position p sees up to `count` of the first (p + 1) // ratio entries, those with
     the highest Σ over heads of weight · relu(query · key). Queries (tokens, heads, dim), weights
-    (tokens, heads).
+    (tokens, heads), whose rows may lie apart.
     """
     batch, ratio = run.batch, place.pool.tokens_per_entry
     most = (batch.most_past + batch.longest) // ratio
@@ -52,8 +56,9 @@ def choose_paged(
     if most <= count:
         _chosen(run, chosen.new_empty((1, 1), dtype=torch.float32), chosen, ratio, most, 0)
         return chosen
-    queries, weights = queries.contiguous(), weights.contiguous()
+    queries = queries.contiguous()
     each = len(queries) if batch.longest == 1 else max(1, SCORES // most)
+    assert weights.stride(1) == 1
     scores = weights.new_empty((min(each, len(queries)), most), dtype=torch.float32)
     for first in range(0, len(queries), each):
         score(run, place, queries, weights, scores, first)
@@ -89,7 +94,7 @@ def score(
         programs, parts = len(blocks), tiles
     (_score_single if single else _score_several)[(parts, programs)](
         *(queries, weights, keys, keys if scales is None else scales, scores),
-        *(batch.rows, blocks, table, table.stride(0), scores.stride(0), first),
+        *(batch.rows, blocks, table, table.stride(0), weights.stride(0), scores.stride(0), first),
         SLOT=keys.stride(0),
         ENTRY=keys.stride(1),
         SCALED=scales is not None,
@@ -119,15 +124,37 @@ def _blocks(run: ForwardPass, first: int, last: int) -> Tensor:
 def _chosen(
     run: ForwardPass, scores: Tensor, chosen: Tensor, ratio: int, most: int, first: int
 ) -> None:
-    """Fills `chosen`, whose first row is row `first` of the step."""
+    """Fills `chosen`, whose first row is row `first` of the step; `most` is what a query can see.
+
+    With no more than may be chosen, scores are not looked at.
+    """
     tokens, count = chosen.shape
-    size = min(_MOST_AT_ONCE, max(512, power_of_two(most)))
-    _choose[(tokens,)](
-        *(scores, chosen, run.batch.rows, run.batch.owners, scores.stride(0), first, count),
-        RATIO=ratio,
-        B=size,
-        num_warps=min(16, max(4, size // 1024)),
-    )
+    tile = min(power_of_two(max(most, _LEAST_TILE)), max(TILE, power_of_two(FEWER * count)))
+    numbers, width = chosen, most
+    for tiles in _rounds(most, tile, count):
+        last = tiles == 1
+        found = chosen if last else chosen.new_empty((tokens, tiles * count))
+        values = scores if last else scores.new_empty(found.shape)
+        _choose[(tokens, tiles)](
+            *(scores, numbers, found, values, run.batch.rows, run.batch.owners),
+            *(scores.stride(0), first, count, width),
+            RATIO=ratio,
+            FIRST=numbers is chosen,
+            LAST=last,
+            SCORED=most > count,
+            B=tile,
+            P=power_of_two(count),
+            num_warps=max(4, min(16, tile // 512)),
+        )
+        numbers, scores, width = found, values, tiles * count
+
+
+def _rounds(entries: int, tile: int, count: int) -> Iterator[int]:
+    """How many tiles there are in each round: so many of every tile go on to the next."""
+    while (tiles := divided_up(entries, tile)) > 1:
+        yield tiles
+        entries = tiles * count
+    yield 1
 
 
 # -- programs ----------------------------------------------------------------------------------
@@ -153,7 +180,8 @@ def _keys_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _score_single(  # type: ignore[no-untyped-def]
-    queries, weights, keys, scales, scores, rows, owners, slots, table, scores_row, first,
+    queries, weights, keys, scales, scores, rows, owners, slots, table, weights_row, scores_row,
+    first,
     SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,  # noqa: N803
     RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
     D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
@@ -166,7 +194,8 @@ def _score_single(  # type: ignore[no-untyped-def]
     line = token.to(tl.int64) * HEADS + head
     mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
     query = tl.load(queries + line[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-    weight = tl.load(weights + line, mask=head < HEADS, other=0.0).to(tl.float32)
+    weight = weights + token.to(tl.int64) * weights_row + head
+    weight = tl.load(weight, mask=head < HEADS, other=0.0).to(tl.float32)
     each = tl.cdiv(tl.cdiv(visible, N), parts) * N
     begin = tl.program_id(0) * each
     pages, entry = slots + number * table, begin + column
@@ -184,7 +213,8 @@ def _score_single(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _score_several(  # type: ignore[no-untyped-def]
-    queries, weights, keys, scales, scores, rows, blocks, slots, table, scores_row, first,
+    queries, weights, keys, scales, scores, rows, blocks, slots, table, weights_row, scores_row,
+    first,
     SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,  # noqa: N803
     RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
     D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
@@ -207,7 +237,8 @@ def _score_several(  # type: ignore[no-untyped-def]
         live = (head < HEADS) & (at + token < end)
         mask = live[:, None] & (dim < DIM)[None, :]
         query = tl.load(queries + line[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-        weight = tl.load(weights + line, mask=live, other=0.0).to(tl.float32)
+        weight = weights + (at + token).to(tl.int64) * weights_row + head
+        weight = tl.load(weight, mask=live, other=0.0).to(tl.float32)
         products = tl.dot(key, tl.trans(query), input_precision="ieee")
         products = tl.maximum(products, 0.0) * weight[None, :]
         found = tl.sum(tl.reshape(products, [N, TOKENS, H]), 2) * factor[:, None]
@@ -217,63 +248,70 @@ def _score_several(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ordered(scores, entry, visible):  # type: ignore[no-untyped-def]
+def _ordered(scores, there):  # type: ignore[no-untyped-def]
     """Scores as whole numbers of the same order; the least of all where there are none.
 
     Zeros of both signs never meet: a sum is -0 only if all weights are negative, and then none is
     +0.
     """
-    score = tl.load(scores + entry, mask=entry < visible, other=0.0)
-    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.load(scores, mask=there, other=0.0).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -2147483648
-    return tl.where(entry < visible, bits, 0).to(tl.uint32, bitcast=True)
+    return tl.where(there, bits, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _best(bits, there, count):  # type: ignore[no-untyped-def]
+    """Where the best `count` of a tile stand: of those at the lowest that is taken, the first.
+
+    That is found bit by bit, with no more than a sum over the tile for each, until just as many
+    are above it.
+    """
+    lowest, above = tl.full([], 0, tl.uint32), tl.sum(there.to(tl.int32), 0)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    while (bit > 0) & (above > count):
+        higher = lowest | bit
+        found = tl.sum((bits >= higher).to(tl.int32), 0)
+        lowest = tl.where(found >= count, higher, lowest)
+        above = tl.where(found >= count, found, above)
+        bit = bit >> 1
+    kept = there & (bits >= lowest)
+    if above > count:
+        alike = (kept & (bits == lowest)).to(tl.int32)
+        wanted = count - above + tl.sum(alike, 0)
+        kept = kept & ((alike == 0) | (tl.cumsum(alike, 0) <= wanted))
+    return kept
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
-    scores, chosen, rows, owners, scores_row, first, count,
-    RATIO: tl.constexpr, B: tl.constexpr,  # noqa: N803
+    scores, numbers, chosen, values, rows, owners, scores_row, first, count, width,
+    RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,  # noqa: N803
+    B: tl.constexpr, P: tl.constexpr,  # noqa: N803
 ):
-    """The best `count` of a row: those that are above a threshold, and the first that are at it.
+    """The best of a tile of a row, in the order in which they stand; behind them -1.
 
-    The threshold is found eight bits at a time, by how many scores have which.
+    In the first round entries are numbered as they stand; later these are those of the round
+    before, with their `numbers`.
     """
-    row = tl.program_id(0).to(tl.int64)
-    one = rows + 3 * tl.load(owners + first + row)
-    visible = (tl.load(one + 2) + first + tl.program_id(0) - tl.load(one) + 1) // RATIO
-    chosen, scores, column = chosen + row * count, scores + row * scores_row, tl.arange(0, B)
-    if visible <= count:
-        for at in range(0, count, B):
-            entry = at + column
-            tl.store(chosen + entry, tl.where(entry < visible, entry, -1), mask=entry < count)
-        return
-    # Always: more than are wanted agree with `known` in the bits from `shift` on, or just as many.
-    digit = tl.arange(0, 256)
-    known, shift, wanted, alike = tl.full([], 0, tl.int64), 32, count, visible
-    while (shift > 0) & (alike > wanted):
-        shift -= 8
-        counts = tl.zeros([256], tl.int32)
-        for at in range(0, visible, B):
-            entry = at + column
-            bits = _ordered(scores, entry, visible)
-            upper = (bits >> shift).to(tl.int64)
-            live = (upper >> 8 == known) & (entry < visible)
-            counts += tl.histogram(tl.where(live, upper & 255, 0).to(tl.int32), 256)
-            counts -= tl.where(digit == 0, B - tl.sum(live.to(tl.int32), 0), 0)
-        least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        here = digit == tl.sum((least >= wanted).to(tl.int32), 0) - 1
-        alike = tl.sum(tl.where(here, counts, 0), 0)
-        wanted -= tl.sum(tl.where(here, least - counts, 0), 0)
-        known = known * 256 + tl.sum(tl.where(here, digit, 0), 0)
-    best, others = count * 0, count * 0
-    for at in range(0, visible, B):
-        entry = at + column
-        upper = (_ordered(scores, entry, visible) >> shift).to(tl.int64)
-        better = ((upper > known) & (entry < visible)).to(tl.int32)
-        other = ((upper == known) & (entry < visible)).to(tl.int32)
-        place = best + tl.cumsum(better, 0) - 1
-        tl.store(chosen + place, entry, mask=better > 0)
-        place = count - wanted + others + tl.cumsum(other, 0) - 1
-        tl.store(chosen + place, entry, mask=(other > 0) & (place < count))
-        best, others = best + tl.sum(better, 0), others + tl.sum(other, 0)
+    row, tile = tl.program_id(0), tl.program_id(1)
+    wide, entry = row.to(tl.int64), tile * B + tl.arange(0, B)
+    if FIRST:
+        one = rows + 3 * tl.load(owners + first + row)
+        visible = (tl.load(one + 2) + first + row - tl.load(one) + 1) // RATIO
+        number, there = entry, entry < visible
+    else:
+        number = tl.load(numbers + wide * width + entry, mask=entry < width, other=-1)
+        there = number >= 0
+    kept = there
+    if SCORED:
+        scores += wide * scores_row
+        kept = _best(_ordered(scores + entry, there), there, count)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    at = (wide * tl.num_programs(1) + tile) * count
+    tl.store(chosen + at + place, number, mask=kept)
+    if not LAST:
+        tl.store(values + at + place, tl.load(scores + entry, mask=kept, other=0.0), mask=kept)
+    lane = tl.arange(0, P)
+    rest = (lane > tl.max(place, 0)) & (lane < count)
+    tl.store(chosen + at + lane, lane * 0 - 1, mask=rest)
 # fmt: on

@@ -35,14 +35,13 @@ def a_step(
 
 
 def mask_of(filled: Filled, chosen: Tensor, keys: list[Tensor]) -> list[Tensor]:
-    """As `choose` gives it, of numbers that stand before every -1 and are all different."""
+    """As `choose` gives it, of numbers that stand in order and before every -1."""
     masks = []
     for rows, ours in zip(filled.run.sequences, keys, strict=True):
         mask = torch.zeros(rows.end - rows.start, len(ours), dtype=torch.bool)
         for row, numbers in zip(mask, chosen[rows.start : rows.end].tolist(), strict=True):
             there = [number for number in numbers if number >= 0]
-            assert numbers[: len(there)] == there
-            assert len(set(there)) == len(there)
+            assert numbers[: len(there)] == there == sorted(set(there))
             row[there] = True
         masks.append(mask)
     return masks
@@ -79,7 +78,7 @@ def test_the_programs_choose_what_torch_chooses(
     ratio: int, step: str, kv: KVDType, device: torch.device
 ) -> None:
     filled, place, keys = a_step(STEPS[step], ratio, 24, device, torch.float32, kv)
-    queries, weights = filled.some(filled.tokens, 3, 24), filled.some(filled.tokens, 3)
+    queries, weights = filled.some(filled.tokens, 3, 24), filled.some(filled.tokens, 5)[:, 1:4]
     count = 12 // ratio
     chosen = choose_paged(filled.run, place, queries, weights, count)
     assert chosen.shape == (filled.tokens, count) and chosen.dtype == torch.int32
@@ -94,7 +93,6 @@ def test_queries_are_taken_a_few_at_a_time(
 ) -> None:
     monkeypatch.setattr(choosing, "SCORES", 4 * 46)
     monkeypatch.setattr(choosing, "QUERIES", 4)
-    monkeypatch.setattr(choosing, "_MOST_AT_ONCE", 32)
     filled, place, keys = a_step(STEPS["all at once"], 1, 16, device, torch.float32, KVDType.FP32)
     queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
     chosen = choose_paged(filled.run, place, queries, weights, 9)
@@ -103,8 +101,14 @@ def test_queries_are_taken_a_few_at_a_time(
         assert torch.equal(found, mask)
 
 
-def test_of_equals_the_first_is_taken(device: torch.device) -> None:
+@pytest.mark.parametrize("tile", [16, choosing.TILE])
+def test_of_equals_the_first_is_taken(
+    tile: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys of small whole numbers: sums are exact in any order, and many are equal."""
+    monkeypatch.setattr(choosing, "TILE", tile)
+    monkeypatch.setattr(choosing, "_LEAST_TILE", tile)
+    monkeypatch.setattr(choosing, "FEWER", 2)
     filled, place, _ = a_step([(90, 1), (40, 9)], 1, 16, device, torch.float32, KVDType.FP32)
     view = filled.buffers.view("index", 0)["index_key"]
     generator = torch.Generator().manual_seed(2)
@@ -121,6 +125,24 @@ def test_of_equals_the_first_is_taken(device: torch.device) -> None:
     ]
     chosen = choose_paged(filled.run, place, queries, weights, 30)
     wanted = plainly(filled, keys, 1, queries, weights, 30)
+    for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
+        assert torch.equal(found, mask)
+
+
+@pytest.mark.usefixtures("_unscored_is_worst")
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_choice_is_made_in_several_rounds(
+    step: str, count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "TILE", 4)
+    monkeypatch.setattr(choosing, "_LEAST_TILE", 4)
+    monkeypatch.setattr(choosing, "FEWER", 2)
+    assert list(choosing._rounds(71, 4, 1)) == [18, 5, 2, 1]
+    filled, place, keys = a_step(STEPS[step], 1, 16, device, torch.float32, KVDType.FP32)
+    queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
+    chosen = choose_paged(filled.run, place, queries, weights, count)
+    wanted = plainly(filled, keys, 1, queries, weights, count)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
         assert torch.equal(found, mask)
 
