@@ -114,6 +114,11 @@ class GatedMLP:
     activation: Activation
     limit: float | None = None
 
+    @property
+    def first(self) -> Linear:
+        """As MLPs without a gate call it, too."""
+        return self.gate_up
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.gated(*self.gate_up(x).chunk(2, dim=-1))
 

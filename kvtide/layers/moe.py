@@ -1,12 +1,19 @@
 """Mixtures of experts: which experts a token goes to, and the sum of what they give back.
 
 Every rank works out all routes; it has its share of the experts and adds up what those give.
+
+An MLP that every token goes to is a sum over its channels. Where programs run, and there is one
+rank, such an MLP beside experts becomes experts itself, of the same stack: as many as its channels
+make, to which every token goes with a share of one. Then the mixture is no more launches than the
+experts alone. Elsewhere the MLP stays what it is, and is added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +32,24 @@ class Routing:
 
     experts: Tensor
     shares: Tensor
+
+    def beside(self, first: int, count: int) -> Routing:
+        """And so many more experts, numbered from the first: for every token, a share of one."""
+        if count == 0:
+            return self
+        more = torch.arange(
+            first, first + count, dtype=self.experts.dtype, device=self.experts.device
+        ).expand(len(self.experts), -1)
+        shares = torch.cat([self.shares, torch.ones_like(more, dtype=self.shares.dtype)], dim=1)
+        return Routing(torch.cat([self.experts, more], dim=1), shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Experts that tokens go to whatever their scores: `table` has a row (k) for every token."""
+
+    table: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +87,23 @@ def score_and_route(
     choice: Choice,
     score: Activation,
     bias: Tensor | None = None,
+    *,
+    told: Told | None = None,
+    beside: int = 0,
 ) -> Routing:
-    """As `route`, by the scores that logits have."""
+    """As `route`, by the scores that logits have, or to the experts that are `told`; and to so many
+    `beside` those, which have the numbers after the last one that has a score."""
+    experts = logits.shape[1]
     if arithmetic.runs_programs(logits.device):
         from kvtide.layers.programs import routing
 
-        if routing.takes(logits.shape[1], choice, score):
-            return routing.route(logits, choice, score, bias)
-    return route(arithmetic, arithmetic.rowwise(score, logits.float()), choice, bias)
+        if routing.takes(experts, choice, score):
+            return routing.route(logits, choice, score, bias, told=told, beside=beside)
+    scores = arithmetic.rowwise(score, logits.float())
+    if told is None:
+        return route(arithmetic, scores, choice, bias).beside(experts, beside)
+    chosen = told.table[told.tokens]
+    return share_out(arithmetic, scores, chosen, choice).beside(experts, beside)
 
 
 def share_out(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, choice: Choice) -> Routing:
@@ -98,7 +132,8 @@ class Router:
     """Scores the experts of every token in fp32, and chooses by the scores.
 
     Under its name there is a weight with a row for each expert. `bias` is what a learned bias is
-    called there, which has a say in the choice alone; None where there is none.
+    called there, which has a say in the choice alone; None where there is none. `table` is what a
+    table is called that has every token's experts, which are then not chosen.
     """
 
     def __init__(
@@ -107,24 +142,28 @@ class Router:
         choice: Choice,
         score: Activation = sigmoid,
         bias: str | None = CORRECTION_BIAS,
+        table: str | None = None,
     ) -> None:
         self.arithmetic, self.choice, self.score = blueprint.arithmetic, choice, score
         weight = blueprint.tensor("weight", torch.float32)
         self.linear = WideLinear(self.arithmetic, weight, blueprint.dtype)
         self.bias = None if bias is None else blueprint.tensor(bias, torch.float32)
+        self.table = None if table is None else blueprint.tensor(table, torch.int64)
         self._check(blueprint)
 
     @property
     def experts(self) -> int:
         return self.linear.outputs
 
-    def __call__(self, x: Tensor) -> Routing:
-        logits = self.linear(x)
-        return score_and_route(self.arithmetic, logits, self.choice, self.score, self.bias)
-
-    def scores(self, x: Tensor) -> Tensor:
-        """(tokens, experts), before any bias."""
-        return self.arithmetic.rowwise(self.score, self.linear(x))
+    def __call__(self, x: Tensor, tokens: Tensor | None = None, beside: int = 0) -> Routing:
+        """`tokens`, which a table needs, are those that x has rows of; of `beside`, see
+        `score_and_route`."""
+        told = None
+        if self.table is not None:
+            assert tokens is not None, "a router with a table has to be given the tokens"
+            told = Told(self.table, tokens)
+        how = (self.choice, self.score, self.bias)
+        return score_and_route(self.arithmetic, self.linear(x), *how, told=told, beside=beside)
 
     def _check(self, blueprint: Blueprint) -> None:
         choice, (each, rest) = self.choice, divmod(self.experts, self.choice.groups)
@@ -215,6 +254,40 @@ class Gating:
         return swish(rows, self.gain) if self.activation is swish else self.activation(rows)
 
 
+class SharedMLP(Protocol):
+    """Two projections: the first one gives gate and up side by side, or up alone."""
+
+    @property
+    def first(self) -> Linear: ...
+
+    @property
+    def down(self) -> Linear: ...
+
+    @property
+    def activation(self) -> Activation: ...
+
+    @property
+    def limit(self) -> float | None: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def cut(mlp: SharedMLP, width: int, gating: Gating) -> list[tuple[Linear, Linear]]:
+    """Experts of this width and gating that add up to the MLP, for its channels do. None where it
+    is no whole number of them, has another gating, or biases."""
+    channels, arithmetic = mlp.down.weight.shape[1], mlp.down.arithmetic
+    halves = len(mlp.first.weight) // channels
+    same = gating == Gating(mlp.activation, gated=halves == 2, limit=mlp.limit)
+    biased = mlp.first.bias is not None or mlp.down.bias is not None
+    if not same or biased or channels % width:
+        return []
+    firsts = mlp.first.weight.unflatten(0, (halves, -1, width)).unbind(1)
+    pairs = zip(firsts, mlp.down.weight.split(width, dim=1), strict=True)
+    return [
+        (Linear(arithmetic, first.flatten(0, 1)), Linear(arithmetic, down)) for first, down in pairs
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
     """One projection of every expert: (experts, outputs, inputs), and a bias (experts, outputs)."""
@@ -250,7 +323,8 @@ class Stack:
 class Experts:
     """This rank's experts, each two projections with a gating between them.
 
-    What a gated one's first projection gives is gate and up, side by side.
+    What a gated one's first projection gives is gate and up, side by side. The last `beside` of
+    them are an MLP that every token goes to.
     """
 
     arithmetic: Arithmetic
@@ -258,20 +332,36 @@ class Experts:
     gate_up: Stack
     down: Stack
     gating: Gating
+    beside: int = 0
 
     @classmethod
     def numbered(
-        cls, blueprint: Blueprint, count: int, *names: str, limit: float | None = None
+        cls,
+        blueprint: Blueprint,
+        count: int,
+        *names: str,
+        limit: float | None = None,
+        shared: SharedMLP | None = None,
     ) -> Experts:
         """Of weights for every expert, numbered from 0 under the blueprint's name. `names` are
-        those of gate, up and down, if they are not the usual, or of up and down alone."""
+        those of gate, up and down, if they are not the usual, or of up and down alone. Where
+        a `shared` MLP can be experts of the same stack it is, and they are `beside` the others."""
         *first, last = names or ("gate_proj", "up_proj", "down_proj")
-        crew = Crew.of(blueprint, count)
+        crew, arithmetic = Crew.of(blueprint, count), blueprint.arithmetic
         each = [blueprint.under(str(number)) for number in crew.own]
         gating = Gating(blueprint.activation(), gated=len(first) == 2, limit=limit)
-        gate_up = Stack.of((one.linear(*first) for one in each), len(each))
-        down = Stack.of((one.linear(last) for one in each), len(each))
-        return cls(blueprint.arithmetic, crew, gate_up, down, gating)
+        firsts = (under.linear(*first) for under in each)
+        lasts = (under.linear(last) for under in each)
+        # How wide experts are is known by one of them.
+        one, beside = next(firsts), []
+        bare = not any(each[0].has(f"{name}.bias") for name in (*first, last))
+        alone = crew.ranks.count == 1 and arithmetic.runs_programs(one.weight.device)
+        if shared is not None and alone and bare:
+            beside = cut(shared, len(one.weight) // len(first), gating)
+            crew = replace(crew, own=range(count + len(beside)))
+        gate_up = Stack.of(chain([one], firsts, (pair[0] for pair in beside)), len(crew.own))
+        down = Stack.of(chain(lasts, (pair[1] for pair in beside)), len(crew.own))
+        return cls(arithmetic, crew, gate_up, down, gating, len(beside))
 
     @classmethod
     def stacked(cls, blueprint: Blueprint, count: int, gate_up: str, down: str) -> Experts:
@@ -296,13 +386,30 @@ class Experts:
 class Mixture:
     """The experts that a router chooses, beside those that every token goes to, if there are any.
 
-    `experts` gives the sum of what a token's experts give, each by its share.
+    experts  gives the sum of what a token's experts give, each by its share
+    shared   what every token goes to, if it is not among the experts
+    beside   so many of the experts every token goes to
     """
 
     router: Router
     experts: Callable[[Tensor, Routing], Tensor]
     shared: Callable[[Tensor], Tensor] | None
+    beside: int = 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        mixed = self.experts(x, self.router(x))
+    @classmethod
+    def numbered(
+        cls,
+        router: Router,
+        blueprint: Blueprint,
+        shared: SharedMLP | None,
+        *names: str,
+        limit: float | None = None,
+    ) -> Mixture:
+        """Of `Experts.numbered`, and the shared MLP among or beside them."""
+        experts = Experts.numbered(blueprint, router.experts, *names, limit=limit, shared=shared)
+        return cls(router, experts, None if experts.beside else shared, experts.beside)
+
+    def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """`tokens` are those that x has rows of, where the router needs them."""
+        mixed = self.experts(x, self.router(x, tokens, self.beside))
         return mixed if self.shared is None else mixed + self.shared(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.elementary import Activation, sigmoid, softmax
 from kvtide.layers.latent import LatentAttention, Rotation
-from kvtide.layers.moe import CORRECTION_BIAS, Choice, Experts, Mixture, Router
+from kvtide.layers.moe import CORRECTION_BIAS, Choice, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -25,9 +25,9 @@ def _experts(blueprint: Blueprint) -> Mixture:
     config, gate = blueprint.config, blueprint.under("gate")
     bias = CORRECTION_BIAS if gate.has(CORRECTION_BIAS) else None
     router = Router(gate, _choice(config), _scoring(config), bias)
-    experts, shared = blueprint.under("experts"), blueprint.under("shared_experts")
-    beside = shared.mlp() if shared.has("gate_proj.weight") else None
-    return Mixture(router, Experts.numbered(experts, router.experts), beside)
+    under = blueprint.under("shared_experts")
+    shared = under.mlp() if under.has("gate_proj.weight") else None
+    return Mixture.numbered(router, blueprint.under("experts"), shared)
 
 
 def _scoring(config: Config) -> Activation:

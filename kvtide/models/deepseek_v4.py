@@ -22,7 +22,7 @@ from kvtide.layers import Blueprint, ForwardPass, Place, Step
 from kvtide.layers.attending import Attending, attend_seen
 from kvtide.layers.compressing import Compressor
 from kvtide.layers.elementary import rms_norm, sqrt_softplus
-from kvtide.layers.moe import Choice, Experts, Router, Routing, share_out
+from kvtide.layers.moe import Choice, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rotate_neighbours
 from kvtide.layers.selecting import choose
 from kvtide.layers.step import Rows
@@ -173,40 +173,25 @@ class CompressedAttention:
         return self.out(low.flatten(1))
 
 
-class RoutedExperts:
-    """By score, or by what the table of a hash layer says of the token."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        config, gate = blueprint.config, blueprint.under("gate")
-        if (scoring := config.find("scoring_func")) not in (None, "sqrtsoftplus"):
-            raise config.refusal(f"`scoring_func` is {scoring!r}; only sqrtsoftplus is known here")
-        limit = config.number("swiglu_limit")
-        names = ("w1", "w3", "w2")
-        count = config.count("n_routed_experts")
-        self.arithmetic = blueprint.arithmetic
-        self.experts = Experts.numbered(blueprint.under("experts"), count, *names, limit=limit)
-        self.shared = blueprint.under("shared_experts").mlp(*names, limit=limit)
-        self.table = gate.tensor("tid2eid", torch.int64) if gate.has("tid2eid") else None
-        choice = Choice(
-            config.count("num_experts_per_tok"), scale=config.number("routed_scaling_factor")
-        )
-        bias = "bias" if gate.has("bias") else None
-        self.router = Router(gate, choice, sqrt_softplus, bias)
-
-    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        return self.experts(x, self._routing(x, run.step.tokens)) + self.shared(x)
-
-    def _routing(self, x: Tensor, tokens: Tensor) -> Routing:
-        if self.table is None:
-            return self.router(x)
-        experts, choice = self.table[tokens], self.router.choice
-        return share_out(self.arithmetic, self.router.scores(x), experts, choice)
+def _experts(blueprint: Blueprint) -> Mixture:
+    """Chosen by score, or by what the table of a hash layer says of the token."""
+    config, gate = blueprint.config, blueprint.under("gate")
+    if (scoring := config.find("scoring_func")) not in (None, "sqrtsoftplus"):
+        raise config.refusal(f"`scoring_func` is {scoring!r}; only sqrtsoftplus is known here")
+    choice = Choice(
+        config.count("num_experts_per_tok"), scale=config.number("routed_scaling_factor")
+    )
+    bias, table = (name if gate.has(name) else None for name in ("bias", "tid2eid"))
+    router = Router(gate, choice, sqrt_softplus, bias, table)
+    names, limit = ("w1", "w3", "w2"), config.number("swiglu_limit")
+    shared = blueprint.under("shared_experts").mlp(*names, limit=limit)
+    return Mixture.numbered(router, blueprint.under("experts"), shared, *names, limit=limit)
 
 
 class DeepSeekV4Layer:
     def __init__(self, blueprint: Blueprint, layer: int, pool: str | None, rotation: Rope) -> None:
         self.attention = CompressedAttention(blueprint.under("attn"), layer, pool, rotation)
-        self.experts = RoutedExperts(blueprint.under("ffn"))
+        self.experts = _experts(blueprint.under("ffn"))
         self.before_attention = blueprint.norm("attn_norm")
         self.before_experts = blueprint.norm("ffn_norm")
         self.around_attention = Around(blueprint, "hc_attn_")
@@ -218,7 +203,7 @@ class DeepSeekV4Layer:
         streams, x, weights = self.around_attention.passed(
             given, streams, weights, self.around_experts, self.before_experts
         )
-        given = self.experts(x, run)
+        given = self.experts(x, run.step.tokens)
         return self.around_experts.spread(given, streams, weights)
 
 

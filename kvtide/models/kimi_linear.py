@@ -14,15 +14,15 @@ from torch import Tensor
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.associative import KimiDelta
 from kvtide.layers.latent import LatentAttention
-from kvtide.layers.moe import Choice, Experts, Mixture, Router
+from kvtide.layers.moe import Choice, Mixture, Router
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
     router = Router(blueprint.under("gate"), _choice(blueprint.config))
-    experts = Experts.numbered(blueprint.under("experts"), router.experts, "w1", "w3", "w2")
-    return Mixture(router, experts, blueprint.under("shared_experts").mlp())
+    shared = blueprint.under("shared_experts").mlp()
+    return Mixture.numbered(router, blueprint.under("experts"), shared, "w1", "w3", "w2")
 
 
 def _choice(config: Config) -> Choice:

@@ -24,13 +24,16 @@ from kvtide.spec.config import Config
 
 @dataclass(frozen=True, slots=True)
 class PlainMLP:
+    """`first` is up alone, and nothing is limited."""
+
     arithmetic: Arithmetic
-    up: Linear
+    first: Linear
     down: Linear
     activation: Activation
+    limit: ClassVar[None] = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.arithmetic.rowwise(self.activation, self.up(x)))
+        return self.down(self.arithmetic.rowwise(self.activation, self.first(x)))
 
 
 def _mlp(blueprint: Blueprint) -> PlainMLP:
@@ -38,26 +41,27 @@ def _mlp(blueprint: Blueprint) -> PlainMLP:
     return PlainMLP(blueprint.arithmetic, up, down, blueprint.activation())
 
 
-class PlainExperts:
-    """Experts without gates, in the model's space or in a narrower one."""
+@dataclass(frozen=True, slots=True)
+class NarrowExperts:
+    """Experts in a narrower space than the model's."""
 
-    def __init__(self, blueprint: Blueprint, count: int) -> None:
-        names = ("up_proj", "down_proj")
-        self.experts = Experts.numbered(blueprint.under("experts"), count, *names)
-        latent = blueprint.has("fc1_latent_proj.weight")
-        self.narrow = blueprint.linear("fc1_latent_proj") if latent else None
-        self.widen = blueprint.linear("fc2_latent_proj") if latent else None
+    experts: Experts
+    narrow: Linear
+    widen: Linear
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        taken = x if self.narrow is None else self.narrow(x)
-        mixed = self.experts(taken, routing)
-        return mixed if self.widen is None else self.widen(mixed)
+        return self.widen(self.experts(self.narrow(x), routing))
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
     router = Router(blueprint.under("gate"), _choice(blueprint.config))
-    experts = PlainExperts(blueprint, router.experts)
-    return Mixture(router, experts, _mlp(blueprint.under("shared_experts")))
+    shared, names = _mlp(blueprint.under("shared_experts")), ("up_proj", "down_proj")
+    under = blueprint.under("experts")
+    if not blueprint.has("fc1_latent_proj.weight"):
+        return Mixture.numbered(router, under, shared, *names)
+    experts = Experts.numbered(under, router.experts, *names)
+    narrow, widen = blueprint.linear("fc1_latent_proj"), blueprint.linear("fc2_latent_proj")
+    return Mixture(router, NarrowExperts(experts, narrow, widen), shared)
 
 
 def _choice(config: Config) -> Choice:

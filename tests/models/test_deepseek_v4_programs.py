@@ -54,6 +54,22 @@ def test_programs_give_the_logits_of_the_torch_code(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+def test_a_shared_expert_among_the_others_gives_the_logits_of_one_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In layers whose experts are chosen, and in one whose experts a table tells."""
+    among = by_program(monkeypatch, TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtide.layers.moe.cut", lambda *given: [])
+        beside = by_program(monkeypatch, TINY)
+    for one, count in ((among, 1), (beside, 0)):
+        mixtures = [layer.experts for layer in one.layers.values()]
+        assert [mixture.beside for mixture in mixtures] == [count] * 3
+        assert [mixture.router.table is None for mixture in mixtures] == [False, True, True]
+    found, wanted = (Player(one).prefill(prompt(5), 4, 1) for one in (among, beside))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
 def test_packed_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value on the verge may round the other way in one of the two, and show a little."""
     unrounded, wanted = (together(model(TINY, kv)) for kv in (KVDType.FP32, KVDType.FP8))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Batched
+from kvtide.layers.moe import Mixture
 from kvtide.models import Model, build
 from kvtide.spec.families import KVDType
 from tests.models import tiny
@@ -28,6 +29,8 @@ NAMES = (
     "smollm3",  # Layers without a rotation.
 )
 CLOSE = 1e-4
+SHARED = {"deepseek_v3": 1, "kimi_linear-groups-narrow-queries": 2}
+"""Names, and as how many experts an MLP that all tokens go to is taken."""
 
 
 class Programmed(Batched):
@@ -48,6 +51,14 @@ def played(model: Model) -> Tensor:
     return torch.cat(logits)
 
 
+def by_program(name: str, monkeypatch: pytest.MonkeyPatch) -> Model:
+    # An interpreter takes long for every program.
+    monkeypatch.setattr("kvtide.layers.programs.heads.FEW_TOKENS", 0)
+    monkeypatch.setattr("kvtide.models.choose", lambda deterministic: Programmed())
+    saved = tiny.checkpoint(name)
+    return build(saved.config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_give_the_same_logits(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -55,9 +66,24 @@ def test_programs_give_the_same_logits(
     if device.type != "cpu":
         pytest.skip("on a device they run anyway: test_on_device")
     wanted = played(tiny.ours(name))
-    # An interpreter takes long for every program.
-    monkeypatch.setattr("kvtide.layers.programs.heads.FEW_TOKENS", 0)
-    monkeypatch.setattr("kvtide.models.choose", lambda deterministic: Programmed())
-    saved = tiny.checkpoint(name)
-    model = build(saved.config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32)
-    assert float((played(model) - wanted).abs().max()) <= CLOSE
+    assert float((played(by_program(name, monkeypatch)) - wanted).abs().max()) <= CLOSE
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_mlp_among_the_experts_gives_the_logits_of_one_beside_them(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a device they run anyway: test_on_device")
+    torch_code, among = tiny.ours(name), by_program(name, monkeypatch)
+    monkeypatch.setattr("kvtide.layers.moe.cut", lambda *given: [])
+    beside = by_program(name, monkeypatch)
+    models = (torch_code, among, beside)
+    assert [shared_experts(model) for model in models] == [{0}, {SHARED[name]}, {0}]
+    wanted, *found = (Player(model).prefill(tiny.prompt(6), 5, 1) for model in models)
+    assert all(float((one - wanted).abs().max()) <= CLOSE for one in found)
+
+
+def shared_experts(model: Model) -> set[int]:
+    mixtures = (one.mlp for one in model.layers.values() if isinstance(one.mlp, Mixture))
+    return {mixture.beside for mixture in mixtures}

@@ -84,7 +84,9 @@ def mix(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
     """Σ share · expert(x) over this rank's experts; in fp32 where ranks have still to add up."""
     x, k = x.contiguous(), routing.experts.shape[1]
     own, ranks = experts.crew.own, experts.crew.ranks
-    tiles = tiles_for(routing.experts.numel(), len(own) * ranks.count, x.dtype)
+    # Those that every token goes to say nothing of how often the others are chosen.
+    pairs, count = len(x) * (k - experts.beside), len(own) * ranks.count - experts.beside
+    tiles = tiles_for(pairs, count, x.dtype)
     arranged = arrange(routing.experts, own, tiles.rows)
     inner = project(x, experts.gate_up, arranged, tiles, k, experts.gating)
     given = project(inner, experts.down, arranged, tiles)

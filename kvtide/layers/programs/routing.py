@@ -3,6 +3,7 @@
 The same as `moe.route` of scores, and as `moe.route_by_top_softmax`; of equals the first is taken,
 as `selecting.top` does. A program takes one token, whose experts it picks one after another. A
 score and its place are one number, the larger the better: what is picked last is what is largest.
+Where experts are told by token, it looks them up, and only their shares are by score.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.elementary import Activation, sigmoid, softmax, sqrt_softplus
-from kvtide.layers.moe import Choice, Routing
+from kvtide.layers.moe import Choice, Routing, Told
 from kvtide.layers.programs.sizes import power_of_two
 
 MOST_EXPERTS = 1024
@@ -34,19 +35,27 @@ def route(
     bias: Tensor | None = None,
     *,
     softmax_of_best: bool = False,
+    told: Told | None = None,
+    beside: int = 0,
 ) -> Routing:
     """By the scores of logits (tokens, experts), or by these as they are; `softmax_of_best` makes
-    shares of the chosen scores by a softmax, and leaves `choice` nothing but to choose."""
+    shares of the chosen scores by a softmax, and leaves `choice` nothing but to choose. After
+    those there are so many experts `beside`, numbered after the others, with a share of one."""
     tokens, experts = logits.shape
-    chosen = torch.empty((tokens, choice.count), dtype=torch.int32, device=logits.device)
-    shares = torch.empty((tokens, choice.count), dtype=torch.float32, device=logits.device)
-    width = max(32, power_of_two(experts))
-    grouped = choice.allowed < choice.groups
+    count = choice.count if told is None else told.table.shape[1]
+    columns, width = count + beside, max(32, power_of_two(experts))
+    chosen = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
+    shares = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
+    grouped = told is None and choice.allowed < choice.groups
+    assert told is None or told.table.is_contiguous()
+    table, rows = (chosen, chosen) if told is None else (told.table, told.tokens.contiguous())
     _route[(tokens,)](
-        *(logits, logits if bias is None else bias, chosen, shares),
+        *(logits, logits if bias is None else bias, table, rows, chosen, shares),
         *(logits.stride(0), logits.stride(1), choice.scale),
         EXPERTS=experts,
-        COUNT=choice.count,
+        COUNT=count,
+        BESIDE=beside,
+        TOLD=told is not None,
         SCORE=_SCORES[score],
         BIASED=bias is not None,
         GROUPS=choice.groups if grouped else 1,
@@ -55,7 +64,7 @@ def route(
         RENORMALISED=choice.renormalised,
         SOFTMAX=softmax_of_best,
         N=experts if grouped else width,
-        K=power_of_two(choice.count),
+        K=power_of_two(columns),
         num_warps=1 if width <= 512 else 2,
     )
     return Routing(chosen, shares)
@@ -121,19 +130,28 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _route(  # type: ignore[no-untyped-def]
-    logits, bias, chosen, shares, token_stride, expert_stride, scale,
-    EXPERTS: tl.constexpr, COUNT: tl.constexpr, SCORE: tl.constexpr,  # noqa: N803
-    BIASED: tl.constexpr, GROUPS: tl.constexpr, ALLOWED: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr, RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+def _told(  # type: ignore[no-untyped-def]
+    scores, expert, row, COUNT: tl.constexpr, K: tl.constexpr,  # noqa: N803
 ):
-    token, expert, lane = tl.program_id(0).to(tl.int64), tl.arange(0, N), tl.arange(0, K)
-    inside = expert < EXPERTS
-    given = logits + token * token_stride + expert * expert_stride
-    x = tl.load(given, mask=inside, other=float("-inf")).to(tl.float32)
-    scores = _scores(x, inside, SCORE)
-    ranked = scores
+    """The experts of a row of the table, and their scores."""
+    lane = tl.arange(0, K)
+    experts = tl.load(row + lane, mask=lane < COUNT, other=0).to(tl.int32)
+    best = tl.zeros([K], tl.float32)
+    for number in tl.static_range(COUNT):
+        place = tl.sum(tl.where(lane == number, experts, 0), 0)
+        value = tl.sum(tl.where(expert == place, scores, 0.0), 0)
+        best = tl.where(lane == number, value, best)
+    return experts, best
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _picked(  # type: ignore[no-untyped-def]
+    scores, bias, expert, inside,
+    BIASED: tl.constexpr, GROUPS: tl.constexpr, ALLOWED: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+):
+    """The best experts, and their scores."""
+    lane, ranked = tl.arange(0, K), scores
     if BIASED:
         ranked = scores + tl.load(bias + expert, mask=inside, other=0.0)
     lowest = tl.full([1], -0x8000000000000000, tl.int64)
@@ -149,6 +167,30 @@ def _route(  # type: ignore[no-untyped-def]
         experts = tl.where(lane == number, place, experts)
         best = tl.where(lane == number, value, best)
         keys = tl.where(keys == key, lowest, keys)
+    return experts, best
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route(  # type: ignore[no-untyped-def]
+    logits, bias, table, tokens, chosen, shares, token_stride, expert_stride, scale,
+    EXPERTS: tl.constexpr, COUNT: tl.constexpr, BESIDE: tl.constexpr,  # noqa: N803
+    TOLD: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr, ALLOWED: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
+    RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,  # noqa: N803
+    N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+):
+    token, expert, lane = tl.program_id(0).to(tl.int64), tl.arange(0, N), tl.arange(0, K)
+    inside = expert < EXPERTS
+    given = logits + token * token_stride + expert * expert_stride
+    x = tl.load(given, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = _scores(x, inside, SCORE)
+    if TOLD:
+        row = table + tl.load(tokens + token).to(tl.int64) * COUNT
+        experts, best = _told(scores, expert, row, COUNT, K)
+    else:
+        experts, best = _picked(
+            scores, bias, expert, inside, BIASED, GROUPS, ALLOWED, DEPTH, COUNT, N, K
+        )
     if SOFTMAX:
         raised = tl.exp(best - tl.max(tl.where(lane < COUNT, best, float("-inf")), 0))
         best = raised / tl.sum(tl.where(lane < COUNT, raised, 0.0), 0)
@@ -156,6 +198,9 @@ def _route(  # type: ignore[no-untyped-def]
         if RENORMALISED:
             best = best / (tl.sum(best, 0) + 1e-20)
         best = best * scale
-    tl.store(chosen + token * COUNT + lane, experts, mask=lane < COUNT)
-    tl.store(shares + token * COUNT + lane, best, mask=lane < COUNT)
+    experts = tl.where(lane < COUNT, experts, EXPERTS + lane - COUNT)
+    best = tl.where(lane < COUNT, best, 1.0)
+    at = token * (COUNT + BESIDE) + lane
+    tl.store(chosen + at, experts, mask=lane < COUNT + BESIDE)
+    tl.store(shares + at, best, mask=lane < COUNT + BESIDE)
 # fmt: on

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementary import Activation, sigmoid, softmax, sqrt_softplus
-from kvtide.layers.moe import Choice, Routing, route_by_top_softmax, score_and_route
+from kvtide.layers.moe import Choice, Routing, Told, route_by_top_softmax, score_and_route
 from kvtide.layers.programs import routing
 from kvtide.layers.selecting import top
 
@@ -53,6 +53,40 @@ def test_the_softmax_of_the_best(dtype: torch.dtype, device: torch.device) -> No
     logits = drawn(9, 128, seed=3, device=device).to(dtype)
     found = routing.route(logits, Choice(5), None, softmax_of_best=True)
     same(found, route_by_top_softmax(PLAIN, logits, 5))
+
+
+@pytest.mark.parametrize("beside", [1, 3])
+@pytest.mark.parametrize("case", CHOICES)
+def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
+    case: str, beside: int, device: torch.device
+) -> None:
+    experts, choice = CHOICES[case]
+    logits = drawn(7, experts, seed=1, device=device) * 4
+    bias = drawn(experts, seed=2, device=device)
+    found = routing.route(logits, choice, sigmoid, bias, beside=beside)
+    assert found.experts.shape == found.shares.shape == (7, choice.count + beside)
+    assert found.experts[:, choice.count :].tolist() == [[*range(experts, experts + beside)]] * 7
+    assert bool((found.shares[:, choice.count :] == 1).all())
+    same(found, score_and_route(PLAIN, logits, choice, sigmoid, bias, beside=beside))
+    before = Routing(found.experts[:, : choice.count], found.shares[:, : choice.count])
+    same(before, routing.route(logits, choice, sigmoid, bias))
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+@pytest.mark.parametrize("kept_as", [torch.int64, torch.int32])
+@pytest.mark.parametrize("score", [sigmoid, softmax, sqrt_softplus])
+@pytest.mark.parametrize("case", ["few of many", "scaled, as they are", "one"])
+def test_experts_that_are_told_have_the_shares_that_torch_gives_them(
+    case: str, score: Activation, kept_as: torch.dtype, beside: int, device: torch.device
+) -> None:
+    experts, choice = CHOICES[case]
+    logits = (drawn(experts, 9, seed=1, device=device) * 4).T
+    table = drawn(30, experts, seed=2, device=device).argsort(-1)[:, : choice.count].contiguous()
+    tokens = torch.tensor([29, 0, 7, 7, 1, 12, 28, 3, 0], device=device).to(kept_as)
+    told = Told(table.to(kept_as), tokens)
+    found = routing.route(logits, choice, score, told=told, beside=beside)
+    assert found.experts.dtype == torch.int32
+    same(found, score_and_route(PLAIN, logits, choice, score, told=told, beside=beside))
 
 
 def test_of_equals_the_first_are_chosen(device: torch.device) -> None:
