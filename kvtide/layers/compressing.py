@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.dense import WideLinear
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 from kvtide.layers.rope import Rope, rotate_neighbours
@@ -118,10 +117,8 @@ class Compressor:
         self.rope = rope
         self.entries = blueprint.pool(pool, layer)
         self.ratio = self.entries.pool.tokens_per_entry
+        self.dtype = blueprint.dtype
         self._field = self.entries.packing.parts[0].logical.name
-        # In fp32 whatever the model computes in, as the lab does: so is what they are added up in.
-        weights = [blueprint.tensor(f"{name}.weight", torch.float32) for name in ("wkv", "wgate")]
-        self.project = WideLinear(self.arithmetic, torch.cat(weights), blueprint.dtype)
         self.position = blueprint.tensor("ape", torch.float32)
         self.norm = blueprint.norm("norm")
         within = blueprint.pool(f"{pool}_open", layer)
@@ -130,9 +127,21 @@ class Compressor:
         self.own = blueprint.pool(f"{pool}_state", layer) if self.overlaps else within
         self.share = within if self.overlaps else None
 
-    def __call__(self, x: Tensor, run: ForwardPass) -> list[Tensor]:
-        """Every sequence's entries, those of earlier steps and those that this one closes."""
-        values, gates = self.project(x).chunk(2, dim=-1)
+    @staticmethod
+    def weight(blueprint: Blueprint) -> Tensor:
+        """What tokens are multiplied by to give values and gates, side by side.
+
+        In fp32 whatever the model computes in, as the lab does: so is what they are added up in.
+        """
+        names = ("wkv.weight", "wgate.weight")
+        return torch.cat([blueprint.tensor(name, torch.float32) for name in names])
+
+    def __call__(self, products: Tensor, run: ForwardPass) -> list[Tensor]:
+        """Every sequence's entries, those of earlier steps and those that this one closes.
+
+        products  (tokens, values and gates), in fp32: tokens by `weight`
+        """
+        values, gates = products.chunk(2, dim=-1)
         gates = gates + self.position[run.positions % self.ratio]
         closed = []
         for rows in run.sequences:
@@ -140,7 +149,7 @@ class Compressor:
             blocks = Blocks.of(rows, self.ratio, values[new], gates[new])
             means = self._means(blocks, rows, run)
             closed.append(means.value[: rows.total // self.ratio - rows.past // self.ratio])
-        kept = self._kept(torch.cat(closed).to(x.dtype), run)
+        kept = self._kept(torch.cat(closed).to(self.dtype), run)
         parts = kept.split([len(part) for part in closed])
         name = self._field
         return [
@@ -148,14 +157,14 @@ class Compressor:
             for rows, new in zip(run.sequences, parts, strict=True)
         ]
 
-    def write(self, x: Tensor, run: ForwardPass) -> None:
+    def write(self, products: Tensor, run: ForwardPass) -> None:
         """The same by program: entries and means go to their pages, where others read them."""
         from kvtide.layers.programs.compressing import Stream, compress
 
         turns = run.shared((self.rope, self.ratio), lambda: self.rope(self._begins(run.positions)))
         norm = (self.norm.weight, self.norm.eps)
         stream = Stream(self.entries, self.own, self.share, self.position, norm)
-        compress(run, stream, self.project(x), turns, x.dtype)
+        compress(run, stream, products, turns, self.dtype)
 
     def _begins(self, positions: Tensor) -> Tensor:
         """Where the block of each token begins."""

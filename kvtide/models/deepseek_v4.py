@@ -21,6 +21,7 @@ from torch.nn import functional
 from kvtide.layers import Blueprint, ForwardPass, Place, Step
 from kvtide.layers.attending import Attending, attend_seen
 from kvtide.layers.compressing import Compressor
+from kvtide.layers.dense import WideLinear
 from kvtide.layers.elementary import rms_norm, sqrt_softplus
 from kvtide.layers.moe import Choice, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rotate_neighbours
@@ -34,61 +35,65 @@ from kvtide.spec.families.deepseek_v4 import rotary_dims
 
 
 class BlockIndexer:
-    """Chooses, for every query, some of the blocks before it."""
+    """Chooses, for every query, some of the blocks before it.
+
+    low       what queries are made of
+    weights   of its heads, for every token
+    products  for its compressor
+    """
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str, rotation: Rope) -> None:
         config = blueprint.config
         self.arithmetic = blueprint.arithmetic
         self.compressor = Compressor(blueprint.under("compressor"), layer, pool, rotation)
         self.queries = blueprint.linear("wq_b")
-        self.weights = blueprint.linear("weights_proj")
         self.heads = config.count("index_n_heads")
         self.scale = self.compressor.width**-0.5 * self.heads**-0.5
         self.count = config.count("index_topk")
 
-    def __call__(self, x: Tensor, low: Tensor, turns: Tensor, run: ForwardPass) -> list[Tensor]:
-        """By sequence: (tokens, entries), true where chosen. `low` is what queries are made of."""
-        queries = self.queries(low).view(len(x), self.heads, -1)
-        queries, weights = rotate_neighbours(queries, turns), self.weights(x) * self.scale
+    def __call__(
+        self, low: Tensor, weights: Tensor, products: Tensor, turns: Tensor, run: ForwardPass
+    ) -> list[Tensor]:
+        """By sequence: (tokens, entries), true where chosen."""
+        queries = self.queries(low).view(len(low), self.heads, -1)
+        queries, weights = rotate_neighbours(queries, turns), weights * self.scale
         chosen = []
-        for rows, keys in zip(run.sequences, self.compressor(x, run), strict=True):
+        for rows, keys in zip(run.sequences, self.compressor(products, run), strict=True):
             new = slice(rows.start, rows.end)
             visible = (run.positions[new] + 1) // self.compressor.ratio
             block = self.arithmetic.query_block
             chosen.append(choose(queries[new], weights[new], keys, visible, self.count, block))
         return chosen
 
-    def by_program(self, x: Tensor, low: Tensor, turns: Tensor, run: ForwardPass) -> Tensor:
+    def by_program(
+        self, low: Tensor, weights: Tensor, products: Tensor, turns: Tensor, run: ForwardPass
+    ) -> Tensor:
         """The numbers of those that are chosen, (tokens, count): -1 for none."""
         from kvtide.layers.programs.choosing import choose_paged
         from kvtide.layers.programs.turning import turn
 
-        self.compressor.write(x, run)
-        queries = turn(self.queries(low).view(len(x), self.heads, -1), turns)
+        self.compressor.write(products, run)
+        queries = turn(self.queries(low).view(len(low), self.heads, -1), turns)
         # What all weights are multiplied by changes no choice.
-        return choose_paged(run, self.compressor.entries, queries, self.weights(x), self.count)
+        return choose_paged(run, self.compressor.entries, queries, weights, self.count)
 
 
 class CompressedAttention:
-    """`compressor` and `indexer` are None in layers that have no such thing."""
+    """`compressor` and `indexer` are None in layers that have no such thing.
+
+    What tokens are multiplied by is two weights: `project`, whose products are of the model's
+    dtype, and `compress` for all compressors.
+    """
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str | None, rotation: Rope) -> None:
         config = blueprint.config
         self.arithmetic = blueprint.arithmetic
         self.rotation = rotation
         self.window = _window(blueprint, layer)
-        self.compressor, self.indexer = None, None
-        if pool is not None:
-            under = blueprint.under("compressor")
-            self.compressor = Compressor(under, layer, pool, rotation)
-            if self.compressor.overlaps:
-                under = blueprint.under("indexer")
-                self.indexer = BlockIndexer(under, layer, f"{pool}_index", rotation)
         self.dim, groups = config.count("head_dim"), config.count("o_groups")
         each = config.count("num_attention_heads") // groups
-        self.low_and_keys = blueprint.linear("wq_a", "wkv")
         self.low_norm = blueprint.norm("q_norm")
-        self.sides = (len(self.low_norm.weight), self.dim)
+        self._compress(blueprint, layer, pool)
         self.queries = blueprint.columns("wq_b", unit=each * self.dim)
         self.key_norm = blueprint.norm("norm")
         sinks = blueprint.share(blueprint.tensor("attn_sink", torch.float32), each)
@@ -102,20 +107,42 @@ class CompressedAttention:
         self.eps = config.number("rms_norm_eps")
         self.one = torch.ones((), device=sinks.device)
 
+    def _compress(self, blueprint: Blueprint, layer: int, pool: str | None) -> None:
+        """Compressor and indexer, and all that tokens are multiplied by."""
+        self.compressor, self.indexer, self.compress = None, None, None
+        self.compressed: list[int] = []
+        names, self.sides = ["wq_a", "wkv"], [len(self.low_norm.weight), self.dim]
+        if pool is not None:
+            under = blueprint.under("compressor")
+            weights = [Compressor.weight(under)]
+            self.compressor = Compressor(under, layer, pool, self.rotation)
+            if self.compressor.overlaps:
+                under = blueprint.under("indexer")
+                weights.append(Compressor.weight(under.under("compressor")))
+                self.indexer = BlockIndexer(under, layer, f"{pool}_index", self.rotation)
+                names.append("indexer.weights_proj")
+                self.sides.append(self.indexer.heads)
+            self.compressed = [len(weight) for weight in weights]
+            self.compress = WideLinear(self.arithmetic, torch.cat(weights), blueprint.dtype)
+        self.project = blueprint.linear(*names)
+
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         turns = run.shared(
             self.rotation, lambda: self.arithmetic.rowwise(self.rotation, run.positions)
         )
         if self.arithmetic.runs_programs(x.device):
             return self._by_program(x, turns, run)
-        weights = self.low_and_keys.weight.split(self.sides)
-        low, keys = (self.arithmetic.linear(x, weight) for weight in weights)
-        low = self.low_norm(low)
+        weights = self.project.weight.split(self.sides)
+        low, keys, *rest = (self.arithmetic.linear(x, weight) for weight in weights)
+        low, products = self.low_norm(low), self._products(x)
         queries = rotate_neighbours(self._heads(low), turns)
         keys = rotate_neighbours(self.key_norm(keys), turns)
         kept = run.keep(self.window, {"kv": keys})["kv"]
-        entries = self.compressor(x, run) if self.compressor else [kept[:0]] * len(run.sequences)
-        chosen = self.indexer(x, low, turns, run) if self.indexer else None
+        entries, chosen = [kept[:0]] * len(run.sequences), None
+        if self.compressor is not None:
+            entries = self.compressor(products[0], run)
+        if self.indexer is not None:
+            chosen = self.indexer(low, rest[0], products[1], turns, run)
         mixed = []
         for number, rows in enumerate(run.sequences):
             new = slice(rows.start, rows.end)
@@ -133,18 +160,22 @@ class CompressedAttention:
         from kvtide.layers.programs.shared import attend_blocks
         from kvtide.layers.programs.turning import keep_turned, turn
 
-        low, keys = self.low_and_keys(x).split(self.sides, dim=1)
+        low, keys, *rest = self.project(x).split(self.sides, dim=1)
         low, norm = self.low_norm(low), (self.key_norm.weight, self.key_norm.eps)
-        kept = keep_turned(run, self.window, keys, norm, turns)
+        kept, products = keep_turned(run, self.window, keys, norm, turns), self._products(x)
         entries, chosen = None, None
         if self.compressor is not None:
-            self.compressor.write(x, run)
+            self.compressor.write(products[0], run)
             entries = self.compressor.entries
         if self.indexer is not None:
-            chosen = self.indexer.by_program(x, low, turns, run)
+            chosen = self.indexer.by_program(low, rest[0], products[1], turns, run)
         queries = turn(self.queries(low).unflatten(1, (-1, self.dim)), turns, self.eps)
         mixed = attend_blocks(run, self.window, kept, entries, queries, self.how, chosen)
         return self._out(turn(mixed, turns, back=True))
+
+    def _products(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each compressor takes."""
+        return () if self.compress is None else self.compress(x).split(self.compressed, dim=1)
 
     def _heads(self, low: Tensor) -> Tensor:
         heads = self.queries(low).unflatten(1, (-1, self.dim))

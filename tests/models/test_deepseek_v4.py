@@ -104,7 +104,7 @@ def test_scores_of_another_kind_are_refused() -> None:
 
 
 class OneCompressor:
-    """Nothing of a model but the compressor of its last layer, over given inputs."""
+    """Nothing of a model but the one compressor of its last layer, over given inputs."""
 
     def __init__(self, dtype: torch.dtype, inputs: Tensor) -> None:
         saved = checkpoint(TINY)
@@ -115,13 +115,14 @@ class OneCompressor:
         self.memory, self.inputs = model.memory, inputs.to(dtype)
         self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
         (*_, last) = model.layers.values()
-        self.compressor = last.attention.compressor
+        self.attention = last.attention
 
     def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
         for layer in self.memory.own_layers:
             step.wait(layer)
-        self.compressor(self.inputs[step.positions], ForwardPass(step))
-        return self.inputs[step.positions]
+        inputs = self.inputs[step.positions]
+        self.attention.compressor(*self.attention._products(inputs), ForwardPass(step))
+        return inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

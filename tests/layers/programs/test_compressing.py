@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Rows, Step, choose
 from kvtide.layers.compressing import Compressor
+from kvtide.layers.dense import WideLinear
 from kvtide.layers.packing import packing
 from kvtide.layers.rope import Rope
 from kvtide.spec import Entry, ModelMemory, PoolSpec, Reuse
@@ -90,6 +92,7 @@ class Compressing:
         blueprint = Blueprint(config, Tensors(weights), self.memory, choose(False), dtype)
         frequencies = 0.3 ** torch.arange(case.rotary // 2)
         self.compressor = Compressor(blueprint, 0, "c", Rope(frequencies.to(device)))
+        self.project = WideLinear(choose(False), Compressor.weight(blueprint), dtype)
         self.slots = {"kv": 12, "swa": 12}
         self.inputs = some(2, 128, HIDDEN).to(dtype)
 
@@ -114,7 +117,9 @@ class Compressing:
                 Step(at, at, tuple(rows), self.page, buffers.view, lambda layer: None)
             )
             write = self.compressor.write if by_program else self.compressor
-            write(torch.cat(inputs), run)
+            # As part of a wider product.
+            products = functional.pad(self.project(torch.cat(inputs)), (4, 8))[:, 4:-8]
+            write(products, run)
             after.append(Buffers(arrangement, block.clone()))
         return after
 
