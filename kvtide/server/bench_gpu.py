@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,30 @@ def _run(args: argparse.Namespace) -> int:
     print(_machine(device, best), flush=True)
     numbers: dict[str, Any] = {"ceilings": best.as_json()}
     shown: Rows = []
+    failed: list[str] = []
     for shape, kinds in _by_model(wanted):
         bed = Bed(shape.build(device, torch.bfloat16), device)
         for kind in progress(kinds, len(kinds), shape.name):
-            for row, found in _PARTS[kind][1](bed, shape, best):
-                print(" | ".join(row), flush=True)
-                shown.append(row)
-                numbers.setdefault(kind, []).append(found)
+            try:
+                for row, found in _PARTS[kind][1](bed, shape, best):
+                    print(" | ".join(row), flush=True)
+                    shown.append(row)
+                    numbers.setdefault(kind, []).append(found)
+            except Exception:  # The other parts are measured all the same.
+                failed.append(kind)
+                traceback.print_exc()
+            torch.cuda.empty_cache()
         del bed
         torch.cuda.empty_cache()
+    numbers["failed"] = failed
     print(f"\n{table(_HEADER, shown)}")
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=2))
     if args.plot:
         args.plot.write_text(_picture([*numbers.get("ttft", ()), *numbers.get("ttft-v4", ())]))
-    return 0
+    if failed:
+        print(f"failed, as told above: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 def _by_model(wanted: list[str]) -> Iterator[tuple[Shape, list[str]]]:
@@ -144,8 +154,12 @@ def _generating(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
 
 
 def _turns(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
-    both, alone, unlimited = turns.measure(bed, turns.Talk())
-    what = f"{both.requests} turns of {turns.Talk().users} users"
+    talk = turns.Talk()
+    both, alone, unlimited = turns.measure(bed, talk)
+    what = (
+        f"{both.requests} turns of {talk.users} users: {talk.system_tokens:,} tokens for all, then "
+        f"{talk.question_tokens} in and {talk.answer_tokens} out"
+    )
     measured = f"{both.requests_s:.1f} requests/s"
     yield (
         (
@@ -170,9 +184,12 @@ def _turns(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
 
 
 def _peer(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
-    for found in peer.measure(shape.config, bed.device, 16_384):
-        measured = "–" if found.seconds is None else _ms(found.seconds)
-        row = (shape.name, f"transformers: {found.what}", measured, found.why[:120], "–")
+    for found in peer.measure(bed, shape.config):
+        beside = found.why[:120]
+        if found.seconds is not None:
+            times = f"{found.seconds / found.ours_s:.1f} ×"
+            beside = f"transformers {_ms(found.seconds)}, {times} {beside}".strip()
+        row = (shape.name, found.what, _ms(found.ours_s), beside, "–")
         yield row, found.as_json()
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from kvtide.bench.gpu import ceilings, costs, plot, restoring, speed, turns
+from kvtide.bench.gpu import ceilings, costs, peer, plot, restoring, speed, turns
 from kvtide.bench.gpu.bed import Bed, alternating
 from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
 
@@ -91,6 +91,17 @@ def test_conversations_find_more_where_there_is_more_room() -> None:
     assert both.requests == alone.requests == unlimited.requests == 12
     found = [sum(one.found.values()) for one in (alone, both, unlimited)]
     assert found[0] < found[1] <= found[2] and both.found["host"] > 0
+
+
+def test_transformers_are_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but its continuous batching, which takes half a minute to set up without a GPU."""
+    monkeypatch.setattr(peer._Theirs, "continuous", lambda self: (None, "not asked"))
+    work = peer.Work(first=96, context=32, batch=2, answer=3, steps=2)
+    found = peer.measure(bed("qwen3-8b"), SHAPES["qwen3-8b"].config, work)
+    assert [one.what for one in found] == list(work.names)
+    assert all(one.ours_s > 0 for one in found)
+    assert [one.seconds is None for one in found] == [False, False, False, True]
+    assert found[3].why == "not asked"
 
 
 def test_ways_take_turns_in_both_orders() -> None:

@@ -119,12 +119,19 @@ def sparse_decode(
 
 
 def v4_bytes(config: Mapping[str, Any], bed: Bed, batch: int, context: int) -> float:
-    """What a step must read: weights that are used, windows, chosen entries, all index keys."""
-    touched = min(config["n_routed_experts"], batch * config["num_experts_per_tok"])
+    """What a step must read: weights that are used, windows, chosen entries, all index keys.
+
+    As if no two tokens chose the same expert, until there are no others.
+    """
+    routed, shared = config["n_routed_experts"], config["n_shared_experts"]
+    touched = min(routed, batch * config["num_experts_per_tok"])
     total = 0.0
     for tensor in weights_of(bed.model):
-        stacked = tensor.dim() == 3 and len(tensor) == config["n_routed_experts"]
-        share = touched / len(tensor) if stacked else 1.0
+        if not tensor.is_floating_point():
+            continue  # Tables are looked up.
+        # Behind the experts that are chosen there may stand those that all tokens go to.
+        beside = len(tensor) - routed if tensor.dim() == 3 else -1
+        share = (touched + beside) / len(tensor) if 0 <= beside <= shared else 1.0
         total += share * tensor.numel() * tensor.element_size()
     total -= config["vocab_size"] * config["hidden_size"] * 2  # Embeddings are looked up.
     for pool in bed.model.memory.pools:

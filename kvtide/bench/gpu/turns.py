@@ -19,13 +19,14 @@ from kvtide.spec import Tier
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """How many talk, how often, and how long what they say is."""
+    """How many talk, how often, and how long what they say is: as agents do, who are told much and
+    say little."""
 
     users: int = 64
     turns: int = 8
     system_tokens: int = 8192
-    question_tokens: int = 352
-    answer_tokens: int = 32
+    question_tokens: int = 512
+    answer_tokens: int = 16
 
     @property
     def tokens(self) -> int:
