@@ -148,6 +148,7 @@ ROWS: list[tuple[str, Callable[[], Timed]]] = [
     ("  scores", lambda: _indexer(128 * K - 1, 1, 64, part="scores")),
     ("  scores, fp8", lambda: _indexer(128 * K - 1, 1, 64, KVDType.FP8, "scores")),
     ("  choice", lambda: _indexer(128 * K - 1, 1, 64, part="choice")),
+    ("  choice, 1 x 32k", lambda: _indexer(128 * K - 1, 1, 1, part="choice")),
     ("  torch.topk", lambda: _indexer(128 * K - 1, 1, 64, part="torch.topk")),
     ("indexer, 1 x 32k entries", lambda: _indexer(128 * K - 1, 1, 1)),
     ("indexer, 2k tokens x 16k entries", lambda: _indexer(62 * K, 2 * K, 1)),

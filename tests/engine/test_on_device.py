@@ -30,7 +30,7 @@ from kvtide.transfer.strided import Way
 from tests.engine.restoring import ALL_NAMES, PAGE, family_of, text
 from tests.models.tiny import CONFIGS, build, checkpoint
 
-PROMPTS, ANSWER = 24, 52
+PROMPTS, ANSWER = 28, 52
 CLOSE, CLOSE_PACKED = 1e-4, 5e-3
 LEAST_EQUAL = 0.99
 REQUESTS = 10_000

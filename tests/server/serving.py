@@ -178,6 +178,8 @@ class Child:
     environment: Mapping[str, str] = field(default_factory=dict)
     before: str = ""
     """Python that runs in the child before it serves."""
+    patience_s: float = 60.0
+    """How long it may take until it listens."""
 
     def __enter__(self) -> Self:
         code = f"{self.before}\nimport sys\nfrom kvtide.server.cli import main\nsys.exit(main())"
@@ -205,7 +207,7 @@ class Child:
 
     def client(self) -> Client:
         """Waits until it listens."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + self.patience_s
         while not (found := re.search(r"listening on http://(\S+):(\d+)\n", "".join(self.lines))):
             assert self.process.poll() is None, "".join(self.lines)
             assert time.monotonic() < deadline, "".join(self.lines)
