@@ -208,6 +208,15 @@ class TieredCache:
         if not (lease.loading or lease.failed):
             self._writing.committed(lease.inner)
 
+    def common(self, prompt: Prompt, lease: Lease) -> int:
+        """Up to which page a prompt shares what a lease has yet to commit; 0 if it shares none.
+
+        When `commit` has come there, `match` finds these pages, if what a resume there needs was
+        kept.
+        """
+        inner = lease.inner
+        return 0 if inner.hidden else self.index.common(prompt, inner.prompt, inner.boundary)
+
     def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvtide.cache import Fetch, Lease, Namespace
 from kvtide.engine.sampler import GREEDY, Chosen, Sampling
@@ -68,6 +69,19 @@ class Ask:
         return self.recompute or self.score is not None
 
 
+class Ahead(NamedTuple):
+    """Another request that is about to compute pages that this one shares, up to page `end`."""
+
+    request: Request
+    end: int
+
+    @property
+    def over(self) -> bool:
+        """Whether these pages can be found, or will not come from there."""
+        lease = self.request.lease
+        return lease is None or lease.inner.hidden or lease.inner.boundary >= self.end
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """`computed` of its tokens have their state in the lease's pages; `output` was generated.
@@ -77,6 +91,8 @@ class Request:
     scores   of the prompt's tokens after the first, as far as they were asked for and computed
     slowest  how far down its prefix may lie: the device alone after a load that failed
     fetch    brings what storage has of its prompt, if that is worth it
+    ahead    computes what this one shares, which therefore waits
+    waits    how often it has waited for somebody ahead
     by_tier  where the first admission found the prompt's tokens, and they came
     why      per pool, what kept it from finding more
     noted    whether those two are known
@@ -96,6 +112,8 @@ class Request:
     admissions: int = 0
     slowest: Tier = Tier.HOST
     fetch: Fetch | None = None
+    ahead: Ahead | None = None
+    waits: int = 0
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
     noted: bool = False
@@ -108,6 +126,11 @@ class Request:
     def settled(self) -> bool:
         """Whether nothing is on its way to it from storage."""
         return self.fetch is None or self.fetch.over
+
+    @property
+    def ready(self) -> bool:
+        """Whether it waits for nothing but room."""
+        return self.settled and (self.ahead is None or self.ahead.over)
 
     def generated(self, chosen: Chosen) -> None:
         """The model said one more token."""

@@ -5,15 +5,23 @@ a promise of slots for the rest of its prompt and all it may generate; of window
 what a few steps need. A request of higher priority that finds no room takes it from those of lower
 ones, which wait again and go on later where they were. Then every step gives one token to each
 request that generates, and what is left of the step's tokens to prompts, by priority and age.
+
+Nobody computes what somebody else is about to: a request that shares pages with one that runs, and
+has yet to compute them, starts when they can be found, or when they will not come from there.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from typing import NamedTuple
 
 from kvtide.cache import TieredCache
-from kvtide.engine.request import Request, State
+from kvtide.engine.request import Ahead, Request, State
+
+MOST_WAITS = 2
+"""How often a request waits for another. What windows and states need may not be found after the
+first: somebody then leaves it where their prompts part, and is the second. Where nothing is found
+even then, a third would have requests served one by one."""
 
 
 class Share(NamedTuple):
@@ -61,33 +69,70 @@ class Scheduler:
     def queue(self, request: Request) -> None:
         """Higher priorities first; among equals the older request, also when it was retracted."""
         request.state = State.WAITING
-        heapq.heappush(self._waiting, (-request.ask.priority, request.number, request))
+        insort(self._waiting, (-request.ask.priority, request.number, request))
 
     def admit(self) -> None:
         """Take in waiting requests as long as the first of them finds room, or is made room.
 
-        Those whose prefix is on its way from storage keep nobody waiting.
+        Those whose prefix is on its way, from storage or from somebody who computes it, keep
+        nobody else waiting.
         """
-        while (first := self._first()) is not None:
+        while not self._full and (first := self._first()) is not None:
             if len(self.running) < self._most_running and self._start(first):
                 self._unqueue(first)
             elif not self._give_way(first):
                 return
 
+    @property
+    def _full(self) -> bool:
+        """Whether there is no place for whoever waits, and none that could be taken."""
+        if not self._waiting or len(self.running) < self._most_running:
+            return False
+        return min(request.ask.priority for request in self.running) >= -self._waiting[0][0]
+
     def _first(self) -> Request | None:
-        """Whose turn it is, of those that wait for nothing but room."""
-        if self._waiting and self._waiting[0][2].settled:
-            return self._waiting[0][2]
-        ready = (entry for entry in sorted(self._waiting) if entry[2].settled)
-        return next(ready, (0, 0, None))[2]
+        """Whose turn it is, of those that wait for nothing but room. Some find that they do not."""
+        for *_, request in self._waiting:
+            if request.ready and not self._stands_back(request):
+                return request
+        return None
+
+    def _stands_back(self, request: Request) -> bool:
+        """Have a request wait for whoever is about to compute most of what it would, if any.
+
+        It is noted who that is, and not looked into again before it is over. Whoever runs goes on
+        or leaves, so nobody waits for ever; and nobody waits for a lower priority.
+        """
+        request.ahead = None
+        if request.waits == MOST_WAITS:
+            return False
+        shared = (
+            Ahead(other, self._cache.common(request.prompt, other.held))
+            for other in self.running
+            if other.ask.priority >= request.ask.priority
+        )
+        ahead = max(shared, key=lambda each: each.end, default=None)
+        if ahead is None or ahead.end == 0 or self._finds(request, ahead.end):
+            return False
+        request.ahead = ahead
+        request.waits += 1
+        return True
+
+    def _finds(self, request: Request, pages: int) -> bool:
+        """Whether so many of a request's pages are kept already."""
+        found = self._cache.match(request.prompt, request.slowest).tokens
+        return found >= pages * self._cache.memory.page_tokens
 
     def hurry(self) -> None:
-        """If only storage keeps the next requests waiting, they go on with what has come."""
-        if self._first() is not None:
+        """If storage keeps the next requests waiting and nobody else could start, they go on with
+        what has come."""
+        waiting = [entry[2] for entry in self._waiting]
+        if any(request.ready for request in waiting):
             return
-        for *_, request in heapq.nsmallest(self._most_running - len(self.running), self._waiting):
-            assert request.fetch is not None, "it waits for nothing, yet was not first"
-            request.fetch.stop()
+        fetches = [request.fetch for request in waiting if not request.settled]
+        for fetch in fetches[: self._most_running - len(self.running)]:
+            assert fetch is not None, "whoever has no fetch is settled"
+            fetch.stop()
 
     def _give_way(self, first: Request) -> bool:
         """Make some room for a request: whoever is of lower priority waits again, latest first.
@@ -127,11 +172,7 @@ class Scheduler:
             self._unqueue(request)
 
     def _unqueue(self, request: Request) -> None:
-        if self._waiting and self._waiting[0][2] is request:
-            heapq.heappop(self._waiting)
-            return
         self._waiting = [entry for entry in self._waiting if entry[2] is not request]
-        heapq.heapify(self._waiting)
 
     def _start(self, request: Request) -> bool:
         """Slots for what is found and a promise for the rest; steps take from it as they go.

@@ -81,6 +81,13 @@ class Index:
         """The deepest boundary at which the prompt can resume from these tiers. Changes nothing."""
         return self._matcher.match(prompt, slowest)
 
+    def common(self, prompt: Prompt, other: Prompt, beyond: int = 0) -> int:
+        """How many pages of another prompt this one could go on from, if they were all kept.
+
+        0 if these are not more than `beyond`, which is told cheaply.
+        """
+        return self._matcher.common(prompt, other, beyond)
+
     def current(self, hit: Hit) -> bool:
         """Whether nothing has changed since the hit was found."""
         return hit.tick == self.books.tick

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtide.index.books import Books
-from kvtide.index.keys import Prompt
+from kvtide.index.keys import Hidden, Prompt
 from kvtide.index.node import Node
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Tier
 
@@ -93,11 +93,31 @@ class Matcher:
 
         At least one token is always left to compute, since its logits are what was asked for.
         """
-        limit = (prompt.tokens - self._shortfall) // self._page_tokens
+        limit = self._limit(prompt)
         nodes, last_pages = self._descend(prompt, limit)
         boundary, matched = self._judge(nodes, last_pages, slowest, self._required)
         tick = self._books.tick
         return Hit(prompt, boundary, matched, max(limit, 0), nodes, last_pages, slowest, tick)
+
+    def _limit(self, prompt: Prompt) -> int:
+        """The deepest boundary that leaves a token to compute; below 0 for very short prompts."""
+        return (prompt.tokens - self._shortfall) // self._page_tokens
+
+    def common(self, prompt: Prompt, other: Prompt, beyond: int) -> int:
+        """How many pages of another prompt this one could go on from; 0 if not beyond `beyond`.
+
+        The page after that is looked at first: prompts that part earlier cost next to nothing.
+        """
+        most = min(self._limit(prompt), len(other.body) // self._page_bytes)
+        if most <= beyond or isinstance(prompt.namespace, Hidden):
+            return 0
+        next_page = slice(beyond * self._page_bytes, (beyond + 1) * self._page_bytes)
+        if prompt.body[next_page] != other.body[next_page]:
+            return 0
+        if (prompt.namespace, prompt.head) != (other.namespace, other.head):
+            return 0
+        pages = shared_pages(other.body, prompt.body, 0, most, self._page_bytes)
+        return pages if pages > beyond else 0
 
     def _descend(self, prompt: Prompt, limit: int) -> tuple[list[Node], int]:
         """The nodes whose tokens the prompt shares, and how many pages of the last one."""

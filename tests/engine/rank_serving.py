@@ -258,6 +258,15 @@ def conversations_are_answered_as_by_one_rank(grid: Grid, name: str) -> None:
     stand.end()
 
 
+def a_prefix_that_many_bring_at_once_is_computed_once(grid: Grid, name: str) -> None:
+    stand, root = Stand(grid, name, device_size=Tokens(40 * PAGE)), text(4, 4 * PAGE)
+    prompts = [(*root, n, *text(60 + n, 8)) for n in range(1, 5)]
+    served = stand.serve(prompts, at_once=4)
+    assert [sum(one.by_tier.values()) for one in served] == [0, *[4 * PAGE] * 3]
+    compare(grid, stand.serve(prompts, at_once=1), served)
+    stand.end()
+
+
 def a_rank_whose_loads_break_misleads_nobody(grid: Grid, name: str) -> None:
     stand, rng = Stand(grid, name), random.Random(5)
 
@@ -350,6 +359,7 @@ def words_of_any_length_are_heard(grid: Grid, name: str) -> None:
 ON_MODELS = (a_model_says_what_one_rank_says,)
 ON_ENGINES = (
     conversations_are_answered_as_by_one_rank,
+    a_prefix_that_many_bring_at_once_is_computed_once,
     an_engine_that_begins_anew_restores_what_one_rank_would,
 )
 ON_ONE_ENGINE = (

@@ -227,6 +227,17 @@ class Ledger:
         stops = (stop for stop in inner.wanted if inner.begun < stop <= inner.boundary)
         self.kept.update(_prefix(body, stop) for stop in stops)
 
+    def passed(self, lease: Lease, before: int) -> None:
+        """Where a lease parts it found no checkpoint; if it had no room for one, there is none.
+
+        Of `write_back`, which keeps none where nobody has parted yet.
+        """
+        inner, body = lease.inner, lease.prompt.body
+        branches = (branch for branch in inner.branches if before < branch <= inner.boundary)
+        for branch in branches:
+            if branch not in inner.wanted:
+                self.kept.discard(_prefix(body, branch))
+
     @staticmethod
     def _deepest(body: bytes, among: Collection[bytes]) -> int:
         """The deepest of these boundaries in a prompt that leaves a token to compute, in tokens."""
@@ -295,7 +306,10 @@ class WatchedCache(TieredCache):
     def commit(self, lease: Lease, tokens: int, without: Any = ()) -> None:
         if not lease.loading and not lease.failed:
             self.ledger.computed(lease.prompt.body, tokens)
+        before = lease.inner.boundary
         super().commit(lease, tokens, without)
+        if self.config.write_policy == "write_back":
+            self.ledger.passed(lease, before)
         self.ledger.left(lease)
 
     def retain(self, lease: Lease) -> None:

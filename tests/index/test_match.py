@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtide.index import Index
+from kvtide.index import Index, Namespace
 from kvtide.index.match import shared_pages
 from kvtide.spec import Tier, with_draft
 from kvtide.testing.naive import NaiveIndex
@@ -208,3 +208,30 @@ def test_shared_pages_counts_whole_equal_pages(run: list[int], body: list[int]) 
     equal = [run[2 * p : 2 * p + 2] == body[2 * p : 2 * p + 2] for p in range(most)]
     expected = equal.index(False) if False in equal else most
     assert shared_pages(*as_bytes, 4, most, 8) == expected
+
+
+# -- what others have yet to compute --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL_MEMORIES)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_common_pages_are_those_that_are_known_once_the_other_is_kept(name: str, data) -> None:
+    tokens = st.lists(st.sampled_from([1, 1, 1, 1, 2]), max_size=6 * PAGE)
+    ours, theirs = data.draw(tokens), data.draw(tokens)
+    index = build(ALL_MEMORIES[name])
+    prompt, other = index.prompt(ours), index.prompt(theirs)
+    common = index.common(prompt, other)
+    for beyond in range(7):
+        assert index.common(prompt, other, beyond) == (common if common > beyond else 0)
+    keep(index, theirs)
+    assert index.match(prompt).matched == common
+
+
+def test_prompts_of_two_namespaces_have_nothing_in_common_nor_have_scratch_prompts() -> None:
+    index, tokens = build(FULL), [1] * (3 * PAGE)
+    salted, plain = index.prompt(tokens, Namespace(cache_salt="a")), index.prompt(tokens)
+    assert index.common(plain, plain) == 2
+    assert index.common(salted, plain) == index.common(plain, salted) == 0
+    assert index.common(index.scratch(tokens), index.scratch(tokens)) == 0
+    assert index.common(plain, index.scratch(tokens)) == 0
