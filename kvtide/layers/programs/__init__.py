@@ -22,5 +22,6 @@ run in Triton's interpreter on a CPU, where tests compare them with the torch co
 `experts`           mixtures of experts
 `routing`           which experts a token goes to, and their shares
 `rows`              norms, gates, the likeliest token: functions of single rows
+`elementary`        functions of single elements
 `sizes`             of tiles and grids
 """

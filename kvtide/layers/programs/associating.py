@@ -34,16 +34,14 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.programs import scanning
-from kvtide.layers.programs.scanning import softplus
-from kvtide.layers.programs.sizes import divided_up, power_of_two
+from kvtide.layers.programs.elementary import sigmoid, softplus
+from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 
 CHUNK = 64
 BLOCK = 16
 """Tokens of a chunk that are taken pair by pair where every channel forgets by itself."""
 VALUES = 32
 """Of a head, that a program takes."""
-_LEAST = 16
-"""What a matrix unit takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: For
         (len(convolved), heads, values), dtype=torch.float32, device=convolved.device
     )
     key_heads = (convolved.shape[1] // keys - heads * values // keys) // 2
-    block = max(_LEAST, min(VALUES, power_of_two(values)))
+    block = max(LEAST_ROWS, min(VALUES, power_of_two(values)))
     grid = (len(batch.rows), heads, divided_up(values, block))
     where = (mixed, states, batch.rows, read, write)
     shape = {
@@ -108,7 +106,7 @@ def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: For
         "KEYS": keys,
         "VALUES": values,
         "EVEN": forgetting.dt.shape[1] == heads,
-        "K": max(_LEAST, power_of_two(keys)),
+        "K": max(LEAST_ROWS, power_of_two(keys)),
     }
     if batch.longest == 1:
         _associate_token[grid](
@@ -224,7 +222,7 @@ def _length(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _strength(strengths, strength_row, token, head, live):  # type: ignore[no-untyped-def]
     given = tl.load(strengths + token * strength_row + head, mask=live, other=0.0)
-    return tl.where(live, 1.0 / (1.0 + tl.exp(-given.to(tl.float32))), 0.0)
+    return tl.where(live, sigmoid(given.to(tl.float32)), 0.0)
 
 
 # fmt: off
@@ -467,8 +465,7 @@ def _associate_token(  # type: ignore[no-untyped-def]
     each = head + key * 0 if EVEN else head * KEYS + key
     dt = tl.load(dts + token * dt_row + each, mask=key < KEYS, other=0.0).to(tl.float32)
     dt += tl.load(biases + each, mask=key < KEYS, other=0.0)
-    strength = tl.load(strengths + token * strength_row + head).to(tl.float32)
-    strength = 1.0 / (1.0 + tl.exp(-strength))
+    strength = sigmoid(tl.load(strengths + token * strength_row + head).to(tl.float32))
     state = state.to(tl.float32) * tl.exp(tl.load(decays + head) * softplus(dt))[:, None]
     missed = v - tl.sum(state * k[:, None], 0)
     state += k[:, None] * (missed * strength)[None, :]

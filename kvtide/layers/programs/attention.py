@@ -20,8 +20,8 @@ from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 from kvtide.layers.programs.attention_single import attend_singly
-from kvtide.layers.programs.attention_tiles import LEAST_ROWS, compiled_for, earlier, own, scaling
-from kvtide.layers.programs.sizes import power_of_two
+from kvtide.layers.programs.attention_tiles import compiled_for, earlier, own, scaling
+from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
 from kvtide.layers.programs.tiles import LEAST_KEYS, Parts, stored
 
 ROWS = 128

@@ -21,14 +21,13 @@ from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 from kvtide.layers.programs.attention_tiles import (
-    LEAST_ROWS,
     compiled_for,
     earlier,
     keys_of_tile,
     scaling,
-    tanh,
 )
-from kvtide.layers.programs.sizes import power_of_two
+from kvtide.layers.programs.elementary import tanh
+from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
 
 PROGRAMS = 3 * 132
 """As many run at a time."""

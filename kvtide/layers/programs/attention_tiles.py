@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.attending import Attending
-from kvtide.layers.programs.sizes import power_of_two
+from kvtide.layers.programs.elementary import tanh
+from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
 
 KEYS = 64
 """Keys of a tile, at most."""
 TILE_BYTES = 16 << 10
 """Of the keys of a tile."""
-LEAST_ROWS = 16
-"""What a matrix unit takes."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -50,14 +49,6 @@ def compiled_for(queries: Tensor, keys: Tensor, how: Attending, page_tokens: int
 
 
 # fmt: off
-@triton.jit
-def tanh(x):  # type: ignore[no-untyped-def]
-    """From what every device has."""
-    folded = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - folded) / (1.0 + folded)
-    return tl.where(x < 0, -size, size)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(  # type: ignore[no-untyped-def]
     query, key, value, seen, peak, total, sums, inner, factor,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.programs.sizes import divided_up, power_of_two
+from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 from kvtide.spec import Encoding
 from kvtide.spec.pool import SCALED_GROUP
 
@@ -37,8 +37,6 @@ TILE = 4096
 """Scores that are looked at together, if so few are to be chosen that `FEWER` times as many fit."""
 FEWER = 4
 _LEAST_TILE = 512
-_LEAST_ROWS = 16
-"""What a matrix unit takes."""
 
 
 def choose_paged(
@@ -81,8 +79,8 @@ def score(
     assert (scales is not None) == (place.pool.entry.encoding is Encoding.SCALED)
     assert scales is None or dim <= SCALED_GROUP, "a key has one scale"
     table = batch.slots[place.anchor]
-    tile = _KEYS if queries.element_size() == 2 else 2 * _LEAST_ROWS
-    wide = max(_LEAST_ROWS, power_of_two(heads))
+    tile = _KEYS if queries.element_size() == 2 else 2 * LEAST_ROWS
+    wide = max(LEAST_ROWS, power_of_two(heads))
     last = min(len(queries), first + len(scores))
     tiles, single = divided_up(scores.shape[1], tile), batch.longest == 1
     if single:
@@ -103,7 +101,7 @@ def score(
         HEADS=heads,
         H=wide,
         DIM=dim,
-        D=max(_LEAST_ROWS, power_of_two(dim)),
+        D=max(LEAST_ROWS, power_of_two(dim)),
         N=tile,
         TOKENS=max(1, tile // wide),
         num_warps=4 if single else 8,

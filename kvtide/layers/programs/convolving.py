@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs.elementary import activated
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 from kvtide.layers.recurrent import CausalConv
 
@@ -65,11 +66,6 @@ def convolve(
     if not single and len(taps) > 1:
         _keep_tails[(len(batch.rows), blocks)](inputs, inputs.stride(0), *state, **shape)
     return mixed
-
-
-@triton.jit
-def _swish(x):  # type: ignore[no-untyped-def]
-    return x / (1.0 + tl.exp(-x))
 
 
 # fmt: off
@@ -179,7 +175,7 @@ def _convolve(  # type: ignore[no-untyped-def]
         weight = tl.load(taps + tap * (W0 + W1 + W2) + column, mask=inside, other=0.0)
         sums += value * weight[None, :]
     if SWISHED:
-        sums = _swish(sums)
+        sums = activated(sums, 1.0, "swish")
     where = token.to(tl.int64)[:, None] * (W0 + W1 + W2) + column[None, :]
     tl.store(mixed + where, sums.to(mixed.dtype.element_ty), mask=there)
     if KEEPS:

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvtide.layers.elementary import Activation, gelu_tanh, relu_squared, swish
 from kvtide.layers.moe import Experts, Gating, Routing, Stack
+from kvtide.layers.programs.elementary import activated
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 
 PROGRAMS = 264
@@ -32,8 +32,6 @@ COUNTED = 4096
 """Up to so many pairs, blocks lie one after another; with more there may be gaps."""
 _GROUP = 16
 """Blocks that are taken together, so that a weight is read once for all of them."""
-_KINDS: dict[Activation, int] = {swish: 0, gelu_tanh: 1, relu_squared: 2}
-_PLAIN = -1
 _SUMMED = 1024
 
 
@@ -153,7 +151,7 @@ def project(
         OUTPUTS=outputs,
         SPREAD=spread,
         GATED=gated,
-        KIND=_PLAIN if gating is None else _KINDS[gating.activation],
+        KIND="" if gating is None else gating.activation.__name__,
         LIMITED=gating is not None and gating.limit is not None,
         BIASED=stack.bias is not None,
         DESCRIBED=tiles.described,
@@ -230,19 +228,6 @@ def _arrange(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _opened(x, gain, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    if KIND == 0:
-        return x / (1.0 + tl.exp(-gain * x))
-    elif KIND == 1:
-        # tanh, from what every device has.
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x / (1.0 + tl.exp(-2.0 * inner))
-    else:
-        raised = tl.maximum(x, 0.0)
-        return raised * raised
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _tile(  # type: ignore[no-untyped-def]
     matrix, first, rows, at,
     WIDTH: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,  # noqa: N803
@@ -302,8 +287,8 @@ def _project(  # type: ignore[no-untyped-def]
     if LIMITED:
         sums = tl.minimum(sums, limit)
         ups = tl.minimum(tl.maximum(ups, -limit), limit)
-    if KIND >= 0:
-        sums = _opened(sums, gain, KIND)
+    if KIND != "":
+        sums = activated(sums, gain, KIND)
         if GATED:
             sums *= ups + plus
     target = row if SPREAD > 0 else pair

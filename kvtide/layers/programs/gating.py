@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.programs.elementary import sigmoid
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 
 CHANNELS = 1024
@@ -74,7 +75,7 @@ def _open(  # type: ignore[no-untyped-def]
     at = token * (GROUPS * WIDTH) + channel
     value = tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gates + token * gate_row + channel, mask=inside, other=0.0).to(tl.float32)
-    opened = 1.0 / (1.0 + tl.exp(-gate))
+    opened = sigmoid(gate)
     if SWISHED:
         opened *= gate
     if NORM:

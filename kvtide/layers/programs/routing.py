@@ -13,12 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.elementary import Activation, sigmoid, softmax, sqrt_softplus
+from kvtide.layers import elementary
+from kvtide.layers.elementary import Activation
 from kvtide.layers.moe import Choice, Routing, Told
+from kvtide.layers.programs.elementary import sigmoid, softplus
 from kvtide.layers.programs.sizes import power_of_two
 
 MOST_EXPERTS = 1024
-_SCORES: dict[Activation | None, int] = {None: 0, sigmoid: 1, softmax: 2, sqrt_softplus: 3}
+_SCORES: dict[Activation | None, int] = {
+    None: 0,
+    elementary.sigmoid: 1,
+    elementary.softmax: 2,
+    elementary.sqrt_softplus: 3,
+}
 
 
 def takes(experts: int, choice: Choice, score: Activation | None) -> bool:
@@ -93,15 +100,12 @@ def _place(key):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores(x, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     if KIND == 1:
-        x = 1.0 / (1.0 + tl.exp(-x))
+        x = sigmoid(x)
     elif KIND == 2:
         raised = tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)
         x = raised / tl.sum(raised, 0)
     elif KIND == 3:
-        small = tl.exp(-tl.abs(x))
-        # log1p: a logarithm of nearly one is exact to nothing.
-        series = small * (1.0 - small * (0.5 - small * (0.33333334 - small * 0.25)))
-        x = tl.sqrt(tl.where(small < 0.02, series, tl.log(1.0 + small)) + tl.maximum(x, 0.0))
+        x = tl.sqrt(softplus(x))
     return x
 
 

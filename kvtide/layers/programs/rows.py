@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.elementary import Activation
+from kvtide.layers.programs.elementary import activated
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 
 TILE = 2048
@@ -164,22 +165,6 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _opened(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """An activation of `elementary`, by its name there."""
-    if KIND == "swish":
-        opened = x / (1.0 + tl.exp(-x))
-    elif KIND == "sigmoid":
-        opened = 1.0 / (1.0 + tl.exp(-x))
-    elif KIND == "gelu_tanh":
-        # (1 + tanh z) / 2 is σ(2z); the number is √(8 / π).
-        opened = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    else:
-        tl.static_assert(KIND == "relu_squared")
-        opened = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
-    return opened
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _gate(  # type: ignore[no-untyped-def]
     gates, ups, result, width, blocks, gate_row, gate_column, up_row, up_column, limit,
     KIND: tl.constexpr, LIMITED: tl.constexpr, N: tl.constexpr,  # noqa: N803
@@ -193,7 +178,7 @@ def _gate(  # type: ignore[no-untyped-def]
     if LIMITED:
         wide = tl.minimum(wide, limit)
         factor = tl.minimum(tl.maximum(factor, -limit), limit)
-    opened = _opened(wide, KIND).to(up.dtype).to(tl.float32)
+    opened = activated(wide, 1.0, KIND).to(up.dtype).to(tl.float32)
     tl.store(result + row * width + column, (opened * factor).to(up.dtype), mask=here)
 
 

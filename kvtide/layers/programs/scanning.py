@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.programs.sizes import divided_up, power_of_two
+from kvtide.layers.programs.elementary import softplus
+from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 
 CHUNK = 64
 CHANNELS = 32
@@ -32,8 +33,6 @@ WIDE = True
 """Whether products in bf16 take what is computed on the way in tf32, not in bf16."""
 _MOST_WIDE = 128
 """Columns of a state, in tf32: of more, there are not registers enough."""
-_LEAST = 16
-"""What a matrix unit takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,8 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
     heads, dim, width = states.shape[1:]
     shared = (convolved.shape[1] - heads * dim) // 2
     mixed = torch.empty((len(convolved), heads * dim), dtype=torch.float32, device=convolved.device)
-    channels = max(_LEAST, min(CHANNELS, power_of_two(dim)))
-    columns = max(_LEAST, power_of_two(width))
+    channels = max(LEAST_ROWS, min(CHANNELS, power_of_two(dim)))
+    columns = max(LEAST_ROWS, power_of_two(width))
     grid = (len(batch.rows), heads, divided_up(dim, channels))
     program = _scan_token if batch.longest == 1 else _scan_chunks
     program[grid](
@@ -77,15 +76,6 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
         num_stages=1 if convolved.dtype is torch.float32 else 3 if columns <= _MOST_WIDE else 2,
     )
     return mixed
-
-
-@triton.jit
-def softplus(x):  # type: ignore[no-untyped-def]
-    """Exact where the exponential is small, too."""
-    small = tl.exp(-tl.abs(x))
-    whole = 1.0 + small
-    left = tl.where(whole == 1.0, 1.0, whole - 1.0)
-    return tl.where(whole == 1.0, small, tl.log(whole) * (small / left)) + tl.maximum(x, 0.0)
 
 
 # fmt: off

@@ -23,10 +23,9 @@ from torch import Tensor
 from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import plain
-from kvtide.layers.programs.sizes import divided_up, power_of_two
+from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 from kvtide.layers.programs.tiles import (
     KEYS,
-    LEAST_ROWS,
     LOG2_E,
     ROWS,
     Parts,

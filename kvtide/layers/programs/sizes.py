@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LEAST_ROWS = 16
+"""What a matrix unit takes, of rows and of columns."""
+
 
 def power_of_two(least: int) -> int:
     """The smallest that is not below."""

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.dense import RMSNorm, halves
+from kvtide.layers.programs.elementary import sigmoid
 from kvtide.layers.programs.keeping import bits, widened
-from kvtide.layers.programs.sizes import divided_up, power_of_two
+from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 from kvtide.layers.programs.turning import ROUNDED, narrowed, rounded
 
 PROGRAMS = 528
@@ -27,8 +28,6 @@ MANY_TOKENS = 1024
 """From so many on, programs take larger tiles of tokens."""
 LEAST_INNER = 256
 """Fewer inputs than this are not worth a program."""
-_LEAST = 16
-"""What a matrix unit takes."""
 _INNER = 128
 _FEW = 8
 """So few parts of a matrix are summed at a time that the matrix ends up with one warp, which needs
@@ -64,7 +63,7 @@ class Mixing:
         """`project` (outputs, all streams) in fp32, for streams in `dtype`."""
         outputs, inner = project.shape
         parts = halves(project) if dtype is torch.bfloat16 else project
-        rows = max(_LEAST, power_of_two(outputs + 1))
+        rows = max(LEAST_ROWS, power_of_two(outputs + 1))
         padded = parts.new_zeros((len(parts) // outputs, rows, inner))
         padded[:, :outputs] = parts.unflatten(0, (-1, outputs))
         eps, norm_eps, rounds = (numbers[name] for name in ("eps", "norm_eps", "rounds"))
@@ -183,7 +182,7 @@ def _logits(mixing: Mixing, streams: Tensor, handed: Handed | None = None) -> Te
 
 def _divided(tokens: int, inner: int) -> tuple[int, int, int]:
     """Tokens of a tile, how many programs share its inputs, and how many inputs each has."""
-    tile = 4 * _LEAST if tokens >= MANY_TOKENS else _LEAST
+    tile = 4 * LEAST_ROWS if tokens >= MANY_TOKENS else LEAST_ROWS
     splits = max(1, min(PROGRAMS // divided_up(tokens, tile), inner // LEAST_INNER, 64))
     splits = 1 << splits.bit_length() - 1
     return tile, splits, divided_up(divided_up(inner, _INNER), splits) * _INNER
@@ -241,11 +240,6 @@ def _project(  # type: ignore[no-untyped-def]
     tl.store(logits + where[:, None] + output[None, :], sums, mask=live[:, None])
 
 
-@triton.jit
-def _sigmoid(x):  # type: ignore[no-untyped-def]
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _matrix(  # type: ignore[no-untyped-def]
     mixing, eps, ROUNDS: tl.constexpr,  # noqa: N803
@@ -278,12 +272,12 @@ def _weigh(  # type: ignore[no-untyped-def]
     value = tl.load(streams + where, mask=inside[None, :], other=0)
     factor = tl.rsqrt(tl.sum(tl.load(rows + outputs), 0) / (COUNT * WIDTH) + norm_eps)
     take = tl.sum(tl.load(rows[:, None] + one[None, :]), 0) * factor
-    take = _sigmoid(take * tl.load(scales + one) + tl.load(base + one)) + eps
+    take = sigmoid(take * tl.load(scales + one) + tl.load(base + one)) + eps
     if ROUNDS > 0:
         back = tl.sum(tl.load(rows[:, None] + COUNT + one[None, :]), 0) * factor
         back = back * tl.load(scales + COUNT + one) + tl.load(base + COUNT + one)
         weights += token * (COUNT + COUNT * COUNT)
-        tl.store(weights + one, 2.0 * _sigmoid(back))
+        tl.store(weights + one, 2.0 * sigmoid(back))
         cell = one[:, None] * COUNT + one[None, :]
         at, several = 2 * COUNT + cell, tl.zeros([FEW, COUNT, COUNT], tl.float32)
         for few in tl.static_range(0, PARTS, FEW):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.programs.sizes import power_of_two
+from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
 
 ROWS = 64
 """Heads, of one token or of several, that a program takes."""
@@ -25,8 +25,6 @@ PROGRAMS = 132
 MOST_PARTS = 128
 LEAST_KEYS = 32
 """Fewer keys than this are not worth a program."""
-LEAST_ROWS = 16
-"""What a matrix unit takes."""
 LOG2_E = 1.4426950408889634
 
 

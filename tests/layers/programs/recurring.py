@@ -5,6 +5,7 @@ All that no page holds is NaN. Of a step of single tokens, programs see nothing 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,19 @@ def world(
     seen = () if batch.longest == 1 else tuple(rows)
     run = ForwardPass(Step(at, at, seen, PAGE, buffers.view, lambda layer: None, batch))
     return World(Place(pool, 0), run, tuple(rows), buffers, states)
+
+
+def assert_within_a_rounding(
+    name: str, pairs: Iterable[tuple[Tensor, Tensor]], times: float = 1.0
+) -> None:
+    """Nothing is further off, of the whole, than so many roundings to half precision."""
+    for number, (found, wanted) in enumerate(pairs):
+        off, once = (
+            float((other - wanted).norm() / wanted.norm())
+            for other in (found, wanted.bfloat16().float())
+        )
+        print(f"{name} {number}: off by {off:.2e}, a rounding {once:.2e}")
+        assert off <= once * times
 
 
 def convolution(taps: Tensor, bias: Tensor | None, kept: list[Field]) -> CausalConv:

@@ -12,7 +12,7 @@ from kvtide.layers.delta import DeltaInput, delta_tokens
 from kvtide.layers.elementary import sigmoid, softplus, unit_length
 from kvtide.layers.programs.associating import Forgetting, associate
 from kvtide.spec import DType, Field
-from tests.layers.programs.recurring import STEPS, World, drawn, world
+from tests.layers.programs.recurring import STEPS, World, assert_within_a_rounding, drawn, world
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,4 @@ def test_published_heads_in_half_precision(case: str, device: torch.device) -> N
     if device.type != "cuda":
         pytest.skip("an interpreter has no such products: --device cuda")
     for step in ([(0, 1100), (77, 1), (300, 500)], [(40 + i, 1) for i in range(64)]):
-        for number, (found, wanted) in enumerate(both(LARGE[case], step, device, torch.bfloat16)):
-            once = off(wanted.bfloat16().float(), wanted)
-            print(f"{case} {number}: off by {off(found, wanted):.2e}, a rounding {once:.2e}")
-            assert off(found, wanted) <= once
-
-
-def off(found: Tensor, wanted: Tensor) -> float:
-    """How far, of the whole."""
-    return float((found - wanted).norm() / wanted.norm())
+        assert_within_a_rounding(case, both(LARGE[case], step, device, torch.bfloat16))
