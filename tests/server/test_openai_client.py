@@ -122,15 +122,16 @@ def test_names_of_our_own(ai: openai.OpenAI) -> None:
         assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
 
 
-def test_an_asynchronous_client(server: InProcess) -> None:
+def test_an_asynchronous_client(server: InProcess, ai: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": user("hat"), "max_tokens": 5, "temperature": 0}
+
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            stream = await client.chat.completions.create(
-                model=MODEL, messages=user("hat"), max_tokens=5, stream=True
-            )
+            stream = await client.chat.completions.create(**asked, stream=True)
             return [chunk.choices[0].delta.content or "" async for chunk in stream]
 
-    assert "".join(asyncio.run(ask()))
+    whole = ai.chat.completions.create(**asked).choices[0].message.content
+    assert whole and "".join(asyncio.run(ask())) == whole
 
 
 # -- errors ---------------------------------------------------------------------------------------
