@@ -29,6 +29,9 @@ MANY_TOKENS = 1024
 LEAST_INNER = 256
 """Fewer inputs than this are not worth a program."""
 _INNER = 128
+_BESIDE = 64
+"""Products of so many rows run beside the rest of a program. Triton 3.6 lets what is loaded ahead
+write over what they still read, so nothing is loaded ahead then."""
 _FEW = 8
 """So few parts of a matrix are summed at a time that the matrix ends up with one warp, which needs
 no barrier in any of the rounds."""
@@ -175,7 +178,7 @@ def _logits(mixing: Mixing, streams: Tensor, handed: Handed | None = None) -> Te
         COUNT=count,
         M=tile,
         K=_INNER,
-        num_stages=4 if handed is None else 2,
+        num_stages=1 if tile >= _BESIDE else 4 if handed is None else 2,
     )
     return logits
 
