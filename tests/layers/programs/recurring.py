@@ -5,7 +5,7 @@ All that no page holds is NaN. Of a step of single tokens, programs see nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from kvtide.layers.recurrent import CausalConv
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.tiers import Arrangement, Buffers, Layout
+from tests.layers.programs.repeating import same_again
 
 PAGE = 16
 STEPS = {
@@ -43,6 +44,17 @@ class World:
         slot = int(rows.slots["state"][(rows.total - 1) // PAGE])
         view = self.buffers.view("state", 0)
         return {name: field[slot, -1] for name, field in view.items()}
+
+    def gone_on(self, program: Callable[[], Tensor]) -> Tensor:
+        """What a program gives, from the states as they are: every time the same, as are those that
+        it leaves."""
+        before = self.buffers.data.clone()
+
+        def once() -> tuple[Tensor, Tensor]:
+            self.buffers.data.copy_(before)
+            return program(), self.buffers.data
+
+        return same_again(once)[0]
 
 
 def drawn(generator: torch.Generator, *shape: int) -> Tensor:

@@ -95,7 +95,7 @@ def both(
     one = world((case.field,), step, device)
     convolved, forgetting = case.inputs(one.rows[-1].end, device, dtype)
     wanted = plain(one, case, convolved, forgetting)
-    found = [associate(one.run, one.place, convolved, forgetting)]
+    found = [one.gone_on(lambda: associate(one.run, one.place, convolved, forgetting))]
     found += [one.after(number)["delta"] for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 

@@ -15,6 +15,7 @@ from kvtide.layers.selecting import choose
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.parts import KVDType, scaled
 from tests.layers.programs.filled import Filled, Sequences, written
+from tests.layers.programs.repeating import same_again
 
 PAGE = 16
 STEPS: dict[str, Sequences] = {
@@ -58,6 +59,22 @@ def plainly(
     return masks
 
 
+def asked_again(
+    filled: Filled, place: Place, queries: Tensor, weights: Tensor, count: int
+) -> Tensor:
+    """What is chosen: every time the same, by the same scores."""
+    batch, given = filled.run.batch, (filled.run, place, queries, weights)
+    most = (batch.most_past + batch.longest) // place.pool.tokens_per_entry
+
+    def scored() -> Tensor:
+        scores = torch.full((filled.tokens, most), -torch.inf, device=filled.device)
+        choosing.score(*given, scores, 0)
+        return scores
+
+    same_again(scored)
+    return same_again(lambda: choose_paged(*given, count))
+
+
 @pytest.fixture
 def _unscored_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out of the scores is not chosen, and shows where it should be."""
@@ -80,7 +97,7 @@ def test_the_programs_choose_what_torch_chooses(
     filled, place, keys = a_step(STEPS[step], ratio, 24, device, torch.float32, kv)
     queries, weights = filled.some(filled.tokens, 3, 24), filled.some(filled.tokens, 5)[:, 1:4]
     count = 12 // ratio
-    chosen = choose_paged(filled.run, place, queries, weights, count)
+    chosen = same_again(lambda: choose_paged(filled.run, place, queries, weights, count))
     assert chosen.shape == (filled.tokens, count) and chosen.dtype == torch.int32
     wanted = plainly(filled, keys, ratio, queries, weights, count)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
@@ -175,8 +192,22 @@ def test_published_indexers_in_half_precision(
         pytest.skip("an interpreter would take minutes: --device cuda")
     filled, place, keys = a_step(step, ratio, 128, device, torch.bfloat16, kv)
     queries, weights = filled.some(filled.tokens, 64, 128), filled.some(filled.tokens, 64)
-    chosen = choose_paged(filled.run, place, queries, weights, count)
+    chosen = asked_again(filled, place, queries, weights, count)
     wanted = plainly(filled, keys, ratio, queries, weights, count)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
         assert torch.equal(found.sum(1), mask.sum(1))
         assert (found != mask).sum() <= 1e-3 * mask.sum()
+
+
+@pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
+@pytest.mark.parametrize(("ratio", "count"), [(4, 512), (1, 2048)])
+def test_many_sequences_have_the_same_choice_every_time(
+    ratio: int, count: int, kv: KVDType, device: torch.device
+) -> None:
+    """So many that a program goes over several tiles of keys."""
+    if device.type != "cuda":
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    step = [(4000 + 50 * number, 1) for number in range(96)]
+    filled, place, _ = a_step(step, ratio, 128, device, torch.bfloat16, kv)
+    queries, weights = filled.some(filled.tokens, 64, 128), filled.some(filled.tokens, 64)
+    asked_again(filled, place, queries, weights, count)

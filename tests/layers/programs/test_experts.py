@@ -23,6 +23,7 @@ from kvtide.layers.moe import (
 from kvtide.layers.programs import experts as programs
 from kvtide.layers.programs.experts import arrange, mix
 from kvtide.layers.ranks import ALONE, TensorRanks
+from tests.layers.programs.repeating import same_again
 
 SWISH = Gating()
 
@@ -93,8 +94,8 @@ def test_the_programs_give_what_experts_one_by_one_give(
     given = CASES[case]
     experts, routing = made(given, device, torch.float32), routed(given, tokens, device)
     x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.float32)
-    wanted = one_by_one(experts, x, routing)
-    torch.testing.assert_close(mix(experts, x, routing), wanted, rtol=0, atol=2e-5)
+    wanted, found = one_by_one(experts, x, routing), same_again(lambda: mix(experts, x, routing))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 def test_with_many_pairs_there_may_be_gaps_between_blocks(
@@ -194,6 +195,5 @@ def test_published_experts_in_half_precision(case: str, tokens: int, device: tor
     given = LARGE[case]
     experts, routing = made(given, device, torch.bfloat16), routed(given, tokens, device)
     x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.bfloat16)
-    wanted, found = one_by_one(experts, x, routing), mix(experts, x, routing)
+    wanted, found = one_by_one(experts, x, routing), same_again(lambda: mix(experts, x, routing))
     torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
-    assert torch.equal(found, mix(experts, x, routing))

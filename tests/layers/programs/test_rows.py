@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvtide.layers.arithmetic import Batched, Deterministic
 from kvtide.layers.dense import GatedMLP, LayerNorm, Linear, RMSNorm, opened
@@ -109,6 +110,13 @@ def test_parts_of_a_wider_tensor(device: torch.device) -> None:
         alike(normed(strided, weight, 1e-6), rms_norm(strided, weight, 1e-6))
 
 
+def exact(activation: Activation, x: Tensor) -> Tensor:
+    """In fp32 the torch code has few digits left where a GELU is next to nothing."""
+    if activation is gelu_tanh:
+        return functional.gelu(x.double(), approximate="tanh")
+    return activation(x)
+
+
 @pytest.mark.parametrize("limit", [None, 1.5])
 @pytest.mark.parametrize("activation", [swish, gelu_tanh, relu_squared, sigmoid])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -123,7 +131,7 @@ def test_gates(
         found = gated(gate, up, activation, limit)
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        alike(found, activation(gate).to(dtype) * up)
+        alike(found, exact(activation, gate).to(dtype) * up)
 
 
 def test_gates_of_many_rows(device: torch.device) -> None:

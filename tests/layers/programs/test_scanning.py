@@ -74,7 +74,7 @@ def both(
     convolved = drawn(generator, count, channels).to(device, dtype)
     dt = drawn(generator, count, case.heads + 3).to(device, dtype)[:, 1:-2]
     wanted = plain(one, case, how, convolved, dt)
-    found = [scan(one.run, one.place, how, convolved, dt)]
+    found = [one.gone_on(lambda: scan(one.run, one.place, how, convolved, dt))]
     found += [one.after(number)["ssm"].float() for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kvtide.layers.streams import Around, Joined
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.config import Config
 from kvtide.spec.pool import NOTHING
+from tests.layers.programs.repeating import same_again
 
 MEMORY = ModelMemory("toy", 1, (PoolSpec("kv", (), NOTHING),), 1)
 
@@ -93,11 +95,11 @@ class Given:
 
 
 def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    """In half precision what comes out is rounded once or twice, and not otherwise."""
+    """In half precision what comes out is rounded once or twice, each time perhaps otherwise."""
     if dtype is torch.float32:
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
     else:
-        torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=1e-2)
         assert (found.float() - wanted.float()).abs().mean() < 2e-3 * wanted.float().abs().mean()
 
 
@@ -116,15 +118,31 @@ def test_programs_give_what_the_torch_code_gives(
     program, plain = (given.made(Around, how(), dtype) for how in (Everywhere, Nowhere))
     assert program.mixing is not None and plain.mixing is None
     streams = given.streams
-    x, weights = program.normed(streams, given.norm)
+    x, weights = same_again(lambda: program.normed(streams, given.norm))
     wanted_x, wanted_weights = plain.normed(streams, given.norm)
     torch.testing.assert_close(weights, wanted_weights, rtol=2e-4, atol=2e-5)
     assert_near(x, wanted_x, dtype)
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
-    spread = program.spread(sublayer, streams, wanted_weights)
+    spread = same_again(lambda: program.spread(sublayer, streams, wanted_weights))
     assert_near(spread, plain.spread(sublayer, streams, wanted_weights), dtype)
-    ends = [given.made(Joined, how(), dtype)(streams) for how in (Everywhere, Nowhere)]
-    assert_near(*ends, dtype)
+    end, plain_end = (given.made(Joined, how(), dtype) for how in (Everywhere, Nowhere))
+    assert_near(same_again(lambda: end(streams)), plain_end(streams), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("tokens", [600, 1024, 4096])
+def test_many_tokens_have_the_same_bits_every_time(
+    tokens: int, case: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Where a loop races few elements differ, and not every time."""
+    if device.type != "cuda":
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    given = Given(LARGE[case], tokens, dtype, device)
+    program, streams, norm = given.made(Around, Everywhere(), dtype), given.streams, given.norm
+    sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
+    _, weights = same_again(lambda: program.normed(streams, norm), 20)
+    same_again(lambda: program.passed(sublayer, streams, weights, program, norm), 20)
 
 
 @pytest.mark.parametrize("case", ["four", "whole parts", *LARGE])
@@ -139,10 +157,9 @@ def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: tor
         program, plain = (given.made(Around, how(), dtype) for how in (Everywhere, Nowhere))
         sublayer = given.some(3, given.case.width, seed=10).to(dtype)
         _, weights = plain.gathered(given.streams)
-        found, wanted = (
-            one.passed(sublayer, given.streams, weights, one, given.norm)
-            for one in (program, plain)
-        )
+        at = sublayer, given.streams, weights
+        found = same_again(partial(program.passed, *at, program, given.norm))
+        wanted = plain.passed(*at, plain, given.norm)
         for ours, theirs in zip(found[:2], wanted[:2], strict=True):
             assert_near(ours, theirs, dtype)
         loose = dtype is torch.bfloat16
