@@ -83,7 +83,7 @@ class Engine:
 
     def prepare(self) -> None:
         """Do beforehand what would keep the first requests waiting."""
-        self._runner.prepare()
+        self._runner.prepare(self.most_tokens)
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +29,26 @@ SHORTEST = 4096
 """The length that the first recordings are for; each next one is for four times as many tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Studio:
-    """A device, the stream that passes are recorded on, and the memory that all recordings share:
-    only one is played at a time."""
+    """A device, the stream that passes are recorded on, and the memory that all recordings share,
+    of up to `most_rows` rows: only one is played at a time. `logits`: where each leaves its own."""
 
     device: torch.device
+    most_rows: int
     stream: torch.cuda.Stream
     pool: Any
+    logits: Tensor | None = None
 
     @classmethod
-    def on(cls, device: torch.device) -> Studio:
-        return cls(device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+    def on(cls, device: torch.device, most_rows: int) -> Studio:
+        return cls(device, most_rows, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+
+    def room(self, logits: Tensor) -> Tensor:
+        """For logits such as these."""
+        if self.logits is None:
+            self.logits = logits.new_empty((self.most_rows, logits.shape[-1]))
+        return self.logits[: len(logits)]
 
 
 class Row(NamedTuple):
@@ -64,6 +73,11 @@ def widths(most: int) -> Iterator[int]:
         step = 8 if width < 64 else 32
         width += step
     yield most
+
+
+def lengths() -> Iterator[int]:
+    """For how many tokens there are recordings."""
+    return (SHORTEST * 4**number for number in count())
 
 
 class Recording:
@@ -100,12 +114,12 @@ class Recording:
         studio.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(studio.stream):
             # Programs are compiled when they first run, which cannot be recorded.
-            forward()
+            self._logits = studio.room(forward())
         # Other threads copy pages meanwhile, which is none of the recording's business.
         with torch.cuda.graph(
             self._graph, studio.pool, studio.stream, capture_error_mode="thread_local"
         ):
-            self._logits = forward()
+            self._logits.copy_(forward())
         torch.cuda.current_stream().wait_stream(studio.stream)
 
     def play(self, rows: Sequence[Row]) -> Tensor:
@@ -138,7 +152,7 @@ class Recordings:
     """Those of one model, made when they are first needed."""
 
     def __init__(self, model: Model, view: View, device: torch.device, most_rows: int) -> None:
-        self._model, self._view, self._studio = model, view, Studio.on(device)
+        self._model, self._view, self._studio = model, view, Studio.on(device, most_rows)
         self._widths = sorted(set(widths(most_rows)))
         self._made: dict[tuple[int, int], Recording] = {}
 
@@ -147,18 +161,21 @@ class Recordings:
         width = next((width for width in self._widths if width >= rows), None)
         if width is None:
             return None
-        most = SHORTEST
-        while most < length:
-            most *= 4
+        most = next(most for most in lengths() if most >= length)
         if (width, most) not in self._made:
             made = Recording(self._model, self._view, self._studio, width, most)
             self._made[width, most] = made
         return self._made[width, most]
 
-    def prepare(self) -> None:
-        """Make those for short sequences, so that nobody waits for them later."""
-        for width in reversed(self._widths):
-            self.fitting(width, SHORTEST)
+    def prepare(self, longest: int) -> None:
+        """Make those for sequences of up to so many tokens, so that nobody waits for them later.
+
+        The widest of the longest comes first: what it takes of the shared memory is enough for all.
+        """
+        shorter = takewhile(lambda length: length < longest, lengths())
+        for length in reversed([*shorter, longest]):
+            for width in reversed(self._widths):
+                self.fitting(width, length)
 
 
 def _nothing(layer: int) -> None:

@@ -110,10 +110,10 @@ class Runner:
     def records(self) -> bool:
         return self._recordings is not None
 
-    def prepare(self) -> None:
-        """Do beforehand what would keep the first requests waiting."""
+    def prepare(self, longest: int) -> None:
+        """Do beforehand what would keep requests of up to so many tokens waiting."""
         if self._recordings is not None:
-            self._recordings.prepare()
+            self._recordings.prepare(longest)
 
     def run(self, shares: Sequence[Share]) -> Passed:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""

@@ -74,14 +74,24 @@ def open_engine(settings: Settings, seat: Seat | None = None) -> Serving:
         oracle=_oracle(settings, cache),
         seat=seat,
     )
-    engine.prepare()
     try:
+        _prepare(engine)
         stored = storage.attach(settings, cache, os.environ)
     except CommandError:
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
     return Serving(Post(engine, seat), name, stored)
+
+
+def _prepare(engine: Engine) -> None:
+    try:
+        engine.prepare()
+    except torch.OutOfMemoryError:
+        raise CommandError(
+            "the GPU has no room left for steps beside its tier; use a smaller --device-tokens, "
+            "--device-bytes or --max-running"
+        ) from None
 
 
 def check_ranks(settings: Settings) -> None:

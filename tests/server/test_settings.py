@@ -11,9 +11,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache, Tokens
-from kvtide.engine import Ask, Finish
+from kvtide.engine import Ask, Engine, Finish
 from kvtide.server import cli, settings
 from kvtide.server.console import CommandError
 from kvtide.server.opening import gpu_sizes, open_engine
@@ -461,6 +462,25 @@ def test_a_store_that_refuses_to_open_keeps_its_password(model_folder: Path) -> 
     with pytest.raises(CommandError) as refusal:
         open_engine(chosen)
     assert "hidden" not in str(refusal.value)
+
+
+def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(engine: Engine) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    closed, close = [], TieredCache.close
+
+    def noted(cache: TieredCache) -> None:
+        closed.append(cache)
+        close(cache)
+
+    monkeypatch.setattr(Engine, "prepare", full)
+    monkeypatch.setattr(TieredCache, "close", noted)
+    with pytest.raises(CommandError, match=r"no room left for steps .* smaller --device-tokens"):
+        open_engine(Settings(model=str(model_folder)))
+    assert len(closed) == 1
 
 
 def test_patience_is_as_told() -> None:

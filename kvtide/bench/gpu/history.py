@@ -23,7 +23,7 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
     block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=bed.device)
     buffers = Buffers(arrangement, block)
     _fill(memory, buffers)
-    recording = Recording(model, buffers.view, Studio.on(bed.device), batch, context + 1)
+    recording = Recording(model, buffers.view, Studio.on(bed.device, batch), batch, context + 1)
     order = np.random.default_rng(0)
     free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
     rows = []
