@@ -67,6 +67,12 @@ class Lease:
         return any(not transfer.over for transfer in self.transfers)
 
     @property
+    def arriving(self) -> bool:
+        """Whether the first layers of all that is on its way are there."""
+        tickets = [transfer.ticket for transfer in self.transfers if not transfer.over]
+        return all(ticket is not None and ticket.begun() for ticket in tickets)
+
+    @property
     def failed(self) -> bool:
         return self.error is not None
 

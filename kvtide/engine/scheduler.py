@@ -217,9 +217,13 @@ class Scheduler:
         return shares
 
     def _ready(self) -> list[Request]:
-        """Who can take part in a step. If nobody's prefix is there yet, all begin before it is."""
+        """Who can take part in a step.
+
+        If nobody's prefix is there yet, those begin before it is whose first layers are, since the
+        others follow while these are computed with. Without such, all begin.
+        """
         landed = [r for r in self.running if not (self.lets_land and r.held.loading)]
-        return landed or self.running
+        return landed or [r for r in self.running if r.held.arriving] or self.running
 
     def _grown(self, request: Request, end: int) -> int | None:
         """How far there are slots: up to `end`, or to the end of the page; None for nowhere.

@@ -61,6 +61,10 @@ class Ticket:
             raise TransferError("the copy missed its deadline")
         self._timeline.follow(self._issued[leg])
 
+    def begun(self) -> bool:
+        """Whether what the first leg brings is there."""
+        return len(self._issued) > 0 and self._timeline.passed(self._issued[0])
+
     def done(self) -> bool:
         """Whether nothing of this job touches memory any more, however it ended."""
         issued = self._issued

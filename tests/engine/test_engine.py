@@ -596,3 +596,36 @@ def test_a_prefix_that_nobody_waits_beside_is_computed_on_as_it_comes(stand):
     assert len(late.output) == 1 and late.by_tier[Tier.HOST] > 0
     at.finish()
     assert complete(late)
+
+
+def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypatch):
+    at = stand(most_running=4)
+    at.engine.scheduler.lets_land = True
+    for number in (1, 2):
+        at.remember_on_host(words(number, 13))
+    issue, plan = at.loads.issue, at.engine.scheduler.plan
+    first_leg, planned, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def held(works, legs):
+        """The first load stops after a leg until a step is planned, the second before any."""
+        assert not first_leg.is_set() or gate.wait(20)
+        for _ in issue(works, legs):
+            yield
+            first_leg.set()
+            assert planned.wait(20)
+
+    def late_plan():
+        assert first_leg.wait(20)
+        shares = plan()
+        planned.set()
+        return shares
+
+    monkeypatch.setattr(at.loads, "issue", held)
+    monkeypatch.setattr(at.engine.scheduler, "plan", late_plan)
+    early, late = (at.submit(words(number, 20), 2) for number in (1, 2))
+    at.step()
+    assert len(early.output) == 1 and early.by_tier[Tier.HOST] > 0
+    assert late.held.loading and not late.held.arriving and not late.output
+    gate.set()
+    at.finish()
+    assert complete(early, late) and late.by_tier[Tier.HOST] > 0
