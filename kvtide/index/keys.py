@@ -81,7 +81,7 @@ class Prompt:
     fetched  pages [start, end) that were brought from storage for this prompt
     """
 
-    __slots__ = ("body", "fetched", "head", "holdback", "namespace", "tokens")
+    __slots__ = ("_body", "_said", "fetched", "head", "holdback", "namespace", "tokens")
 
     def __init__(self, tokens: Tokens, namespace: Namespace | Hidden, holdback: int) -> None:
         packed = pack(tokens)
@@ -89,7 +89,8 @@ class Prompt:
         self.namespace = namespace
         self.holdback = holdback
         self.head = packed[:cut]
-        self.body = packed[cut:] if cut else packed
+        self._body = packed[cut:] if cut else packed
+        self._said = bytearray()  # What was appended since somebody asked for all of it.
         self.tokens = len(packed) // TOKEN_BYTES
         self.fetched = range(0)
 
@@ -98,8 +99,15 @@ class Prompt:
         packed = pack(tokens)
         missing = self.holdback * TOKEN_BYTES - len(self.head)
         self.head += packed[:missing]
-        self.body += packed[missing:]
+        self._said += packed[missing:]
         self.tokens += len(packed) // TOKEN_BYTES
+
+    @property
+    def body(self) -> bytes:
+        if self._said:
+            self._body += self._said
+            self._said.clear()
+        return self._body
 
 
 def unlike_any_prompt(tokens: bytes) -> bytes:

@@ -131,8 +131,10 @@ def test_a_prompt_grown_in_pieces_equals_one_made_at_once(holdback: int) -> None
     whole = Prompt(TEXT, Namespace(), holdback)
     for first in range(5):
         grown = Prompt(TEXT[:first], Namespace(), holdback)
-        for token in TEXT[first:]:
+        for number, token in enumerate(TEXT[first:]):
             grown.extend([token])
+            if number % 3 == 2:
+                assert grown.head + grown.body == pack(TEXT[: first + number + 1])
         assert (grown.head, grown.body, grown.tokens) == (whole.head, whole.body, whole.tokens)
     assert whole.head + whole.body == pack(TEXT) and len(whole.head) == 4 * holdback
 
