@@ -47,8 +47,13 @@ QWEN3_NEXT = Shape(16, 2, 256)
 GPT_OSS = Shape(64, 8, 64, window=128, sinks=True)
 
 
-def step_of(shape: Shape, sequences: list[tuple[int, int]]) -> tuple[ForwardPass, Place]:
-    """Tokens before the step and in it, of every sequence; pages are scattered."""
+def step_of(
+    shape: Shape, sequences: list[tuple[int, int]], alike: int = 0
+) -> tuple[ForwardPass, Place]:
+    """Tokens before the step and in it, of every sequence; pages are scattered.
+
+    `alike`: all begin with so many tokens of the first.
+    """
     reach = ALL if shape.window is None else shape.window - 1
     entry = by_head(shape.kv_heads, shape.dim, shape.kv.element)
     pool = PoolSpec("kv", (0,), entry, reuse=Reuse(reach))
@@ -62,6 +67,7 @@ def step_of(shape: Shape, sequences: list[tuple[int, int]]) -> tuple[ForwardPass
     slots = torch.randperm(sum(pages), device="cuda").split(pages)
     rows, start = [], 0
     for (past, count), ours in zip(sequences, slots, strict=True):
+        ours[: alike // PAGE] = slots[0][: alike // PAGE]
         rows.append(Rows(start, start + count, past, {"kv": ours}))
         start += count
     at = torch.cat([torch.arange(one.past, one.total) for one in rows]).cuda()
@@ -69,9 +75,11 @@ def step_of(shape: Shape, sequences: list[tuple[int, int]]) -> tuple[ForwardPass
     return ForwardPass(step), Place(pool, 0)
 
 
-def attending(shape: Shape, sequences: list[tuple[int, int]], **constants: int) -> Row:
+def attending(
+    shape: Shape, sequences: list[tuple[int, int]], alike: int = 0, **constants: int
+) -> Row:
     """`constants` are those of the program, where others are tried."""
-    run, place = step_of(shape, sequences)
+    run, place = step_of(shape, sequences, alike)
     tokens, dtype = len(run.positions), torch.bfloat16
     queries = torch.randn(tokens, shape.heads, shape.dim, device="cuda", dtype=dtype)
     new = torch.randn(2, tokens, shape.kv_heads, shape.dim, device="cuda", dtype=dtype)
@@ -82,6 +90,7 @@ def attending(shape: Shape, sequences: list[tuple[int, int]], **constants: int) 
     timed = functools.partial(_with, constants, attend_paged, run, place, queries, kept, how)
     window = shape.window or 1 << 40
     keys = sum(min(past, window) + count for past, count in sequences)
+    keys -= alike * (len(sequences) - 1)
     pairs = sum(min(at + 1, window) for past, n in sequences for at in range(past, past + n))
     moved = keys * 2 * shape.kv_heads * shape.dim * stored.itemsize
     return timed, moved, 4 * pairs * shape.heads * shape.dim
@@ -128,6 +137,8 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ("decode 64x4k qwen3 fp8", row(attending, QWEN3_FP8, [(4096, 1)] * 64)),
         ("decode 64x1k gpt-oss window", row(attending, GPT_OSS, [(1024, 1)] * 64)),
         ("decode 32k and 63x1k qwen3", row(attending, QWEN3, [(32 * 1024, 1)] + [(1024, 1)] * 63)),
+        ("decode 64x10k qwen3, 8k alike", row(attending, QWEN3, [(10240, 1)] * 64, 8192)),
+        ("decode 14x12k qwen3, 8k alike", row(attending, QWEN3, [(12288, 1)] * 14, 8192)),
         ("mixed 2k and 63x4k qwen3", row(attending, QWEN3, [(0, 2048)] + [(4096, 1)] * 63)),
         (
             "prefill 8k qwen3, 128 keys",

@@ -214,7 +214,7 @@ class Scheduler:
                 end = self._cut(request, end)
             left -= end - request.computed
             shares.append(Share(request, end))
-        return shares
+        return sorted(shares, key=_place)
 
     def _ready(self) -> list[Request]:
         """Who can take part in a step.
@@ -259,6 +259,15 @@ class Scheduler:
 def _turn(request: Request) -> tuple[bool, int, int]:
     """Who gets a step's tokens first: who generates, then the higher priority, then the older."""
     return (request.length - request.computed > 1, -request.ask.priority, request.number)
+
+
+def _place(share: Share) -> tuple[bool, tuple[str, ...], bytes]:
+    """Where a share stands in the step: prompts come last. Of those who generate neighbours begin
+    alike, since programs read for neighbours together what they have in common."""
+    request = share.request
+    if share.end - request.computed > 1:
+        return True, (), b""
+    return False, request.ask.namespace, request.prompt.beginning
 
 
 def _anchors_of_states(cache: TieredCache) -> list[str]:

@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 TOKEN_BYTES = 4
 MOST_TOKEN = 2**31 - 1
+BEGINNING_BYTES = 1024
+"""Of a prompt, by which it is told apart from those that begin otherwise."""
 
 Tokens = npt.NDArray[np.integer] | Sequence[int] | bytes
 
@@ -101,6 +103,11 @@ class Prompt:
         self.head += packed[:missing]
         self._said += packed[missing:]
         self.tokens += len(packed) // TOKEN_BYTES
+
+    @property
+    def beginning(self) -> bytes:
+        """The first bytes of `body`, or fewer while what was generated is not joined to it."""
+        return self._body[:BEGINNING_BYTES]
 
     @property
     def body(self) -> bytes:

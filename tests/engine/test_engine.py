@@ -460,7 +460,7 @@ def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step)
     at.step()
     at.break_load(step)
     request = at.submit(words(1, 13), 4)
-    assert at.step() == [] and at.model.steps[-1].spans[0].start == 7
+    assert at.step() == [] and range(7, 8) in at.model.steps[-1].spans
     assert at.engine.scheduler.running == [] and at.engine.scheduler.waiting == 2
     assert busy.lease is None and request.lease is None
     at.finish()

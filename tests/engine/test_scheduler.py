@@ -36,11 +36,19 @@ class Desk:
         self.requests: list[Request] = []
 
     def queue(
-        self, pages: int = 2, *, extra: int = 1, answer: int = 4, priority: int = 0
+        self,
+        pages: int = 2,
+        *,
+        extra: int = 1,
+        answer: int = 4,
+        priority: int = 0,
+        after: Request | None = None,
     ) -> Request:
-        """A request whose prompt has whole pages and some tokens, unlike any other's."""
+        """A request whose prompt has whole pages and some tokens, unlike any other's; or `after`
+        the prompt of another."""
         number = len(self.requests) + 1
-        ask = Ask(tuple(text(number, pages, extra)), answer, priority=priority)
+        begin = () if after is None else after.ask.tokens
+        ask = Ask((*begin, *text(number, pages, extra)), answer, priority=priority)
         request = Request(number, ask, self.cache.prompt(ask.tokens), list(ask.tokens))
         self.requests.append(request)
         self.scheduler.queue(request)
@@ -201,8 +209,21 @@ def test_those_who_generate_come_before_prompts(desk):
     long = at.queue(8)
     late = at.queue(0, extra=1)  # One token is all it has: it is as good as one that generates.
     shares = at.step()
-    assert [share.request for share in shares] == [old, quick, late, long]
+    *first, last = [share.request for share in shares]
+    assert sorted(first, key=lambda request: request.number) == [old, quick, late] and last is long
     assert shares[-1].end == 12 - 3, "the prompt gets what is left"
+
+
+def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
+    at = desk(pages=48)
+    first, second = at.queue(1, answer=6), at.queue(1, answer=6)
+    at.step()
+    more = [at.queue(1, after=one, answer=6) for one in (second, first, second, first)]
+    at.step()
+    order = [share.request for share in at.step()]
+    assert len(order) == 6
+    firsts = sorted(order.index(one) for one in (first, more[1], more[3]))
+    assert firsts in ([0, 1, 2], [3, 4, 5])
 
 
 def test_prompts_are_served_oldest_first(desk):

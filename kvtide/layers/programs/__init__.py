@@ -6,7 +6,8 @@ run in Triton's interpreter on a CPU, where tests compare them with the torch co
 
 `attention`         attention by head over pages
 `attention_single`  the same of single tokens, whose keys all programs share
-`attention_tiles`   tiles of keys, for both
+`attention_prefix`  the same to what several sequences begin with
+`attention_tiles`   tiles of keys, for all three
 `heads`             queries, keys and values from their projection to the pages
 `shared`            attention of all heads over one vector a token: latents, blocks with a window
 `tiles`             what `shared` is made of

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
+from kvtide.layers.programs.attention_prefix import Prefixes, attend_together
 from kvtide.layers.programs.attention_tiles import (
     compiled_for,
     earlier,
@@ -44,7 +45,12 @@ def attend_singly(
     batch, keys, values = run.batch, kept["k"], kept["v"]
     (_, heads, dim), kv_heads, count = queries.shape, keys.shape[1], len(batch.rows)
     group, each = heads // kv_heads, keys_of_tile(queries, keys)
-    ends = run.shared(("tiles", each, how.window), lambda: _laid(batch.rows, each, how.window))
+    prefixes = attend_together(run, place, queries, keys, how)
+    blocks = None if prefixes is None else (place.anchor, prefixes.each)
+    ends = run.shared(
+        ("tiles", each, how.window, blocks),
+        lambda: _laid(batch.rows, each, how.window, prefixes),
+    )
     span = batch.most_past if how.window is None else min(batch.most_past, how.window + each)
     most = count * kv_heads * max(1, -(-span // each))
     programs = max(1, min(PROGRAMS, -(-most // LEAST_TILES)))
@@ -56,7 +62,8 @@ def attend_singly(
     rows = max(LEAST_ROWS, power_of_two(group))
     _attend_single[(programs,)](
         *(queries, keys, values, view["k"], view["v"], parts, weights),
-        *(batch.rows, table, ends, count, table.stride(0)),
+        *(batch.rows, table, ends, ends if prefixes is None else prefixes.known),
+        *(count, table.stride(0)),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
@@ -67,14 +74,18 @@ def attend_singly(
         GROUP=group,
         M=rows,
         SEQUENCES=power_of_two(count),
+        EACH=0 if prefixes is None else prefixes.each,
         **constants,
         num_warps=4 if rows < 64 else 8,
         maxnreg=MOST_REGISTERS if rows < 64 else None,
     )
     _join[(count, heads)](
         *(parts, weights, queries if how.sinks is None else how.sinks, mixed, batch.rows, ends),
+        *((ends, parts, weights) if prefixes is None else prefixes.given),
         *(count, programs, *mixed.stride()[:2]),
         SINKS=how.sinks is not None,
+        EACH=0 if prefixes is None else prefixes.each,
+        OF_PREFIX=1 if prefixes is None else len(prefixes.parts),
         KV_HEADS=kv_heads,
         GROUP=group,
         PARTS=16,
@@ -84,26 +95,45 @@ def attend_singly(
     )
 
 
-def _laid(rows: Tensor, keys: int, window: int | None) -> Tensor:
+def _laid(rows: Tensor, keys: int, window: int | None, prefixes: Prefixes | None) -> Tensor:
     """Where every sequence's tiles begin among those of one KV head, and at last how many there
     are. Sequences of several tokens have none."""
     ends = rows.new_empty(len(rows) + 1)
-    block = power_of_two(len(rows))
-    _lay[(1,)](rows, ends, len(rows), WINDOW=window or 0, N=keys, SEQUENCES=block)
+    _lay[(1,)](
+        *(rows, ends, ends if prefixes is None else prefixes.known, len(rows)),
+        WINDOW=window or 0,
+        EACH=0 if prefixes is None else prefixes.each,
+        N=keys,
+        SEQUENCES=power_of_two(len(rows)),
+    )
     return ends
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
+def _prefix(known, sequence, past, there, EACH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """How many tokens a sequence has in common with its block: those are taken together."""
+    if EACH > 0:
+        tokens = tl.load(known + 2 * (sequence // EACH), mask=there, other=0)
+        return tl.where(past >= tokens, tokens, 0)
+    else:
+        return past * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _lay(  # type: ignore[no-untyped-def]
-    rows, ends, count, WINDOW: tl.constexpr, N: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
+    rows, ends, known, count,
+    WINDOW: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
 ):
     number = tl.arange(0, SEQUENCES)
     ours = number < count
     start = tl.load(rows + 3 * number, mask=ours, other=0)
     end = tl.load(rows + 3 * number + 1, mask=ours, other=0)
     past = tl.load(rows + 3 * number + 2, mask=ours, other=0)
-    begin = tl.maximum(past + 1 - WINDOW, 0) // N * N if WINDOW > 0 else past * 0
+    if WINDOW > 0:
+        begin = tl.maximum(past + 1 - WINDOW, 0) // N * N
+    else:
+        begin = _prefix(known, number, past, ours, EACH)
     tiles = tl.maximum(1, (past - begin + N - 1) // N)
     tiles = tl.where(ours & (end - start == 1), tiles, 0)
     tl.store(ends + number + 1, tl.cumsum(tiles, 0), mask=ours)
@@ -138,12 +168,13 @@ def _opened(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_single(  # type: ignore[no-untyped-def]
-    queries, new_keys, new_values, old_keys, old_values, parts, weights, rows, tables, ends,
+    queries, new_keys, new_values, old_keys, old_values, parts, weights, rows, tables, ends, known,
     count, pages,
     query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head,
     key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
+    EACH: tl.constexpr,  # noqa: N803
     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
 ):
     program, whole = tl.program_id(0), tl.load(ends + count) * KV_HEADS
@@ -170,7 +201,10 @@ def _attend_single(  # type: ignore[no-untyped-def]
         peak, total, sums = _opened(
             query, key, value, skipped == 0, inner, factor, CAPPED, M, D
         )
-        least = tl.maximum(past + 1 - WINDOW, 0) if WINDOW > 0 else 0
+        if WINDOW > 0:
+            least = tl.maximum(past + 1 - WINDOW, 0)
+        else:
+            least = _prefix(known, sequence, past, sequence >= 0, EACH)
         low = least // N * N
         peak, total, sums = earlier(
             query, row * 0 + past, peak, total, sums,
@@ -187,12 +221,30 @@ def _attend_single(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _added(  # type: ignore[no-untyped-def]
+    parts, weights, place, ours, peak, total, sums, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+):
+    """Some more parts of a result, each with its share of the whole."""
+    dim = tl.arange(0, D)
+    peaks = tl.load(weights + 2 * place, mask=ours, other=float("-inf"))
+    totals = tl.load(weights + 2 * place + 1, mask=ours, other=0.0)
+    mask = ours[:, None] & (dim < DIM)[None, :]
+    some = tl.load(parts + place[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+    higher = tl.maximum(peak, tl.max(peaks, 0))
+    scales, before = tl.exp2(peaks - higher), tl.exp2(peak - higher)
+    total = total * before + tl.sum(totals * scales, 0)
+    return higher, total, sums * before + tl.sum(some * scales[:, None], 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    parts, weights, sinks, mixed, rows, ends, count, programs, mixed_token, mixed_head,
-    SINKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    parts, weights, sinks, mixed, rows, ends, known, prefix_parts, prefix_weights,
+    count, programs, mixed_token, mixed_head,
+    SINKS: tl.constexpr, EACH: tl.constexpr, OF_PREFIX: tl.constexpr,  # noqa: N803
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
 ):
-    """One result of what several programs have of an item, each with its share of the whole."""
+    """One result of what several programs have of an item."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(ends + sequence)
     each = tl.load(ends + sequence + 1) - first
@@ -208,17 +260,16 @@ def _join(  # type: ignore[no-untyped-def]
         peak, total = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, 1.0
     for at in range(low, high, PARTS):
         program = at + tl.arange(0, PARTS)
-        ours = program < high
         place = (sequence * KV_HEADS + kv_head + program).to(tl.int64) * GROUP + head % GROUP
-        peaks = tl.load(weights + 2 * place, mask=ours, other=float("-inf"))
-        totals = tl.load(weights + 2 * place + 1, mask=ours, other=0.0)
-        mask = ours[:, None] & (dim < DIM)[None, :]
-        some = tl.load(parts + place[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-        higher = tl.maximum(peak, tl.max(peaks, 0))
-        scales, before = tl.exp2(peaks - higher), tl.exp2(peak - higher)
-        total = total * before + tl.sum(totals * scales, 0)
-        sums = sums * before + tl.sum(some * scales[:, None], 0)
-        peak = higher
+        peak, total, sums = _added(
+            parts, weights, place, program < high, peak, total, sums, DIM, D)
+    if EACH > 0:
+        past = tl.load(rows + 3 * sequence + 2)
+        if _prefix(known, sequence, past, sequence >= 0, EACH) > 0:
+            part = tl.arange(0, OF_PREFIX)
+            place = (part.to(tl.int64) * count + sequence) * (KV_HEADS * GROUP) + head
+            peak, total, sums = _added(
+                prefix_parts, prefix_weights, place, part >= 0, peak, total, sums, DIM, D)
     where = tl.load(rows + 3 * sequence).to(tl.int64) * mixed_token + head * mixed_head + dim
     tl.store(mixed + where, (sums / total).to(mixed.dtype.element_ty), mask=dim < DIM)
 # fmt: on

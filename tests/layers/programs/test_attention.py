@@ -14,12 +14,18 @@ from torch.nn import functional
 from kvtide.layers.attending import Attending, attend
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import plain
-from kvtide.layers.programs import attention, attention_single, attention_tiles
+from kvtide.layers.programs import (
+    attention,
+    attention_prefix,
+    attention_single,
+    attention_tiles,
+)
 from kvtide.layers.programs.attention import attend_paged
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.parts import KVDType, by_head
 from kvtide.tiers import Arrangement, Buffers, Layout
+from tests.layers.programs.repeating import same_again
 
 PAGE = 16
 STEPS = {
@@ -60,11 +66,17 @@ LARGE = {
     "gemma": Case(8, 4, 256, window=512, cap=50.0),
     "qwen3-next": Case(16, 2, 256),
 }
+ALIKE_AT_LENGTH = [(2048 + 311 * number % 1500, 1) for number in range(40)]
+"""They begin with 2,048 tokens of the first: in one part, a program goes over 32 tiles or more."""
 LARGE_STEPS = {
     "prompts": [(0, 700), (4000, 64), (129, 333)],
     "all at once": [(1500, 1), (0, 700), (4000, 64)],
+    "some after many": [(9000, 40), (3000, 1)],
+    "few after many": [(9000, 2)],
     "one": [(9000, 1)],
     "many": [(700 * number % 4999, 1) for number in range(40)],
+    "alike": ALIKE_AT_LENGTH,
+    "alike, in one part": ALIKE_AT_LENGTH,
 }
 
 
@@ -75,10 +87,12 @@ def both(
     dtype: torch.dtype,
     kv: KVDType,
     idle: int = 0,
+    prefix: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
     """What the program gives, and the plain sums in fp32 over the same numbers.
 
     With `idle` sequences that nobody needs, the program gets nothing but the batch.
+    `prefix`: from a sequence on, all begin with so many tokens of it, a number of pages.
     """
     reach = ALL if case.window is None else case.window - 1
     pool = PoolSpec("kv", (0,), by_head(case.kv_heads, case.dim, kv.element), reuse=Reuse(reach))
@@ -100,6 +114,10 @@ def both(
     for (past, count), total in zip(step, totals, strict=True):
         slots = [free.pop() for _ in range(-(-total // PAGE))]
         context = {name: some(past, case.kv_heads).to(view[name].dtype) for name in ("k", "v")}
+        if len(rows) > prefix[0]:
+            slots[: prefix[1] // PAGE] = rows[prefix[0]].slots["kv"][: prefix[1] // PAGE].tolist()
+            for name, value in context.items():
+                plain(value)[: prefix[1]] = plain(contexts[prefix[0]][name])[: prefix[1]]
         table = torch.tensor(slots, device=device)
         seen = torch.arange(how.first_seen(past), past, device=device)
         for name, value in context.items():
@@ -117,7 +135,9 @@ def both(
         run = recorded(run, idle)
         kept = {name: functional.pad(value, (0, 0, 0, 0, 0, idle)) for name, value in kept.items()}
     given = functional.pad(queries, (0, 0, 0, 0, 0, idle))
-    found = played(run, lambda run: attend_paged(run, place, given, kept, how), bool(idle))
+    found = same_again(
+        lambda: played(run, lambda run: attend_paged(run, place, given, kept, how), bool(idle))
+    )
     assert found.isfinite().all()
     found = found[: len(queries)]
     wanted = []
@@ -191,6 +211,49 @@ def test_many_parts_are_joined(device: torch.device, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Sequences that begin alike from one on, and what each block of two of them has in common."""
+
+    step: list[tuple[int, int]]
+    prefix: tuple[int, int]
+    found: list[int]
+    idle: int = 0
+
+
+ALIKE = {
+    "all": Alike([(70, 1), (48, 1), (100, 1), (49, 1)], (0, 48), [48, 48]),
+    "one block": Alike([(70, 1), (80, 1), (97, 1), (64, 1), (66, 1)], (2, 64), [0, 64, 0]),
+    "beside a prompt": Alike([(70, 1), (64, 1), (90, 5), (66, 1), (81, 1)], (0, 64), [64, 0, 0]),
+    "too little": Alike([(40, 1), (33, 1)], (0, 16), [0]),
+    "played": Alike([(140, 1), (128, 1), (130, 1)], (0, 128), [128, 0, 0], idle=2),
+}
+
+
+@pytest.mark.parametrize("keys", [PAGE, 2 * PAGE])
+@pytest.mark.parametrize("alike", ALIKE)
+@pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "sinks", "capped"])
+def test_what_sequences_begin_with_is_read_once_for_several(
+    case: str, alike: str, keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, given = CASES[case], ALIKE[alike]
+    monkeypatch.setattr(attention_tiles, "KEYS", keys)
+    monkeypatch.setattr(attention_prefix, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(attention_prefix, "WIDE_ROWS", 2 * shape.heads // shape.kv_heads)
+    compared, known = attention_prefix._compared, []
+
+    def noted(*numbers: object) -> Tensor:
+        known.append(compared(*numbers))
+        return known[-1]
+
+    monkeypatch.setattr(attention_prefix, "_compared", noted)
+    found, wanted = both(
+        shape, given.step, device, torch.float32, KVDType.FP32, given.idle, given.prefix
+    )
+    assert known[-1][:, 0].tolist() == [tokens // keys * keys for tokens in given.found]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("step", [[(300, 7)], [(170, 5), (200, 1), (0, 3)]], ids=str)
 @pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "sinks", "capped"])
 def test_few_tokens_after_many_are_taken_in_parts(
@@ -226,5 +289,9 @@ def test_published_heads_in_half_precision(
     if device.type != "cuda":
         pytest.skip("an interpreter would take minutes: --device cuda")
     monkeypatch.setattr(sys.modules[__name__], "PAGE", page)
-    found, wanted = both(LARGE[case], LARGE_STEPS[step], device, torch.bfloat16, kv)
+    prefix = (0, 2048) if step.startswith("alike") else (0, 0)
+    if step == "alike, in one part":
+        monkeypatch.setattr(attention_prefix, "MOST_PARTS", 1)
+    given = LARGE_STEPS[step]
+    found, wanted = both(LARGE[case], given, device, torch.bfloat16, kv, prefix=prefix)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
