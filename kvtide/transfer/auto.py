@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def _scattered(way: Way, device: Buffers, host: Buffers, length: int) -> Strided
 def _bytes_s(backend: Backend, work: Strided) -> float:
     """The best of a few timings of many copies in a row, after one that warms up."""
     in_a_row = min(_MOST_IN_A_ROW, -(-_TIMED_BYTES // work.bytes))
-    stream = torch.cuda.Stream()
+    stream = _aside()
     best = float("inf")
     with torch.cuda.stream(stream):
         list(backend.issue([work], 1))
@@ -151,3 +152,9 @@ def _bytes_s(backend: Backend, work: Strided) -> float:
             end.synchronize()
             best = min(best, start.elapsed_time(end) * 1e-3 / in_a_row)
     return work.bytes / best
+
+
+@cache
+def _aside() -> torch.cuda.Stream:
+    """One for all measurements: torch has few streams, and hands each out to several."""
+    return torch.cuda.Stream()

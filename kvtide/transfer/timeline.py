@@ -13,6 +13,8 @@ import torch
 
 Event = torch.cuda.Event | None
 """A point in somebody's work; None where work is done as soon as it was issued."""
+_HIGHER = -1
+"""Than 0, which other streams have."""
 
 
 class Timeline(Protocol):
@@ -50,8 +52,11 @@ class HostTimeline:
 
 
 class CudaTimeline:
+    """Streams share a device's few queues of work. That of a lane has a higher priority than the
+    model's, so the two share none: there its copies would come after a whole step."""
+
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=_HIGHER)
 
     def fence(self) -> Event:
         event = torch.cuda.Event()
