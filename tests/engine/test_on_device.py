@@ -4,6 +4,10 @@ Prompts are answered once with their prefix restored and once with everything co
 greedily and one by one. Up to the first token in which two answers differ their histories are the
 same: so far they are compared, over at least a thousand tokens a family. The measures are how
 likely the tokens were (KL, as the mean of exp(r) - 1 - r) and how many were the same.
+
+Libraries add in another order when they have another number of rows. Where a step of computing
+ends where the prefix does, that is the same in both, and nothing differs but restoring. Elsewhere
+it shows, most in small models at random: to them many tokens are as likely as the likeliest.
 """
 
 from __future__ import annotations
@@ -30,9 +34,9 @@ from kvtide.transfer.strided import Way
 from tests.engine.restoring import ALL_NAMES, PAGE, family_of, text
 from tests.models.tiny import CONFIGS, build, checkpoint
 
-PROMPTS, ANSWER = 28, 52
+PROMPTS, ANSWER, CHUNK = 36, 52, 256
 CLOSE, CLOSE_PACKED = 1e-4, 5e-3
-LEAST_EQUAL = 0.99
+LEAST_EQUAL, LEAST_EQUAL_ELSEWHERE = 0.99, 0.97
 REQUESTS = 10_000
 
 
@@ -63,7 +67,7 @@ def engine_of(
     )
     cache = TieredCache(model.memory, config)
     try:
-        yield Engine(model, cache, chunk_tokens=256, most_running=8, **options)
+        yield Engine(model, cache, chunk_tokens=CHUNK, most_running=8, **options)
     finally:
         cache.close()
 
@@ -99,32 +103,45 @@ def compared(ones: list[Request], others: list[Request]) -> tuple[float, float, 
     return sum(terms) / len(terms), sum(equal) / len(equal), len(equal)
 
 
+def restored(
+    engine: Engine, remembered: list[tuple[int, ...]], prompts: list[tuple[int, ...]]
+) -> list[Request]:
+    """Answers after prefixes of what the engine remembers, from the host and from storage."""
+    for _ in range(2):
+        one_by_one(engine, [Ask(prompt, 1) for prompt in remembered])
+    found: list[Request] = []
+    for half, tiers in ((0, (Tier.DEVICE,)), (1, (Tier.DEVICE, Tier.HOST))):
+        settled(engine, *tiers)
+        found += one_by_one(engine, [Ask(prompt, ANSWER) for prompt in prompts[half::2]])
+    for request in found:
+        assert sum(request.by_tier.values()) > 0, request.why
+    for tier in (Tier.HOST, Tier.STORAGE):
+        assert sum(request.by_tier.get(tier, 0) for request in found) > 0, tier
+    return found
+
+
+@pytest.mark.parametrize("aligned", [True, False], ids=["where a step ends", "elsewhere"])
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_restored_prefixes_say_what_computing_them_says(
-    name: str, device: torch.device, tmp_path: Path
+    name: str, aligned: bool, device: torch.device, tmp_path: Path
 ) -> None:
     rng = random.Random(name)
     with engine_of(name, model_of(name, device)) as engine:
         store = open_store(f"file://{tmp_path}", engine.cache.storage.space)
         engine.cache.storage.attach(store)
-        roots = [text(rng, 290) for _ in range(4)]
-        prompts = [roots[n % 4] + text(rng, 60) for n in range(PROMPTS)]
-        restored: list[Request] = []
-        for _ in range(2):
-            one_by_one(engine, [Ask(prompt, 1) for prompt in prompts])
-        for half, tiers in ((0, (Tier.DEVICE,)), (1, (Tier.DEVICE, Tier.HOST))):
-            settled(engine, *tiers)
-            restored += one_by_one(engine, [Ask(prompt, ANSWER) for prompt in prompts[half::2]])
-        for request in restored:
-            assert sum(request.by_tier.values()) > 0, request.why
-        for tier in (Tier.HOST, Tier.STORAGE):
-            assert sum(request.by_tier.get(tier, 0) for request in restored) > 0, tier
-        asks = [Ask(request.ask.tokens, ANSWER, recompute=True) for request in restored]
-        divergence, equal, count = compared(one_by_one(engine, asks), restored)
+        roots = [text(rng, CHUNK if aligned else CHUNK + 34) for _ in range(4)]
+        remembered = [roots[n % 4] + text(rng, 60) for n in range(PROMPTS)]
+        others = [roots[n % 4] + text(rng, 60) for n in range(PROMPTS)]
+        found = restored(engine, remembered, others if aligned else remembered)
+        if aligned:
+            assert {sum(request.by_tier.values()) for request in found} == {CHUNK}
+        asks = [Ask(request.ask.tokens, ANSWER, recompute=True) for request in found]
+        divergence, equal, count = compared(one_by_one(engine, asks), found)
         assert engine.cache.validate() == []
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert count >= 1000, "answers part too early"
-    assert divergence < CLOSE and equal >= LEAST_EQUAL, (divergence, equal)
+    least = LEAST_EQUAL if aligned else LEAST_EQUAL_ELSEWHERE
+    assert divergence < CLOSE and equal >= least, (divergence, equal)
 
 
 def test_packed_entries_say_nearly_what_plain_ones_say(device: torch.device) -> None:
@@ -174,8 +191,8 @@ def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
 def test_recorded_passes_say_what_others_say(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several lengths: sequences outgrow the first recordings."""
-    monkeypatch.setattr(recording, "SHORTEST", 32)
+    """Of several lengths: one sequence outgrows the first recordings, and the others stay."""
+    monkeypatch.setattr(recording, "SHORTEST", 100)
     played: list[tuple[int, int]] = []
     fitting = recording.Recordings.fitting
 
@@ -186,15 +203,18 @@ def test_recorded_passes_say_what_others_say(
     monkeypatch.setattr(recording.Recordings, "fitting", noted)
     rng = random.Random(name)
     model = model_of(name, device)
-    asks = [Ask(text(rng, rng.randint(3, 90)), 20) for _ in range(11)]
+    lengths = [90, *(rng.randint(3, 90) for _ in range(10))]
+    asks = [Ask(text(rng, length), 20) for length in lengths]
     with engine_of(name, model, records=False) as engine:
         plain = answered(engine, asks)
     with engine_of(name, model) as engine:
         assert engine.scheduler.lets_land
         engine.prepare()
         played.clear()
+        made = dict(engine._runner._recordings._made)
         recorded = answered(engine, asks)
-    assert len(played) >= 20 and {length > 32 for _, length in played} == {True, False}
+        assert engine._runner._recordings._made == made, "all were made before"
+    assert len(played) >= 20 and {length > 100 for _, length in played} == {True, False}
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)

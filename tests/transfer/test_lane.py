@@ -200,7 +200,8 @@ def test_closing_after_a_job_that_exited_still_runs_what_was_submitted(bench: Be
     _, next_one = bench.submit(lane, [0]), bench.submit(lane, [1])
     backend.hold.set()
     assert lane.close(LONG_S)
-    assert next_one.done() and bench.arrived() == [1]
+    next_one.wait(-1)
+    assert bench.arrived() == [1] and next_one.done()
 
 
 def test_a_closed_lane_takes_no_more_jobs(bench: Bench) -> None:
