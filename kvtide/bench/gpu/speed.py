@@ -53,6 +53,7 @@ def decode(
     page = bed.model.memory.page_tokens
     longest = context + steps + 2 * page + 64
     with bed.engine(batch * (longest + page), most_running=batch) as engine:
+        generating_s(bed, engine, batch, context, steps)  # To warm up.
         seconds = generating_s(bed, engine, batch, context, steps)
     read = weight_bytes(config) + batch * (context + steps // 2) * kv_bytes(config)
     what = f"{batch} sequences of {context:,} tokens, one more each"
