@@ -18,6 +18,10 @@ from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, qwen3_8b
 from kvtide.server.console import CommandError, progress, table
 
 Rows = list[tuple[str, str, str, str, str]]
+_TITLES = {
+    "qwen3-8b": "Qwen3-8B",
+    "deepseek-v4-flash": "DeepSeek-V4-Flash (12 layers, 32 experts)",
+}
 _HEADER = ("model", "what", "measured", "beside", "goal and whether it is reached")
 
 
@@ -39,9 +43,9 @@ def _run(args: argparse.Namespace) -> int:
     device = torch.device("cuda", 0)
     best = ceilings.measure(device)
     print(_machine(device, best), flush=True)
-    numbers: dict[str, Any] = {"ceilings": best.as_json()}
-    shown: Rows = []
     failed: list[str] = []
+    numbers: dict[str, Any] = {"ceilings": best.as_json(), "failed": failed}
+    shown: Rows = []
     for shape, kinds in _by_model(wanted):
         bed = Bed(shape.build(device, torch.bfloat16), device)
         for kind in progress(kinds, len(kinds), shape.name):
@@ -53,18 +57,22 @@ def _run(args: argparse.Namespace) -> int:
             except Exception:  # The other parts are measured all the same.
                 failed.append(kind)
                 traceback.print_exc()
+            _write(args, numbers)
             torch.cuda.empty_cache()
         del bed
         torch.cuda.empty_cache()
-    numbers["failed"] = failed
     print(f"\n{table(_HEADER, shown)}")
+    if failed:
+        print(f"failed, as told above: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _write(args: argparse.Namespace, numbers: dict[str, Any]) -> None:
+    """What is known so far: whoever is interrupted keeps it."""
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=2))
     if args.plot:
         args.plot.write_text(_picture([*numbers.get("ttft", ()), *numbers.get("ttft-v4", ())]))
-    if failed:
-        print(f"failed, as told above: {', '.join(failed)}")
-    return 1 if failed else 0
 
 
 def _by_model(wanted: list[str]) -> Iterator[tuple[Shape, list[str]]]:
@@ -226,7 +234,7 @@ def _goal(found: float, text: str, goal: float, *, most: bool = False, share: bo
 def _picture(found: list[dict[str, Any]]) -> str:
     groups = [
         (
-            f"{one['model']}, {one['tokens']:,} tokens",
+            f"{_TITLES[one['model']]}, {one['tokens']:,} tokens",
             {
                 place: 1e3 * one[f"{place}_s"]
                 for place in ("recompute", "storage", "host", "device")
@@ -235,4 +243,5 @@ def _picture(found: list[dict[str, Any]]) -> str:
         for one in found
         if one
     ]
-    return plot.draw("Time to the first token, by where the prefix lies", groups)
+    where = torch.cuda.get_device_name()
+    return plot.draw(f"Time to the first token, by where the prefix lies ({where})", groups)
