@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -111,28 +112,45 @@ def test_a_turn_that_cannot_be_served_is_forgotten(server: Server, say: Say, cap
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(server: Server) -> None:
-    options = ["--url", server.url, "--api-key", KEY, "--max-tokens", "3900"]
-    with subprocess.Popen(
-        [*CHAT, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as chat:
+    with _chatting("--url", server.url, "--api-key", KEY) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write("first\n")
         chat.stdin.flush()
-        while chat.stdout.readline() != "> first\n":
-            pass
+        _read_until(chat, "> first\n")
         assert chat.stdout.read(20)  # The answer has begun.
         chat.send_signal(signal.SIGINT)
         chat.stdin.write("second\n")
         chat.stdin.flush()
-        while "stopped; what was said is kept" not in chat.stdout.readline():
-            pass
-        while chat.stdout.readline() != "> second\n":
-            pass
+        _read_until(chat, "stopped; what was said is kept")
+        _read_until(chat, "> second\n")
         assert chat.stdout.read(5)
         chat.send_signal(signal.SIGINT)
         printed = chat.communicate()[0]
     assert "stopped" in printed and chat.returncode == 0
     _wait_until_nothing_runs(server)
+
+
+def _chatting(*options: str) -> subprocess.Popen[str]:
+    """With answers that go on until they are stopped; chance could end one at any word.
+
+    Whoever started the tests in the background has it ignore SIGINT, and so would a child.
+    """
+    return subprocess.Popen(
+        [*CHAT, "--max-tokens", "3900", "--temperature", "0", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def _read_until(chat: subprocess.Popen[str], wanted: str) -> str:
+    """The line that has it."""
+    assert chat.stdout is not None
+    while (line := chat.stdout.readline()) and wanted not in line:
+        pass
+    assert line, f"it ended, with {chat.wait(20)}, before it said {wanted!r}"
+    return line
 
 
 def _wait_until_nothing_runs(server: Server) -> None:
@@ -151,16 +169,12 @@ def _wait_until_nothing_runs(server: Server) -> None:
 
 
 def test_sigterm_ends_the_server_too(folder: Path) -> None:
-    command = [*CHAT, "--serve", "--max-tokens", "3900", "--", str(folder)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as chat:
+    with _chatting("--serve", "--", str(folder)) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write("first\n")
         chat.stdin.flush()
-        while (url := re.search(r"127.0.0.1:(\d+)", chat.stdout.readline())) is None:
-            pass
-        assert chat.stdout.read(30)
+        url = re.search(r"127.0.0.1:(\d+)", _read_until(chat, "127.0.0.1:"))
+        assert url is not None and chat.stdout.read(30)
         chat.terminate()
         assert chat.wait(20) == 128 + signal.SIGTERM
     _check_that_nobody_listens(int(url[1]))
