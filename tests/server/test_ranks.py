@@ -18,6 +18,7 @@ from kvtide.engine import Seat
 from kvtide.server.cli import main
 from kvtide.server.settings import Settings
 from kvtide.server.workers import WorkerLostError, Workers
+from tests.processes import freeze
 from tests.server.serving import PAGE, Child, InProcess
 from tests.server.talking import Client
 
@@ -160,7 +161,7 @@ def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
     with Child((str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")) as child:
         client = child.client()
         (worker,) = workers(child)
-        os.kill(worker, signal.SIGSTOP)
+        freeze(worker)
         body = b'{"prompt": "the cat", "max_tokens": 30, "stream": true}'
         request = client.open("POST", "/v1/completions", body)
         time.sleep(0.5)

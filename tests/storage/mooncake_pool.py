@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kvtide.storage import open_store
 from kvtide.storage.mooncake import MooncakeStore
+from tests.processes import free_port, freeze
 
 ROOT = Path(__file__).resolve().parents[2]
 REMEDY = "run ./check once, or: pip install -e '.[mooncake]' and apt-get install libibverbs1"
@@ -67,12 +68,6 @@ class Apart:
         assert status == 0, f"exit status {status}\n{output[-6000:]}"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Process:
     """Something that can be killed, stopped and let go on."""
 
@@ -83,7 +78,7 @@ class Process:
         self.process.wait()
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -20,6 +20,8 @@ import obstore
 from obstore.exceptions import GenericError
 from obstore.store import S3Store
 
+from tests.processes import free_port, freeze
+
 START_S = 20.0
 
 
@@ -29,12 +31,6 @@ def program(name: str) -> str:
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found, f"{name} is not installed: run ./check, which installs it, or do it yourself"
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Server:
@@ -70,7 +66,7 @@ class Server:
         self._process.wait()
 
     def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

@@ -15,6 +15,7 @@ import pytest
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.mooncake.store import THREADS, StuckError
 from kvtide.storage.store import MISSING, LingeringError
+from tests.processes import free_port
 from tests.storage.mooncake_pool import (
     Apart,
     Master,
@@ -22,7 +23,6 @@ from tests.storage.mooncake_pool import (
     apart,
     content,
     eventually,
-    free_port,
     key,
     within,
 )

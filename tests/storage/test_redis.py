@@ -13,6 +13,7 @@ import trustme
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.store import MISSING
 from kvtide.storage.trial import laid, memories, new_keys, new_objects, new_space
+from tests.processes import free_port
 from tests.storage import servers
 
 TIMEOUT_S = 0.5
@@ -365,7 +366,7 @@ def _refusal(url):
 
 def test_refusals_name_the_remedy(server):
     port = server.port
-    nobody = servers.free_port()
+    nobody = free_port()
     assert "start the server" in _refusal(f"redis://127.0.0.1:{nobody}/0")
     assert "check host" in _refusal("redis://no-such-host.invalid/0?timeout=5")
     assert "most servers have 0 to 15" in _refusal(f"redis://127.0.0.1:{port}/99")

@@ -13,6 +13,7 @@ from obstore.store import S3Store
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.store import MISSING
 from kvtide.storage.trial import laid, memories, new_keys, new_objects, new_space
+from tests.processes import free_port
 from tests.storage import servers
 
 TIMEOUT_S = 1.0
@@ -244,7 +245,7 @@ def test_refusals_name_the_remedy(server):
     assert "AWS_SECRET_ACCESS_KEY" in _refusal(_url(server, keys=f"{KEY}:wrong@"))
     assert "AWS_ACCESS_KEY_ID" in _refusal(_url(server, keys="nobody:wrong@"))
     assert "that the server runs" in _refusal(
-        f"s3://{KEY}:{SECRET}@pages?endpoint=http://127.0.0.1:{servers.free_port()}&timeout=2"
+        f"s3://{KEY}:{SECRET}@pages?endpoint=http://127.0.0.1:{free_port()}&timeout=2"
     )
     assert "write http://host:port" in _refusal("s3://pages?endpoint=127.0.0.1:9000")
     assert "write s3://bucket/prefix" in _refusal("s3:?region=eu")

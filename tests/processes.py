@@ -1,0 +1,33 @@
+"""Other processes that tests start: where they listen, and stopping them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+_MOST_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def freeze(pid: int) -> None:
+    """Stop a process. The signal returns before its threads have stopped, and one that still runs
+    may answer: this waits for the last."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + _MOST_S
+    while _states(pid) != {"T"}:
+        assert time.monotonic() < deadline, f"threads still run: {_states(pid)}"
+        time.sleep(0.001)
+
+
+def _states(pid: int) -> set[str]:
+    """Of its threads."""
+    lines = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {line.rpartition(")")[2].split()[0] for line in lines}
