@@ -37,6 +37,7 @@ from kvtide.layers.elementary import (
     swish,
     unit_length,
 )
+from kvtide.layers.rope import Rope
 
 TILE_ROWS = 16
 _QUERY_BLOCK = 256
@@ -184,13 +185,18 @@ def _unit_layer_norm(rows: Tensor) -> Tensor:
     return layer_norm(rows, torch.ones(rows.shape[-1]), torch.ones(rows.shape[-1]), 1e-6)
 
 
+def _turned(rows: Tensor) -> Tensor:
+    """A rotation at positions far apart."""
+    frequencies = 0.2 ** torch.arange(rows.shape[1] % 7 + 1, dtype=torch.float32)
+    return Rope(frequencies)((rows[:, 0].abs() ** 5).long())
+
+
 _ROW_FUNCTIONS: tuple[RowFunction, ...] = (
     swish,
     sigmoid,
     gelu_tanh,
     softplus,
-    torch.cos,
-    torch.sin,
+    _turned,
     _unit_norm,
     unit_length,
     _unit_layer_norm,

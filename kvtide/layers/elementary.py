@@ -2,8 +2,8 @@
 
 `silu`, `gelu`, `sigmoid` and `softplus` of torch compute an element differently when it stands in
 the last, incomplete vector of a tensor: how many tokens share a step then shows in the last
-bit. `exp`, `tanh`, `log1p`, `rsqrt`, `cos` and `sin` do not, nor do sums over rows, so everything
-here is made of those. `arithmetic.rows_stand_alone` verifies it on the machine at hand.
+bit. `exp`, `tanh`, `log1p`, `rsqrt` do not, nor do sums over rows, so everything here is made of
+those. `arithmetic.rows_stand_alone` verifies it on the machine at hand.
 """
 
 from __future__ import annotations

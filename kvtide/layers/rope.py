@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvtide.spec.config import Config
 
+_TURN = 2 * math.pi
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
@@ -32,9 +34,15 @@ class Rope:
         return 2 * len(self.frequencies)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Cosines and sines at these positions: (tokens, 2, pairs)."""
-        angles = positions[:, None].float() * self._on(positions.device)
-        return torch.stack([angles.cos(), angles.sin()], dim=1) * self.gain
+        """Cosines and sines at these positions: (tokens, 2, pairs).
+
+        Of less than a turn: a vector of angles is reduced in one of two ways, by the largest of
+        them, so that how far its neighbours have turned would show in the last bit of one.
+        """
+        angles = (positions[:, None].float() * self._on(positions.device)).double()
+        angles = angles - torch.round(angles / _TURN) * _TURN
+        turns = torch.stack([angles.cos(), angles.sin()], dim=1)
+        return turns.float() * self.gain
 
     def _on(self, device: torch.device) -> Tensor:
         """The frequencies there: sent once, so that later calls send nothing."""
