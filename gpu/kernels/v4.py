@@ -41,7 +41,7 @@ def step(memory: ModelMemory, tokens: int) -> ForwardPass:
     at = torch.cat([torch.arange(one.past, one.total) for one in rows]).to(DEVICE)
     view = Buffers(arrangement, block).view
     run = ForwardPass(Step(at, at, tuple(rows), PAGE, view, lambda layer: None))
-    assert run.batch.longest == (tokens if tokens > 64 else 1)
+    assert run.batch.bounds.longest == (tokens if tokens > 64 else 1)
     return run
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvtide.engine.tables import State, Table
 from kvtide.layers import Step
-from kvtide.layers.step import Batch
+from kvtide.layers.step import Batch, Bounds
 from kvtide.models import Model
 
 SHORTEST = 4096
@@ -102,7 +102,7 @@ class Recording:
         tokens, spans, tables = _parts(self._there, rows, names)
         owners = torch.arange(rows, dtype=torch.int32, device=studio.device)
         # A recording reads what it was made with: nobody else may get that memory.
-        self._batch = batch = Batch(spans, owners, tables, 1, length - 1)
+        self._batch = batch = Batch(spans, owners, tables, Bounds(1, length - 1, 0, 0, True))
 
         def forward() -> Tensor:
             at = spans[:, 2].long()
@@ -126,7 +126,7 @@ class Recording:
         """The logits after these tokens, a row for each, until something is played again."""
         self._sent.synchronize()
         count = len(rows)
-        assert all(row.past <= self._batch.most_past for row in rows), "a sequence is too long"
+        assert all(row.past <= self._batch.bounds.most_past for row in rows), "a sequence is too long"
         self._tokens[:count] = [row.token for row in rows]
         self._rows[:count, 2] = [row.past for row in rows]
         self._rows[count:, 2] = 0

@@ -261,13 +261,14 @@ def _turn(request: Request) -> tuple[bool, int, int]:
     return (request.length - request.computed > 1, -request.ask.priority, request.number)
 
 
-def _place(share: Share) -> tuple[bool, tuple[str, ...], bytes]:
-    """Where a share stands in the step: prompts come last. Of those who generate neighbours begin
-    alike, since programs read for neighbours together what they have in common."""
+def _place(share: Share) -> tuple[int, tuple[str, ...], bytes]:
+    """Where a share stands in the step: prompts come last, those after most tokens behind others,
+    since programs begin with the last. Of those who generate neighbours begin alike, since programs
+    read for neighbours together what they have in common."""
     request = share.request
     if share.end - request.computed > 1:
-        return True, (), b""
-    return False, request.ask.namespace, request.prompt.beginning
+        return request.computed, (), b""
+    return -1, request.ask.namespace, request.prompt.beginning
 
 
 def _anchors_of_states(cache: TieredCache) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtide.cache import Lease, TieredCache
 from kvtide.engine.scheduler import Share
 from kvtide.layers import Rows
-from kvtide.layers.step import Batch
+from kvtide.layers.step import Batch, Bounds
 
 Numbers = NDArray[np.int32]
 State = tuple[int, int, int]
@@ -66,7 +66,7 @@ def laid_out(
     padded = [padding([table[name] for table in tables]) for name in names]
     parts = sent([rows, owners, *padded], device)
     slots = dict(zip(names, parts[2:], strict=True))
-    batch = Batch(parts[0], parts[1], slots, int(counts.max()), int(rows[:, 2].max()))
+    batch = Batch(parts[0], parts[1], slots, Bounds.of(rows.tolist()))
     wide = {name: table.long() for name, table in slots.items()}
     each = [{name: table[i] for name, table in wide.items()} for i in range(len(rows))]
     return _sequences(rows, each), batch

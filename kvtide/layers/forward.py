@@ -212,5 +212,6 @@ def _state_slots(batch: Batch, anchor: str, step: Step) -> tuple[Tensor, Tensor]
     starts, ends, past = batch.rows.long().unbind(1)
     tables = batch.slots[anchor]
     before = tables.gather(1, (past - 1).clamp(min=0)[:, None] // step.page_tokens).squeeze(1)
-    last = (past + ends - starts - 1)[:, None] // step.page_tokens
+    # A sequence without tokens has no slots.
+    last = (past + ends - starts - 1).clamp(min=0)[:, None] // step.page_tokens
     return before.masked_fill(past == 0, -1), tables.gather(1, last).squeeze(1)

@@ -41,6 +41,36 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is known of a step's sequences before they are: by this, work is divided.
+
+    longest      none has more new tokens
+    most_past    none has more earlier tokens
+    prompts      no more of them have several new tokens
+    prompt_past  none of those has more earlier tokens
+    singles      whether any may have one new token
+    """
+
+    longest: int
+    most_past: int
+    prompts: int
+    prompt_past: int
+    singles: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int]]) -> Bounds:
+        """Of first row, end row and tokens before the step, for every sequence."""
+        several = [past for start, end, past in rows if end - start > 1]
+        return cls(
+            max(end - start for start, end, _ in rows),
+            max(past for *_, past in rows),
+            len(several),
+            max(several, default=0),
+            any(end - start == 1 for start, end, _ in rows),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The same rows in tensors of the device, for programs that take all sequences at once.
 
@@ -48,32 +78,28 @@ class Batch:
     owners     (tokens,) int32: the sequence of every token
     slots      by anchor, (sequences, pages) int32: -1 where it keeps no such page, and beyond the
                last page of a sequence
-    longest    the most new tokens that a sequence has
-    most_past  no sequence has more earlier tokens: by this, work is divided
 
-    A step of single tokens (`longest` 1) may be recorded once and played again with other
-    numbers in the same tensors. What runs in it depends on nothing else: not on `Step.sequences`,
-    and not on what a tensor holds. Rows that nobody needs then are sequences of one token without
-    slots.
+    A step may be recorded once and played again with other numbers in the same tensors. What runs
+    in it depends on nothing else: not on `Step.sequences`, and not on what a tensor holds. Tokens
+    that nobody needs then are those of sequences without slots, and a sequence may have none.
     """
 
     rows: Tensor
     owners: Tensor
     slots: Mapping[str, Tensor]
-    longest: int
-    most_past: int
+    bounds: Bounds
 
     @classmethod
     def of(cls, sequences: Sequence[Rows], device: torch.device) -> Batch:
-        spans = torch.tensor([(s.start, s.end, s.past) for s in sequences], dtype=torch.int32)
+        rows = [(s.start, s.end, s.past) for s in sequences]
+        spans = torch.tensor(rows, dtype=torch.int32)
         counts = spans[:, 1] - spans[:, 0]
         owners = torch.arange(len(sequences), dtype=torch.int32).repeat_interleave(counts)
         slots = {}
         for anchor in sequences[0].slots:
             tables = [s.slots[anchor].to(torch.int32) for s in sequences]
             slots[anchor] = torch.nn.utils.rnn.pad_sequence(tables, True, -1)
-        longest, most_past = int(counts.max()), max(s.past for s in sequences)
-        return cls(spans.to(device), owners.to(device), slots, longest, most_past)
+        return cls(spans.to(device), owners.to(device), slots, Bounds.of(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ def test_those_who_generate_come_before_prompts(desk):
     at.step()
     quick = at.queue(0, extra=2)
     at.scheduler.admit()
-    assert at.step() == [Share(old, 5 * PAGE + 1), Share(quick, 2)]
+    assert at.step() == [Share(quick, 2), Share(old, 5 * PAGE + 1)]
     long = at.queue(8)
     late = at.queue(0, extra=1)  # One token is all it has: it is as good as one that generates.
     shares = at.step()

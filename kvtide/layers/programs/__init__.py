@@ -23,6 +23,7 @@ run in Triton's interpreter on a CPU, where tests compare them with the torch co
 `experts`           mixtures of experts
 `routing`           which experts a token goes to, and their shares
 `rows`              norms, gates, the likeliest token: functions of single rows
+`spans`             neighbouring tokens of a sequence, for programs that take several
 `elementary`        functions of single elements
 `sizes`             of tiles and grids
 """

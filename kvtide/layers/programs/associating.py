@@ -36,6 +36,7 @@ from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.programs import scanning
 from kvtide.layers.programs.elementary import sigmoid, softplus
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
+from kvtide.layers.programs.spans import Spans, spans
 
 CHUNK = 64
 BLOCK = 16
@@ -53,16 +54,6 @@ class Forgetting:
     dt_bias: Tensor
     decay: Tensor
     strength: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """spans   (chunks, 2): first row of a chunk, end row of its sequence
-    firsts  (sequences,): the number of a sequence's first chunk
-    """
-
-    spans: Tensor
-    firsts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +99,7 @@ def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: For
         "EVEN": forgetting.dt.shape[1] == heads,
         "K": max(LEAST_ROWS, power_of_two(keys)),
     }
-    if batch.longest == 1:
+    if batch.bounds.longest == 1:
         _associate_token[grid](
             *(*where, *states.stride()[:3], convolved, convolved.stride(0)),
             *_all_of(forgetting),
@@ -116,7 +107,7 @@ def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: For
             V=block,
         )
         return mixed
-    chunks = run.shared(("chunks", CHUNK), lambda: _chunks(run))
+    chunks = spans(run, CHUNK)
     exact = convolved.dtype is torch.float32
     done = _prepared(chunks, convolved, forgetting, shape | {"EXACT": exact})
     _associate_chunks[grid](
@@ -138,22 +129,11 @@ def _all_of(forgetting: Forgetting) -> tuple[Tensor | int, ...]:
     return dt, dt.stride(0), forgetting.dt_bias, forgetting.decay, strength, strength.stride(0)
 
 
-def _chunks(run: ForwardPass) -> Chunks:
-    spans: list[tuple[int, int]] = []
-    firsts: list[int] = []
-    for one in run.sequences:
-        firsts.append(len(spans))
-        spans += [(first, one.end) for first in range(one.start, one.end, CHUNK)]
-    device = run.positions.device
-    made = (torch.tensor(table, dtype=torch.int32).to(device) for table in (spans, firsts))
-    return Chunks(*made)
-
-
 def _prepared(
-    chunks: Chunks, convolved: Tensor, forgetting: Forgetting, shape: dict[str, int]
+    chunks: Spans, convolved: Tensor, forgetting: Forgetting, shape: dict[str, int]
 ) -> Prepared:
     heads, keys, even = shape["HEADS"], shape["KEYS"], shape["EVEN"]
-    count = len(chunks.spans)
+    count = len(chunks.table)
 
     def empty(*of: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(of, dtype=dtype, device=convolved.device)
@@ -173,7 +153,7 @@ def _prepared(
     if not even:
         given = _all_of(forgetting)[:4]
         _pairs[(count * CHUNK // BLOCK, heads)](
-            *(convolved, convolved.stride(0), tokens, *given, chunks.spans, done.left),
+            *(convolved, convolved.stride(0), tokens, *given, chunks.table, done.left),
             **{name: shape[name] for name in ("HEADS", "GROUP", "KEYS", "K")},
             T=CHUNK,
             B=BLOCK,
@@ -181,7 +161,7 @@ def _prepared(
         )
     program = _prepare if even else _prepare_by_channel
     program[(count, heads)](
-        *(convolved, convolved.stride(0), len(convolved), *_all_of(forgetting), chunks.spans),
+        *(convolved, convolved.stride(0), len(convolved), *_all_of(forgetting), chunks.table),
         *(done.inverse, done.shares, done.left, done.kept, done.rows),
         **shape,
         T=CHUNK,
@@ -235,7 +215,9 @@ def _prepare(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,  # noqa: N803
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
+    first, end = tl.load(spans + 3 * chunk + 1), tl.load(spans + 3 * chunk + 2)
+    if first >= end:
+        return
     step, key = tl.arange(0, T), tl.arange(0, K)
     token, live = (first + step).to(tl.int64), first + step < end
     inside = live[:, None] & (key < KEYS)[None, :]
@@ -297,15 +279,17 @@ def _pairs(  # type: ignore[no-untyped-def]
     """Of a block, key by key: the products with it of later keys, and of queries from its own on,
     with what is left of it there."""
     chunk, head = tl.program_id(0) // (T // B), tl.program_id(1)
-    first = tl.load(spans + 2 * chunk) + tl.program_id(0) % (T // B) * B
-    end = tl.load(spans + 2 * chunk + 1)
+    first = tl.load(spans + 3 * chunk + 1) + tl.program_id(0) % (T // B) * B
+    end = tl.load(spans + 3 * chunk + 2)
+    if first >= end:
+        return
     step, column = tl.arange(0, B), tl.arange(0, B)[None, :]
     token, live = (first + step).to(tl.int64), first + step < end
     q, k, logs = _forgetful(convolved, row, dts, dt_row, biases, decays, head, token, live,
                             HEADS, GROUP, KEYS, K)
     sums, until = tl.cumsum(logs, 0), tl.zeros([1, K], tl.float32)
     seen, share = tl.zeros([B, B], tl.float32), tl.zeros([B, B], tl.float32)
-    for j in range(tl.minimum(tl.maximum(end - first, 0), B)):
+    for j in range(tl.minimum(end - first, B)):
         one = (first + j + tl.arange(0, 1)).to(tl.int64)
         _, other, more = _forgetful(convolved, row, dts, dt_row, biases, decays, head, one,
                                     one < end, HEADS, GROUP, KEYS, K)
@@ -331,7 +315,9 @@ def _prepare_by_channel(  # type: ignore[no-untyped-def]
     """Block by block of a few tokens. Keys of earlier blocks are at hand with what is left of
     them where the block begins, so no exponent is positive."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
+    first, end = tl.load(spans + 3 * chunk + 1), tl.load(spans + 3 * chunk + 2)
+    if first >= end:
+        return
     step, key, column = tl.arange(0, B), tl.arange(0, K), tl.arange(0, T)
     number, in_keys = tl.arange(0, T // B)[:, None, None], (key < KEYS)[None, :]
     place, size = (chunk * HEADS + head).to(tl.int64), count.to(tl.int64) * HEADS * KEYS

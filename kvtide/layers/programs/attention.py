@@ -22,6 +22,7 @@ from kvtide.layers.packing import Fields
 from kvtide.layers.programs.attention_single import attend_singly
 from kvtide.layers.programs.attention_tiles import compiled_for, earlier, own, scaling
 from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
+from kvtide.layers.programs.spans import backwards, spans
 from kvtide.layers.programs.tiles import LEAST_KEYS, Parts, stored
 
 ROWS = 128
@@ -38,12 +39,12 @@ def attend_paged(
     run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
 ) -> Tensor:
     """Of the step's queries (tokens, heads, dim), over what was kept and what the step brings."""
-    if run.batch.longest == 1:
+    if run.batch.bounds.longest == 1:
         mixed = torch.empty_like(queries)
         attend_singly(run, place, queries, kept, how, mixed)
         return mixed
     mixed = _attend_blocks(run, place, queries, kept, how)
-    if any(rows.end - rows.start == 1 for rows in run.sequences):
+    if run.batch.bounds.singles:
         attend_singly(run, place, queries, kept, how, mixed)
     return mixed
 
@@ -55,25 +56,25 @@ def _attend_blocks(
     batch, keys, values = run.batch, kept["k"], kept["v"]
     group = queries.shape[1] // keys.shape[1]
     most = ROWS if queries.itemsize < 4 else WIDE_ROWS
-    few = batch.longest * group <= LEAST_ROWS
+    past, few = batch.bounds.prompt_past, batch.bounds.longest * group <= LEAST_ROWS
     rows = max(LEAST_ROWS if few else most, power_of_two(group))
     tokens = rows // group
-    blocks = run.shared(("blocks", tokens), lambda: _blocks(run, tokens))
+    blocks = spans(run, tokens, singles=False)
     view, table = run.step.view(place.pool.name, place.layer), batch.slots[place.anchor]
     shape = compiled_for(queries, keys, how, run.step.page_tokens)
     parts = Parts.of(
         queries,
         queries.shape[-1],
-        len(blocks) * keys.shape[1],
+        blocks.busy * keys.shape[1],
         rows,
-        0 if how.window is not None else _past(run) * LEAST_KEYS // (LEAST_TILES * shape["N"]),
+        0 if how.window is not None else past * LEAST_KEYS // (LEAST_TILES * shape["N"]),
     )
     if parts.count > 1 and len(batch.rows) > 1:
         parts.weights.zero_()  # Of single tokens nobody writes any here.
-    _attend[(keys.shape[1], len(blocks), parts.count)](
+    _attend[(keys.shape[1], len(blocks.table), parts.count)](
         *(queries, keys, values, view["k"], view["v"], parts.mixed, parts.weights),
         queries if how.sinks is None else how.sinks,
-        *(batch.rows, table, blocks, table.stride(0), len(queries)),
+        *(batch.rows, table, blocks.table, table.stride(0), len(queries)),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
@@ -92,23 +93,6 @@ def _attend_blocks(
     return parts.joined(queries.dtype)
 
 
-def _past(run: ForwardPass) -> int:
-    """The most that anybody with several tokens has before them."""
-    return max(rows.past for rows in run.sequences if rows.end - rows.start > 1)
-
-
-def _blocks(run: ForwardPass, tokens: int) -> Tensor:
-    """(programs, 2): sequence and first row, those with the most keys first."""
-    found = []
-    for number, rows in enumerate(run.sequences):
-        if rows.end - rows.start > 1:
-            begin = range(rows.start, rows.end, tokens)
-            found += [(rows.past + first - rows.start, number, first) for first in begin]
-    found.sort(reverse=True)
-    table = torch.tensor([block[1:] for block in found], dtype=torch.int32)
-    return table.to(run.positions.device, non_blocking=True)
-
-
 @triton.jit
 def located(rows, sequence):  # type: ignore[no-untyped-def]
     """A sequence's first row, end row, and tokens before the step."""
@@ -123,21 +107,21 @@ def _attend(  # type: ignore[no-untyped-def]
     rows, tables, blocks, pages, tokens,
     query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head,
     key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,  # noqa: N803
-    CAPPED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,  # noqa: N803
+    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
 ):
     kv_head, part = tl.program_id(0), tl.program_id(2)
-    last, block = part == tl.num_programs(2) - 1, blocks + 2 * tl.program_id(1)
-    sequence, first = tl.load(block), tl.load(block + 1)
+    last, block = part == tl.num_programs(2) - 1, backwards(tl.program_id(1), tl.num_programs(1))
+    sequence, first = tl.load(blocks + 3 * block), tl.load(blocks + 3 * block + 1)
+    if sequence < 0:
+        return
     start, end, past = located(rows, sequence)
     row, dim = tl.arange(0, M), tl.arange(0, D)
     token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
     live = (row < TOKENS * GROUP) & (token < end)
-    here = live[:, None] & (dim < DIM)[None, :]
     where = token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + dim[None, :]
-    query = tl.load(queries + where, mask=here, other=0.0)
+    query = tl.load(queries + where, mask=live[:, None] & (dim < DIM)[None, :], other=0.0)
     peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634

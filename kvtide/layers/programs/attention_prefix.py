@@ -65,14 +65,14 @@ def attend_together(
     (_, heads, dim), kv_heads, count = queries.shape, keys.shape[1], len(batch.rows)
     group = heads // kv_heads
     each = (ROWS if queries.itemsize < 4 else WIDE_ROWS) // group
-    if how.window is not None or min(each, count) < 2 or batch.most_past < LEAST_TOKENS:
+    if how.window is not None or min(each, count) < 2 or batch.bounds.most_past < LEAST_TOKENS:
         return None
     blocks, page = divided_up(count, each), run.step.page_tokens
     view, table = run.step.view(place.pool.name, place.layer), batch.slots[place.anchor]
     shape = compiled_for(queries, keys, how, page)
     key = ("prefixes", place.anchor, each, shape["N"])
     known = run.shared(key, lambda: _compared(batch.rows, table, each, page, shape["N"]))
-    most = min(PROGRAMS // (kv_heads * blocks), divided_up(batch.most_past, LEAST_TOKENS))
+    most = min(PROGRAMS // (kv_heads * blocks), divided_up(batch.bounds.most_past, LEAST_TOKENS))
     count_of_parts = 1 << max(1, min(most, MOST_PARTS)).bit_length() - 1
     parts = queries.new_empty((count_of_parts, count, heads, dim), dtype=torch.float32)
     found = Prefixes(each, known, parts, parts.new_empty((*parts.shape[:3], 2)))
@@ -156,8 +156,9 @@ def _attend_prefix(  # type: ignore[no-untyped-def]
     row, dim = tl.arange(0, M), tl.arange(0, D)
     number, head = block * EACH + row // GROUP, kv_head * GROUP + row % GROUP
     live = (row < EACH * GROUP) & (number < count)
-    here = live[:, None] & (dim < DIM)[None, :]
     token = tl.load(rows + 3 * number, mask=live, other=0).to(tl.int64)
+    live = live & (tl.load(rows + 3 * number + 1, mask=live, other=0) - token == 1)
+    here = live[:, None] & (dim < DIM)[None, :]
     where = token[:, None] * query_token + head[:, None] * query_head + dim[None, :]
     query = tl.load(queries + where, mask=here, other=0.0)
     each = tl.cdiv(tokens // N, tl.num_programs(2)) * N

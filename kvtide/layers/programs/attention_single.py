@@ -51,7 +51,11 @@ def attend_singly(
         ("tiles", each, how.window, blocks),
         lambda: _laid(batch.rows, each, how.window, prefixes),
     )
-    span = batch.most_past if how.window is None else min(batch.most_past, how.window + each)
+    span = (
+        batch.bounds.most_past
+        if how.window is None
+        else min(batch.bounds.most_past, how.window + each)
+    )
     most = count * kv_heads * max(1, -(-span // each))
     programs = max(1, min(PROGRAMS, -(-most // LEAST_TILES)))
     parts = queries.new_empty((count * kv_heads + programs, group, dim), dtype=torch.float32)

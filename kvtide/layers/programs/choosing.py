@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
+from kvtide.layers.programs.spans import spans
 from kvtide.spec import Encoding
 from kvtide.spec.pool import SCALED_GROUP
 
@@ -49,13 +50,13 @@ def choose_paged(
     (tokens, heads), whose rows may lie apart.
     """
     batch, ratio = run.batch, place.pool.tokens_per_entry
-    most = (batch.most_past + batch.longest) // ratio
+    most = (batch.bounds.most_past + batch.bounds.longest) // ratio
     chosen = batch.rows.new_empty((len(queries), count))
     if most <= count:
         _chosen(run, chosen.new_empty((1, 1), dtype=torch.float32), chosen, ratio, most, 0)
         return chosen
     queries = queries.contiguous()
-    each = len(queries) if batch.longest == 1 else max(1, SCORES // most)
+    each = len(queries) if batch.bounds.longest == 1 else max(1, SCORES // most)
     assert weights.stride(1) == 1
     scores = weights.new_empty((min(each, len(queries)), most), dtype=torch.float32)
     for first in range(0, len(queries), each):
@@ -82,13 +83,12 @@ def score(
     tile = _KEYS if queries.element_size() == 2 else 2 * LEAST_ROWS
     wide = max(LEAST_ROWS, power_of_two(heads))
     last = min(len(queries), first + len(scores))
-    tiles, single = divided_up(scores.shape[1], tile), batch.longest == 1
+    tiles, single = divided_up(scores.shape[1], tile), batch.bounds.longest == 1
     if single:
         blocks, programs = batch.owners, len(queries)
         parts = max(1, min(PROGRAMS // programs, tiles))
     else:
-        key = ("scored", first, last)
-        blocks = run.shared(key, lambda: _blocks(run, first, last))
+        blocks = spans(run, QUERIES, within=(first, last)).table
         programs, parts = len(blocks), tiles
     (_score_single if single else _score_several)[(parts, programs)](
         *(queries, weights, keys, keys if scales is None else scales, scores),
@@ -107,16 +107,6 @@ def score(
         num_warps=4 if single else 8,
         num_stages=3 if single else 2,
     )
-
-
-def _blocks(run: ForwardPass, first: int, last: int) -> Tensor:
-    """(programs, 3): sequence, first row, end row; those of rows [first, last)."""
-    blocks = [
-        (number, row, min(row + QUERIES, rows.end, last))
-        for number, rows in enumerate(run.sequences)
-        for row in range(max(first, rows.start), min(last, rows.end), QUERIES)
-    ]
-    return torch.tensor(blocks, dtype=torch.int32).to(run.positions.device)
 
 
 def _chosen(
@@ -220,6 +210,8 @@ def _score_several(  # type: ignore[no-untyped-def]
     """Of neighbours in a sequence, a few after another: one tile of entries."""
     block = blocks + 3 * tl.program_id(1)
     number, low, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    if number < 0:
+        return
     before = tl.load(rows + 3 * number + 2) - tl.load(rows + 3 * number)
     begin, visible = tl.program_id(0) * N, (before + end) // RATIO
     if begin >= visible:

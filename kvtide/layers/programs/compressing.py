@@ -53,7 +53,7 @@ def compress(
     dtype     what the model computes in: means are rounded to it, as are norm and rotation
     """
     given = (run, stream, products, turns, dtype)
-    if run.batch.longest == 1:
+    if run.batch.bounds.longest == 1:
         _take(*given, closes=True, leaves=True)
         return
     # A sequence's last token may write over what its first ones still read.
@@ -75,7 +75,7 @@ def _take(
     ratio, channels = stream.position.shape
     slots, states = batch.slots[stream.entries.anchor], batch.slots[stream.own.anchor]
     weight, eps = stream.norm
-    together = min(MOST_TOKENS, power_of_two(ratio)) if batch.longest > 1 else 1
+    together = min(MOST_TOKENS, power_of_two(ratio)) if batch.bounds.longest > 1 else 1
     _blocks[(len(products),)](
         *(products, products.stride(0), stream.position, bits(weight), turns, eps),
         *(batch.rows, batch.owners, slots, slots.stride(0), states, states.stride(0)),

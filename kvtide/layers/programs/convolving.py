@@ -36,7 +36,7 @@ def convolve(
     """
     inputs = conv.rounded(run, place, inputs)
     batch, count = run.batch, len(inputs)
-    single = batch.longest == 1
+    single = batch.bounds.longest == 1
     read, write = run.state_slots(place)
     view = run.step.view(place.pool.name, place.layer)
     # Without a tail, nothing is kept.

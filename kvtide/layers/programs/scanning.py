@@ -59,7 +59,7 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
     channels = max(LEAST_ROWS, min(CHANNELS, power_of_two(dim)))
     columns = max(LEAST_ROWS, power_of_two(width))
     grid = (len(batch.rows), heads, divided_up(dim, channels))
-    program = _scan_token if batch.longest == 1 else _scan_chunks
+    program = _scan_token if batch.bounds.longest == 1 else _scan_chunks
     program[grid](
         *(convolved, dt, how.dt_bias, how.decay, how.skip, mixed, states, batch.rows, read, write),
         *(convolved.stride(0), dt.stride(0), *states.stride()[:3], *how.dt_limits),

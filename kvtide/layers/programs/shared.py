@@ -7,7 +7,7 @@ takes heads of one token, or of neighbours, since all of them meet the same keys
 few programs, each takes a part of the keys, and one more joins the parts.
 
 What always holds:
-- How work is divided depends on shapes, `longest` and `most_past` alone.
+- How work is divided depends on shapes and `Bounds` alone.
 - Nothing is read where there is no slot. A query that sees nothing gets zeros.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,7 @@ from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import plain
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
+from kvtide.layers.programs.spans import backwards, spans
 from kvtide.layers.programs.tiles import (
     KEYS,
     LOG2_E,
@@ -78,7 +78,7 @@ def attend_blocks(
     rows = rows_of(heads)
     programs = tokens * divided_up(heads, rows)
     assert how.window is not None, "what the step brings is seen through a window"
-    span = far.most(batch.most_past + batch.longest) + how.window
+    span = far.most(batch.bounds.most_past + batch.bounds.longest) + how.window
     parts = Parts.of(queries, dim, programs, rows, span)
     near_fields, far_fields = _vectors_of(run, window), _vectors_of(run, far.place)
     tables = batch.slots[window.anchor], batch.slots[far.place.anchor]
@@ -100,7 +100,7 @@ def attend_blocks(
         SINKS=how.sinks is not None,
         SPLIT=parts.count > 1,
         HEADS=heads,
-        OWN=LEAST_ROWS if batch.longest == 1 else 32,
+        OWN=LEAST_ROWS if batch.bounds.longest == 1 else 32,
         DIM=dim,
         NOPE=nope,
         GROUP=JOINED_GROUP,
@@ -135,17 +135,20 @@ def attend_latent(
     view = run.step.view(place.pool.name, place.layer)
     latent, rope, scales = view["latent"], view["rope"], view.get("latent_scale")
     rank, shared = latent.shape[-1], rope.shape[-1]
-    each = 1 if batch.longest == 1 or chosen is not None else max(1, ROWS // heads)
-    blocks = batch.owners if each == 1 else run.shared(("latent", each), lambda: _blocks(run, each))
+    each = 1 if batch.bounds.longest == 1 or chosen is not None else max(1, ROWS // heads)
+    blocks, busy = batch.owners, tokens
+    if each > 1:
+        cut = spans(run, each)
+        blocks, busy = cut.table, cut.busy
     rows = rows_of(each * heads)
-    programs = len(blocks) * divided_up(each * heads, rows)
-    span = batch.most_past + batch.longest
+    shares = divided_up(each * heads, rows)
+    span = batch.bounds.most_past + batch.bounds.longest
     seen = span if chosen is None else min(span, chosen.shape[1])
-    parts = Parts.of(queries, rank, programs, rows, seen)
+    parts = Parts.of(queries, rank, busy * shares, rows, seen)
     table = batch.slots[place.anchor]
     # What is gathered or unpacked, or met by few, takes other room than larger tiles leave.
     shared_by_many = rows == ROWS and chosen is None and scales is None
-    _attend_latent[(programs, parts.count)](
+    _attend_latent[(len(blocks) * shares, parts.count)](
         *(queries, latent, latent if scales is None else scales, rope, parts.mixed, parts.weights),
         *(blocks if chosen is None else chosen, batch.rows, blocks, table, table.stride(0)),
         *(0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
@@ -168,17 +171,6 @@ def attend_latent(
         **tiles(queries, rows, rank, 2 * KEYS if shared_by_many else KEYS),
     )
     return parts.joined(queries.dtype)
-
-
-def _blocks(run: ForwardPass, tokens: int) -> Tensor:
-    """(programs, 2): sequence, first row. Those with the most to see come first."""
-    blocks = [
-        (rows.past + row - rows.start, number, row)
-        for number, rows in enumerate(run.sequences)
-        for row in range(rows.start, rows.end, tokens)
-    ]
-    ordered = [block[1:] for block in sorted(blocks, reverse=True)]
-    return torch.tensor(ordered, dtype=torch.int32).to(run.positions.device)
 
 
 # -- programs ----------------------------------------------------------------------------------
@@ -313,10 +305,13 @@ def _attend_latent(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,  # noqa: N803
 ):
     SHARES: tl.constexpr = (TOKENS * HEADS + M - 1) // M  # noqa: N806
-    block, share, part = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES, tl.program_id(1)
+    place, part = backwards(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
+    block, share = place // SHARES, place % SHARES
     # Where a program takes one token, its number is the block's.
-    number = tl.load(owners + block * (1 if TOKENS == 1 else 2))
-    first = block if TOKENS == 1 else tl.load(owners + block * 2 + 1)
+    number = tl.load(owners + block * (1 if TOKENS == 1 else 3))
+    first = block if TOKENS == 1 else tl.load(owners + block * 3 + 1)
+    if number < 0:
+        return
     start, end = tl.load(rows + 3 * number), tl.load(rows + 3 * number + 1)
     before = tl.load(rows + 3 * number + 2) - start
     row = share * M + tl.arange(0, M)

@@ -96,7 +96,7 @@ def world(
         start += count
     at = torch.cat([torch.arange(one.past, one.total) for one in rows]).to(device)
     batch = Batch.of(rows, device)
-    seen = () if batch.longest == 1 else tuple(rows)
+    seen = () if batch.bounds.longest == 1 else tuple(rows)
     run = ForwardPass(Step(at, at, seen, PAGE, buffers.view, lambda layer: None, batch))
     return World(Place(pool, 0), run, tuple(rows), buffers, states)
 

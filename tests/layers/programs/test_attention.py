@@ -21,7 +21,7 @@ from kvtide.layers.programs import (
     attention_tiles,
 )
 from kvtide.layers.programs.attention import attend_paged
-from kvtide.layers.step import Batch, Rows, Step
+from kvtide.layers.step import Batch, Bounds, Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.parts import KVDType, by_head
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -155,7 +155,9 @@ def recorded(run: ForwardPass, idle: int) -> ForwardPass:
     more = torch.tensor(rows, dtype=torch.int32, device=one.rows.device)
     owners = torch.arange(len(one.rows) + idle, dtype=torch.int32, device=one.rows.device)
     slots = functional.pad(one.slots["kv"], (0, 3, 0, idle), value=-1)
-    batch = Batch(torch.cat([one.rows, more]), owners, {"kv": slots}, 1, 1000)
+    batch = Batch(
+        torch.cat([one.rows, more]), owners, {"kv": slots}, Bounds(1, 1000, 0, 0, singles=True)
+    )
     return ForwardPass(replace(run.step, sequences=(), batch=batch))
 
 

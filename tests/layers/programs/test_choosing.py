@@ -64,7 +64,7 @@ def asked_again(
 ) -> Tensor:
     """What is chosen: every time the same, by the same scores."""
     batch, given = filled.run.batch, (filled.run, place, queries, weights)
-    most = (batch.most_past + batch.longest) // place.pool.tokens_per_entry
+    most = (batch.bounds.most_past + batch.bounds.longest) // place.pool.tokens_per_entry
 
     def scored() -> Tensor:
         scores = torch.full((filled.tokens, most), -torch.inf, device=filled.device)
