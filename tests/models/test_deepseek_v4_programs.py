@@ -6,34 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvtide.models
-from kvtide.layers.arithmetic import Batched
-from kvtide.models import Model, build
+from kvtide.models import Model
 from kvtide.spec.families import KVDType
 from tests.models.playing import Player
-from tests.models.tiny import checkpoint, prompt
+from tests.models.programmed import by_program, in_torch
+from tests.models.tiny import prompt
 
 TINY, OTHER = "deepseek_v4", "deepseek_v4-no-hash-other-shapes"
-FEW = {"index_topk": 2, "hc_sinkhorn_iters": 3, "sliding_window": 7}
-"""So that few tokens suffice for blocks to be left out, and rounds take no minutes."""
-
-
-class Everywhere(Batched):
-    """Programs, whatever the device."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
-def model(name: str, kv: KVDType = KVDType.FP32) -> Model:
-    saved = checkpoint(name)
-    return build({**saved.config, **FEW}, saved.weights, page_tokens=16, kv_dtype=kv)
-
-
-def by_program(monkeypatch: pytest.MonkeyPatch, name: str, kv: KVDType = KVDType.FP32) -> Model:
-    with monkeypatch.context() as patch:
-        patch.setattr(kvtide.models, "choose", lambda deterministic: Everywhere())
-        return model(name, kv)
 
 
 def together(model: Model) -> Tensor:
@@ -50,7 +29,7 @@ def together(model: Model) -> Tensor:
 def test_programs_give_the_logits_of_the_torch_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, wanted = together(by_program(monkeypatch, name)), together(model(name))
+    found, wanted = together(by_program(name, monkeypatch)), together(in_torch(name))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
@@ -58,10 +37,10 @@ def test_a_shared_expert_among_the_others_gives_the_logits_of_one_beside_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In layers whose experts are chosen, and in one whose experts a table tells."""
-    among = by_program(monkeypatch, TINY)
+    among = by_program(TINY, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("kvtide.layers.moe.cut", lambda *given: [])
-        beside = by_program(monkeypatch, TINY)
+        beside = by_program(TINY, monkeypatch)
     for one, count in ((among, 1), (beside, 0)):
         mixtures = [layer.experts for layer in one.layers.values()]
         assert [mixture.beside for mixture in mixtures] == [count] * 3
@@ -72,8 +51,8 @@ def test_a_shared_expert_among_the_others_gives_the_logits_of_one_beside_them(
 
 def test_packed_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value on the verge may round the other way in one of the two, and show a little."""
-    unrounded, wanted = (together(model(TINY, kv)) for kv in (KVDType.FP32, KVDType.FP8))
-    found = together(by_program(monkeypatch, TINY, KVDType.FP8))
+    unrounded, wanted = (together(in_torch(TINY, kv)) for kv in (KVDType.FP32, KVDType.FP8))
+    found = together(by_program(TINY, monkeypatch, KVDType.FP8))
     rounding = float((wanted - unrounded).abs().mean())
     off = float((found - wanted).abs().mean())
     assert off <= rounding / 50, f"off by {off:.2g}, where rounding moves logits by {rounding:.2g}"

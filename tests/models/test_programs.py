@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Batched
 from kvtide.layers.moe import Mixture
-from kvtide.models import Model, build
-from kvtide.spec.families import KVDType
+from kvtide.models import Model
 from tests.models import tiny
 from tests.models.playing import Player
+from tests.models.programmed import by_program
 
 NAMES = (
     "falcon_h1",  # Mamba2 beside attention.
@@ -33,13 +32,6 @@ SHARED = {"deepseek_v3": 1, "kimi_linear-groups-narrow-queries": 2}
 """Names, and as how many experts an MLP that all tokens go to is taken."""
 
 
-class Programmed(Batched):
-    """Leaves its work to programs wherever it is."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
 def played(model: Model) -> Tensor:
     """Logits of a prompt, of a step with all kinds of shares, and of single tokens."""
     player = Player(model)
@@ -49,14 +41,6 @@ def played(model: Model) -> Tensor:
     logits += player.step((other, 1), (one, 1))
     logits += player.step((one, 2))
     return torch.cat(logits)
-
-
-def by_program(name: str, monkeypatch: pytest.MonkeyPatch) -> Model:
-    # An interpreter takes long for every program.
-    monkeypatch.setattr("kvtide.layers.programs.heads.FEW_TOKENS", 0)
-    monkeypatch.setattr("kvtide.models.choose", lambda deterministic: Programmed())
-    saved = tiny.checkpoint(name)
-    return build(saved.config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32)
 
 
 @pytest.mark.parametrize("name", NAMES)
