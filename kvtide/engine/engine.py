@@ -43,7 +43,7 @@ class Engine:
     """`computed`: how many tokens the last step took through the model.
 
     `token_s`: how long computing a prompt's token takes, for those who know; 0 if nobody does.
-    `records`: whether passes of single tokens are recorded where a device can do that.
+    `records`: whether passes of few tokens are recorded where a device can do that.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Engine:
         self.vocabulary, self._positions = cache.agreement.least(
             [model.vocabulary, model.max_positions]
         )
-        self._runner = Runner(model, cache, seat, most_running, records)
+        self._runner = Runner(model, cache, seat, most_running, chunk_tokens, records)
         self.scheduler = Scheduler(cache, chunk_tokens, most_running, self._runner.records)
         self.computed = 0
         self.token_s = 0.0

@@ -1,25 +1,29 @@
-"""Passes of single tokens, recorded once and played again: CUDA graphs.
+"""Passes of few tokens, recorded once and played again.
 
-A pass that computes one token for each of a few sequences is hundreds of launches that take little
-time each: a recording plays them all with one. It is for a number of rows, and for sequences
-up to a length. Fewer sequences are filled up with rows that nobody needs, which have no slots and
-so write nothing.
+Such a pass is hundreds of launches that take little time each: a recording plays them with one, or
+with one a layer. It is for a number of tokens and of sequences, and for sequences up to a length.
+What is left of it is filled up with tokens that nobody needs, of sequences without slots, which
+write nothing.
+
+There are two kinds. Steps of single tokens have recordings for a number of sequences, which give
+logits. All other steps of up to some number of tokens (the rest of a prompt whose prefix was found,
+beside those who generate) have recordings for as many sequences as there may be, which give hidden
+states. These are cut before every layer: they can be played while a prefix is on its way.
 
 Copies between device and host go on beside it: they are on streams of their own, and pages on
-their way are in no table of a step that is played.
+their way are read by no layer that has not waited for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from kvtide.engine.studio import Studio, Wait
 from kvtide.engine.tables import State, Table
 from kvtide.layers import Step
 from kvtide.layers.step import Batch, Bounds
@@ -27,45 +31,49 @@ from kvtide.models import Model
 
 SHORTEST = 4096
 """The length that the first recordings are for; each next one is for four times as many tokens."""
-
-
-@dataclass(slots=True)
-class Studio:
-    """A device, the stream that passes are recorded on, and the memory that all recordings share,
-    of up to `most_rows` rows: only one is played at a time. `logits`: where each leaves its own."""
-
-    device: torch.device
-    most_rows: int
-    stream: torch.cuda.Stream
-    pool: Any
-    logits: Tensor | None = None
-
-    @classmethod
-    def on(cls, device: torch.device, most_rows: int) -> Studio:
-        return cls(device, most_rows, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
-
-    def room(self, logits: Tensor) -> Tensor:
-        """For logits such as these."""
-        if self.logits is None:
-            self.logits = logits.new_empty((self.most_rows, logits.shape[-1]))
-        return self.logits[: len(logits)]
+SIZES = (64, 128, 192, 256, 384, 512, 576, 640, 768, 896, 1024)
+"""Tokens of steps that are not single ones. Launching a larger one takes less than computing it."""
+PROMPT_TOKENS = 64
+"""In a step of n times as many, n sequences may have several: for more, work is divided badly."""
 
 
 class Row(NamedTuple):
-    """One sequence's token, how many it has before, and where: `lease` numbers whose pages."""
+    """One sequence's new tokens, how many it has before, and where: `lease` numbers whose pages."""
 
-    token: int
+    tokens: Sequence[int]
     past: int
     lease: int
     state: State
     table: Table
 
 
+class Size(NamedTuple):
+    """Of a pass: tokens in it, of how many sequences, how many of these may have several; and how
+    long a sequence may be."""
+
+    tokens: int
+    sequences: int
+    prompts: int
+    length: int
+
+    @property
+    def single(self) -> bool:
+        return self.prompts == 0
+
+    @property
+    def bounds(self) -> Bounds:
+        if self.single:
+            return Bounds(1, self.length - 1, 0, 0, singles=True)
+        # One more has what nobody needs.
+        past, prompts = self.length - 1, self.prompts + 1
+        return Bounds(self.tokens, past, prompts, past, singles=True)
+
+
 View = Callable[[str, int], Mapping[str, Tensor]]
 
 
 def widths(most: int) -> Iterator[int]:
-    """For how many rows there are recordings."""
+    """For how many single tokens there are recordings."""
     yield from (width for width in (1, 2, 4) if width < most)
     step, width = 8, 8
     while width < most:
@@ -76,114 +84,146 @@ def widths(most: int) -> Iterator[int]:
 
 
 def lengths() -> Iterator[int]:
-    """For how many tokens there are recordings."""
+    """How long sequences may be that there are recordings for."""
     return (SHORTEST * 4**number for number in count())
 
 
 class Recording:
-    """A pass for up to `rows` sequences of up to `length` tokens.
+    """A pass of one size, of a kind that has no more than `most` tokens."""
 
-    `studio` is where it is made, with others: libraries keep memory for every stream that they have
-    seen.
-    """
-
-    def __init__(self, model: Model, view: View, studio: Studio, rows: int, length: int) -> None:
-        memory = model.memory
-        pages = -(-length // memory.page_tokens)
+    def __init__(self, model: Model, view: View, studio: Studio, size: Size, most: int) -> None:
+        memory, self._size, self._studio = model.memory, size, studio
+        # What nobody needs of a pass of several tokens is one more sequence.
+        self._sequences = size.sequences + (0 if size.single else 1)
         names = [anchor.name for anchor in memory.anchors]
-        room = torch.full((4 * rows + len(names) * rows * pages,), -1, dtype=torch.int32)
-        self._room = room.pin_memory()
-        self._there = torch.empty_like(self._room, device=studio.device)
-        self._sent = torch.cuda.Event()
-        self._tokens, self._rows, self._tables = _parts(self._room.numpy(), rows, names)
-        self._filled: list[tuple[int, State] | None] = [None] * rows
-        self._tokens[:] = 0
-        self._rows[:] = np.stack([np.arange(rows), np.arange(1, rows + 1), np.zeros(rows)], 1)
-        tokens, spans, tables = _parts(self._there, rows, names)
-        owners = torch.arange(rows, dtype=torch.int32, device=studio.device)
+        pages = -(-max(size.length, size.tokens) // memory.page_tokens)
+        room = 3 * size.tokens + self._sequences * (3 + len(names) * pages)
+        self._mirror = studio.mirror(room)
+        self._ours = self._parts(self._mirror.open(), names)
+        self._filled: list[tuple[int, State] | None] = [None] * self._sequences
+        self._fill(())
+        self._mirror.send()
+        tokens, at, owners, rows, tables = self._parts(self._mirror.there, names)
         # A recording reads what it was made with: nobody else may get that memory.
-        self._batch = batch = Batch(spans, owners, tables, Bounds(1, length - 1, 0, 0, True))
+        self._batch = batch = Batch(rows, owners, tables, size.bounds)
 
-        def forward() -> Tensor:
-            at = spans[:, 2].long()
-            step = Step(tokens.long(), at, (), memory.page_tokens, view, _nothing, batch)
-            return model.logits(model.forward(step))
+        def forward(wait: Wait) -> Tensor:
+            step = Step(tokens.long(), at.long(), (), memory.page_tokens, view, wait, batch)
+            hidden = model.forward(step)
+            return model.logits(hidden) if size.single else hidden
 
-        self._there.copy_(self._room)
-        self._graph = torch.cuda.CUDAGraph()
-        studio.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(studio.stream):
-            # Programs are compiled when they first run, which cannot be recorded.
-            self._logits = studio.room(forward())
-        # Other threads copy pages meanwhile, which is none of the recording's business.
-        with torch.cuda.graph(
-            self._graph, studio.pool, studio.stream, capture_error_mode="thread_local"
-        ):
-            self._logits.copy_(forward())
-        torch.cuda.current_stream().wait_stream(studio.stream)
+        self._room = "logits" if size.single else "hidden"
+        self._play = studio.record(forward, self._room, most, cut=not size.single)
 
-    def play(self, rows: Sequence[Row]) -> Tensor:
-        """The logits after these tokens, a row for each, until something is played again."""
-        self._sent.synchronize()
-        count = len(rows)
-        assert all(row.past <= self._batch.bounds.most_past for row in rows), "a sequence is too long"
-        self._tokens[:count] = [row.token for row in rows]
-        self._rows[:count, 2] = [row.past for row in rows]
-        self._rows[count:, 2] = 0
-        for number, known in enumerate(self._filled):
-            row = rows[number] if number < count else None
-            if known != (wanted := None if row is None else (row.lease, row.state)):
-                self._filled[number] = wanted
-                self._fill(number, {} if row is None else row.table)
-        self._there.copy_(self._room, non_blocking=True)
-        self._sent.record()
-        self._graph.replay()
-        return self._logits[:count]
+    def _parts(self, flat: Any, names: Sequence[str]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Tokens, positions, owners, rows, and tables by anchor, in one run of numbers: of numpy
+        or of a device."""
+        tokens, sequences = self._size.tokens, self._sequences
+        each, rest = flat[: 3 * tokens].reshape(3, tokens), flat[3 * tokens :]
+        rows = rest[: 3 * sequences].reshape(sequences, 3)
+        tables = rest[3 * sequences :].reshape(len(names), sequences, -1)
+        return *each, rows, {name: tables[i] for i, name in enumerate(names)}
 
-    def _fill(self, row: int, table: Table) -> None:
-        for name, ours in self._tables.items():
-            slots = table.get(name, ())
-            count = min(len(slots), ours.shape[1])
-            ours[row, :count] = slots[:count]
-            ours[row, count:] = -1
+    @property
+    def single(self) -> bool:
+        return self._size.single
+
+    def play(self, rows: Sequence[Row], wait: Wait) -> Tensor:
+        """What comes of these: logits after each token if all are single, else hidden states; until
+        something is played again."""
+        assert all(row.past + len(row.tokens) <= self._size.length for row in rows), "too long"
+        self._mirror.open()
+        self._fill(rows)
+        self._mirror.send()
+        self._play(wait)
+        return self._studio.left(self._room, sum(len(row.tokens) for row in rows))
+
+    def _fill(self, rows: Sequence[Row]) -> None:
+        tokens, at, owners, spans, _ = self._ours
+        counts = [len(row.tokens) for row in rows]
+        ends = np.cumsum(counts, dtype=np.int32)
+        used, given = int(sum(counts)), len(rows)
+        past = np.fromiter((row.past for row in rows), np.int32, given)
+        tokens[:used] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int32, used)
+        tokens[used:] = 0
+        owners[:used] = np.repeat(np.arange(given, dtype=np.int32), counts)
+        spans[:given] = np.stack([ends - counts, ends, past], 1)
+        at[:used] = np.arange(used) + np.repeat(past - spans[:given, 0], counts)
+        spans[given:] = 0
+        left = np.arange(len(tokens) - used)
+        if self._size.single:
+            owners[used:], at[used:] = used + left, 0
+            spans[given:, 0], spans[given:, 1] = used + left, used + left + 1
+        elif len(left):
+            # One sequence has all of them, and those behind it have none.
+            owners[used:], at[used:] = given, left
+            spans[given, :2] = (used, len(tokens))
+        for number in range(self._sequences):
+            self._fill_table(number, rows[number] if number < given else None)
+
+    def _fill_table(self, number: int, row: Row | None) -> None:
+        """If it is not there already."""
+        wanted = None if row is None else (row.lease, row.state)
+        if self._filled[number] == wanted:
+            return
+        self._filled[number] = wanted
+        for name, ours in self._ours[-1].items():
+            slots = () if row is None else row.table.get(name, ())
+            known = min(len(slots), ours.shape[1])
+            ours[number, :known] = slots[:known]
+            ours[number, known:] = -1
 
 
 class Recordings:
-    """Those of one model, made when they are first needed."""
+    """Those of one model, made when they are first needed; for steps of up to `most` sequences and
+    `most_tokens` tokens."""
 
-    def __init__(self, model: Model, view: View, device: torch.device, most_rows: int) -> None:
-        self._model, self._view, self._studio = model, view, Studio.on(device, most_rows)
-        self._widths = sorted(set(widths(most_rows)))
-        self._made: dict[tuple[int, int], Recording] = {}
+    def __init__(
+        self, model: Model, view: View, studio: Studio, most: int, most_tokens: int
+    ) -> None:
+        self._model, self._view, self._studio, self._most = model, view, studio, most
+        self._widths = sorted(set(widths(most)))
+        enough = next((size for size in SIZES if size >= most_tokens), SIZES[-1])
+        self._tokens = [size for size in SIZES if size <= enough]
+        self._made: dict[Size, Recording] = {}
 
-    def fitting(self, rows: int, length: int) -> Recording | None:
-        """For so many sequences, the longest of so many tokens; None for more than any has."""
-        width = next((width for width in self._widths if width >= rows), None)
-        if width is None:
-            return None
-        most = next(most for most in lengths() if most >= length)
-        if (width, most) not in self._made:
-            made = Recording(self._model, self._view, self._studio, width, most)
-            self._made[width, most] = made
-        return self._made[width, most]
+    @property
+    def most_tokens(self) -> int:
+        """Steps of more have no recording."""
+        return max(self._most, self._tokens[-1])
+
+    def fitting(self, rows: Sequence[Row], loading: bool) -> Recording | None:
+        """One for such sequences, of which some may be `loading`; None for more than any has."""
+        several = sum(len(row.tokens) > 1 for row in rows)
+        length = max(row.past + len(row.tokens) for row in rows)
+        single = not several and not loading
+        for size in self._sizes(single, next(most for most in lengths() if most >= length)):
+            fits = len(rows) <= size.sequences and several <= size.prompts
+            if fits and sum(len(row.tokens) for row in rows) <= size.tokens:
+                return self._of(size)
+        return None
 
     def prepare(self, longest: int) -> None:
         """Make those for sequences of up to so many tokens, so that nobody waits for them later.
 
-        The widest of the longest comes first: what it takes of the shared memory is enough for all.
+        The largest come first: what they take of the shared memory is enough for all.
         """
-        shorter = takewhile(lambda length: length < longest, lengths())
-        for length in reversed([*shorter, longest]):
-            for width in reversed(self._widths):
-                self.fitting(width, length)
+        shorter = [*takewhile(lambda length: length < longest, lengths())]
+        last = next(length for length in lengths() if length >= longest)
+        for length in reversed([*shorter, last]):
+            for single in (False, True):
+                for size in reversed(self._sizes(single, length)):
+                    self._of(size)
 
+    def _sizes(self, single: bool, length: int) -> list[Size]:
+        if single:
+            return [Size(width, width, 0, length) for width in self._widths]
+        most = self._most
+        return [Size(n, min(most, n), min(most, n // PROMPT_TOKENS), length) for n in self._tokens]
 
-def _nothing(layer: int) -> None:
-    """No prefix is on its way to anybody in the step."""
-
-
-def _parts(flat: Any, rows: int, names: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
-    """Tokens, rows, and tables by anchor, in one run of numbers: of numpy or of a device."""
-    tokens, spans, rest = flat[:rows], flat[rows : 4 * rows].reshape(rows, 3), flat[4 * rows :]
-    tables = rest.reshape(len(names), rows, -1)
-    return tokens, spans, {name: tables[i] for i, name in enumerate(names)}
+    def _of(self, size: Size) -> Recording:
+        if size not in self._made:
+            most = self._most if size.single else self._tokens[-1]
+            made = Recording(self._model, self._view, self._studio, size, most)
+            self._made[size] = made
+        return self._made[size]

@@ -18,8 +18,9 @@ from kvtide.cache import Lease, TieredCache, TransferError
 from kvtide.engine.recording import Recordings, Row
 from kvtide.engine.scheduler import Share
 from kvtide.engine.seat import Seat
-from kvtide.engine.tables import Tables, laid_out, sent, spans
-from kvtide.layers import Rows, Step
+from kvtide.engine.studio import studio
+from kvtide.engine.tables import Numbers, Tables, laid_out, sent, spans
+from kvtide.layers import Step
 from kvtide.models import Model
 
 
@@ -36,22 +37,22 @@ class Passed(Protocol):
 class Computed:
     """Logits are made of the rows that somebody wants."""
 
-    def __init__(self, runner: Runner, hidden: Tensor, sequences: Sequence[Rows]) -> None:
+    def __init__(self, runner: Runner, hidden: Tensor, spans: Numbers) -> None:
         self._runner = runner
         self._hidden = hidden
-        self._sequences = sequences
+        self._spans = spans
 
     def last(self, numbers: Sequence[int]) -> Tensor:
-        rows = [self._sequences[number].end - 1 for number in numbers]
+        rows = [int(self._spans[number, 1]) - 1 for number in numbers]
         return self._runner.logits(self._hidden[rows])
 
     def rows(self, number: int, first: int, count: int) -> Tensor:
-        start = self._sequences[number].start + first
+        start = int(self._spans[number, 0]) + first
         return self._runner.logits(self._hidden[start : start + count])
 
 
-class Played:
-    """A recorded pass: every share has one token, and there are logits for all."""
+class Single:
+    """A recorded pass in which every share has one token: there are logits for all."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -72,6 +73,10 @@ class Loads:
         self._cache = cache
         self._leases = leases
 
+    @property
+    def any(self) -> bool:
+        return bool(self._leases)
+
     def wait(self, layer: int) -> None:
         """Each layer waits only for its own part."""
         try:
@@ -89,12 +94,18 @@ class Loads:
 class Runner:
     """`seat` is where this rank's part of a pass begins and ends.
 
-    Steps of up to `most_rows` single tokens are recorded (`recording`), if a device can do that
-    and one rank has the whole model.
+    Steps have up to `most_rows` sequences and `most_tokens` tokens. Those of few are recorded
+    (`recording`), if the model leaves its work to programs and one rank has all of it.
     """
 
     def __init__(
-        self, model: Model, cache: TieredCache, seat: Seat, most_rows: int, records: bool = True
+        self,
+        model: Model,
+        cache: TieredCache,
+        seat: Seat,
+        most_rows: int,
+        most_tokens: int,
+        records: bool = True,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -104,7 +115,8 @@ class Runner:
         self._width: int | None = None
         self._recordings: Recordings | None = None
         if records and seat.ranks == 1 and model.runs_programs(self._device):
-            self._recordings = Recordings(model, cache.view, self._device, most_rows)
+            where = studio(self._device)
+            self._recordings = Recordings(model, cache.view, where, most_rows, most_tokens)
 
     @property
     def records(self) -> bool:
@@ -118,17 +130,18 @@ class Runner:
     def run(self, shares: Sequence[Share]) -> Passed:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
         leases = [share.request.held for share in shares if share.request.held.loading]
-        if not leases and (played := self._played(shares)) is not None:
-            return played
         loads = Loads(self._cache, leases)
-        step = self._step(shares, loads)
+        rows = spans(shares)
+        if (played := self._played(shares, rows, loads)) is not None:
+            return played
+        step = self._step(shares, rows, loads)
         before = None
         if not self._model.memory.is_first_stage:
             before = self._seat.received(self._model.carried(step.tokens))
         hidden = self._model.forward(step, before)
         self._seat.send(hidden)
         loads.check()
-        return Computed(self, hidden, step.sequences)
+        return Computed(self, hidden, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The speaker's, on every rank."""
@@ -140,22 +153,24 @@ class Runner:
             said = torch.empty(len(hidden), self._width, device=self._device)
         return self._seat.spoken(said)
 
-    def _played(self, shares: Sequence[Share]) -> Played | None:
+    def _played(self, shares: Sequence[Share], spans: Numbers, loads: Loads) -> Passed | None:
         """The pass from a recording, if there is one for such shares."""
-        if self._recordings is None or any(s.end - s.request.computed > 1 for s in shares):
-            return None
-        recording = self._recordings.fitting(len(shares), max(share.end for share in shares))
-        if recording is None:
+        if self._recordings is None or spans[-1, 1] > self._recordings.most_tokens:
             return None
         rows = []
-        for request, _ in shares:
+        for request, end in shares:
             at = request.computed
             state, table = self._tables.of(request.held)
-            rows.append(Row(request.tokens[at], at, request.held.inner.number, state, table))
-        return Played(recording.play(rows))
+            number = request.held.inner.number
+            rows.append(Row(request.tokens[at:end], at, number, state, table))
+        recording = self._recordings.fitting(rows, loads.any)
+        if recording is None:
+            return None
+        given = recording.play(rows, loads.wait)
+        loads.check()
+        return Single(given) if recording.single else Computed(self, given, spans)
 
-    def _step(self, shares: Sequence[Share], loads: Loads) -> Step:
-        rows = spans(shares)
+    def _step(self, shares: Sequence[Share], rows: Numbers, loads: Loads) -> Step:
         tables = [self._tables.of(share.request.held)[1] for share in shares]
         sequences, batch = laid_out(rows, tables, self._device)
         new = [share.request.tokens[share.request.computed : share.end] for share in shares]

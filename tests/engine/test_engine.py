@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from kvtide.cache import CacheConfig, Hardware, Namespace, TieredCache, Tokens, TransferError
-from kvtide.engine import Ask, Engine, Finish, Request, RequestError, Sampling, State, Update
+from kvtide.engine import (
+    Ask,
+    Engine,
+    Finish,
+    Request,
+    RequestError,
+    Sampling,
+    State,
+    Update,
+    recording,
+)
+from kvtide.layers import Rows as Sequenced
 from kvtide.layers import Step
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
 from kvtide.testing.faults import FaultyBackend
@@ -65,23 +76,27 @@ class Seen(NamedTuple):
 
 
 class Sums:
-    """Keeps every token in every layer, and says their weighted sum."""
+    """Keeps every token in every layer, and says their weighted sum. If it is `recorded`, what it
+    knows of sequences is in a step's tensors."""
 
     memory = MEMORY
     vocabulary = VOCABULARY
 
-    def __init__(self, max_positions: int) -> None:
-        self.max_positions = max_positions
+    def __init__(self, max_positions: int, recorded: bool) -> None:
+        self.max_positions, self.recorded = max_positions, recorded
+        self.tried = False
         self.steps: list[Seen] = []
 
     def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
-        spans = [range(rows.past, rows.total) for rows in step.sequences]
-        self.steps.append(Seen(len(step.tokens), spans))
+        sequences = step.sequences or _needed(step)
+        assert not (self.tried and self.recorded and step.sequences), "computed as it came"
+        spans = [range(rows.past, rows.total) for rows in sequences]
+        self.steps.append(Seen(sum(map(len, spans)), spans))
         hidden = torch.zeros(len(step.tokens), 1, dtype=torch.float64)
         for layer in range(LAYERS):
             step.wait(layer)
             kept = step.view("kv", layer)["x"]
-            for rows in step.sequences:
+            for rows in sequences:
                 hidden[rows.start : rows.end, 0] += self._layer(layer, kept, step, rows)
         return hidden
 
@@ -97,10 +112,21 @@ class Sums:
         return (layer + 1) * (history * weights).cumsum(0)[rows.past :]
 
     def runs_programs(self, device: torch.device) -> bool:
-        return False
+        return self.recorded
 
     def logits(self, hidden: Tensor) -> Tensor:
         return -((torch.arange(VOCABULARY) - hidden) % VOCABULARY).float()
+
+
+def _needed(step: Step) -> list[Sequenced]:
+    """Those sequences of a recorded step that somebody needs."""
+    assert step.batch is not None
+    rows, tables = step.batch.rows.tolist(), step.batch.slots["kv"].long()
+    pairs = zip(rows, tables, strict=True)
+    every = [Sequenced(*row, {"kv": slots}) for row, slots in pairs]
+    for number, one in enumerate(every):
+        assert step.batch.owners[one.start : one.end].unique().tolist() in ([], [number])
+    return [one for one in every if (one.slots["kv"] >= 0).any()]
 
 
 class Stand:
@@ -114,6 +140,7 @@ class Stand:
         chunk_tokens: int = 64,
         most_running: int = 8,
         max_positions: int = 4096,
+        recorded: bool = False,
         **options: Any,
     ) -> None:
         self._raises: set[int] = set()
@@ -128,11 +155,13 @@ class Stand:
             if cell.tier in TIERS:
                 rows = Rows(blocks[TIERS.index(cell.tier)])
                 cell.slots = PoisonedSlots(cell.slots.capacity, rows, "kv")
-        self.model = Sums(max_positions)
+        self.model = Sums(max_positions, recorded)
         self.engine = Engine(
             self.model, self.cache, chunk_tokens=chunk_tokens, most_running=most_running
         )
-        self.model.steps.clear()  # The engine has tried it.
+        self.engine.scheduler.lets_land = False
+        self.model.tried = True
+        self.model.steps.clear()
 
     def submit(self, tokens: Sequence[int], count: int = 3, **more: Any) -> Request:
         return self.engine.submit(Ask(tuple(tokens), count, **more))
@@ -203,13 +232,16 @@ def complete(*requests: Request) -> bool:
     )
 
 
-@pytest.fixture
-def stand() -> Iterator[Callable[..., Stand]]:
+@pytest.fixture(params=["computed", "recorded"])
+def stand(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Stand]]:
     """Makes engines; whatever a test does with one, in the end nothing of it is missing."""
+    monkeypatch.setattr(recording, "PROMPT_TOKENS", 4)  # However many prompts there are.
     stands: list[Stand] = []
 
     def make(**options: Any) -> Stand:
-        stands.append(Stand(**options))
+        stands.append(Stand(recorded=request.param == "recorded", **options))
         return stands[-1]
 
     yield make

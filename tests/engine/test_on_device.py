@@ -193,14 +193,15 @@ def test_recorded_passes_say_what_others_say(
 ) -> None:
     """Of several lengths: one sequence outgrows the first recordings, and the others stay."""
     monkeypatch.setattr(recording, "SHORTEST", 100)
-    played: list[tuple[int, int]] = []
-    fitting = recording.Recordings.fitting
+    monkeypatch.setattr(recording, "SIZES", (64, 256))
+    played: list[recording.Size] = []
+    play = recording.Recording.play
 
-    def noted(self, rows: int, length: int):
-        played.append((rows, length))
-        return fitting(self, rows, length)
+    def noted(self, rows, wait):
+        played.append(self._size)
+        return play(self, rows, wait)
 
-    monkeypatch.setattr(recording.Recordings, "fitting", noted)
+    monkeypatch.setattr(recording.Recording, "play", noted)
     rng = random.Random(name)
     model = model_of(name, device)
     lengths = [90, *(rng.randint(3, 90) for _ in range(10))]
@@ -210,11 +211,11 @@ def test_recorded_passes_say_what_others_say(
     with engine_of(name, model) as engine:
         assert engine.scheduler.lets_land
         engine.prepare()
-        played.clear()
         made = dict(engine._runner._recordings._made)
         recorded = answered(engine, asks)
         assert engine._runner._recordings._made == made, "all were made before"
-    assert len(played) >= 20 and {length > 100 for _, length in played} == {True, False}
+    assert len(played) >= 20 and {size.length > 100 for size in played} == {True, False}
+    assert {size.single for size in played} == {True, False}
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)

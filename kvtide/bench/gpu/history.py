@@ -7,7 +7,8 @@ import torch
 
 from kvtide.bench.gpu.bed import Bed
 from kvtide.bench.gpu.ceilings import timed
-from kvtide.engine.recording import Recording, Row, Studio
+from kvtide.engine.recording import Recording, Row, Size
+from kvtide.engine.studio import studio
 from kvtide.layers.packing import packing
 from kvtide.spec import ALL, ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -23,7 +24,8 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
     block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=bed.device)
     buffers = Buffers(arrangement, block)
     _fill(memory, buffers)
-    recording = Recording(model, buffers.view, Studio.on(bed.device, batch), batch, context + 1)
+    size = Size(batch, batch, 0, context + 1)
+    recording = Recording(model, buffers.view, studio(bed.device), size, batch)
     order = np.random.default_rng(0)
     free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
     rows = []
@@ -32,8 +34,8 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
         for name, count in held.items():
             table[name] = np.full(pages, -1, dtype=np.int32)
             table[name][pages - count :] = free[name][number * count : (number + 1) * count]
-        rows.append(Row(number % model.vocabulary, context, number, (0, 0, 0), table))
-    return timed(lambda: recording.play(rows), bed.device, 20)
+        rows.append(Row([number % model.vocabulary], context, number, (0, 0, 0), table))
+    return timed(lambda: recording.play(rows, lambda layer: None), bed.device, 20)
 
 
 def _fill(memory: ModelMemory, buffers: Buffers) -> None:

@@ -1,0 +1,171 @@
+"""Where passes are recorded: what a device does is taken down once and then done again.
+
+Studios of all devices have the same: `mirror`, numbers that change from one time to the next,
+`record`, and `left`, what came of it. On a CUDA device a recording is CUDA graphs. On any other it
+is the pass itself, computed anew: what a recording may depend on can be tried there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Wait = Callable[[int], None]
+"""Called before a layer reads what was kept of earlier tokens."""
+Play = Callable[[Wait], None]
+
+
+class Mirror(Protocol):
+    """int32 numbers of the host, all -1 at first, and what a device has of them."""
+
+    there: Tensor
+
+    def open(self) -> NDArray[np.int32]:
+        """The numbers, when the device has no more need of what they were."""
+
+    def send(self) -> None:
+        """Before what is computed next: nobody waits for it."""
+
+
+class Studio(Protocol):
+    def mirror(self, count: int) -> Mirror: ...
+
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+        """Leaves what `forward` gives, of up to `most` rows, in a room that recordings share.
+
+        Rooms are known by name. Only one recording is played at a time. If `cut`, it can be played
+        while prefixes are on their way: each layer waits for its own part.
+        """
+
+    def left(self, room: str, rows: int) -> Tensor:
+        """What was left in a room, until something is played again."""
+
+
+def studio(device: torch.device) -> Studio:
+    return _Graphs(device) if device.type == "cuda" else _Anew()
+
+
+# -- CUDA --------------------------------------------------------------------------------------
+
+
+class _Pinned:
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._here = torch.full((count,), -1, dtype=torch.int32).pin_memory()
+        self.there = self._here.to(device)
+        self._sent = torch.cuda.Event()
+
+    def open(self) -> NDArray[np.int32]:
+        self._sent.synchronize()
+        return self._here.numpy()
+
+    def send(self) -> None:
+        self.there.copy_(self._here, non_blocking=True)
+        self._sent.record()
+
+
+class _Graphs:
+    """With one stream and one pool of memory for all recordings: libraries keep memory for every
+    stream that they have seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rooms: dict[str, Tensor] = {}
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def mirror(self, count: int) -> Mirror:
+        return _Pinned(count, self._device)
+
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Programs are compiled when they first run, which cannot be recorded.
+            such = forward(_nothing)
+            if room not in self._rooms:
+                self._rooms[room] = such.new_empty((most, *such.shape[1:]))
+        taken, target = _Taken(self._stream, self._pool), self._rooms[room][: len(such)]
+        with taken:
+            target.copy_(forward(taken.cut if cut else _nothing))
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return taken.play
+
+    def left(self, room: str, rows: int) -> Tensor:
+        return self._rooms[room][:rows]
+
+
+class _Taken:
+    """Graphs, and the layer that each of them begins with; the first begins with none."""
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._stream, self._pool = stream, pool
+        self._graphs: list[tuple[int | None, torch.cuda.CUDAGraph]] = []
+        self._under_way: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._begin(None)
+
+    def __exit__(self, *raised: Any) -> None:
+        assert self._under_way is not None
+        self._under_way.__exit__(*raised)
+
+    def cut(self, layer: int) -> None:
+        """End a graph before this layer, and begin the next. What the first holds is still held
+        by whoever computes the pass, and so by none of the next."""
+        self.__exit__(None, None, None)
+        self._begin(layer)
+
+    def _begin(self, layer: int | None) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append((layer, graph))
+        # Other threads copy pages meanwhile, which is none of the recording's business.
+        self._under_way = torch.cuda.graph(
+            graph, self._pool, self._stream, capture_error_mode="thread_local"
+        )
+        self._under_way.__enter__()
+
+    def play(self, wait: Wait) -> None:
+        for layer, graph in self._graphs:
+            if layer is not None:
+                wait(layer)
+            graph.replay()
+
+
+def _nothing(layer: int) -> None:
+    """No prefix is on its way to anybody in the pass."""
+
+
+# -- elsewhere ---------------------------------------------------------------------------------
+
+
+class _Plain:
+    def __init__(self, count: int) -> None:
+        self.there = torch.full((count,), -1, dtype=torch.int32)
+
+    def open(self) -> NDArray[np.int32]:
+        return self.there.numpy()
+
+    def send(self) -> None:
+        pass
+
+
+class _Anew:
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    def mirror(self, count: int) -> Mirror:
+        return _Plain(count)
+
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+        def play(wait: Wait) -> None:
+            self._rooms[room] = forward(wait if cut else _nothing)
+
+        return play
+
+    def left(self, room: str, rows: int) -> Tensor:
+        return self._rooms[room][:rows]
