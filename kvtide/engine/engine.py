@@ -9,6 +9,7 @@ order (`seat`): what a rank learns by itself decides nothing before all have agr
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from kvtide.cache import TieredCache, TransferError
@@ -80,6 +81,11 @@ class Engine:
     def most_tokens(self) -> int:
         """The longest sequence that can be served: prompt and answer."""
         return min(self.cache.most_tokens, self._positions)
+
+    @property
+    def passes(self) -> Counter[str]:
+        """How many passes there were, by kind, as the runner counts them."""
+        return self._runner.passes
 
     def prepare(self) -> None:
         """Do beforehand what would keep the first requests waiting."""

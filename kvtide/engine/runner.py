@@ -7,6 +7,7 @@ whether it went well everywhere. If not, nothing of it is used.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -96,6 +97,7 @@ class Runner:
 
     Steps have up to `most_rows` sequences and `most_tokens` tokens. Those of few are recorded
     (`recording`), if the model leaves its work to programs and one rank has all of it.
+    `passes`: how many were played, of single tokens or several, or computed as they came.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Runner:
         self._device = cache.config.torch_device
         self._tables = Tables(cache)
         self._width: int | None = None
+        self.passes: Counter[str] = Counter()
         self._recordings: Recordings | None = None
         if records and seat.ranks == 1 and model.runs_programs(self._device):
             where = studio(self._device)
@@ -134,6 +137,7 @@ class Runner:
         rows = spans(shares)
         if (played := self._played(shares, rows, loads)) is not None:
             return played
+        self.passes["computed"] += 1
         step = self._step(shares, rows, loads)
         before = None
         if not self._model.memory.is_first_stage:
@@ -166,6 +170,7 @@ class Runner:
         recording = self._recordings.fitting(rows, loads.any)
         if recording is None:
             return None
+        self.passes["single" if recording.single else "several"] += 1
         given = recording.play(rows, loads.wait)
         loads.check()
         return Single(given) if recording.single else Computed(self, given, spans)

@@ -91,6 +91,8 @@ def test_conversations_find_more_where_there_is_more_room() -> None:
     assert both.requests == alone.requests == unlimited.requests == 12
     found = [sum(one.found.values()) for one in (alone, both, unlimited)]
     assert found[0] < found[1] <= found[2] and both.found["host"] > 0
+    assert sum(both.passes.values()) >= talk.turns * talk.answer_tokens
+    assert 0 <= both.idle_s < both.seconds
 
 
 def test_transformers_are_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -661,3 +661,10 @@ def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypat
     gate.set()
     at.finish()
     assert complete(early, late) and late.by_tier[Tier.HOST] > 0
+
+
+def test_passes_are_counted_by_kind(stand):
+    at = stand()
+    at.ask(words(1, 9), 3)
+    wanted = {"several": 1, "single": 2} if at.model.recorded else {"computed": 3}
+    assert at.engine.passes == wanted

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvtide.bench.gpu.bed import Bed, first_token_s, forget
+from kvtide.bench.gpu.bed import IDLE_S, Bed, first_token_s, forget
 from kvtide.engine import Ask, Engine, Request
 from kvtide.spec import Tier
 
@@ -37,6 +37,9 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Talked:
+    """`found`: tokens by tier; `passes`: by kind, as an engine counts them; `idle_s`: how long
+    nobody had anything to compute."""
+
     where: str
     device_tokens: int
     host_tokens: int
@@ -44,6 +47,8 @@ class Talked:
     seconds: float
     prompt_tokens: int
     found: dict[str, int]
+    passes: dict[str, int]
+    idle_s: float
 
     @property
     def requests_s(self) -> float:
@@ -85,7 +90,7 @@ def _talked(
     turns: Counter[int] = Counter()
     asked: dict[int, tuple[int, Request]] = {}
     found: Counter[Tier] = Counter()
-    prompts = 0
+    prompts, idle_s = 0, 0.0
 
     def ask(user: int) -> None:
         nonlocal prompts
@@ -97,11 +102,17 @@ def _talked(
 
     first_token_s(engine, system)
     bed.finish()
+    passes = engine.passes.copy()
     start = time.perf_counter()
     for user in histories:
         ask(user)
     while asked:
-        for update in engine.step():
+        begin = time.perf_counter()
+        updates = engine.step()
+        if not engine.computed:
+            time.sleep(IDLE_S)  # Threads that bring prefixes want the interpreter.
+            idle_s += time.perf_counter() - begin
+        for update in updates:
             if update.finish is not None:
                 user, request = asked.pop(update.request.number)
                 found.update(request.by_tier)
@@ -112,4 +123,7 @@ def _talked(
     seconds = time.perf_counter() - start
     by_tier = {tier.name.lower(): count for tier, count in found.items()}
     requests = talk.users * talk.turns
-    return Talked(name, device_tokens, host_tokens, requests, seconds, prompts, by_tier)
+    kinds = dict(engine.passes - passes)
+    return Talked(
+        name, device_tokens, host_tokens, requests, seconds, prompts, by_tier, kinds, idle_s
+    )
