@@ -4,7 +4,8 @@ Admission reserves the worst case: a request runs only when the device has slots
 a promise of slots for the rest of its prompt and all it may generate; of windows and states, for
 what a few steps need. A request of higher priority that finds no room takes it from those of lower
 ones, which wait again and go on later where they were. Then every step gives one token to each
-request that generates, and what is left of the step's tokens to prompts, by priority and age.
+request that generates, and what is left of the step's tokens to prompts, by priority and age; but
+no more than some, so that a token is not long in coming.
 
 Nobody computes what somebody else is about to: a request that shares pages with one that runs, and
 has yet to compute them, starts when they can be found, or when they will not come from there.
@@ -18,6 +19,9 @@ from typing import NamedTuple
 from kvtide.cache import TieredCache
 from kvtide.engine.request import Ahead, Request, State
 
+BESIDE_TOKENS = 2048
+"""Tokens of prompts in a step in which somebody generates. With more of them the next token is long
+in coming, and those who generate are done when no prompts are left to be computed beside."""
 MOST_WAITS = 2
 """How often a request waits for another. What windows and states need may not be found after the
 first: somebody then leaves it where their prompts part, and is the second. Where nothing is found
@@ -200,9 +204,11 @@ class Scheduler:
 
     def plan(self) -> list[Share]:
         """Requests that generate come first; a request without slots for its share waits again."""
-        left = self.chunk_tokens
-        shares = []
-        for request in sorted(self._ready(), key=_turn):
+        ready = sorted(self._ready(), key=_turn)
+        generating = sum(request.length - request.computed == 1 for request in ready)
+        most = generating + BESIDE_TOKENS if generating else self.chunk_tokens
+        left, shares = min(most, self.chunk_tokens), []
+        for request in ready:
             count = min(request.length - request.computed, left)
             if count == 0:
                 continue

@@ -9,7 +9,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.cache.ranks import Alone
-from kvtide.engine import Ask, Request, State
+from kvtide.engine import Ask, Request, State, scheduler
 from kvtide.engine.sampler import Chosen
 from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.index import EveryPages
@@ -212,6 +212,18 @@ def test_those_who_generate_come_before_prompts(desk):
     *first, last = [share.request for share in shares]
     assert sorted(first, key=lambda request: request.number) == [old, quick, late] and last is long
     assert shares[-1].end == 12 - 3, "the prompt gets what is left"
+
+
+def test_prompts_are_taken_in_smaller_parts_beside_somebody_who_generates(desk, monkeypatch):
+    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", 2 * PAGE)
+    at = desk(pages=32, chunk_tokens=6 * PAGE)
+    long = at.queue(8)
+    assert at.step() == [Share(long, 6 * PAGE)], "nobody waits for a token"
+    quick = at.queue(0, extra=1)
+    assert at.step() == [Share(quick, 1), Share(long, 8 * PAGE)]
+    other = at.queue(4)
+    shares = at.step()
+    assert len(shares) == 3 and Share(other, 2 * PAGE) in shares
 
 
 def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
