@@ -20,6 +20,7 @@ products outside of `linear` take operands that are `aligned`.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -98,6 +99,7 @@ class Deterministic(Arithmetic):
     query_block = 1
 
     def __init__(self, product: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
+        _settle()
         self._product = product
         self._tile_rows: dict[object, int] = {}
         self._rows_together = all(map(rows_stand_alone, _ROW_FUNCTIONS))
@@ -135,6 +137,15 @@ def choose(deterministic: bool) -> Arithmetic:
 
 
 # -- what the machine must do ------------------------------------------------------------------
+
+
+def _settle() -> None:
+    """Where a CPU has no products in half precision, torch takes another library for all others too
+    when the first of them fails. It does so here, before anything is computed that must stay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dtype in (torch.bfloat16, torch.float16):
+            functional.linear(torch.ones(16, 64, dtype=dtype), torch.ones(48, 64, dtype=dtype))
 
 
 def product_rows_stand_alone(

@@ -25,6 +25,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def test_no_later_product_has_torch_take_another_library() -> None:
+    Deterministic()
+    before = torch._C._get_mkldnn_enabled()
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows, inner, columns in ((1, 64, 64), (16, 64, 48), (90, 512, 256)):
+            functional.linear(random(rows, inner).to(dtype), random(columns, inner).to(dtype))
+    assert torch._C._get_mkldnn_enabled() == before
+
+
 # -- products by tiles -------------------------------------------------------------------------
 
 
