@@ -8,7 +8,6 @@ is the pass itself, computed anew: what a recording may depend on can be tried t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,6 +88,9 @@ class _Graphs:
             such = forward(_nothing)
             if room not in self._rooms:
                 self._rooms[room] = such.new_empty((most, *such.shape[1:]))
+                # Of a recording's memory, the first of a kind takes the most, and while it is made
+                # nothing can be given back.
+                torch.cuda.empty_cache()
         taken, target = _Taken(self._stream, self._pool), self._rooms[room][: len(such)]
         with taken:
             target.copy_(forward(taken.cut if cut else _nothing))
@@ -103,31 +105,41 @@ class _Taken:
     """Graphs, and the layer that each of them begins with; the first begins with none."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        self._stream, self._pool = stream, pool
+        self._current, self._pool = torch.cuda.stream(stream), pool
         self._graphs: list[tuple[int | None, torch.cuda.CUDAGraph]] = []
-        self._under_way: AbstractContextManager[None] | None = None
+        self._open = False
 
     def __enter__(self) -> None:
-        self._begin(None)
+        self._current.__enter__()
+        try:
+            self._begin(None)
+        except BaseException:
+            self._current.__exit__(None, None, None)
+            raise
 
     def __exit__(self, *raised: Any) -> None:
-        assert self._under_way is not None
-        self._under_way.__exit__(*raised)
+        try:
+            self._end()
+        finally:
+            self._current.__exit__(*raised)
 
     def cut(self, layer: int) -> None:
         """End a graph before this layer, and begin the next. What the first holds is still held
         by whoever computes the pass, and so by none of the next."""
-        self.__exit__(None, None, None)
+        self._end()
         self._begin(layer)
 
     def _begin(self, layer: int | None) -> None:
         graph = torch.cuda.CUDAGraph()
-        self._graphs.append((layer, graph))
         # Other threads copy pages meanwhile, which is none of the recording's business.
-        self._under_way = torch.cuda.graph(
-            graph, self._pool, self._stream, capture_error_mode="thread_local"
-        )
-        self._under_way.__enter__()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        self._graphs.append((layer, graph))
+        self._open = True
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._graphs[-1][1].capture_end()
 
     def play(self, wait: Wait) -> None:
         for layer, graph in self._graphs:
