@@ -17,7 +17,7 @@ from kvtide.engine.kept import check_kept
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.request import Ask, Finish, Request, RequestError, State
 from kvtide.engine.runner import Passed, Runner
-from kvtide.engine.sampler import Chosen, Drawing, choose_all, score
+from kvtide.engine.sampler import Chosen, Drawing, choose_all, rehearse, score
 from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.engine.seat import Seat
 from kvtide.engine.text import Text
@@ -90,6 +90,7 @@ class Engine:
     def prepare(self) -> None:
         """Do beforehand what would keep the first requests waiting."""
         self._runner.prepare(self.most_tokens)
+        rehearse(self.vocabulary, self.cache.config.torch_device)
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""

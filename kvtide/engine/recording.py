@@ -34,7 +34,8 @@ SHORTEST = 4096
 SIZES = (64, 128, 192, 256, 384, 512, 576, 640, 768, 896, 1024)
 """Tokens of steps that are not single ones. Launching a larger one takes less than computing it."""
 PROMPT_TOKENS = 64
-"""In a step of n times as many, n sequences may have several: for more, work is divided badly."""
+"""In a step of n times as many, n sequences may have several: for more, work is divided badly. In
+the largest all may, so that every step of no more tokens has a recording."""
 
 
 class Row(NamedTuple):
@@ -218,8 +219,9 @@ class Recordings:
     def _sizes(self, single: bool, length: int) -> list[Size]:
         if single:
             return [Size(width, width, 0, length) for width in self._widths]
-        most = self._most
-        return [Size(n, min(most, n), min(most, n // PROMPT_TOKENS), length) for n in self._tokens]
+        most, last = self._most, self._tokens[-1]
+        prompts = {n: most if n == last else min(most, n // PROMPT_TOKENS) for n in self._tokens}
+        return [Size(n, min(most, n), prompts[n], length) for n in self._tokens]
 
     def _of(self, size: Size) -> Recording:
         if size not in self._made:

@@ -13,16 +13,20 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
 from kvtide.engine.recording import Recordings, Row
 from kvtide.engine.scheduler import Share
 from kvtide.engine.seat import Seat
-from kvtide.engine.studio import studio
-from kvtide.engine.tables import Numbers, Tables, laid_out, sent, spans
+from kvtide.engine.studio import Wait, studio
+from kvtide.engine.tables import Numbers, Table, Tables, laid_out, sent, spans
 from kvtide.layers import Step
 from kvtide.models import Model
+
+REHEARSED_PAST = 4096
+"""Tokens before a pass that is rehearsed: what it is compiled for depends on nothing further."""
 
 
 class Passed(Protocol):
@@ -113,6 +117,7 @@ class Runner:
         self._cache = cache
         self._seat = seat
         self._device = cache.config.torch_device
+        self._most_rows, self._most_tokens = most_rows, most_tokens
         self._tables = Tables(cache)
         self._width: int | None = None
         self.passes: Counter[str] = Counter()
@@ -127,8 +132,34 @@ class Runner:
 
     def prepare(self, longest: int) -> None:
         """Do beforehand what would keep requests of up to so many tokens waiting."""
-        if self._recordings is not None:
-            self._recordings.prepare(longest)
+        if self._recordings is None:
+            return
+        self._recordings.prepare(longest)
+        page, size = self._cache.memory.page_tokens, self._recordings.most_tokens
+        most = min(self._most_tokens, self._most_rows * longest)
+        singles = [1] * (self._most_rows - 1)
+        while size < most:
+            size = min(most, size + size // 2)
+            # As few prompts as there can be of so many tokens, and as many.
+            self._rehearse(_divided(size, -(-size // longest)), 0)
+            self._rehearse(_divided(size, self._most_rows), 0)
+            first = min(size - len(singles), longest)
+            if past := min(REHEARSED_PAST, longest - first) // page * page:
+                self._rehearse([first, *singles], past)
+
+    def _rehearse(self, counts: Sequence[int], past: int) -> None:
+        """A pass of sequences with so many tokens, all after `past` others, which leaves nothing:
+        it has programs compiled."""
+        page, ends = self._cache.memory.page_tokens, np.cumsum(counts)
+        rows = np.stack([ends - counts, ends, np.full(len(counts), past)], 1).astype(np.int32)
+        tables = []
+        for count in counts:
+            slots = np.full(-(-(past + count) // page), -1, np.int32)
+            slots[: past // page] = 0
+            tables.append({anchor.name: slots for anchor in self._cache.memory.anchors})
+        at = np.concatenate([np.arange(past, past + count) for count in counts])
+        step = self._laid_out(np.stack([np.zeros_like(at), at]), rows, tables, lambda layer: None)
+        self.logits(self._model.forward(step)[-1:])
 
     def run(self, shares: Sequence[Share]) -> Passed:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
@@ -177,17 +208,21 @@ class Runner:
 
     def _step(self, shares: Sequence[Share], rows: Numbers, loads: Loads) -> Step:
         tables = [self._tables.of(share.request.held)[1] for share in shares]
-        sequences, batch = laid_out(rows, tables, self._device)
         new = [share.request.tokens[share.request.computed : share.end] for share in shares]
         at = [np.arange(share.request.computed, share.end) for share in shares]
-        both = np.stack([np.concatenate(new), np.concatenate(at)]).astype(np.int32)
-        tokens, positions = sent([both], self._device)[0].long()
-        return Step(
-            tokens,
-            positions,
-            sequences,
-            self._cache.memory.page_tokens,
-            self._cache.view,
-            loads.wait,
-            batch,
-        )
+        both = np.stack([np.concatenate(new), np.concatenate(at)])
+        return self._laid_out(both, rows, tables, loads.wait)
+
+    def _laid_out(
+        self, both: NDArray[np.int64], rows: Numbers, tables: Sequence[Table], wait: Wait
+    ) -> Step:
+        """Of tokens and their positions."""
+        sequences, batch = laid_out(rows, tables, self._device)
+        tokens, positions = sent([both.astype(np.int32)], self._device)[0].long()
+        page, view = self._cache.memory.page_tokens, self._cache.view
+        return Step(tokens, positions, sequences, page, view, wait, batch)
+
+
+def _divided(total: int, parts: int) -> list[int]:
+    """Into numbers that differ by one at the most."""
+    return [(total + part) // parts for part in range(parts)]

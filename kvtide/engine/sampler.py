@@ -100,6 +100,13 @@ def choose_all(logits: Tensor, drawings: Sequence[Drawing]) -> list[Chosen]:
     return chosen
 
 
+def rehearse(vocabulary: int, device: torch.device) -> None:
+    """Choose once of every kind: on a device, programs are compiled for it."""
+    kinds = (GREEDY, Sampling(temperature=1.0))
+    logits = torch.zeros(len(kinds), vocabulary, device=device)
+    choose_all(logits, [Drawing(kind, (0,), (0,)) for kind in kinds])
+
+
 def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[Chosen]:
     """How likely each row made the token that followed, beside the `count` likeliest."""
     facts = _likeliest(logits)

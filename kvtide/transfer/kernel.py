@@ -23,7 +23,8 @@ PROGRAMS = 8
 WARPS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Compiled once, and not for every number of pages.
+@triton.jit(do_not_specialize=["chunk_count", "work_count"])  # type: ignore[untyped-decorator]
 def _copy_chunks(  # type: ignore[no-untyped-def]
     chunks,  # int64 (n, 5): source, source stride, target, target stride, words
     source_index,

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.programs import scanning
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import sigmoid, softplus
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 from kvtide.layers.programs.spans import Spans, spans
@@ -159,8 +160,8 @@ def _prepared(
             B=BLOCK,
             num_warps=4,
         )
-    program = _prepare if even else _prepare_by_channel
-    program[(count, heads)](
+    prepare = _prepare if even else _prepare_by_channel
+    prepare[(count, heads)](
         *(convolved, convolved.stride(0), len(convolved), *_all_of(forgetting), chunks.table),
         *(done.inverse, done.shares, done.left, done.kept, done.rows),
         **shape,
@@ -206,7 +207,7 @@ def _strength(strengths, strength_row, token, head, live):  # type: ignore[no-un
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("count")  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
     inverses, shares, lefts, kepts, rows,
@@ -270,7 +271,7 @@ def _forgetful(  # type: ignore[no-untyped-def]
     return q * (_length(q) * KEYS ** -0.5)[:, None], k * _length(k)[:, None], logs
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("count")  # type: ignore[untyped-decorator]
 def _pairs(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, spans, pairs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,  # noqa: N803
@@ -304,7 +305,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     tl.store(at + count.to(tl.int64) * HEADS * B, share, mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("count")  # type: ignore[untyped-decorator]
 def _prepare_by_channel(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
     inverses, shares, lefts, kepts, rows,
@@ -362,7 +363,7 @@ def _prepare_by_channel(  # type: ignore[no-untyped-def]
     tl.store(inverses + at, inverse.to(kind))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("spans", "count")  # type: ignore[untyped-decorator]
 def _associate_chunks(  # type: ignore[no-untyped-def]
     mixed, states, spans, read, write, state_slot, state_head, state_key,
     convolved, row, count, firsts, inverses, shares, lefts, kepts, rows,
@@ -425,7 +426,7 @@ def _associate_chunks(  # type: ignore[no-untyped-def]
     tl.store(states + at_state, state.to(states.dtype.element_ty), mask=inside & (target >= 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("spans")  # type: ignore[untyped-decorator]
 def _associate_token(  # type: ignore[no-untyped-def]
     mixed, states, spans, read, write, state_slot, state_head, state_key, convolved, row,
     dts, dt_row, biases, decays, strengths, strength_row,

@@ -21,6 +21,7 @@ from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 from kvtide.layers.programs.attention_single import attend_singly
 from kvtide.layers.programs.attention_tiles import compiled_for, earlier, own, scaling
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
 from kvtide.layers.programs.spans import backwards, spans
 from kvtide.layers.programs.tiles import LEAST_KEYS, Parts, stored
@@ -101,7 +102,7 @@ def located(rows, sequence):  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "tables", "pages", "tokens")  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries, new_keys, new_values, old_keys, old_values, mixed, weights, sinks,
     rows, tables, blocks, pages, tokens,

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.programs.attention_tiles import compiled_for, earlier, scaling
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 
 ROWS = 64
@@ -108,7 +108,7 @@ def _compared(rows: Tensor, table: Tensor, each: int, page: int, keys: int) -> T
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
 def _compare(  # type: ignore[no-untyped-def]
     rows, tables, known, count, pages, least_tokens,
     EACH: tl.constexpr, SEQUENCES: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,  # noqa: N803
@@ -140,7 +140,7 @@ def _compare(  # type: ignore[no-untyped-def]
     tl.store(known + 2 * block + 1, one)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
 def _attend_prefix(  # type: ignore[no-untyped-def]
     queries, keys, values, parts, weights, rows, tables, known, count, pages,
     query_token, query_head,

@@ -27,8 +27,9 @@ from kvtide.layers.programs.attention_tiles import (
     keys_of_tile,
     scaling,
 )
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import tanh
-from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
+from kvtide.layers.programs.sizes import LEAST_ROWS, SEQUENCES_AT_ONCE, power_of_two
 
 PROGRAMS = 3 * 132
 """As many run at a time."""
@@ -77,7 +78,7 @@ def attend_singly(
         KV_HEADS=kv_heads,
         GROUP=group,
         M=rows,
-        SEQUENCES=power_of_two(count),
+        SEQUENCES=SEQUENCES_AT_ONCE,
         EACH=0 if prefixes is None else prefixes.each,
         **constants,
         num_warps=4 if rows < 64 else 8,
@@ -86,10 +87,9 @@ def attend_singly(
     _join[(count, heads)](
         *(parts, weights, queries if how.sinks is None else how.sinks, mixed, batch.rows, ends),
         *((ends, parts, weights) if prefixes is None else prefixes.given),
-        *(count, programs, *mixed.stride()[:2]),
+        *(0 if prefixes is None else len(prefixes.parts), count, programs, *mixed.stride()[:2]),
         SINKS=how.sinks is not None,
         EACH=0 if prefixes is None else prefixes.each,
-        OF_PREFIX=1 if prefixes is None else len(prefixes.parts),
         KV_HEADS=kv_heads,
         GROUP=group,
         PARTS=16,
@@ -108,7 +108,7 @@ def _laid(rows: Tensor, keys: int, window: int | None, prefixes: Prefixes | None
         WINDOW=window or 0,
         EACH=0 if prefixes is None else prefixes.each,
         N=keys,
-        SEQUENCES=power_of_two(len(rows)),
+        SEQUENCES=SEQUENCES_AT_ONCE,
     )
     return ends
 
@@ -124,32 +124,37 @@ def _prefix(known, sequence, past, there, EACH: tl.constexpr):  # type: ignore[n
         return past * 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "count")  # type: ignore[untyped-decorator]
 def _lay(  # type: ignore[no-untyped-def]
     rows, ends, known, count,
     WINDOW: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
 ):
-    number = tl.arange(0, SEQUENCES)
-    ours = number < count
-    start = tl.load(rows + 3 * number, mask=ours, other=0)
-    end = tl.load(rows + 3 * number + 1, mask=ours, other=0)
-    past = tl.load(rows + 3 * number + 2, mask=ours, other=0)
-    if WINDOW > 0:
-        begin = tl.maximum(past + 1 - WINDOW, 0) // N * N
-    else:
-        begin = _prefix(known, number, past, ours, EACH)
-    tiles = tl.maximum(1, (past - begin + N - 1) // N)
-    tiles = tl.where(ours & (end - start == 1), tiles, 0)
-    tl.store(ends + number + 1, tl.cumsum(tiles, 0), mask=ours)
-    tl.store(ends, 0)
+    total = tl.full([], 0, tl.int32)
+    tl.store(ends, total)
+    for at in range(0, count, SEQUENCES):
+        number = at + tl.arange(0, SEQUENCES)
+        ours = number < count
+        start = tl.load(rows + 3 * number, mask=ours, other=0)
+        end = tl.load(rows + 3 * number + 1, mask=ours, other=0)
+        past = tl.load(rows + 3 * number + 2, mask=ours, other=0)
+        if WINDOW > 0:
+            begin = tl.maximum(past + 1 - WINDOW, 0) // N * N
+        else:
+            begin = _prefix(known, number, past, ours, EACH)
+        tiles = tl.maximum(1, (past - begin + N - 1) // N)
+        tiles = tl.where(ours & (end - start == 1), tiles, 0)
+        tl.store(ends + number + 1, total + tl.cumsum(tiles, 0), mask=ours)
+        total += tl.sum(tiles, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _item(ends, tile, count, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """The item that a tile is of."""
-    number = tl.arange(0, SEQUENCES)
-    done = tl.load(ends + 1 + number, mask=number < count, other=2147483647 // KV_HEADS)
-    sequence = tl.sum((done * KV_HEADS <= tile).to(tl.int32))
+    sequence = tl.full([], 0, tl.int32)
+    for at in range(0, count, SEQUENCES):
+        number = at + tl.arange(0, SEQUENCES)
+        done = tl.load(ends + 1 + number, mask=number < count, other=2147483647 // KV_HEADS)
+        sequence += tl.sum((done * KV_HEADS <= tile).to(tl.int32), 0)
     first = tl.load(ends + sequence)
     each = tl.load(ends + sequence + 1) - first
     return sequence * KV_HEADS + (tile - first * KV_HEADS) // each
@@ -170,7 +175,7 @@ def _opened(  # type: ignore[no-untyped-def]
     return peak, total, sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
 def _attend_single(  # type: ignore[no-untyped-def]
     queries, new_keys, new_values, old_keys, old_values, parts, weights, rows, tables, ends, known,
     count, pages,
@@ -240,11 +245,11 @@ def _added(  # type: ignore[no-untyped-def]
     return higher, total, sums * before + tl.sum(some * scales[:, None], 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "of_prefix", "count", "programs")  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     parts, weights, sinks, mixed, rows, ends, known, prefix_parts, prefix_weights,
-    count, programs, mixed_token, mixed_head,
-    SINKS: tl.constexpr, EACH: tl.constexpr, OF_PREFIX: tl.constexpr,  # noqa: N803
+    of_prefix, count, programs, mixed_token, mixed_head,
+    SINKS: tl.constexpr, EACH: tl.constexpr,  # noqa: N803
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
 ):
@@ -270,10 +275,12 @@ def _join(  # type: ignore[no-untyped-def]
     if EACH > 0:
         past = tl.load(rows + 3 * sequence + 2)
         if _prefix(known, sequence, past, sequence >= 0, EACH) > 0:
-            part = tl.arange(0, OF_PREFIX)
-            place = (part.to(tl.int64) * count + sequence) * (KV_HEADS * GROUP) + head
-            peak, total, sums = _added(
-                prefix_parts, prefix_weights, place, part >= 0, peak, total, sums, DIM, D)
+            for at in range(0, of_prefix, PARTS):
+                part = at + tl.arange(0, PARTS)
+                place = (part.to(tl.int64) * count + sequence) * (KV_HEADS * GROUP) + head
+                peak, total, sums = _added(
+                    prefix_parts, prefix_weights, place, part < of_prefix,
+                    peak, total, sums, DIM, D)
     where = tl.load(rows + 3 * sequence).to(tl.int64) * mixed_token + head * mixed_head + dim
     tl.store(mixed + where, (sums / total).to(mixed.dtype.element_ty), mask=dim < DIM)
 # fmt: on

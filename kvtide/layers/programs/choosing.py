@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 from kvtide.layers.programs.spans import spans
 from kvtide.spec import Encoding
@@ -37,7 +38,8 @@ _KEYS = 128
 TILE = 4096
 """Scores that are looked at together, if so few are to be chosen that `FEWER` times as many fit."""
 FEWER = 4
-_LEAST_TILE = 512
+_LEAST_TILE = 1024
+"""As many, where no query can see more."""
 
 
 def choose_paged(
@@ -117,7 +119,9 @@ def _chosen(
     With no more than may be chosen, scores are not looked at.
     """
     tokens, count = chosen.shape
-    tile = min(power_of_two(max(most, _LEAST_TILE)), max(TILE, power_of_two(FEWER * count)))
+    tile = max(TILE, power_of_two(FEWER * count))
+    if most <= _LEAST_TILE:
+        tile = min(tile, _LEAST_TILE)
     numbers, width = chosen, most
     for tiles in _rounds(most, tile, count):
         last = tiles == 1
@@ -166,7 +170,7 @@ def _keys_of(  # type: ignore[no-untyped-def]
     return key.to(queries.dtype.element_ty), factor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
 def _score_single(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, owners, slots, table, weights_row, scores_row,
     first,
@@ -199,7 +203,7 @@ def _score_single(  # type: ignore[no-untyped-def]
         tl.store(scores + token.to(tl.int64) * scores_row + entry, found, mask=entry < visible)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
 def _score_several(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, blocks, slots, table, weights_row, scores_row,
     first,
@@ -272,7 +276,7 @@ def _best(bits, there, count):  # type: ignore[no-untyped-def]
     return kept
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "scores_row", "first", "width")  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
     scores, numbers, chosen, values, rows, owners, scores_row, first, count, width,
     RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,  # noqa: N803

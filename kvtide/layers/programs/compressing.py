@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.keeping import bits, entry_fields, entry_shape, store_entry
 from kvtide.layers.programs.sizes import power_of_two
 from kvtide.layers.programs.turning import ROUNDED, normed_and_turned, rounded
@@ -179,7 +180,7 @@ def _own(  # type: ignore[no-untyped-def]
         token + 1, CHANNELS - WIDTH, channel, inside, CHANNELS, TOGETHER)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "slots", "slots_sequence", "states", "states_sequence")  # type: ignore[untyped-decorator]
 def _blocks(  # type: ignore[no-untyped-def]
     products, product_token, position, weight, turns, eps,
     rows, owners, slots, slots_sequence, states, states_sequence,

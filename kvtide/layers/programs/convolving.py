@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import activated
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 from kvtide.layers.recurrent import CausalConv
@@ -132,7 +133,7 @@ def _keep_tail(  # type: ignore[no-untyped-def]
         tl.store(kept2 + target * slot2 + within, tail, mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows")  # type: ignore[untyped-decorator]
 def _keep_tails(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,  # noqa: N803
@@ -143,7 +144,7 @@ def _keep_tails(  # type: ignore[no-untyped-def]
                sequence, block, W0, W1, W2, TAIL, TAILS, C)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "count")  # type: ignore[untyped-decorator]
 def _convolve(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
     taps, bias, mixed, owners, count,

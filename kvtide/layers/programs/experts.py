@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvtide.layers.moe import Experts, Gating, Routing, Stack
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import activated
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 
@@ -30,6 +31,8 @@ PROGRAMS = 264
 """As many keep a large device busy: where there are fewer, each takes fewer columns."""
 COUNTED = 4096
 """Up to so many pairs, blocks lie one after another; with more there may be gaps."""
+_LOOKED_AT = (64, 512, COUNTED)
+"""Pairs that are looked at together, if there are no more."""
 _GROUP = 16
 """Blocks that are taken together, so that a weight is read once for all of them."""
 _SUMMED = 1024
@@ -102,6 +105,7 @@ def arrange(chosen: Tensor, own: range, rows: int) -> Arranged:
     """Pairs by expert, of equals the first one first, and their blocks of so many rows."""
     pairs, count = chosen.numel(), len(own)
     counted = pairs <= COUNTED
+    tile = next((tile for tile in _LOOKED_AT if pairs <= tile), COUNTED)
     most = pairs // rows + (min(pairs, count) if counted else count)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     blocks = torch.empty((most, 3), dtype=torch.int32, device=chosen.device)
@@ -111,8 +115,8 @@ def arrange(chosen: Tensor, own: range, rows: int) -> Arranged:
         OWN=count,
         BINS=max(16, power_of_two(count)),
         M=rows,
-        TILE=max(16, min(COUNTED, power_of_two(pairs))),
-        num_warps=4 if pairs <= 1024 else 8,
+        TILE=tile,
+        num_warps=4 if tile < COUNTED else 8,
     )
     return Arranged(order, blocks)
 
@@ -182,7 +186,7 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("pairs", "most")  # type: ignore[untyped-decorator]
 def _arrange(  # type: ignore[no-untyped-def]
     chosen, order, blocks, offset, pairs, most,
     COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,  # noqa: N803
@@ -244,7 +248,7 @@ def _tile(  # type: ignore[no-untyped-def]
             return tl.load(where, mask=(column < WIDTH)[None, :], other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("most")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     x, weights, biases, out, order, blocks, most, limit, gain, plus,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPREAD: tl.constexpr,  # noqa: N803

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.heads import Preparing
 from kvtide.layers.packing import Fields
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 
 ELEMENTS = 2048
@@ -133,7 +134,7 @@ def _stored(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]  # no
     return y.to(like.dtype.element_ty)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "tables", "count", "pages")  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
     by_head, queries, new_keys, new_values, old_keys, old_values, turns, query_weight, key_weight,
     rows, owners, tables, count, source_token, source_head, pages,

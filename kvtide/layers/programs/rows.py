@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.elementary import Activation
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import activated
 from kvtide.layers.programs.sizes import divided_up, power_of_two
 
@@ -128,7 +129,7 @@ def drawn(values: Tensor, facts: Tensor, limits: Tensor) -> Tensor:
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows")  # type: ignore[untyped-decorator]
 def _norm(  # type: ignore[no-untyped-def]
     x, y, weight, bias, total, result, rows, heads, x_token, x_head, y_token, y_head, eps,
     ADDED: tl.constexpr, CENTRED: tl.constexpr,  # noqa: N803
@@ -223,7 +224,7 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(result + 2, peak.to(tl.float64) * scale + total.to(tl.float64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows")  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
     values, facts, limits, places, rows, COUNT: tl.constexpr, C: tl.constexpr,  # noqa: N803
 ):

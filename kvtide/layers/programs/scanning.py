@@ -18,11 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import softplus
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 
@@ -59,8 +59,8 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
     channels = max(LEAST_ROWS, min(CHANNELS, power_of_two(dim)))
     columns = max(LEAST_ROWS, power_of_two(width))
     grid = (len(batch.rows), heads, divided_up(dim, channels))
-    program = _scan_token if batch.bounds.longest == 1 else _scan_chunks
-    program[grid](
+    scan = _scan_token if batch.bounds.longest == 1 else _scan_chunks
+    scan[grid](
         *(convolved, dt, how.dt_bias, how.decay, how.skip, mixed, states, batch.rows, read, write),
         *(convolved.stride(0), dt.stride(0), *states.stride()[:3], *how.dt_limits),
         HEADS=heads,
@@ -79,7 +79,7 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows")  # type: ignore[untyped-decorator]
 def _scan_chunks(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, mixed, states, rows, read, write,
     row, dt_row, state_slot, state_head, state_channel, least_dt, most_dt,
@@ -133,7 +133,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     tl.store(states + at_state, state.to(states.dtype.element_ty), mask=inside & (target >= 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows")  # type: ignore[untyped-decorator]
 def _scan_token(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, mixed, states, rows, read, write,
     row, dt_row, state_slot, state_head, state_channel, least_dt, most_dt,

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvtide.layers.attending import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import plain
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
 from kvtide.layers.programs.spans import backwards, spans
 from kvtide.layers.programs.tiles import (
@@ -86,7 +87,7 @@ def attend_blocks(
     assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, "the rest is one group"
     _attend_blocks[(programs, parts.count)](
         *(queries, kept, *near_fields, *far_fields, parts.mixed, parts.weights),
-        *(batch.owners if chosen is None else chosen, queries if how.sinks is None else how.sinks),
+        *(queries if other is None else other for other in (chosen, how.sinks)),
         *(batch.rows, batch.owners, *tables, *(table.stride(0) for table in tables)),
         *(kept.stride(0), 0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
         NEAR_SLOT=near_fields[0].stride(0),
@@ -150,7 +151,7 @@ def attend_latent(
     shared_by_many = rows == ROWS and chosen is None and scales is None
     _attend_latent[(len(blocks) * shares, parts.count)](
         *(queries, latent, latent if scales is None else scales, rope, parts.mixed, parts.weights),
-        *(blocks if chosen is None else chosen, batch.rows, blocks, table, table.stride(0)),
+        *(queries if chosen is None else chosen, batch.rows, blocks, table, table.stride(0)),
         *(0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
         SLOT=latent.stride(0),
         ENTRY=latent.stride(1),
@@ -213,7 +214,9 @@ def _own(  # type: ignore[no-untyped-def]
     return peak, total, sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program(  # type: ignore[untyped-decorator]
+    "rows", "owners", "near_slots", "far_slots", "near_table", "far_table", "tokens"
+)
 def _attend_blocks(  # type: ignore[no-untyped-def]
     queries, kept, near_first, near_second, near_third, far_first, far_second, far_third,
     mixed, weights, chosen, sinks, rows, owners, near_slots, far_slots, near_table, far_table,
@@ -294,7 +297,7 @@ def _token_at(  # type: ignore[no-untyped-def]
     return entry, slot
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "slots", "table", "tokens")  # type: ignore[untyped-decorator]
 def _attend_latent(  # type: ignore[no-untyped-def]
     queries, latents, scales, ropes, mixed, weights, chosen, rows, owners, slots, table,
     count, scale, tokens,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 LEAST_ROWS = 16
 """What a matrix unit takes, of rows and of columns."""
+SEQUENCES_AT_ONCE = 128
+"""Of a step, that a program looks at."""
 
 
 def power_of_two(least: int) -> int:

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.programs.sizes import divided_up, power_of_two
+from kvtide.layers.programs.compiling import program
+from kvtide.layers.programs.sizes import SEQUENCES_AT_ONCE, divided_up
 from kvtide.layers.step import Batch
 
 _AT_ONCE = 16
@@ -51,7 +52,7 @@ def _cut(batch: Batch, tokens: int, low: int, high: int, singles: bool) -> Spans
         *(batch.rows, table, firsts, count, most, low, high),
         LEAST=1 if singles else 2,
         TOKENS=tokens,
-        SEQUENCES=power_of_two(count),
+        SEQUENCES=SEQUENCES_AT_ONCE,
         B=_AT_ONCE,
     )
     return Spans(table, firsts, divided_up(high - low, tokens))
@@ -65,22 +66,26 @@ def backwards(number, count):  # type: ignore[no-untyped-def]
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "count", "most", "low", "high")  # type: ignore[untyped-decorator]
 def _cut_rows(  # type: ignore[no-untyped-def]
     rows, table, firsts, count, most, low, high,
     LEAST: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
     B: tl.constexpr,  # noqa: N803
 ):
-    number, place = tl.arange(0, SEQUENCES), tl.program_id(0) * B + tl.arange(0, B)
-    start = tl.load(rows + 3 * number, mask=number < count, other=0)
-    end = tl.load(rows + 3 * number + 1, mask=number < count, other=0)
-    inside = tl.minimum(end, high) - tl.maximum(start, low)
-    spans = tl.where(end - start < LEAST, 0, (tl.maximum(inside, 0) + TOKENS - 1) // TOKENS)
-    ends = tl.cumsum(spans, 0)
-    tl.store(firsts + number, ends - spans, mask=(number < count) & (tl.program_id(0) == 0))
-    done = (number < count)[None, :] & (ends[None, :] <= place[:, None])
-    sequence = tl.sum(done.to(tl.int32), 1)
-    before = tl.sum(tl.where(done, spans[None, :], 0), 1)
+    place, total = tl.program_id(0) * B + tl.arange(0, B), tl.full([], 0, tl.int32)
+    sequence, before = tl.zeros([B], tl.int32), tl.zeros([B], tl.int32)
+    for at in range(0, count, SEQUENCES):
+        number = at + tl.arange(0, SEQUENCES)
+        start = tl.load(rows + 3 * number, mask=number < count, other=0)
+        end = tl.load(rows + 3 * number + 1, mask=number < count, other=0)
+        inside = tl.minimum(end, high) - tl.maximum(start, low)
+        spans = tl.where(end - start < LEAST, 0, (tl.maximum(inside, 0) + TOKENS - 1) // TOKENS)
+        ends = total + tl.cumsum(spans, 0)
+        tl.store(firsts + number, ends - spans, mask=(number < count) & (tl.program_id(0) == 0))
+        done = (number < count)[None, :] & (ends[None, :] <= place[:, None])
+        sequence += tl.sum(done.to(tl.int32), 1)
+        before += tl.sum(tl.where(done, spans[None, :], 0), 1)
+        total += tl.sum(spans, 0)
     there = (place < most) & (sequence < count)
     start = tl.load(rows + 3 * sequence, mask=there, other=0)
     end = tl.load(rows + 3 * sequence + 1, mask=there, other=0)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.dense import RMSNorm, halves
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.elementary import sigmoid
 from kvtide.layers.programs.keeping import bits, widened
 from kvtide.layers.programs.sizes import LEAST_ROWS, divided_up, power_of_two
@@ -210,7 +211,7 @@ def _after(  # type: ignore[no-untyped-def]
     return value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("tokens")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     streams, project, logits, tokens, before, given, weights,
     INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, P: tl.constexpr,  # noqa: N803
@@ -257,7 +258,7 @@ def _matrix(  # type: ignore[no-untyped-def]
     return mixing
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("tokens")  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
     logits, streams, scales, base, x, weights, gains, tokens, norm_eps, eps, sublayer_eps,
     PARTS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, ROUNDS: tl.constexpr,  # noqa: N803

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.sizes import LEAST_ROWS, power_of_two
 
 ROWS = 64
@@ -44,8 +45,7 @@ class Parts:
         """For so many programs, of so many rows each, and queries that see at most so many keys."""
         room = PROGRAMS if rows >= ROWS else 2 * PROGRAMS
         most = max(1, min(room // programs, -(-keys // LEAST_KEYS), MOST_PARTS))
-        # Few numbers: a program is compiled for each of them.
-        count = 1 << (most.bit_length() - 1)
+        count = 1 << (most.bit_length() - 1)  # Others were not tried.
         kind = queries.dtype if count == 1 else torch.float32
         shape = (count, *queries.shape[:2])
         mixed = queries.new_empty((*shape, width), dtype=kind)
@@ -57,9 +57,8 @@ class Parts:
         _, tokens, heads, width = self.mixed.shape
         result = self.mixed.new_empty((tokens, heads, width), dtype=kind)
         _join[(tokens * heads,)](
-            *(self.mixed, self.weights, result, tokens * heads),
-            PARTS=self.count,
-            P=max(2, power_of_two(self.count)),
+            *(self.mixed, self.weights, result, tokens * heads, self.count),
+            PARTS=MOST_PARTS,
             DIM=width,
             D=power_of_two(width),
         )
@@ -167,23 +166,22 @@ def scaled_vectors(  # type: ignore[no-untyped-def]
     return tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("lines", "parts")  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    mixed, weights, result, lines,
-    PARTS: tl.constexpr, P: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    mixed, weights, result, lines, parts, PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
 ):
     """One result of those of several parts, each with its share of the whole."""
-    line, dim, part = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, P)
+    line, dim, part = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, PARTS)
     pair = weights + 2 * (part.to(tl.int64) * lines + line)
-    peaks = tl.load(pair, mask=part < PARTS, other=float("-inf"))
-    totals = tl.load(pair + 1, mask=part < PARTS, other=0.0)
+    peaks = tl.load(pair, mask=part < parts, other=float("-inf"))
+    totals = tl.load(pair + 1, mask=part < parts, other=0.0)
     highest = tl.max(peaks, 0)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     whole = tl.sum(totals * tl.exp2(peaks - highest), 0)
     whole = tl.where(whole > 0, whole, 1.0)
     some, sums = tl.arange(0, 16), tl.zeros([16, D], tl.float32)
-    for first in tl.static_range(0, PARTS, 16):
-        at, there = (first + some).to(tl.int64) * lines + line, first + some < PARTS
+    for first in range(0, parts, 16):
+        at, there = (first + some).to(tl.int64) * lines + line, first + some < parts
         share = tl.exp2(tl.load(weights + 2 * at, mask=there, other=float("-inf")) - highest)
         share = share * tl.load(weights + 2 * at + 1, mask=there, other=0.0) / whole
         mask = there[:, None] & (dim < DIM)[None, :]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.programs.compiling import program
 from kvtide.layers.programs.keeping import (
     bf16,
     bits,
@@ -133,7 +134,7 @@ def narrowed(x, like):  # type: ignore[no-untyped-def]
         return x.to(like.dtype.element_ty)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("count")  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     x, turns, token_stride, head_stride, count, eps,
     HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
@@ -161,7 +162,7 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(x + at, narrowed(value, x), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@program("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
 def _keep_turned(  # type: ignore[no-untyped-def]
     x, x_token, weight, turns, kept, eps, rows, owners, slots, slots_sequence,
     field, rope, scale, pad,

@@ -16,7 +16,7 @@ STEPS = {
     "prompts": [37, 5, 64],
     "all kinds": [1, 20, 1, 18, 2, 1],
     "some without tokens": [3, 0, 1, 0, 16, 0],
-    "many": [1 + 3 * number % 7 for number in range(70)],
+    "many": [1 + 3 * number % 7 for number in range(130)],
 }
 
 

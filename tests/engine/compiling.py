@@ -1,0 +1,143 @@
+"""Which programs a device would have to compile: for an engine that starts, and then for steps.
+
+Run by itself, with the name of a model, since Triton interprets in tests. Here it asks for
+programs as it does on a GPU, and neither compiles nor launches any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import kvtide.models
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Engine, studio
+from kvtide.engine.studio import Play, Wait
+from kvtide.engine.tables import laid_out
+from kvtide.layers import Step
+from kvtide.layers.forward import ForwardPass
+from kvtide.models import Model, build
+from tests.models import tiny
+from tests.models.programmed import FEW, Programmed
+
+LONGEST, MOST_TOKENS, STEPS = 20_000, 8192, 40
+
+
+class Absent:
+    """A device of Hopper's kind, as Triton asks for it."""
+
+    utils = None
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Kernel:
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None: ...
+
+    def run(self, *_: object) -> None: ...
+
+
+ASKED: list[str] = []
+
+
+def noted(self: Any, key: str, signature: Any, device: int, *_: object) -> Kernel:
+    ASKED.append(f"{self.fn.__name__} {key}")
+    kernel = self.device_caches[device][0][key] = Kernel()
+    return kernel
+
+
+class Rehearsed(studio._Anew):
+    """A recording is computed when it is made, as on a GPU."""
+
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+        forward(lambda layer: None)
+        return super().record(forward, room, most, cut)
+
+
+def step_of(model: Model, cache: TieredCache, parts: list[tuple[int, int]]) -> Step:
+    """Of sequences with so many new tokens and so many earlier ones."""
+    counts, past = (np.array(each) for each in zip(*parts, strict=True))
+    ends = np.cumsum(counts)
+    rows = np.stack([ends - counts, ends, past], 1).astype(np.int32)
+    page, names = model.memory.page_tokens, [anchor.name for anchor in model.memory.anchors]
+    pages = [-(-(count + before) // page) for count, before in parts]
+    tables = [{name: np.zeros(number, np.int32) for name in names} for number in pages]
+    sequences, batch = laid_out(rows, tables, torch.device("cpu"))
+    at = torch.cat([torch.arange(before, before + count) for count, before in parts])
+    return Step(torch.zeros_like(at), at, sequences, page, cache.view, lambda layer: None, batch)
+
+
+def some_parts(rng: random.Random) -> list[tuple[int, int]]:
+    """Prompts and parts of prompts, beside those who generate."""
+    left, parts = rng.choice([1100, 2048, 5000, MOST_TOKENS]), []
+    prompts, alike = rng.choice([1, 1, 3, 9, 16, 40]), rng.random() < 0.3
+    for number in range(prompts):
+        each = -(-left // (prompts - number))
+        count = min(left, each if alike else rng.choice([2, 17, 256, 512, 2048, MOST_TOKENS]))
+        if count:
+            parts.append((count, rng.choice([0, 64, 5000, LONGEST - MOST_TOKENS])))
+        left -= count
+    parts[0] = (parts[0][0] + left, parts[0][1])
+    singles = rng.choice([0, 1, 5, 24])
+    return [*parts, *((1, rng.randint(1, LONGEST - 1)) for _ in range(singles))]
+
+
+def main(name: str) -> None:
+    driver.set_active(Absent())
+    saved = tiny.checkpoint(name)
+    config = {**saved.config, **FEW.get(name, {}), "max_position_embeddings": LONGEST}
+    with (
+        mock.patch.object(kvtide.models, "choose", return_value=Programmed()),
+        mock.patch.object(ForwardPass, "writes_by_program", True),
+        mock.patch.object(JITFunction, "_do_compile", noted),
+        mock.patch.object(studio, "_Anew", Rehearsed),
+        mock.patch.object(torch, "mm", _product),
+        mock.patch.object(torch.nn.functional, "linear", _linear),
+    ):
+        model = build(config, saved.weights, page_tokens=64, dtype=torch.bfloat16)
+        cache = TieredCache(model.memory, CacheConfig(Tokens(LONGEST + 64)))
+        engine = Engine(model, cache, chunk_tokens=MOST_TOKENS)
+        assert engine.most_tokens >= LONGEST
+        engine.prepare()
+        prepared = len(ASKED)
+        rng = random.Random(name)
+        for _ in range(STEPS):
+            model.forward(step_of(model, cache, some_parts(rng)))
+        cache.close()
+    print(json.dumps({"prepared": prepared, "later": ASKED[prepared:]}))
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers are of no interest, and take their time."""
+    return a.new_zeros((len(a), b.shape[1]), dtype=out_dtype or a.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_zeros((*x.shape[:-1], len(weight)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
