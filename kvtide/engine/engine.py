@@ -22,6 +22,7 @@ from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.engine.seat import Seat
 from kvtide.engine.text import Text
 from kvtide.index import Prompt
+from kvtide.index.keys import highest, pack
 from kvtide.models import Model
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
@@ -94,9 +95,9 @@ class Engine:
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""
-        self.check(ask)
+        prompt = self._prompt(ask, self.check(ask))
         self._numbers += 1
-        request = Request(self._numbers, ask, self._prompt(ask), list(ask.tokens))
+        request = Request(self._numbers, ask, prompt, list(ask.tokens))
         if self.tokenizer is not None:
             request.text = Text(self.tokenizer.detokenizer(ask.tokens), ask.stop)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
@@ -131,10 +132,10 @@ class Engine:
             self._commit(share)
         return self._choose(shares, passed)
 
-    def _prompt(self, ask: Ask) -> Prompt:
+    def _prompt(self, ask: Ask, tokens: bytes) -> Prompt:
         if ask.alone:
-            return self.cache.scratch(ask.tokens)
-        return self.cache.prompt(ask.tokens, ask.namespace)
+            return self.cache.scratch(tokens)
+        return self.cache.prompt(tokens, ask.namespace)
 
     # -- the steps of a step ----------------------------------------------------------------
 
@@ -221,11 +222,16 @@ class Engine:
         if request.ask.pin is not None and not request.ask.alone:
             self.cache.keep(request.ask.pin, request.prompt, request.ask.priority)
 
-    def check(self, ask: Ask) -> None:
-        """Raise `RequestError` for what can never be served."""
+    def check(self, ask: Ask) -> bytes:
+        """Raise `RequestError` for what can never be served; else its tokens, packed."""
         if not ask.tokens:
             raise RequestError("the prompt has no tokens; send at least one")
-        if min(ask.tokens) < 0 or max(ask.tokens) >= self.vocabulary:
+        try:
+            packed = pack(ask.tokens)
+            known = highest(packed) < self.vocabulary
+        except ValueError:
+            known = False
+        if not known:
             raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}")
         if problem := ask.sampling.problem():
             raise RequestError(problem)
@@ -244,3 +250,4 @@ class Engine:
                 f"a prompt of {len(ask.tokens)} tokens and an answer of up to {ask.max_tokens} "
                 f"are {total}; this engine serves {self.most_tokens}: shorten one of them"
             )
+        return packed

@@ -13,6 +13,7 @@ root instead: page i then stands for positions [i·P, (i+1)·P) and is compared 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -68,10 +69,23 @@ def pack(tokens: Tokens) -> bytes:
         (token,) = tokens
         if 0 <= token <= MOST_TOKEN:
             return int(token).to_bytes(TOKEN_BYTES, "little")
-    array = np.asarray(tokens)
-    if array.size and (array.min() < 0 or array.max() > MOST_TOKEN):
+    if isinstance(tokens, np.ndarray):
+        inside = not tokens.size or (tokens.min() >= 0 and tokens.max() <= MOST_TOKEN)
+        packed = tokens.astype("<i4", copy=False).tobytes()
+    else:
+        try:
+            packed = struct.pack(f"<{len(tokens)}I", *tokens)
+            inside = highest(packed) <= MOST_TOKEN
+        except struct.error:
+            inside = False
+    if not inside:
         raise ValueError(f"token ids must lie in 0..{MOST_TOKEN}")
-    return array.astype("<i4", copy=False).tobytes()
+    return packed
+
+
+def highest(packed: bytes) -> int:
+    """Of packed tokens; -1 of none."""
+    return int(np.frombuffer(packed, "<u4").max()) if packed else -1
 
 
 class Prompt:
