@@ -44,6 +44,9 @@ from kvtide.transfer.transfer import State
 
 MOST_FLIGHTS = 64
 """How many transfers ranks talk about per step; older ones come first."""
+HANDOVER_S = 50e-6
+"""So long whoever starts a load leaves the interpreter to the thread that issues it: the bytes are
+on their way while the caller goes on, and not after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +177,8 @@ class TieredCache:
 
         Loads of other leases reserved since the last call leave in the same submission.
         """
-        if lease.loading:
-            self._flights.submit(Way.LOAD)
+        if lease.loading and self._flights.submit(Way.LOAD):
+            time.sleep(HANDOVER_S)
 
     def wait(self, lease: Lease, layer: int) -> None:
         """Make the model's coming work wait until the prefix is there for this (global) layer.

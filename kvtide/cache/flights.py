@@ -116,8 +116,9 @@ class Flights:
 
     # -- ending -----------------------------------------------------------------------------
 
-    def submit(self, way: Way) -> None:
-        self._traffic.submit(way)
+    def submit(self, way: Way) -> int:
+        """What was begun in this direction leaves; how many flights it were."""
+        return self._traffic.submit(way)
 
     def cancel(self, flight: Flight) -> None:
         """Give up a flight that has not left yet."""

@@ -20,7 +20,7 @@ from kvtide.transfer.lane import Backend
 from kvtide.transfer.strided import PieceTable, Strided, Way
 
 LENGTHS_BYTES = (2048, 8192, 32768, 65536, 131072, 196608, 262144, 524288)
-"""Among them what a group of layers brings per page at least (`copier.GROUP_PAGE_BYTES`)."""
+"""Among them what a group of a large model's layers brings per page (`copier.GROUP_PAGE_BYTES`)."""
 NEARLY_EVEN = 0.85
 _MOST_RUNS = 256
 _TIMED_BYTES = 256 << 20
