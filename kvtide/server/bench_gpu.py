@@ -54,10 +54,11 @@ def _run(args: argparse.Namespace) -> int:
                     print(" | ".join(row), flush=True)
                     shown.append(row)
                     numbers.setdefault(kind, []).append(found)
+                    _write(args, numbers)
             except Exception:  # The other parts are measured all the same.
                 failed.append(kind)
                 traceback.print_exc()
-            _write(args, numbers)
+                _write(args, numbers)
             torch.cuda.empty_cache()
         del bed
         torch.cuda.empty_cache()

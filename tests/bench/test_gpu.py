@@ -11,6 +11,7 @@ import torch
 from kvtide.bench.gpu import ceilings, costs, peer, plot, restoring, speed, turns
 from kvtide.bench.gpu.bed import Bed, alternating
 from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
+from kvtide.engine import scheduler
 
 CPU = torch.device("cpu")
 BEST = ceilings.Ceilings(flops=1e12, bytes_s=1e10, link_bytes_s=1e9)
@@ -69,6 +70,15 @@ def test_prompts_and_single_tokens_take_a_share_of_what_is_possible(
     assert single.share == read / 0.125 / BEST.bytes_s
 
 
+def test_all_generate_however_prompts_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (scheduler, speed):
+        monkeypatch.setattr(module, "BESIDE_TOKENS", 8)
+    model = bed("qwen3-8b")
+    with model.engine(4 * 256, chunk_tokens=256, most_running=4) as engine:
+        assert speed.generating_s(model, engine, 4, 64, 5) > 0
+        assert engine.idle
+
+
 def test_what_sparse_decoding_must_read() -> None:
     """More with every sequence, and all experts only when there are tokens enough for them."""
     model, config = bed("deepseek-v4-flash"), SHAPES["deepseek-v4-flash"].config
@@ -99,7 +109,7 @@ def test_transformers_are_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) ->
     """All but its continuous batching, which takes half a minute to set up without a GPU."""
     monkeypatch.setattr(peer._Theirs, "continuous", lambda self: (None, "not asked"))
     work = peer.Work(first=96, context=32, batch=2, answer=3, steps=2)
-    found = peer.measure(bed("qwen3-8b"), SHAPES["qwen3-8b"].config, work)
+    found = list(peer.measure(bed("qwen3-8b"), SHAPES["qwen3-8b"].config, work))
     assert [one.what for one in found] == list(work.names)
     assert all(one.ours_s > 0 for one in found)
     assert [one.seconds is None for one in found] == [False, False, False, True]

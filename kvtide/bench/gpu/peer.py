@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -52,15 +52,21 @@ class Peer:
         return asdict(self)
 
 
-def measure(bed: Bed, config: Mapping[str, Any], work: Work | None = None) -> list[Peer]:
-    """Generation as users of `transformers` call it, and the same with this engine."""
+def measure(bed: Bed, config: Mapping[str, Any], work: Work | None = None) -> Iterator[Peer]:
+    """Generation as users of `transformers` call it, and the same with this engine; each as soon
+    as it is known."""
     work = work or Work()
     own = _ours(bed, work)
     theirs = _Theirs(bed, config, work)
-    alone = [theirs.first_s(), theirs.token_s(1), theirs.token_s(work.batch)]
-    found = [*((seconds, "") for seconds in alone), theirs.continuous()]
-    rows = zip(work.names, own, found, strict=True)
-    return [Peer(what, seconds, ours, why) for what, ours, (seconds, why) in rows]
+    ways: list[Callable[[], tuple[float | None, str]]] = [
+        lambda: (theirs.first_s(), ""),
+        lambda: (theirs.token_s(1), ""),
+        lambda: (theirs.token_s(work.batch), ""),
+        theirs.continuous,
+    ]
+    for what, ours, way in zip(work.names, own, ways, strict=True):
+        seconds, why = way()
+        yield Peer(what, seconds, ours, why)
 
 
 # -- this engine ------------------------------------------------------------------------------
@@ -183,7 +189,7 @@ class _Theirs:
 
         try:
             once()
-            return median_s(once, 3), "" if keeps else "with its set-up"
+            return once(), "" if keeps else "with its set-up"
         except Exception as error:  # Another project's: whatever it cannot do here is what is told.
             return None, f"{type(error).__name__}: {error}"
         finally:

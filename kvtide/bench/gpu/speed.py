@@ -14,6 +14,7 @@ from kvtide.bench.gpu.bed import Bed, first_token_s, forget, median_s
 from kvtide.bench.gpu.ceilings import Ceilings
 from kvtide.bench.gpu.history import recorded
 from kvtide.engine import Ask, Engine
+from kvtide.engine.scheduler import BESIDE_TOKENS
 from kvtide.spec import Tier
 
 
@@ -62,7 +63,7 @@ def decode(
 
 def generating_s(bed: Bed, engine: Engine, batch: int, context: int, steps: int) -> float:
     """Seconds of a step, when all of the batch generate."""
-    lead = context * batch // engine.scheduler.chunk_tokens + 16
+    lead = context * batch // min(engine.scheduler.chunk_tokens, BESIDE_TOKENS) + 16
     for number in range(batch):
         engine.submit(Ask(bed.prompt(context, 7000 + number), steps + lead))
     running = engine.scheduler.running
