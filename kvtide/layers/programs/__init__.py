@@ -25,5 +25,6 @@ run in Triton's interpreter on a CPU, where tests compare them with the torch co
 `rows`              norms, gates, the likeliest token: functions of single rows
 `spans`             neighbouring tokens of a sequence, for programs that take several
 `elementary`        functions of single elements
+`compiling`         what they are compiled for: a model, and not a step
 `sizes`             of tiles and grids
 """
