@@ -43,7 +43,7 @@ from kvtide.transfer.traffic import Traffic
 from kvtide.transfer.transfer import State
 
 MOST_FLIGHTS = 64
-"""How many transfers ranks talk about per step; older ones come first."""
+"""How many transfers ranks talk about at a time; older ones come first."""
 HANDOVER_S = 50e-6
 """So long whoever starts a load leaves the interpreter to the thread that issues it: the bytes are
 on their way while the caller goes on, and not after it."""
@@ -197,11 +197,11 @@ class TieredCache:
         that fails. `without` names optional sidecars (a draft's KV) that were not computed.
         """
         assert lease.live, "committing with a lease that was released"
+        self._flights.unmark()
         if lease.loading:
             lease.pending.append((tokens, without))
-        elif not lease.failed and self._full_pages(tokens) > lease.inner.boundary:
-            self.index.commit(lease.inner, tokens, without)
-            self._writing.committed(lease.inner)
+        elif not lease.failed:
+            self._commit(lease, tokens, without)
 
     def retain(self, lease: Lease) -> None:
         """Make a checkpoint of where the lease stands: somebody will go on from there."""
@@ -250,8 +250,25 @@ class TieredCache:
 
     # -- beside requests --------------------------------------------------------------------
 
+    def mark(self) -> None:
+        """All that was committed is computed by what the device has been given to do so far.
+
+        Before a pass whose `poll` comes while it is under way: copies then wait for nothing of it,
+        unless something is committed in between.
+        """
+        self._flights.mark()
+
     def poll(self) -> Progress:
         """Once per step: let land what is done everywhere, start copies that are due."""
+        progress = self.land()
+        self._writing.tick()
+        for way in Way:
+            self._flights.submit(way)
+        self._flights.unmark()
+        return progress
+
+    def land(self) -> Progress:
+        """Let land what is done everywhere; for whom `poll` comes too late in a step."""
         told: dict[int, Lease] = {}
         for flight, inners in self._settle():
             waiting = (self._leases.get(inner.number) for inner in inners)
@@ -263,9 +280,6 @@ class TieredCache:
         landed = [lease for lease in told.values() if not lease.failed and not lease.loading]
         for lease in landed:
             self._settled(lease)
-        self._writing.tick()
-        for way in Way:
-            self._flights.submit(way)
         failed = [lease for lease in told.values() if lease.failed]
         return Progress(tuple(landed), tuple(failed))
 
@@ -435,7 +449,12 @@ class TieredCache:
         """The lease's load has landed: do what it was waiting for."""
         pending, lease.pending = lease.pending, []
         for tokens, without in pending:
-            self.commit(lease, tokens, without)
+            self._commit(lease, tokens, without)
+
+    def _commit(self, lease: Lease, tokens: int, without: Collection[str]) -> None:
+        if self._full_pages(tokens) > lease.inner.boundary:
+            self.index.commit(lease.inner, tokens, without)
+            self._writing.committed(lease.inner)
 
     def _full_pages(self, tokens: int) -> int:
         return (tokens - self.memory.holdback) // self.memory.page_tokens

@@ -35,7 +35,7 @@ from kvtide.transfer.store_link import StoreLink, object_key
 from kvtide.transfer.traffic import Verdict
 
 MOST_OPEN, MOST_LEAVING = 16, 8
-"""How many fetches ranks talk about per step; the rest waits for the next."""
+"""How many fetches ranks talk about at a time; the rest waits for the next."""
 MOST_LOOKS = 4
 """How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
 MOST_HOST_SHARE = 0.5
@@ -174,7 +174,7 @@ class Fetches:
 
         fetch.lookup = self._link.look(keys, max(0.0, fetch.deadline - self._clock()))
 
-    # -- once per step ----------------------------------------------------------------------
+    # -- once per poll ----------------------------------------------------------------------
 
     def verdicts(self) -> list[int]:
         """Per fetch how it stands and how many pages are there; ranks take the least of each."""

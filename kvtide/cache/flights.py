@@ -114,6 +114,14 @@ class Flights:
             self._departing.add(arrival.number)
         return flight
 
+    def mark(self) -> None:
+        """Copies to the host wait for nothing that the device is given to do from now on."""
+        self._traffic.mark()
+
+    def unmark(self) -> None:
+        """They do again."""
+        self._traffic.unmark()
+
     # -- ending -----------------------------------------------------------------------------
 
     def submit(self, way: Way) -> int:

@@ -84,6 +84,13 @@ class Lease:
         """The prefix will not come, and so nothing can be committed on top of it."""
         self.error, self.pending = error, []
 
+    def join(self) -> None:
+        """Wait until what is on its way is there, as far as the device has been told to bring it;
+        it lands with the next `poll`."""
+        for transfer in self.transfers:
+            if transfer.state is State.FLYING and transfer.ticket is not None:
+                transfer.ticket.join()
+
     def wait(self, leg: int) -> None:
         """Make the caller's coming work wait for a leg of the load; raises if it failed."""
         if self.error is not None:

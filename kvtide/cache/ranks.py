@@ -1,7 +1,7 @@
 """Ranks that serve one model together keep the same books, so they must see the same ends.
 
 Every rank makes the same calls in the same order and so has the same transfers in flight; only
-when one is done differs from rank to rank. Once per step the ranks take the least of what each
+when one is done differs from rank to rank. In every `land` the ranks take the least of what each
 says about every transfer: pending if it is pending anywhere, failed if it failed anywhere, landed
 only if it landed everywhere. That is one small all-reduce, and none when nothing is in flight.
 What does not fit in it is agreed on when it comes up, by `common`: what stores have of a prompt,
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 WIDTH = 192
-"""Verdicts per exchange. Older transfers come first; the rest waits for the next step."""
+"""Verdicts per exchange. Older transfers come first; the rest waits for the next."""
 
 
 class Agreement(Protocol):

@@ -17,7 +17,7 @@ from kvtide.transfer.store_link import StoreLink, object_key
 from kvtide.transfer.traffic import Verdict
 
 MOST_REMOVALS = 4
-"""How many removals ranks talk about per step; the rest waits for the next."""
+"""How many removals ranks talk about at a time; the rest waits for the next."""
 
 
 @dataclass(slots=True, eq=False)

@@ -73,6 +73,7 @@ class Engine:
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
+        self._polled = False
 
     @property
     def idle(self) -> bool:
@@ -123,13 +124,16 @@ class Engine:
         self.computed = sum(share.end - share.request.computed for share in shares)
         if not shares:
             return []
+        self.cache.mark()
         try:
             passed = self._runner.run(shares)
         except TransferError:
             return self._restart(shares)
+        self._look_after(shares)
         for number, share in enumerate(shares):
             self._score(share, number, passed)
             self._commit(share)
+        self._runner.lay(self.scheduler.foresee())
         return self._choose(shares, passed)
 
     def _prompt(self, ask: Ask, tokens: bytes) -> Prompt:
@@ -140,11 +144,31 @@ class Engine:
     # -- the steps of a step ----------------------------------------------------------------
 
     def _astray(self) -> list[Request]:
-        """Requests whose prefix will not come, or is wrong: they compute it."""
-        self.cache.poll()
+        """Requests whose prefix will not come, or is wrong: they compute it.
+
+        The cache was polled during the last pass, while the device was at work, if there was one.
+        What has landed since matters to those whose prefix is on its way, and to those who wait
+        and could be taken in.
+        """
         running = self.scheduler.running
+        if not self._polled:
+            self.cache.poll()
+        elif self.scheduler.open or any(request.held.loading for request in running):
+            self.cache.land()
+        self._polled = False
         failed = [request for request in running if request.held.failed]
         return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
+
+    def _look_after(self, shares: list[Share]) -> None:
+        """Poll the cache while the device is at work on a pass.
+
+        That waits for the prefixes of its shares, and nobody has a token before: so they are waited
+        for here, and what is computed on them is committed at once.
+        """
+        for share in shares:
+            share.request.held.join()
+        self.cache.poll()
+        self._polled = True
 
     def _restart(self, shares: list[Share]) -> list[Update]:
         """A prefix did not come in the midst of a pass, here or elsewhere: it was for nothing."""

@@ -132,12 +132,24 @@ class Recording:
     def play(self, rows: Sequence[Row], wait: Wait) -> Tensor:
         """What comes of these: logits after each token if all are single, else hidden states; until
         something is played again."""
+        self.lay(rows)
+        return self._sent(sum(len(row.tokens) for row in rows), wait)
+
+    def lay(self, rows: Sequence[Row]) -> None:
+        """Lay out what is to be played, on the host."""
         assert all(row.past + len(row.tokens) <= self._size.length for row in rows), "too long"
         self._mirror.open()
         self._fill(rows)
+
+    def play_laid(self, tokens: Sequence[int]) -> Tensor:
+        """What comes of single tokens that were laid out before it was known which they are."""
+        self._ours[0][: len(tokens)] = tokens
+        return self._sent(len(tokens), _nothing)
+
+    def _sent(self, tokens: int, wait: Wait) -> Tensor:
         self._mirror.send()
         self._play(wait)
-        return self._studio.left(self._room, sum(len(row.tokens) for row in rows))
+        return self._studio.left(self._room, tokens)
 
     def _fill(self, rows: Sequence[Row]) -> None:
         tokens, at, owners, spans, _ = self._ours
@@ -173,6 +185,10 @@ class Recording:
             known = min(len(slots), ours.shape[1])
             ours[number, :known] = slots[:known]
             ours[number, known:] = -1
+
+
+def _nothing(layer: int) -> None:
+    """No prefix is on its way to anybody."""
 
 
 class Recordings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
-from kvtide.engine.recording import Recordings, Row
+from kvtide.engine.recording import Recording, Recordings, Row
 from kvtide.engine.scheduler import Share
 from kvtide.engine.seat import Seat
 from kvtide.engine.studio import Wait, studio
@@ -96,6 +96,13 @@ class Loads:
             raise self.error or TransferError("the prefix could not be loaded on another rank")
 
 
+class Laid(NamedTuple):
+    """A pass that is laid out for shares of one token each."""
+
+    shares: Sequence[Share]
+    recording: Recording
+
+
 class Runner:
     """`seat` is where this rank's part of a pass begins and ends.
 
@@ -120,6 +127,7 @@ class Runner:
         self._most_rows, self._most_tokens = most_rows, most_tokens
         self._tables = Tables(cache)
         self._width: int | None = None
+        self._laid: Laid | None = None
         self.passes: Counter[str] = Counter()
         self._recordings: Recordings | None = None
         if records and seat.ranks == 1 and model.runs_programs(self._device):
@@ -163,6 +171,11 @@ class Runner:
 
     def run(self, shares: Sequence[Share]) -> Passed:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
+        laid, self._laid = self._laid, None
+        if laid is not None and laid.shares is shares:
+            self.passes["single"] += 1
+            said = [share.request.tokens[-1] for share in shares]
+            return Single(laid.recording.play_laid(said))
         leases = [share.request.held for share in shares if share.request.held.loading]
         loads = Loads(self._cache, leases)
         rows = spans(shares)
@@ -178,6 +191,22 @@ class Runner:
         loads.check()
         return Computed(self, hidden, rows)
 
+    def lay(self, shares: Sequence[Share]) -> None:
+        """Lay out the pass of shares whose tokens are about to be known, one of each; for when
+        these shares are what is run next."""
+        self._laid = None
+        if self._recordings is None or not shares:
+            return
+        rows = [self._row(share, (0,)) for share in shares]
+        recording = self._recordings.fitting(rows, False)
+        if recording is not None and recording.single:
+            recording.lay(rows)
+            self._laid = Laid(shares, recording)
+
+    def _row(self, share: Share, tokens: Sequence[int]) -> Row:
+        lease = share.request.held
+        return Row(tokens, share.request.computed, lease.inner.number, *self._tables.of(lease))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The speaker's, on every rank."""
         said = self._model.logits(hidden) if self._seat.speaks else None
@@ -192,12 +221,7 @@ class Runner:
         """The pass from a recording, if there is one for such shares."""
         if self._recordings is None or spans[-1, 1] > self._recordings.most_tokens:
             return None
-        rows = []
-        for request, end in shares:
-            at = request.computed
-            state, table = self._tables.of(request.held)
-            number = request.held.inner.number
-            rows.append(Row(request.tokens[at:end], at, number, state, table))
+        rows = [self._row(s, s.request.tokens[s.request.computed : s.end]) for s in shares]
         recording = self._recordings.fitting(rows, loads.any)
         if recording is None:
             return None

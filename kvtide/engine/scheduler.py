@@ -58,6 +58,7 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self._most_running = min(most_running, chunk_tokens)
         self._states = _anchors_of_states(cache)
+        self._foreseen: list[Share] = []
 
     @property
     def waiting(self) -> int:
@@ -81,18 +82,18 @@ class Scheduler:
         Those whose prefix is on its way, from storage or from somebody who computes it, keep
         nobody else waiting.
         """
-        while not self._full and (first := self._first()) is not None:
+        while self.open and (first := self._first()) is not None:
             if len(self.running) < self._most_running and self._start(first):
                 self._unqueue(first)
             elif not self._give_way(first):
                 return
 
     @property
-    def _full(self) -> bool:
-        """Whether there is no place for whoever waits, and none that could be taken."""
+    def open(self) -> bool:
+        """Whether somebody waits for whom there is a place, or one that could be taken."""
         if not self._waiting or len(self.running) < self._most_running:
-            return False
-        return min(request.ask.priority for request in self.running) >= -self._waiting[0][0]
+            return bool(self._waiting)
+        return min(request.ask.priority for request in self.running) < -self._waiting[0][0]
 
     def _first(self) -> Request | None:
         """Whose turn it is, of those that wait for nothing but room. Some find that they do not."""
@@ -169,6 +170,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """However it ended, it holds nothing any more."""
         if request in self.running:
+            self._foreseen = []
             self.running.remove(request)
             self._cache.release(request.held)
             request.lease = None
@@ -197,6 +199,7 @@ class Scheduler:
             request.noted = True
         request.admissions += 1
         request.state = State.RUNNING
+        self._foreseen = []
         self.running.append(request)
         return True
 
@@ -204,6 +207,9 @@ class Scheduler:
 
     def plan(self) -> list[Share]:
         """Requests that generate come first; a request without slots for its share waits again."""
+        foreseen, self._foreseen = self._foreseen, []
+        if 0 < len(foreseen) <= self.chunk_tokens and all(share.ends for share in foreseen):
+            return foreseen
         ready = sorted(self._ready(), key=_turn)
         generating = sum(request.length - request.computed == 1 for request in ready)
         most = generating + BESIDE_TOKENS if generating else self.chunk_tokens
@@ -221,6 +227,25 @@ class Scheduler:
             left -= end - request.computed
             shares.append(Share(request, end))
         return sorted(shares, key=_place)
+
+    def foresee(self) -> list[Share]:
+        """What the next `plan` gives if nobody comes or goes before: one more token for everybody,
+        when all that they have is computed. Nothing if it will be something else.
+
+        Whose prefix is on its way has its pages elsewhere when it lands, if others have the same.
+        Where pages depend on tokens behind them, a next one is not taken before its first is known.
+        """
+        page, depends = self._cache.memory.page_tokens, self._cache.memory.holdback > 0
+        for request in self.running:
+            end = request.length + 1
+            goes_on = request.computed == request.length and end < request.most_length
+            if not goes_on or request.held.loading or (depends and request.computed % page == 0):
+                return []
+            if not self._cache.grow(request.held, end):
+                return []
+        coming = (Share(request, request.length + 1) for request in self.running)
+        self._foreseen = sorted(coming, key=_place)
+        return self._foreseen
 
     def _ready(self) -> list[Request]:
         """Who can take part in a step.

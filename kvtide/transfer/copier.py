@@ -20,7 +20,7 @@ from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import entry_offsets, entry_pieces, pieces
 from kvtide.transfer.lane import Job, Ticket
 from kvtide.transfer.strided import Addresses, PieceTable, Strided, Way
-from kvtide.transfer.timeline import Timeline
+from kvtide.transfer.timeline import Event, Timeline
 
 GROUP_PAGE_BYTES = 192 * 1024
 """What a group of layers should at least bring per page: smaller copies waste the link."""
@@ -74,8 +74,14 @@ class Copier:
                 return leg
         raise AssertionError(f"no leg brings layer {layer}; there are {self.groups}")
 
-    def copy(self, way: Way, moves: Sequence[PageMove], timeout_s: float) -> Ticket:
-        """Copy whole pages, after all that the calling thread has queued on the device."""
+    def fence(self, way: Way) -> Event:
+        """What the calling thread has queued on the device so far."""
+        return self.lanes[way].timeline.fence()
+
+    def copy(
+        self, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Event = None
+    ) -> Ticket:
+        """Copy whole pages, after a fence, or after all that is queued now."""
         joined: dict[str, list[PageMove]] = {}
         for move in moves:
             assert (move.source, move.target) == way.value, f"{move} does not go {way.name}"
@@ -89,7 +95,7 @@ class Copier:
             table = self._tables[way, anchor]
             if len(table) and len(source):
                 works.append(Strided(table, source, target))
-        return self._submit(way, works, len(self._legs(way)), timeout_s)
+        return self._submit(way, works, len(self._legs(way)), timeout_s, after)
 
     def copy_entries(self, way: Way, moves: Sequence[EntryMove], timeout_s: float) -> Ticket:
         """Copy single entries, all layers of a pool in one leg."""
@@ -114,10 +120,17 @@ class Copier:
     def _legs(self, way: Way) -> Sequence[range]:
         return self.groups if way is Way.LOAD else (range(self._memory.end_layer),)
 
-    def _submit(self, way: Way, works: Sequence[Strided], legs: int, timeout_s: float) -> Ticket:
+    def _submit(
+        self,
+        way: Way,
+        works: Sequence[Strided],
+        legs: int,
+        timeout_s: float,
+        after: Event = None,
+    ) -> Ticket:
         lane = self.lanes[way]
         ticket = Ticket(lane.timeline, legs, time.monotonic() + timeout_s)
-        lane.submit(Job(ticket, works, legs, lane.timeline.fence(), self._blocks))
+        lane.submit(Job(ticket, works, legs, after or self.fence(way), self._blocks))
         return ticket
 
     def _page_table(self, way: Way, anchor: str) -> PieceTable:

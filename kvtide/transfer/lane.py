@@ -61,6 +61,11 @@ class Ticket:
             raise TransferError("the copy missed its deadline")
         self._timeline.follow(self._issued[leg])
 
+    def join(self) -> None:
+        """Wait for what was issued, if that is all."""
+        if len(self._issued) == self._legs and self._issued[-1] is not None:
+            self._timeline.join(self._issued[-1])
+
     def begun(self) -> bool:
         """Whether what the first leg brings is there."""
         return len(self._issued) > 0 and self._timeline.passed(self._issued[0])

@@ -33,6 +33,9 @@ class Timeline(Protocol):
     def passed(self, event: Event) -> bool:
         """Whether the lane's work up to this point is done."""
 
+    def join(self, event: Event) -> None:
+        """Wait until it is."""
+
 
 class HostTimeline:
     def fence(self) -> Event:
@@ -49,6 +52,9 @@ class HostTimeline:
 
     def passed(self, event: Event) -> bool:
         return True
+
+    def join(self, event: Event) -> None:
+        """It was done before it could be named."""
 
 
 class CudaTimeline:
@@ -79,3 +85,7 @@ class CudaTimeline:
 
     def passed(self, event: Event) -> bool:
         return event is not None and event.query()
+
+    def join(self, event: Event) -> None:
+        assert event is not None
+        event.synchronize()

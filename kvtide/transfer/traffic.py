@@ -15,6 +15,7 @@ from typing import Generic
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import Event
 from kvtide.transfer.transfer import H, State, Transfer
 
 
@@ -39,6 +40,7 @@ class Traffic(Generic[H]):
         self._clock = clock
         self._open: dict[int, Transfer[H]] = {}
         self._numbers = 0
+        self._mark: Event = None
 
     def __iter__(self) -> Iterator[Transfer[H]]:
         return iter(self._open.values())
@@ -57,6 +59,14 @@ class Traffic(Generic[H]):
         transfer.to(State.RESERVED)
         transfer.holding, transfer.moves = holding, moves
 
+    def mark(self) -> None:
+        """What leaves for the host waits for what the device has been given to do so far, and not
+        for what it is given until then; up to `unmark`."""
+        self._mark = self._copier.fence(Way.BACKUP)
+
+    def unmark(self) -> None:
+        self._mark = None
+
     def submit(self, way: Way) -> int:
         """Everything reserved in this direction leaves as one submission; how many it were.
 
@@ -68,7 +78,8 @@ class Traffic(Generic[H]):
         ticket = error = None
         try:
             moves = [move for transfer in leaving for move in transfer.moves]
-            ticket = self._copier.copy(way, moves, self._timeout_s)
+            after = self._mark if way is Way.BACKUP else None
+            ticket = self._copier.copy(way, moves, self._timeout_s, after)
         except Exception as raised:
             error = raised
         for transfer in leaving:

@@ -7,6 +7,7 @@ import pytest
 from kvtide.cache import Tier
 from kvtide.index import LastPage
 from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import HostTimeline
 from tests.cache.building import Rig, text
 from tests.cache.memories import FULL, PAGE, RECURRENT, V4, WINDOW, every_memory
 
@@ -48,6 +49,88 @@ def test_write_through_copies_a_prefix_that_was_never_seen_before(build):
     rig.remember(text(1, 4))
     rig.settle()
     assert on_host(rig) == 4
+
+
+class Counted(HostTimeline):
+    """Every fence is a number."""
+
+    def __init__(self) -> None:
+        self.fences = 0
+
+    def fence(self):
+        self.fences += 1
+        return self.fences
+
+
+def test_a_copy_waits_for_what_was_to_be_done_before_the_mark(build):
+    rig = build()
+    for hand in rig.hands.values():
+        hand.timeline = Counted()
+    hand = rig.hands[Way.BACKUP]
+    lease = rig.started(text(1, 6))
+
+    def after(pages: int, more: int = 0) -> int:
+        """The fence that the copy of these pages comes after, if `more` follow after the mark."""
+        rig.compute(lease, pages)
+        rig.cache.mark()
+        hand.timeline.fences += 100
+        if more:
+            rig.compute(lease, more)
+        rig.cache.poll()
+        return hand.jobs[-1].after
+
+    assert after(1) == 1, "all that is computed was marked"
+    assert after(2, 3) == 203, "page 3 came after the mark"
+    assert after(4) == 204, "a mark is for one submission"
+    rig.compute(lease, 5)
+    hand.timeline.fences += 100
+    rig.cache.poll()
+    assert hand.jobs[-1].after == 405, "there was no mark"
+    rig.settle()
+    assert on_host(rig) == 5
+
+
+def test_a_page_that_is_given_up_after_the_mark_was_computed_before(build):
+    rig = build(device=8, write_policy="write_back", headroom=0.5)
+    lease = rig.started(text(1, 6))
+    rig.compute(lease)
+    rig.cache.release(lease)
+    assert free(rig) < 4
+    hand = rig.hands[Way.BACKUP]
+    hand.timeline = Counted()
+    rig.cache.mark()
+    hand.timeline.fences += 100
+    rig.cache.poll()
+    assert hand.jobs[-1].after == 1
+
+
+def test_what_was_computed_on_a_prefix_on_its_way_was_so_before_the_mark(build):
+    rig = build()
+    rig.remember_on_host(text(1, 2))
+    lease = rig.started(text(1, 4))
+    rig.write(lease, 2, 4)
+    rig.cache.commit(lease, 4 * PAGE)
+    hand = rig.hands[Way.BACKUP]
+    hand.timeline = Counted()
+    rig.cache.mark()
+    hand.timeline.fences += 100
+    rig.hands[Way.LOAD].run()
+    rig.cache.poll()
+    assert hand.jobs[-1].after == 1
+
+
+def test_a_load_waits_for_all_that_is_to_be_done(build):
+    rig = build()
+    rig.remember_on_host(text(1, 4))
+    for hand in rig.hands.values():
+        hand.timeline = Counted()
+    rig.compute(rig.started(text(2, 2)))
+    rig.cache.mark()
+    rig.hands[Way.LOAD].timeline.fences = 100
+    rig.started(text(1, 4))
+    assert rig.hands[Way.LOAD].jobs[-1].after == 101
+    rig.cache.poll()
+    assert rig.hands[Way.BACKUP].jobs[-1].after == 1
 
 
 def test_write_through_copies_every_page_once(build):

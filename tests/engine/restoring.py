@@ -11,6 +11,7 @@ admission is compared with two records of what should be found.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -31,6 +32,7 @@ from kvtide.testing.naive import NaiveIndex
 from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import HostTimeline
 from kvtide.transfer.transfer import State
 from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
 from tests.models.tiny import VOCABULARY, ours
@@ -249,6 +251,16 @@ def _prefix(body: bytes, pages: int) -> bytes:
     return body[: pages * PAGE * TOKEN_BYTES]
 
 
+class AtWork(HostTimeline):
+    """A device that is still `at_work` on a pass, and so on what that waits for, when somebody
+    looks how far copies have come."""
+
+    at_work = False
+
+    def passed(self, event: object) -> bool:
+        return not self.at_work
+
+
 class WatchedCache(TieredCache):
     """Its copies are done by hand, and each admission has to find what it should.
 
@@ -269,7 +281,9 @@ class WatchedCache(TieredCache):
         self.found: list[tuple[int, int]] = []
         self.breaks = False
         self.hands = self.hardware.copier.lanes
-        self._rng = rng
+        self.hands[Way.LOAD].timeline = self._device = AtWork()
+        self._marked = False
+        self._rng, self._late = rng, copy.deepcopy(rng)
         self.index.subscribe(self._hear)
 
     def _hear(self, event: Event) -> None:
@@ -281,7 +295,16 @@ class WatchedCache(TieredCache):
         """Some of what was submitted is done by now."""
         for hand in self.hands.values():
             hand.run(self._rng.randint(0, len(hand.jobs)))
-        return super().poll()
+        self._device.at_work, self._marked = self._marked and self._late.random() < 0.5, False
+        try:
+            return super().poll()
+        finally:
+            self._device.at_work = False
+
+    def mark(self) -> None:
+        """A pass comes, and a poll before it is over."""
+        super().mark()
+        self._marked = True
 
     def wait(self, lease: Lease, layer: int) -> None:
         """A layer's bytes come when it cannot go on without them, and none of the next layer's."""
@@ -303,11 +326,10 @@ class WatchedCache(TieredCache):
         else:
             self.breaks = True
 
-    def commit(self, lease: Lease, tokens: int, without: Any = ()) -> None:
-        if not lease.loading and not lease.failed:
-            self.ledger.computed(lease.prompt.body, tokens)
+    def _commit(self, lease: Lease, tokens: int, without: Any) -> None:
+        self.ledger.computed(lease.prompt.body, tokens)
         before = lease.inner.boundary
-        super().commit(lease, tokens, without)
+        super()._commit(lease, tokens, without)
         if self.config.write_policy == "write_back":
             self.ledger.passed(lease, before)
         self.ledger.left(lease)

@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.cache import CacheConfig, Hardware, Namespace, TieredCache, Tokens, TransferError
+from kvtide.cache import (
+    CacheConfig,
+    Hardware,
+    Lease,
+    Namespace,
+    TieredCache,
+    Tokens,
+    TransferError,
+)
 from kvtide.engine import (
     Ask,
     Engine,
@@ -668,3 +676,168 @@ def test_passes_are_counted_by_kind(stand):
     at.ask(words(1, 9), 3)
     wanted = {"several": 1, "single": 2} if at.model.recorded else {"computed": 3}
     assert at.engine.passes == wanted
+
+
+def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch):
+    at = stand()
+    request = at.submit(words(1, 9), 9)
+    at.step()
+    done: list[str] = []
+
+    def noted(where: object, name: str) -> None:
+        function = getattr(where, name)
+
+        def call(*args: Any) -> Any:
+            done.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(where, name, call)
+
+    for where, name in (
+        (at.cache, "mark"),
+        (at.engine._runner, "run"),
+        (Lease, "join"),
+        (at.cache, "poll"),
+        (at.cache, "commit"),
+        (at.engine, "_choose"),
+    ):
+        noted(where, name)
+    for _ in range(2):
+        at.step()
+        assert done == ["mark", "run", "join", "poll", "commit", "_choose"]
+        done.clear()
+    at.engine.abort(request)
+    at.engine.step()
+    at.engine.step()
+    assert done == ["poll"], "and where nothing is computed"
+
+
+def test_whoever_could_be_taken_in_has_copies_looked_at_before_a_step(stand, monkeypatch):
+    """A page that has left, or come from storage, is what it waits for."""
+    at = stand(device=6)
+    first, second = at.submit(words(1, 9), 9), at.submit(words(2, 9), 9)
+    at.step()
+    assert second.state is State.WAITING
+    landings: list[bool] = []
+    land, run = at.cache.land, at.engine._runner.run
+
+    def landing() -> Any:
+        landings.append(bool(first.held.inner.live))
+        return land()
+
+    def running(shares: Any) -> Any:
+        assert len(landings) == 1, "before the pass"
+        return run(shares)
+
+    monkeypatch.setattr(at.cache, "land", landing)
+    monkeypatch.setattr(at.engine._runner, "run", running)
+    at.step()
+    assert len(landings) == 2, "and during it"
+    monkeypatch.undo()
+    at.finish()
+    assert complete(first, second)
+
+
+def test_a_prefix_that_came_after_the_last_poll_is_there_for_the_next_pass(stand, monkeypatch):
+    at = stand()
+    at.remember_on_host(words(2, 20))
+    at.engine.scheduler.lets_land = True
+    first = at.submit(words(1, 9), 20)
+    at.step()
+    issue, choose, gate = at.loads.issue, at.engine._choose, threading.Event()
+
+    def held(works: Any, legs: int) -> Iterator[None]:
+        assert gate.wait(20)
+        yield from issue(works, legs)
+
+    def late(*args: Any) -> Any:
+        """The pass is over, and so is the load by now."""
+        gate.set()
+        for transfer in second.held.transfers:
+            while transfer.ticket is None or not transfer.ticket.done():
+                time.sleep(0.001)
+        return choose(*args)
+
+    monkeypatch.setattr(at.loads, "issue", held)
+    monkeypatch.setattr(at.engine, "_choose", late)
+    second = at.submit(words(2, 20), 3)
+    at.step()
+    assert second.held.loading and not second.output
+    at.step()
+    assert len(second.output) == 1 and second.by_tier[Tier.HOST] > 0
+    monkeypatch.undo()
+    at.finish()
+    assert complete(first, second)
+
+
+def test_nothing_is_foreseen_of_a_prefix_that_has_not_landed(stand, monkeypatch):
+    """What was computed on it is committed later, and its pages may be others then."""
+    at = stand()
+    at.remember_on_host(words(1, 20))
+    monkeypatch.setattr(
+        at.cache.hardware.copier.lanes[Way.LOAD].timeline, "passed", lambda e: False
+    )
+    request = at.submit(words(1, 20), 6)
+    for _ in range(2):
+        at.step()
+        assert request.held.loading and request.output and not at.engine.scheduler._foreseen
+    monkeypatch.undo()
+    at.step()
+    assert not request.held.loading and at.engine.scheduler._foreseen
+    at.finish()
+    assert complete(request)
+
+
+def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch):
+    at = stand()
+    request = at.submit(words(1, 9), 6)
+    for _ in range(2):
+        at.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(at.engine, "_choose", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            at.step()
+    said = list(request.output)
+    at.step()
+    assert request.output == said, "the token that was not chosen is not there"
+    at.engine.abort(request)
+
+
+def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(stand, monkeypatch):
+    at = stand()
+    laid: list[int] = []
+    play = recording.Recording.play_laid
+
+    def counted(self: Any, tokens: Sequence[int]) -> Tensor:
+        laid.append(len(tokens))
+        return play(self, tokens)
+
+    monkeypatch.setattr(recording.Recording, "play_laid", counted)
+    long, short = at.submit(words(1, 9), 12), at.submit(words(2, 9), 4)
+    for _ in range(4):
+        at.step()
+    wanted = [2, 2, 2] if at.model.recorded else []
+    assert laid == wanted, "all but that of the prompts"
+    assert complete(short)
+    late = at.submit(words(3, 9), 6)
+    at.step()
+    assert laid == wanted, "somebody came"
+    at.finish()
+    assert complete(long, short, late)
+    assert not at.model.recorded or len(laid) > 5
+
+
+def test_what_was_laid_out_is_not_played_for_others(stand):
+    """Whoever ends it all at an unforeseen word, leaves, or comes: nobody gets others' tokens."""
+    at = stand()
+    stop = answer_to(words(1, 9), 6)[3]
+    stopping = at.submit(words(1, 9), 6, stop_ids=frozenset({stop}))
+    others = [at.submit(words(number, 9), 12) for number in (2, 3, 4)]
+    for _ in range(6):
+        at.step()
+    assert stopping.finish is Finish.STOP and right(stopping)
+    at.engine.abort(others[0])
+    at.step()
+    at.engine._retract([others[1]])
+    at.finish()
+    assert right(others[0]) and complete(*others[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.index import EveryPages
 from kvtide.spec import ModelMemory, Tier
 from tests.cache.building import text
-from tests.cache.memories import FULL, PAGE, RECURRENT
+from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, V4_DRAFTED, WINDOW
 
 
 class Desk:
@@ -54,15 +55,20 @@ class Desk:
         self.scheduler.queue(request)
         return request
 
-    def step(self) -> list[Share]:
+    def step(self, foresees: bool = False) -> list[Share]:
         """Admit, plan, and have the plan computed: whoever comes to its end gets a token."""
         self.scheduler.admit()
         shares = self.scheduler.plan()
         for request, end in shares:
             request.computed = end
             self.cache.commit(request.held, end)
+        if foresees:
+            self.scheduler.foresee()
+        for request, end in shares:
             if end == request.length:
                 request.generated(Chosen(7, 0.0))
+                if request.length == request.most_length:
+                    self.scheduler.remove(request)
         return shares
 
     def end(self) -> None:
@@ -236,6 +242,75 @@ def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
     assert len(order) == 6
     firsts = sorted(order.index(one) for one in (first, more[1], more[3]))
     assert firsts in ([0, 1, 2], [3, 4, 5])
+
+
+FORESEEN = (FULL, WINDOW, RECURRENT, DRAFTED, V4_DRAFTED)
+
+
+class Chances:
+    """Requests come, leave, are interrupted, all at random: the same ones for every desk."""
+
+    def __init__(self, desk: Desk, seed: int) -> None:
+        self._desk = desk
+        self._rng = random.Random(seed)
+
+    def happen(self) -> None:
+        rng, desk = self._rng, self._desk
+        present = [r for r in desk.requests if desk.scheduler.find(r.number) is r]
+        what = rng.random()
+        if what < 0.15:
+            desk.queue(rng.randrange(4), extra=rng.randrange(1, PAGE), answer=rng.randrange(1, 30))
+        elif what < 0.18 and present:
+            desk.scheduler.remove(rng.choice(present))
+        elif what < 0.21 and desk.scheduler.running:
+            desk.scheduler.retract(rng.choice(desk.scheduler.running))
+        elif what < 0.24:
+            desk.scheduler.chunk_tokens = rng.choice((2, 64, 64, 64))
+
+
+@pytest.mark.parametrize("memory", FORESEEN, ids=lambda memory: memory.model)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory, seed):
+    foreseeing, other = (desk(memory, pages=48) for _ in range(2))
+    chances = [Chances(one, seed) for one in (foreseeing, other)]
+    foreseen = 0
+    for number in range(300):
+        for chance in chances:
+            chance.happen()
+        foreseeing.scheduler.admit()  # What is foreseen holds if nobody is taken in.
+        foreseen += bool(foreseeing.scheduler._foreseen)
+        steps = (foreseeing.step(foresees=True), other.step())
+        # Of those who generate, who stands where may depend on what is known of a short prompt.
+        told = [{(share.request.number, share.end) for share in shares} for shares in steps]
+        assert told[0] == told[1], f"step {number}"
+        assert foreseeing.cache.validate() == []
+        both = (foreseeing, other)
+        kept = [[at.cache.match(r.prompt).tokens for r in at.requests] for at in both]
+        assert kept[0] == kept[1], f"step {number}"
+    assert foreseen > 10
+
+
+def test_nothing_is_foreseen_of_who_has_more_to_compute_or_will_be_done(desk):
+    at = desk(chunk_tokens=PAGE)
+    request = at.queue(2, answer=3)
+    for told in ([], [], [2 * PAGE + 2], [2 * PAGE + 3], []):
+        at.step(foresees=True)
+        assert [share.end for share in at.scheduler._foreseen] == told
+    assert request.length == request.most_length
+
+
+def test_what_was_foreseen_is_forgotten_when_somebody_comes_or_goes(desk):
+    at = desk(pages=32)
+    first, second = at.queue(1, answer=20), at.queue(1, answer=20)
+    at.step(foresees=True)
+    at.scheduler.retract(second)
+    assert at.step(foresees=True)[0] == Share(first, PAGE + 2), "both, where they were"
+    assert second.lease is not None and second.computed == PAGE + 2
+    third = at.queue(1, answer=20)
+    assert {share.request for share in at.step(foresees=True)} == {first, second, third}
+    assert len(at.step(foresees=True)) == 3
+    at.scheduler.remove(third)
+    assert {share.request for share in at.step()} == {first, second}
 
 
 def test_prompts_are_served_oldest_first(desk):

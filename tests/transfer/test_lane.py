@@ -278,3 +278,34 @@ def test_closing_a_lane_that_hangs_says_so_and_leaves_its_job_undone(bench: Benc
     assert lane.close(LONG_S)
     eventually(ticket.done)
     assert bench.arrived() == [0]
+
+
+class Joined(HostTimeline):
+    """Points are numbers; `joined` are those that somebody waited for."""
+
+    def __init__(self) -> None:
+        self.points, self.joined = 0, []
+
+    def record(self):
+        self.points += 1
+        return self.points
+
+    def join(self, event) -> None:
+        self.joined.append(event)
+
+
+def test_a_job_is_waited_for_when_all_of_it_was_issued():
+    timeline = Joined()
+    ticket = Ticket(timeline, 2, time.monotonic() + LONG_S)
+    for told in ([], [], [2]):
+        ticket.join()
+        assert timeline.joined == told
+        ticket.reached()
+
+
+def test_what_was_waited_for_is_there(bench):
+    lane, _ = bench.lane()
+    ticket = bench.submit(lane, [0, 3], [1])
+    eventually(lambda: len(ticket._issued) == 2)
+    ticket.join()
+    assert ticket.done() and bench.arrived() == [0, 1, 3]
