@@ -7,7 +7,9 @@ is the pass itself, computed anew: what a recording may depend on can be tried t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,7 +94,7 @@ class _Graphs:
                 # nothing can be given back.
                 torch.cuda.empty_cache()
         taken, target = _Taken(self._stream, self._pool), self._rooms[room][: len(such)]
-        with taken:
+        with _garbage_kept(), taken:
             target.copy_(forward(taken.cut if cut else _nothing))
         torch.cuda.current_stream().wait_stream(self._stream)
         return taken.play
@@ -146,6 +148,19 @@ class _Taken:
             if layer is not None:
                 wait(layer)
             graph.replay()
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Memory of a device cannot be given back in the midst of a recording, and garbage may hold
+    some: engines that were closed, and what they had recorded."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _nothing(layer: int) -> None:

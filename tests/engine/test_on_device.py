@@ -12,6 +12,7 @@ it shows, most in small models at random: to them many tokens are as likely as t
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import threading
@@ -22,10 +23,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Ask, Engine, Request, recording
+from kvtide.engine.studio import Wait, studio
 from kvtide.models import Model
 from kvtide.server.opening import OnDevice
 from kvtide.spec import Tier
@@ -202,13 +205,19 @@ def test_recorded_passes_say_what_others_say(
     monkeypatch.setattr(recording, "SHORTEST", 100)
     monkeypatch.setattr(recording, "SIZES", (64, 256))
     played: list[recording.Size] = []
-    play = recording.Recording.play
+    sent, play_laid = recording.Recording._sent, recording.Recording.play_laid
+    laid: list[int] = []
 
-    def noted(self, rows, wait):
+    def noted(self, tokens, wait):
         played.append(self._size)
-        return play(self, rows, wait)
+        return sent(self, tokens, wait)
 
-    monkeypatch.setattr(recording.Recording, "play", noted)
+    def counted(self, tokens):
+        laid.append(len(tokens))
+        return play_laid(self, tokens)
+
+    monkeypatch.setattr(recording.Recording, "_sent", noted)
+    monkeypatch.setattr(recording.Recording, "play_laid", counted)
     rng = random.Random(name)
     model = model_of(name, device)
     lengths = [90, *(rng.randint(3, 90) for _ in range(10))]
@@ -222,10 +231,29 @@ def test_recorded_passes_say_what_others_say(
         recorded = answered(engine, asks)
         assert engine._runner._recordings._made == made, "all were made before"
     assert len(played) >= 20 and {size.length > 100 for size in played} == {True, False}
-    assert {size.single for size in played} == {True, False}
+    assert {size.single for size in played} == {True, False} and laid
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
+
+
+def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) -> None:
+    """Whatever it holds of the device could not be given back then."""
+    where, collecting = studio(device), []
+
+    def forward(wait: Wait) -> Tensor:
+        collecting.append(gc.isenabled())
+        junk: list[object] = [[] for _ in range(5000)]  # Time to look for garbage.
+        if len(collecting) == 1:
+            other = studio(device)
+            junk = [other.record(lambda wait: torch.ones(4, device=device), "logits", 4, cut=False)]
+            junk += [torch.empty(1 << 20).pin_memory(), junk]
+        return torch.ones(4, 8, device=device) * 3
+
+    play = where.record(forward, "logits", 4, cut=False)
+    assert collecting == [True, False] and gc.isenabled()
+    play(lambda layer: None)
+    assert where.left("logits", 4).tolist() == [[3.0] * 8] * 4
 
 
 def test_others_generate_while_a_prefix_is_on_its_way(device: torch.device) -> None:
