@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import traceback
@@ -16,6 +17,7 @@ from kvtide.bench.gpu import ceilings, costs, peer, plot, restoring, speed, turn
 from kvtide.bench.gpu.bed import Bed
 from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, qwen3_8b
 from kvtide.server.console import CommandError, progress, table
+from kvtide.server.workers import freeze
 
 Rows = list[tuple[str, str, str, str, str]]
 _TITLES = {
@@ -48,6 +50,7 @@ def _run(args: argparse.Namespace) -> int:
     shown: Rows = []
     for shape, kinds in _by_model(wanted):
         bed = Bed(shape.build(device, torch.bfloat16), device)
+        freeze()  # As a server does.
         for kind in progress(kinds, len(kinds), shape.name):
             try:
                 for row, found in _PARTS[kind][1](bed, shape, best):
@@ -61,6 +64,8 @@ def _run(args: argparse.Namespace) -> int:
                 _write(args, numbers)
             torch.cuda.empty_cache()
         del bed
+        gc.unfreeze()
+        gc.collect()
         torch.cuda.empty_cache()
     print(f"\n{table(_HEADER, shown)}")
     if failed:
@@ -156,7 +161,7 @@ def _write_through(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
 
 
 def _generating(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
-    found = costs.decodes(bed, 64, 1024, 192, 3)
+    found = costs.decodes(bed, 64, 1024, 192, 5)
     beside = f"without a host {_ms(found.off_s)}"
     goal = _goal(found.share, "≥ {:.0%} of that speed", 0.99, share=True)
     yield (shape.name, found.what, _ms(found.on_s), beside, goal), found.as_json()
