@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from kvtide.engine.studio import Studio, Wait
+from kvtide.engine.studio import Studio, Wait, nothing
 from kvtide.engine.tables import State, Table
 from kvtide.layers import Step
 from kvtide.layers.step import Batch, Bounds
@@ -144,7 +144,7 @@ class Recording:
     def play_laid(self, tokens: Sequence[int]) -> Tensor:
         """What comes of single tokens that were laid out before it was known which they are."""
         self._ours[0][: len(tokens)] = tokens
-        return self._sent(len(tokens), _nothing)
+        return self._sent(len(tokens), nothing)
 
     def _sent(self, tokens: int, wait: Wait) -> Tensor:
         self._mirror.send()
@@ -185,10 +185,6 @@ class Recording:
             known = min(len(slots), ours.shape[1])
             ours[number, :known] = slots[:known]
             ours[number, known:] = -1
-
-
-def _nothing(layer: int) -> None:
-    """No prefix is on its way to anybody."""
 
 
 class Recordings:

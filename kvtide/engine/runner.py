@@ -20,7 +20,7 @@ from kvtide.cache import Lease, TieredCache, TransferError
 from kvtide.engine.recording import Recording, Recordings, Row
 from kvtide.engine.scheduler import Share
 from kvtide.engine.seat import Seat
-from kvtide.engine.studio import Wait, studio
+from kvtide.engine.studio import Wait, nothing, studio
 from kvtide.engine.tables import Numbers, Table, Tables, laid_out, sent, spans
 from kvtide.layers import Step
 from kvtide.models import Model
@@ -166,7 +166,7 @@ class Runner:
             slots[: past // page] = 0
             tables.append({anchor.name: slots for anchor in self._cache.memory.anchors})
         at = np.concatenate([np.arange(past, past + count) for count in counts])
-        step = self._laid_out(np.stack([np.zeros_like(at), at]), rows, tables, lambda layer: None)
+        step = self._laid_out(np.stack([np.zeros_like(at), at]), rows, tables, nothing)
         self.logits(self._model.forward(step)[-1:])
 
     def run(self, shares: Sequence[Share]) -> Passed:

@@ -87,7 +87,7 @@ class _Graphs:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Programs are compiled when they first run, which cannot be recorded.
-            such = forward(_nothing)
+            such = forward(nothing)
             if room not in self._rooms:
                 self._rooms[room] = such.new_empty((most, *such.shape[1:]))
                 # Of a recording's memory, the first of a kind takes the most, and while it is made
@@ -95,7 +95,7 @@ class _Graphs:
                 torch.cuda.empty_cache()
         taken, target = _Taken(self._stream, self._pool), self._rooms[room][: len(such)]
         with _garbage_kept(), taken:
-            target.copy_(forward(taken.cut if cut else _nothing))
+            target.copy_(forward(taken.cut if cut else nothing))
         torch.cuda.current_stream().wait_stream(self._stream)
         return taken.play
 
@@ -163,7 +163,7 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-def _nothing(layer: int) -> None:
+def nothing(layer: int) -> None:
     """No prefix is on its way to anybody in the pass."""
 
 
@@ -190,7 +190,7 @@ class _Anew:
 
     def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
         def play(wait: Wait) -> None:
-            self._rooms[room] = forward(wait if cut else _nothing)
+            self._rooms[room] = forward(wait if cut else nothing)
 
         return play
 

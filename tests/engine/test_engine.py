@@ -718,22 +718,22 @@ def test_whoever_could_be_taken_in_has_copies_looked_at_before_a_step(stand, mon
     first, second = at.submit(words(1, 9), 9), at.submit(words(2, 9), 9)
     at.step()
     assert second.state is State.WAITING
-    landings: list[bool] = []
+    done: list[str] = []
     land, run = at.cache.land, at.engine._runner.run
 
     def landing() -> Any:
-        landings.append(bool(first.held.inner.live))
+        done.append("land")
         return land()
 
     def running(shares: Any) -> Any:
-        assert len(landings) == 1, "before the pass"
+        done.append("run")
         return run(shares)
 
-    monkeypatch.setattr(at.cache, "land", landing)
-    monkeypatch.setattr(at.engine._runner, "run", running)
-    at.step()
-    assert len(landings) == 2, "and during it"
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(at.cache, "land", landing)
+        patch.setattr(at.engine._runner, "run", running)
+        at.step()
+    assert done == ["land", "run", "land"]
     at.finish()
     assert complete(first, second)
 
@@ -758,14 +758,14 @@ def test_a_prefix_that_came_after_the_last_poll_is_there_for_the_next_pass(stand
                 time.sleep(0.001)
         return choose(*args)
 
-    monkeypatch.setattr(at.loads, "issue", held)
-    monkeypatch.setattr(at.engine, "_choose", late)
-    second = at.submit(words(2, 20), 3)
-    at.step()
-    assert second.held.loading and not second.output
-    at.step()
-    assert len(second.output) == 1 and second.by_tier[Tier.HOST] > 0
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(at.loads, "issue", held)
+        patch.setattr(at.engine, "_choose", late)
+        second = at.submit(words(2, 20), 3)
+        at.step()
+        assert second.held.loading and not second.output
+        at.step()
+        assert len(second.output) == 1 and second.by_tier[Tier.HOST] > 0
     at.finish()
     assert complete(first, second)
 
@@ -774,14 +774,13 @@ def test_nothing_is_foreseen_of_a_prefix_that_has_not_landed(stand, monkeypatch)
     """What was computed on it is committed later, and its pages may be others then."""
     at = stand()
     at.remember_on_host(words(1, 20))
-    monkeypatch.setattr(
-        at.cache.hardware.copier.lanes[Way.LOAD].timeline, "passed", lambda e: False
-    )
     request = at.submit(words(1, 20), 6)
-    for _ in range(2):
-        at.step()
-        assert request.held.loading and request.output and not at.engine.scheduler._foreseen
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        timeline = at.cache.hardware.copier.lanes[Way.LOAD].timeline
+        patch.setattr(timeline, "passed", lambda event: False)
+        for _ in range(2):
+            at.step()
+            assert request.held.loading and request.output and not at.engine.scheduler._foreseen
     at.step()
     assert not request.held.loading and at.engine.scheduler._foreseen
     at.finish()
