@@ -44,9 +44,9 @@ from kvtide.transfer.transfer import State
 
 MOST_FLIGHTS = 64
 """How many transfers ranks talk about at a time; older ones come first."""
-HANDOVER_S = 50e-6
-"""So long whoever starts a load leaves the interpreter to the thread that issues it: the bytes are
-on their way while the caller goes on, and not after it."""
+HANDOVER_S = 1e-3
+"""So long at the most, whoever starts a load leaves the interpreter to the thread that issues it:
+the first bytes are on their way while the caller goes on, and not after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +177,11 @@ class TieredCache:
 
         Loads of other leases reserved since the last call leave in the same submission.
         """
-        if lease.loading and self._flights.submit(Way.LOAD):
-            time.sleep(HANDOVER_S)
+        others = self._flights.flying(Way.LOAD)
+        if lease.loading and self._flights.submit(Way.LOAD) and not others:
+            for flight in lease.transfers:
+                if flight.ticket is not None:
+                    flight.ticket.handed_over(HANDOVER_S)
 
     def wait(self, lease: Lease, layer: int) -> None:
         """Make the model's coming work wait until the prefix is there for this (global) layer.

@@ -128,6 +128,10 @@ class Flights:
         """What was begun in this direction leaves; how many flights it were."""
         return self._traffic.submit(way)
 
+    def flying(self, way: Way) -> bool:
+        """Whether anything is on its way in this direction."""
+        return any(flight.way is way for flight in self._traffic.flying())
+
     def cancel(self, flight: Flight) -> None:
         """Give up a flight that has not left yet."""
         assert flight.state is State.RESERVED

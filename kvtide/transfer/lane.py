@@ -61,6 +61,12 @@ class Ticket:
             raise TransferError("the copy missed its deadline")
         self._timeline.follow(self._issued[leg])
 
+    def handed_over(self, timeout_s: float) -> None:
+        """Wait until the first leg was issued, but no longer than that: a thread that is about to
+        issue copies needs the interpreter."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._issued) > 0, timeout_s)
+
     def join(self) -> None:
         """Wait for what was issued, if that is all."""
         if len(self._issued) == self._legs and self._issued[-1] is not None:

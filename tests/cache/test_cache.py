@@ -9,6 +9,7 @@ import torch
 
 from kvtide.cache import CacheConfig, EveryPages, Lease, Namespace, Ratio, Tier, TieredCache, Tokens
 from kvtide.tiers import Layout
+from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfer import State
 from tests.cache.building import Rig, text
@@ -102,6 +103,21 @@ def test_a_match_says_from_which_tier_its_tokens_would_come(build):
     match = rig.cache.match(rig.cache.prompt(text(1, 5)))
     assert match.by_tier == {Tier.DEVICE: 3 * PAGE, Tier.HOST: 2 * PAGE}
     assert rig.found(text(1, 5), Tier.DEVICE) == 3 * PAGE
+
+
+def test_only_the_first_of_several_loads_is_handed_over(build, monkeypatch):
+    """Whoever comes behind it would wait for it too."""
+    rig = build()
+    for number in (1, 2, 3):
+        rig.remember_on_host(text(number, 2))
+    waited: list[Ticket] = []
+    monkeypatch.setattr(Ticket, "handed_over", lambda ticket, timeout_s: waited.append(ticket))
+    first, _ = (rig.started(text(number, 3)) for number in (1, 2))
+    (flight,) = first.transfers
+    assert waited == [flight.ticket]
+    rig.settle()
+    rig.started(text(3, 3))
+    assert len(waited) == 2
 
 
 def test_only_what_the_device_lacks_is_loaded(build):

@@ -280,6 +280,19 @@ def test_closing_a_lane_that_hangs_says_so_and_leaves_its_job_undone(bench: Benc
     assert bench.arrived() == [0]
 
 
+def test_whoever_hands_a_job_over_waits_for_its_first_leg_and_not_for_long(bench):
+    lane, backend = bench.lane()
+    backend.hold.clear()
+    ticket = bench.submit(lane, [0], [1])
+    start = time.monotonic()
+    ticket.handed_over(SHORT_S)
+    assert SHORT_S <= time.monotonic() - start < LONG_S / 2
+    threading.Timer(SHORT_S, backend.hold.set).start()
+    ticket.handed_over(LONG_S)
+    assert time.monotonic() - start < LONG_S / 2
+    ticket.wait(-1)
+
+
 class Joined(HostTimeline):
     """Points are numbers; `joined` are those that somebody waited for."""
 
