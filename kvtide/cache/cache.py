@@ -223,11 +223,14 @@ class TieredCache:
         inner = lease.inner
         return 0 if inner.hidden else self.index.common(prompt, inner.prompt, inner.boundary)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, in_use: bool = True) -> None:
         """Give back exactly what the lease holds. A second time is harmless.
 
-        Where it has gone on beyond its prompt, a next prompt will go on from its end.
+        Where it has gone on beyond its prompt, a next prompt will go on from its end. `in_use`:
+        maybe by a pass that was begun after the last `mark`; a load comes after it then.
         """
+        if in_use:
+            self._flights.unmark(Way.LOAD)
         if lease.live and lease.inner.boundary > lease.inner.placed:
             self.retain(lease)
         self._leases.pop(lease.inner.number, None)
@@ -254,10 +257,11 @@ class TieredCache:
     # -- beside requests --------------------------------------------------------------------
 
     def mark(self) -> None:
-        """All that was committed is computed by what the device has been given to do so far.
+        """All that was committed is computed by what the device has been given to do so far, and
+        all that is free is free when that is done.
 
-        Before a pass whose `poll` comes while it is under way: copies then wait for nothing of it,
-        unless something is committed in between.
+        Before a pass that others are admitted beside and whose `poll` comes while it is under way:
+        copies then wait for nothing of it, unless something is committed in between.
         """
         self._flights.mark()
 
@@ -451,6 +455,8 @@ class TieredCache:
     def _settled(self, lease: Lease) -> None:
         """The lease's load has landed: do what it was waiting for."""
         pending, lease.pending = lease.pending, []
+        if pending:  # Of pages that others have too, one is free then. A pass may be at it.
+            self._flights.unmark(Way.LOAD)
         for tokens, without in pending:
             self._commit(lease, tokens, without)
 

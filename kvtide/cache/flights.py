@@ -115,12 +115,13 @@ class Flights:
         return flight
 
     def mark(self) -> None:
-        """Copies to the host wait for nothing that the device is given to do from now on."""
+        """Copies wait for nothing that the device is given to do from now on."""
         self._traffic.mark()
 
-    def unmark(self) -> None:
+    def unmark(self, *ways: Way) -> None:
         """They do again."""
-        self._traffic.unmark()
+        for way in ways or Way:
+            self._traffic.unmark(way)
 
     # -- ending -----------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 `engine`     submit, abort, step; start here
 `scheduler`  who runs next, and how many of its tokens
 `runner`     a step's tokens through the model
+`tables`     page tables of a step's sequences
+`mail`       numbers between host and device
 `recording`  passes of few tokens, recorded once and played again; `studio` is where
 `sampler`    from logits to a token
 `text`       from tokens to text, up to a stop string

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.kept import check_kept
+from kvtide.engine.mail import Mail
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.request import Ask, Finish, Request, RequestError, State
 from kvtide.engine.runner import Passed, Runner
-from kvtide.engine.sampler import Chosen, Drawing, choose_all, rehearse, score
+from kvtide.engine.sampler import Choosing, Chosen, Drawing, rehearse, score
 from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.engine.seat import Seat
 from kvtide.engine.text import Text
@@ -68,7 +69,8 @@ class Engine:
         self.vocabulary, self._positions = cache.agreement.least(
             [model.vocabulary, model.max_positions]
         )
-        self._runner = Runner(model, cache, seat, most_running, chunk_tokens, records)
+        self._mail = Mail(cache.config.torch_device)
+        self._runner = Runner(model, cache, seat, most_running, chunk_tokens, self._mail, records)
         self.scheduler = Scheduler(cache, chunk_tokens, most_running, self._runner.records)
         self.computed = 0
         self.token_s = 0.0
@@ -92,7 +94,7 @@ class Engine:
     def prepare(self) -> None:
         """Do beforehand what would keep the first requests waiting."""
         self._runner.prepare(self.most_tokens)
-        rehearse(self.vocabulary, self.cache.config.torch_device)
+        rehearse(self.vocabulary, self._mail)
 
     def submit(self, ask: Ask) -> Request:
         """Queue a request, or refuse what can never be served."""
@@ -117,18 +119,23 @@ class Engine:
     def step(self) -> list[Update]:
         """One forward pass over everybody's next tokens."""
         self._retract(self._astray())
-        self.scheduler.admit()
+        admits_beside = self._runner.records and self.scheduler.crowded
+        if not (admits_beside and self.scheduler.running):
+            self.scheduler.admit()
         if not self.cache.config.patience.waits:
             self.scheduler.hurry()
         shares = self.scheduler.plan()
         self.computed = sum(share.end - share.request.computed for share in shares)
         if not shares:
             return []
-        self.cache.mark()
+        if not self._runner.has_begun(shares):
+            self.cache.mark()
         try:
             passed = self._runner.run(shares)
         except TransferError:
             return self._restart(shares)
+        if admits_beside:
+            self.scheduler.admit(makes_room=False)
         self._look_after(shares)
         for number, share in enumerate(shares):
             self._score(share, number, passed)
@@ -184,8 +191,7 @@ class Engine:
                 request.slowest, request.noted = Tier.DEVICE, bool(request.output)
             self.scheduler.retract(request)
 
-    @staticmethod
-    def _score(share: Share, number: int, passed: Passed) -> None:
+    def _score(self, share: Share, number: int, passed: Passed) -> None:
         """The prompt's tokens that follow the share's, if they are to be given a probability."""
         request, end = share
         prompt, count = request.ask.tokens, request.ask.score
@@ -193,7 +199,8 @@ class Engine:
             said = prompt[request.computed + 1 : end + 1]
             for first in range(0, len(said), SCORED):
                 some = said[first : first + SCORED]
-                request.scores += score(passed.rows(number, first, len(some)), some, count)
+                rows = passed.rows(number, first, len(some))
+                request.scores += score(rows, some, count, self._mail)
 
     def _choose(self, shares: list[Share], passed: Passed) -> list[Update]:
         """The next token of each request whose tokens are all computed, or its end."""
@@ -204,9 +211,25 @@ class Engine:
         logits = passed.last(ended)
         checks = self.oracle.look(requests, logits, self.submit) if self.oracle else ()
         drawings = [Drawing(r.ask.sampling, r.ask.tokens, r.tokens) for r in requests]
-        chosen = choose_all(logits, drawings)
+        choosing = Choosing(logits, drawings, self._mail)
+        self._go_ahead(requests, choosing)
+        chosen = choosing.read()
+        for number in choosing.belated if self._runner.is_ahead else ():
+            self.scheduler.leave_out(requests[number])
         updates = [self._advance(*pair) for pair in zip(requests, chosen, strict=True)]
         return [update for update in updates if update.request not in checks]
+
+    def _go_ahead(self, requests: list[Request], choosing: Choosing) -> None:
+        """Begin the next pass, if it is laid out, while nobody but the device knows its tokens.
+
+        Whoever turns out to be done by then has a row in it that nobody reads. An oracle has a say
+        in what comes next.
+        """
+        if self._runner.is_laid and self.scheduler.steady and self.oracle is None:
+            choosing.keep()
+            self.cache.mark()
+            self._runner.go_ahead(requests, choosing.tokens)
+            self.scheduler.began()
 
     def _commit(self, share: Share) -> None:
         request, end = share

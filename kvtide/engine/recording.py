@@ -105,6 +105,7 @@ class Recording:
         self._fill(())
         self._mirror.send()
         tokens, at, owners, rows, tables = self._parts(self._mirror.there, names)
+        self._said = tokens
         # A recording reads what it was made with: nobody else may get that memory.
         self._batch = batch = Batch(rows, owners, tables, size.bounds)
 
@@ -133,7 +134,8 @@ class Recording:
         """What comes of these: logits after each token if all are single, else hidden states; until
         something is played again."""
         self.lay(rows)
-        return self._sent(sum(len(row.tokens) for row in rows), wait)
+        self._mirror.send()
+        return self._played(sum(len(row.tokens) for row in rows), wait)
 
     def lay(self, rows: Sequence[Row]) -> None:
         """Lay out what is to be played, on the host."""
@@ -144,10 +146,18 @@ class Recording:
     def play_laid(self, tokens: Sequence[int]) -> Tensor:
         """What comes of single tokens that were laid out before it was known which they are."""
         self._ours[0][: len(tokens)] = tokens
-        return self._sent(len(tokens), nothing)
-
-    def _sent(self, tokens: int, wait: Wait) -> Tensor:
         self._mirror.send()
+        return self._played(len(tokens), nothing)
+
+    def play_ahead(self, tokens: Tensor, places: Sequence[int]) -> Tensor:
+        """The same of tokens that the device alone knows yet, where they are to be found there."""
+        said = self._said[: len(places)]
+        self._ours[0][: len(places)] = places
+        self._mirror.send()
+        said.copy_(tokens.index_select(0, said))
+        return self._played(len(places), nothing)
+
+    def _played(self, tokens: int, wait: Wait) -> Tensor:
         self._play(wait)
         return self._studio.left(self._room, tokens)
 

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
+from kvtide.engine.mail import Mail
 from kvtide.engine.recording import Recording, Recordings, Row
+from kvtide.engine.request import Request
 from kvtide.engine.scheduler import Share
 from kvtide.engine.seat import Seat
 from kvtide.engine.studio import Wait, nothing, studio
-from kvtide.engine.tables import Numbers, Table, Tables, laid_out, sent, spans
+from kvtide.engine.tables import Numbers, Table, Tables, laid_out, spans
 from kvtide.layers import Step
 from kvtide.models import Model
 
@@ -49,7 +51,7 @@ class Computed:
 
     def last(self, numbers: Sequence[int]) -> Tensor:
         rows = [int(self._spans[number, 1]) - 1 for number in numbers]
-        return self._runner.logits(self._hidden[rows])
+        return self._runner.logits(self._runner.some(self._hidden, rows))
 
     def rows(self, number: int, first: int, count: int) -> Tensor:
         start = int(self._spans[number, 0]) + first
@@ -57,17 +59,32 @@ class Computed:
 
 
 class Single:
-    """A recorded pass in which every share has one token: there are logits for all."""
+    """A recorded pass in which every share has one token: there are logits for all, in `places`."""
 
-    def __init__(self, logits: Tensor) -> None:
+    def __init__(self, runner: Runner, logits: Tensor, places: Sequence[int]) -> None:
+        self._runner = runner
         self._logits = logits
+        self._places = places
 
     def last(self, numbers: Sequence[int]) -> Tensor:
-        everybody = len(numbers) == len(self._logits)
-        return self._logits if everybody else self._logits[list(numbers)]
+        return self._runner.some(self._logits, [self._places[number] for number in numbers])
 
     def rows(self, number: int, first: int, count: int) -> Tensor:
-        return self._logits[number + first : number + first + count]
+        place = self._places[number] + first
+        return self._logits[place : place + count]
+
+
+class Begun(NamedTuple):
+    """A pass of such shares that was begun before anybody knew their tokens."""
+
+    shares: Sequence[Share]
+    logits: Tensor
+
+    def places(self, shares: Sequence[Share]) -> list[int] | None:
+        """Where in it those are that are left; None if they are others."""
+        places = {id(share): place for place, share in enumerate(self.shares)}
+        found = [places.get(id(share)) for share in shares]
+        return None if None in found else [place for place in found if place is not None]
 
 
 class Loads:
@@ -118,6 +135,7 @@ class Runner:
         seat: Seat,
         most_rows: int,
         most_tokens: int,
+        mail: Mail,
         records: bool = True,
     ) -> None:
         self._model = model
@@ -126,8 +144,10 @@ class Runner:
         self._device = cache.config.torch_device
         self._most_rows, self._most_tokens = most_rows, most_tokens
         self._tables = Tables(cache)
+        self._mail = mail
         self._width: int | None = None
         self._laid: Laid | None = None
+        self._begun: Begun | None = None
         self.passes: Counter[str] = Counter()
         self._recordings: Recordings | None = None
         if records and seat.ranks == 1 and model.runs_programs(self._device):
@@ -171,11 +191,14 @@ class Runner:
 
     def run(self, shares: Sequence[Share]) -> Passed:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
+        begun, self._begun = self._begun, None
+        if begun is not None and (places := begun.places(shares)) is not None:
+            return Single(self, begun.logits, places)
         laid, self._laid = self._laid, None
         if laid is not None and laid.shares is shares:
             self.passes["single"] += 1
             said = [share.request.tokens[-1] for share in shares]
-            return Single(laid.recording.play_laid(said))
+            return Single(self, laid.recording.play_laid(said), range(len(said)))
         leases = [share.request.held for share in shares if share.request.held.loading]
         loads = Loads(self._cache, leases)
         rows = spans(shares)
@@ -203,6 +226,29 @@ class Runner:
             recording.lay(rows)
             self._laid = Laid(shares, recording)
 
+    def go_ahead(self, requests: Sequence[Request], tokens: Tensor) -> None:
+        """Begin the pass that is laid out: its shares' tokens are among these requests', which the
+        device alone knows yet. For when those that are left of its shares are what is run next."""
+        laid, self._laid = self._laid, None
+        assert laid is not None, "nothing is laid out"
+        self.passes["single"] += 1
+        places = {request.number: place for place, request in enumerate(requests)}
+        where = [places[share.request.number] for share in laid.shares]
+        self._begun = Begun(laid.shares, laid.recording.play_ahead(tokens, where))
+
+    @property
+    def is_laid(self) -> bool:
+        return self._laid is not None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a pass was begun that nobody has asked for yet."""
+        return self._begun is not None
+
+    def has_begun(self, shares: Sequence[Share]) -> bool:
+        """Whether it is the pass of these."""
+        return self._begun is not None and self._begun.places(shares) is not None
+
     def _row(self, share: Share, tokens: Sequence[int]) -> Row:
         lease = share.request.held
         return Row(tokens, share.request.computed, lease.inner.number, *self._tables.of(lease))
@@ -217,6 +263,11 @@ class Runner:
             said = torch.empty(len(hidden), self._width, device=self._device)
         return self._seat.spoken(said)
 
+    def some(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+        """These rows of a tensor, and the tensor itself if they are all of it."""
+        everything = len(rows) == len(tensor) and list(rows) == list(range(len(rows)))
+        return tensor if everything else tensor.index_select(0, self._mail.numbers(rows))
+
     def _played(self, shares: Sequence[Share], spans: Numbers, loads: Loads) -> Passed | None:
         """The pass from a recording, if there is one for such shares."""
         if self._recordings is None or spans[-1, 1] > self._recordings.most_tokens:
@@ -228,7 +279,9 @@ class Runner:
         self.passes["single" if recording.single else "several"] += 1
         given = recording.play(rows, loads.wait)
         loads.check()
-        return Single(given) if recording.single else Computed(self, given, spans)
+        if recording.single:
+            return Single(self, given, range(len(shares)))
+        return Computed(self, given, spans)
 
     def _step(self, shares: Sequence[Share], rows: Numbers, loads: Loads) -> Step:
         tables = [self._tables.of(share.request.held)[1] for share in shares]
@@ -241,8 +294,8 @@ class Runner:
         self, both: NDArray[np.int64], rows: Numbers, tables: Sequence[Table], wait: Wait
     ) -> Step:
         """Of tokens and their positions."""
-        sequences, batch = laid_out(rows, tables, self._device)
-        tokens, positions = sent([both.astype(np.int32)], self._device)[0].long()
+        sequences, batch = laid_out(rows, tables, self._mail)
+        tokens, positions = self._mail.sent(both.astype(np.int32))[0].long()
         page, view = self._cache.memory.page_tokens, self._cache.view
         return Step(tokens, positions, sequences, page, view, wait, batch)
 

@@ -17,10 +17,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kvtide.engine.mail import Mail
 
 COLDEST = 1e-3
 """Temperatures below take the likeliest token: others' chances are too small to be numbers."""
@@ -87,44 +90,76 @@ class Drawing(NamedTuple):
     tokens: Sequence[int]
 
 
+class Choosing:
+    """The next token of each row, while a device chooses it. Rows are independent.
+
+    tokens   what the device knows of it
+    belated  of which rows it was something else, once `read`
+    """
+
+    def __init__(self, logits: Tensor, drawings: Sequence[Drawing], mail: Mail) -> None:
+        self._logits, self._drawings, self._mail = logits, drawings, mail
+        self._facts = _chosen(logits, drawings, min(CANDIDATES, logits.shape[1]), mail)
+        self._report = _Report(logits, self._facts, _counts(drawings), mail)
+        self.belated: list[int] = []
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._facts[:, 0].clamp(min=0).long()
+
+    def keep(self) -> None:
+        """The logits are not left alone until it is read."""
+        if not all(_is_plain(each.sampling) for each in self._drawings):
+            self._logits = self._logits.clone()
+
+    def read(self) -> list[Chosen]:
+        """Waits for the device."""
+        chosen = self._report.read()
+        self.belated = [row for row, one in enumerate(chosen) if one.token == _BEYOND]
+        if self.belated:
+            logits = self._logits.index_select(0, self._mail.numbers(self.belated))
+            rows = [self._drawings[row] for row in self.belated]
+            facts = _chosen(logits, rows, logits.shape[1], self._mail)
+            again = _Report(logits, facts, _counts(rows), self._mail).read()
+            for row, one in zip(self.belated, again, strict=True):
+                chosen[row] = one
+        return chosen
+
+
 def choose_all(logits: Tensor, drawings: Sequence[Drawing]) -> list[Chosen]:
-    """The next token of each row. Rows are independent."""
-    if not drawings:
-        return []
-    chosen = _chosen(logits, drawings, min(CANDIDATES, logits.shape[1]))
-    beyond = [row for row, one in enumerate(chosen) if one.token == _BEYOND]
-    if beyond:
-        again = _chosen(logits[beyond], [drawings[row] for row in beyond], logits.shape[1])
-        for row, one in zip(beyond, again, strict=True):
-            chosen[row] = one
-    return chosen
+    """The next token of each row."""
+    return Choosing(logits, drawings, Mail(logits.device)).read() if drawings else []
 
 
-def rehearse(vocabulary: int, device: torch.device) -> None:
+def rehearse(vocabulary: int, mail: Mail) -> None:
     """Choose once of every kind: on a device, programs are compiled for it."""
     kinds = (GREEDY, Sampling(temperature=1.0))
-    logits = torch.zeros(len(kinds), vocabulary, device=device)
-    choose_all(logits, [Drawing(kind, (0,), (0,)) for kind in kinds])
+    logits = torch.zeros(len(kinds), vocabulary, device=mail.device)
+    Choosing(logits, [Drawing(kind, (0,), (0,)) for kind in kinds], mail).read()
 
 
-def score(logits: Tensor, tokens: Sequence[int], count: int) -> list[Chosen]:
+def score(logits: Tensor, tokens: Sequence[int], count: int, mail: Mail) -> list[Chosen]:
     """How likely each row made the token that followed, beside the `count` likeliest."""
     facts = _likeliest(logits)
-    said = torch.tensor(tokens).to(logits.device)[:, None]
+    said = mail.numbers(tokens)[:, None]
     facts[:, :1], facts[:, 1:2] = said, logits.gather(1, said)
-    return _reported(logits, facts, [count] * len(tokens))
+    return _Report(logits, facts, [count] * len(tokens), mail).read()
 
 
-def _chosen(logits: Tensor, drawings: Sequence[Drawing], candidates: int) -> list[Chosen]:
-    """By so many candidates; `_BEYOND` is the token where they do not tell."""
+def _counts(drawings: Sequence[Drawing]) -> list[int]:
+    return [each.sampling.logprobs for each in drawings]
+
+
+def _chosen(logits: Tensor, drawings: Sequence[Drawing], candidates: int, mail: Mail) -> Tensor:
+    """As `_likeliest` gives them, by so many candidates; `_BEYOND` where these do not tell."""
     facts = _likeliest(logits)
     bent = [row for row, each in enumerate(drawings) if not _is_plain(each.sampling)]
     if bent:
-        rows = torch.tensor(bent).to(logits.device)
-        tokens = _bent(logits[rows], [drawings[row] for row in bent], candidates)
+        rows = mail.numbers(bent)
+        tokens = _bent(logits[rows], [drawings[row] for row in bent], candidates, mail)
         facts[rows, 0] = tokens.double()
         facts[rows, 1] = logits[rows, tokens.clamp(min=0)].double()
-    return _reported(logits, facts, [each.sampling.logprobs for each in drawings])
+    return facts
 
 
 def _is_plain(sampling: Sampling) -> bool:
@@ -151,34 +186,33 @@ def _likeliest(logits: Tensor, scales: Tensor | None = None) -> Tensor:
 # -- to the host -----------------------------------------------------------------------------
 
 
-def _reported(logits: Tensor, facts: Tensor, counts: Sequence[int]) -> list[Chosen]:
+class _Report:
     """Tokens and their logits, as facts say, with each row's so many likeliest."""
-    groups = {
-        count: [row for row, one in enumerate(counts) if one == count]
-        for count in sorted({*counts} - {0})
-    }
-    tops = []
-    # Not together for the largest count: which of equals come first may depend on it.
-    for count, rows in groups.items():
-        ours = logits if len(rows) == len(logits) else logits[torch.tensor(rows).to(logits.device)]
-        values, ids = ours.topk(min(count, logits.shape[1]))
-        tops.append(torch.stack([ids.double(), values.double()], -1))
-    found, *likeliest = _fetched([facts, *tops])
-    best: list[list[list[float]]] = [[] for _ in counts]
-    for rows, group in zip(groups.values(), likeliest, strict=True):
-        for row, pairs in zip(rows, group, strict=True):
-            best[row] = pairs
-    return [
-        Chosen(int(token), logit - total, tuple((int(i), value - total) for i, value in pairs))
-        for (token, logit, total), pairs in zip(found, best, strict=True)
-    ]
 
+    def __init__(self, logits: Tensor, facts: Tensor, counts: Sequence[int], mail: Mail) -> None:
+        self._counts = counts
+        self._groups = {
+            count: [row for row, one in enumerate(counts) if one == count]
+            for count in sorted({*counts} - {0})
+        }
+        tops = []
+        # Not together for the largest count: which of equals come first may depend on it.
+        for count, rows in self._groups.items():
+            ours = logits if len(rows) == len(logits) else logits[mail.numbers(rows)]
+            values, ids = ours.topk(min(count, logits.shape[1]))
+            tops.append(torch.stack([ids.double(), values.double()], -1))
+        self._coming = mail.asked_for([facts, *tops])
 
-def _fetched(tensors: Sequence[Tensor]) -> list[list[list[Any]]]:
-    """What they hold, in one piece from the device."""
-    flat = torch.cat([each.flatten() for each in tensors]).cpu()
-    pieces = flat.split([each.numel() for each in tensors])
-    return [piece.view(each.shape).tolist() for piece, each in zip(pieces, tensors, strict=True)]
+    def read(self) -> list[Chosen]:
+        found, *likeliest = [each.tolist() for each in self._coming()]
+        best: list[list[list[float]]] = [[] for _ in self._counts]
+        for rows, group in zip(self._groups.values(), likeliest, strict=True):
+            for row, pairs in zip(rows, group, strict=True):
+                best[row] = pairs
+        return [
+            Chosen(int(token), logit - total, tuple((int(i), value - total) for i, value in pairs))
+            for (token, logit, total), pairs in zip(found, best, strict=True)
+        ]
 
 
 # -- other than the likeliest ----------------------------------------------------------------
@@ -197,16 +231,16 @@ class Limits(NamedTuple):
     draw: Tensor
 
 
-def _bent(logits: Tensor, drawings: Sequence[Drawing], candidates: int) -> Tensor:
+def _bent(logits: Tensor, drawings: Sequence[Drawing], candidates: int, mail: Mail) -> Tensor:
     """The tokens of rows with settings. What is given is penalised in place."""
-    _penalise(logits, drawings)
+    _penalise(logits, drawings, mail)
     cold = [each.sampling.temperature < COLDEST for each in drawings]
     if all(cold):
         return _likeliest(logits)[:, 0].long()
     table = [_settings(each, logits.shape[1]) for each in drawings]
-    columns = torch.tensor([*zip(*table, strict=True), cold], dtype=torch.float64)
-    columns[0] = columns[0].float()  # All sums are made with the same scale, to the bit.
-    columns = columns.to(logits.device)
+    told = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
+    told[0] = told[0].astype(np.float32)  # All sums are made with the same scale, to the bit.
+    (columns,) = mail.sent(told)
     facts = _likeliest(logits, columns[0])
     if candidates < logits.shape[1]:
         values, ids = logits.topk(candidates)
@@ -266,7 +300,7 @@ def _drawn(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Te
     return torch.where(unknown, -1, place)
 
 
-def _penalise(logits: Tensor, drawings: Sequence[Drawing]) -> None:
+def _penalise(logits: Tensor, drawings: Sequence[Drawing], mail: Mail) -> None:
     """Makes repeating less likely: what was generated, and for repetition also the prompt."""
     rows: list[int] = []
     tokens: list[int] = []
@@ -286,7 +320,7 @@ def _penalise(logits: Tensor, drawings: Sequence[Drawing]) -> None:
             for token in seen
         ]
     if rows:
-        table = torch.tensor([rows, tokens, factors, costs], dtype=torch.float64).to(logits.device)
+        (table,) = mail.sent(np.array([rows, tokens, factors, costs], dtype=np.float64))
         at = tuple(table[:2].long())
         factor, cost = table[2:].float()
         found = logits[at]

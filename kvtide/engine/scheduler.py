@@ -5,7 +5,8 @@ a promise of slots for the rest of its prompt and all it may generate; of window
 what a few steps need. A request of higher priority that finds no room takes it from those of lower
 ones, which wait again and go on later where they were. Then every step gives one token to each
 request that generates, and what is left of the step's tokens to prompts, by priority and age; but
-no more than some, so that a token is not long in coming.
+no more than some, so that a token is not long in coming. A step in which all generate may be under
+way before anybody asks for it: who comes meanwhile has its first part in the next.
 
 Nobody computes what somebody else is about to: a request that shares pages with one that runs, and
 has yet to compute them, starts when they can be found, or when they will not come from there.
@@ -20,8 +21,9 @@ from kvtide.cache import TieredCache
 from kvtide.engine.request import Ahead, Request, State
 
 BESIDE_TOKENS = 2048
-"""Tokens of prompts in a step in which somebody generates. With more of them the next token is long
-in coming, and those who generate are done when no prompts are left to be computed beside."""
+"""Tokens of a step in which somebody generates beside prompts. With more of them the next token is
+long in coming, and those who generate are done when no prompts are left to be computed beside. It
+is a number that matrix products divide well, and so includes those who generate."""
 MOST_WAITS = 2
 """How often a request waits for another. What windows and states need may not be found after the
 first: somebody then leaves it where their prompts part, and is the second. Where nothing is found
@@ -46,6 +48,8 @@ class Scheduler:
     waiting in a step, where steps are shorter than loads.
 
     No more run than a step has tokens, so that all who generate get one.
+
+    crowded  whether somebody has found no room for its pages, which only those who leave can give
     """
 
     def __init__(
@@ -58,7 +62,15 @@ class Scheduler:
         self.chunk_tokens = chunk_tokens
         self._most_running = min(most_running, chunk_tokens)
         self._states = _anchors_of_states(cache)
+        # Of states, and of what is open between two entries, a token changes what is there.
+        reuses = [(pool.reuse.stride, pool.tail_entries) for pool in cache.memory.pools]
+        self._changing = any(kept is not None for reuse in reuses for kept in reuse)
         self._foreseen: list[Share] = []
+        self._under_way: list[Share] = []
+        self._at_work: list[Request] = []
+        self._ending = False
+        self._held_back = False
+        self.crowded = False
 
     @property
     def waiting(self) -> int:
@@ -75,17 +87,21 @@ class Scheduler:
         """Higher priorities first; among equals the older request, also when it was retracted."""
         request.state = State.WAITING
         insort(self._waiting, (-request.ask.priority, request.number, request))
+        if self._waiting[0][2] is request:
+            self.crowded = False
 
-    def admit(self) -> None:
+    def admit(self, makes_room: bool = True) -> None:
         """Take in waiting requests as long as the first of them finds room, or is made room.
 
         Those whose prefix is on its way, from storage or from somebody who computes it, keep
         nobody else waiting.
         """
+        self.crowded = False
         while self.open and (first := self._first()) is not None:
             if len(self.running) < self._most_running and self._start(first):
                 self._unqueue(first)
-            elif not self._give_way(first):
+            elif not (makes_room and self._give_way(first)):
+                self.crowded = all(r.ask.priority >= first.ask.priority for r in self.running)
                 return
 
     @property
@@ -170,12 +186,18 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """However it ended, it holds nothing any more."""
         if request in self.running:
-            self._foreseen = []
             self.running.remove(request)
-            self._cache.release(request.held)
+            self.leave_out(request)
+            self._cache.release(request.held, in_use=request in self._at_work)
             request.lease = None
         else:
             self._unqueue(request)
+
+    def leave_out(self, request: Request) -> None:
+        """Nothing is to be made of its share of what was foreseen, or of what is under way."""
+        if any(share.request is request for share in self._foreseen):
+            self._foreseen = [share for share in self._foreseen if share.request is not request]
+        self._under_way = [share for share in self._under_way if share.request is not request]
 
     def _unqueue(self, request: Request) -> None:
         self._waiting = [entry for entry in self._waiting if entry[2] is not request]
@@ -199,7 +221,6 @@ class Scheduler:
             request.noted = True
         request.admissions += 1
         request.state = State.RUNNING
-        self._foreseen = []
         self.running.append(request)
         return True
 
@@ -207,12 +228,19 @@ class Scheduler:
 
     def plan(self) -> list[Share]:
         """Requests that generate come first; a request without slots for its share waits again."""
+        under_way, self._under_way = [s for s in self._under_way if s.ends], []
+        if under_way:
+            return under_way
+        self._at_work = []
+        ready = self._ready()
         foreseen, self._foreseen = self._foreseen, []
-        if 0 < len(foreseen) <= self.chunk_tokens and all(share.ends for share in foreseen):
+        if len(foreseen) == len(ready) <= self.chunk_tokens and all(s.ends for s in foreseen):
             return foreseen
-        ready = sorted(self._ready(), key=_turn)
+        ready.sort(key=_turn)
         generating = sum(request.length - request.computed == 1 for request in ready)
-        most = generating + BESIDE_TOKENS if generating else self.chunk_tokens
+        most = max(BESIDE_TOKENS, 2 * generating) if generating else self.chunk_tokens
+        self._held_back = generating > 0 and not self._held_back and self._more_to_come(ready)
+        most = generating if self._held_back else most
         left, shares = min(most, self.chunk_tokens), []
         for request in ready:
             count = min(request.length - request.computed, left)
@@ -228,24 +256,54 @@ class Scheduler:
             shares.append(Share(request, end))
         return sorted(shares, key=_place)
 
+    def _more_to_come(self, ready: list[Request]) -> bool:
+        """Whether few tokens should wait for others, whose prefix is on its way: together they take
+        little longer. Where nobody waits for room, a first token is wanted soonest."""
+        few = sum(request.length - request.computed for request in ready) < BESIDE_TOKENS // 2
+        return self.crowded and few and len(ready) < len(self.running)
+
     def foresee(self) -> list[Share]:
-        """What the next `plan` gives if nobody comes or goes before: one more token for everybody,
-        when all that they have is computed. Nothing if it will be something else.
+        """What the next `plan` gives if nobody comes before, nor goes whose tokens are not all
+        there yet: one more token for everybody, when all that they have is computed. Nothing if it
+        will be something else.
 
         Whose prefix is on its way has its pages elsewhere when it lands, if others have the same.
         Where pages depend on tokens behind them, a next one is not taken before its first is known.
         """
+        self._foreseen, self._ending = [], False
         page, depends = self._cache.memory.page_tokens, self._cache.memory.holdback > 0
-        for request in self.running:
+        coming = []
+        for request in self._ready():
             end = request.length + 1
-            goes_on = request.computed == request.length and end < request.most_length
-            if not goes_on or request.held.loading or (depends and request.computed % page == 0):
+            if request.computed < request.length or request.held.loading:
                 return []
-            if not self._cache.grow(request.held, end):
-                return []
-        coming = (Share(request, request.length + 1) for request in self.running)
+            if end < request.most_length:
+                if depends and request.computed % page == 0:
+                    return []
+                if not self._cache.grow(request.held, end):
+                    return []
+                coming.append(Share(request, end))
+            else:
+                self._ending = True
         self._foreseen = sorted(coming, key=_place)
         return self._foreseen
+
+    @property
+    def steady(self) -> bool:
+        """Whether what is foreseen can be begun before it is known who goes on.
+
+        A token too many would be in a running state. Whoever comes meanwhile takes part in the pass
+        after it; whose prefix is about to land, and who gets the room of those that end now, need
+        not wait so long.
+        """
+        room = self._ending and self.waiting > 0
+        loading = any(request.held.loading for request in self.running)
+        return not (self._changing or room or loading)
+
+    def began(self) -> None:
+        """What was foreseen is under way: `plan` gives what is left of it."""
+        self._under_way, self._foreseen = self._foreseen, []
+        self._at_work = [share.request for share in self._under_way]
 
     def _ready(self) -> list[Request]:
         """Who can take part in a step.
@@ -254,7 +312,7 @@ class Scheduler:
         others follow while these are computed with. Without such, all begin.
         """
         landed = [r for r in self.running if not (self.lets_land and r.held.loading)]
-        return landed or [r for r in self.running if r.held.arriving] or self.running
+        return landed or [r for r in self.running if r.held.arriving] or [*self.running]
 
     def _grown(self, request: Request, end: int) -> int | None:
         """How far there are slots: up to `end`, or to the end of the page; None for nowhere.

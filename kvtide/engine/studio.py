@@ -66,7 +66,9 @@ class _Pinned:
         return self._here.numpy()
 
     def send(self) -> None:
-        self.there.copy_(self._here, non_blocking=True)
+        from kvtide.layers.programs.carrying import carry
+
+        carry(self._here, self.there)
         self._sent.record()
 
 
@@ -190,7 +192,10 @@ class _Anew:
 
     def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
         def play(wait: Wait) -> None:
-            self._rooms[room] = forward(wait if cut else nothing)
+            given = forward(wait if cut else nothing)
+            if room not in self._rooms:
+                self._rooms[room] = given.new_empty((most, *given.shape[1:]))
+            self._rooms[room][: len(given)] = given
 
         return play
 

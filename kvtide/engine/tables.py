@@ -1,9 +1,8 @@
-"""Page tables of a step's sequences: worked out per lease, and sent to a device in one copy."""
+"""Page tables of a step's sequences: worked out per lease, and sent to a device in one piece."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
+from kvtide.engine.mail import Mail
 from kvtide.engine.scheduler import Share
 from kvtide.layers import Rows
 from kvtide.layers.step import Batch, Bounds
@@ -51,10 +51,10 @@ def spans(shares: Sequence[Share]) -> Numbers:
 
 
 def laid_out(
-    rows: Numbers, tables: Sequence[Table], device: torch.device
+    rows: Numbers, tables: Sequence[Table], mail: Mail
 ) -> tuple[tuple[Rows, ...], Batch | None]:
     """The rows as layers take them: one by one, and on a CUDA device all together too."""
-    if device.type != "cuda":
+    if mail.device.type != "cuda":
         each = [
             {name: torch.from_numpy(t.astype(np.int64)) for name, t in own.items()}
             for own in tables
@@ -64,7 +64,7 @@ def laid_out(
     owners = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     names = list(tables[0])
     padded = [padding([table[name] for table in tables]) for name in names]
-    parts = sent([rows, owners, *padded], device)
+    parts = mail.sent(rows, owners, *padded)
     slots = dict(zip(names, parts[2:], strict=True))
     batch = Batch(parts[0], parts[1], slots, Bounds.of(rows.tolist()))
     wide = {name: table.long() for name, table in slots.items()}
@@ -83,14 +83,3 @@ def padding(tables: Sequence[Numbers]) -> Numbers:
     for row, table in zip(together, tables, strict=True):
         row[: len(table)] = table
     return together
-
-
-def sent(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
-    """Arrays on a device, in one copy that nobody waits for."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    there = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
-    ends = np.cumsum([0, *(array.size for array in arrays)]).tolist()
-    return [
-        there[start:end].view(array.shape)
-        for (start, end), array in zip(pairwise(ends), arrays, strict=True)
-    ]

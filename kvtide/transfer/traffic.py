@@ -40,7 +40,7 @@ class Traffic(Generic[H]):
         self._clock = clock
         self._open: dict[int, Transfer[H]] = {}
         self._numbers = 0
-        self._mark: Event = None
+        self._marks: dict[Way, Event] = {}
 
     def __iter__(self) -> Iterator[Transfer[H]]:
         return iter(self._open.values())
@@ -60,12 +60,12 @@ class Traffic(Generic[H]):
         transfer.holding, transfer.moves = holding, moves
 
     def mark(self) -> None:
-        """What leaves for the host waits for what the device has been given to do so far, and not
-        for what it is given until then; up to `unmark`."""
-        self._mark = self._copier.fence(Way.BACKUP)
+        """What leaves waits for what the device has been given to do so far, and not for what it
+        is given until then; up to `unmark`."""
+        self._marks = dict.fromkeys(Way, self._copier.fence(Way.BACKUP))
 
-    def unmark(self) -> None:
-        self._mark = None
+    def unmark(self, way: Way) -> None:
+        self._marks.pop(way, None)
 
     def submit(self, way: Way) -> int:
         """Everything reserved in this direction leaves as one submission; how many it were.
@@ -78,8 +78,7 @@ class Traffic(Generic[H]):
         ticket = error = None
         try:
             moves = [move for transfer in leaving for move in transfer.moves]
-            after = self._mark if way is Way.BACKUP else None
-            ticket = self._copier.copy(way, moves, self._timeout_s, after)
+            ticket = self._copier.copy(way, moves, self._timeout_s, self._marks.get(way))
         except Exception as raised:
             error = raised
         for transfer in leaving:

@@ -119,18 +119,50 @@ def test_what_was_computed_on_a_prefix_on_its_way_was_so_before_the_mark(build):
     assert hand.jobs[-1].after == 1
 
 
-def test_a_load_waits_for_all_that_is_to_be_done(build):
-    rig = build()
-    rig.remember_on_host(text(1, 4))
+def test_a_load_comes_beside_what_was_begun_after_the_mark_unless_that_has_its_pages(build):
+    rig = build(device=32)
+    for number in range(1, 6):
+        rig.remember_on_host(text(number, 2))
     for hand in rig.hands.values():
         hand.timeline = Counted()
-    rig.compute(rig.started(text(2, 2)))
+    hand = rig.hands[Way.LOAD]
+
+    def after(number: int) -> int:
+        """The fence that a load comes after, from 100 on if it is its own."""
+        hand.timeline.fences = 99
+        rig.started(text(number, 3))
+        return hand.jobs[-1].after
+
+    assert after(1) == 100, "there was no mark"
+    busy, done, idle = (rig.started(text(6 + number, 2)) for number in range(3))
     rig.cache.mark()
-    rig.hands[Way.LOAD].timeline.fences = 100
-    rig.started(text(1, 4))
-    assert rig.hands[Way.LOAD].jobs[-1].after == 101
-    rig.cache.poll()
-    assert rig.hands[Way.BACKUP].jobs[-1].after == 1
+    assert after(2) < 100
+    rig.cache.release(idle, in_use=False)
+    assert after(3) < 100, "what nobody computes with is free"
+    rig.cache.release(done)
+    assert after(4) == 100
+    rig.cache.mark()
+    rig.compute(busy)
+    assert after(5) == 100, "of a page that others have too, one is free when it is committed"
+
+
+def test_a_load_comes_after_the_pass_whose_pages_a_landing_gave_back(build):
+    rig = build()
+    for number in (1, 2):
+        rig.remember_on_host(text(number, 2))
+    lease = rig.started(text(1, 4))
+    rig.write(lease, 2, 4)
+    rig.cache.commit(lease, 4 * PAGE)
+    hand = rig.hands[Way.LOAD]
+    hand.run()
+    for each in rig.hands.values():
+        each.timeline = Counted()
+    rig.cache.mark()
+    rig.cache.land()
+    assert not lease.loading and not lease.pending
+    hand.timeline.fences = 99
+    rig.started(text(2, 3))
+    assert hand.jobs[-1].after == 100
 
 
 def test_write_through_copies_every_page_once(build):

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 import kvtide.models
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, studio
+from kvtide.engine.mail import Mail
 from kvtide.engine.studio import Play, Wait
 from kvtide.engine.tables import laid_out
 from kvtide.layers import Step
@@ -85,7 +86,7 @@ def step_of(model: Model, cache: TieredCache, parts: list[tuple[int, int]]) -> S
     page, names = model.memory.page_tokens, [anchor.name for anchor in model.memory.anchors]
     pages = [-(-(count + before) // page) for count, before in parts]
     tables = [{name: np.zeros(number, np.int32) for name in names} for number in pages]
-    sequences, batch = laid_out(rows, tables, torch.device("cpu"))
+    sequences, batch = laid_out(rows, tables, Mail(torch.device("cpu")))
     at = torch.cat([torch.arange(before, before + count) for count, before in parts])
     return Step(torch.zeros_like(at), at, sequences, page, cache.view, lambda layer: None, batch)
 

@@ -34,7 +34,9 @@ from kvtide.engine import (
     State,
     Update,
     recording,
+    sampler,
 )
+from kvtide.engine.scheduler import Scheduler
 from kvtide.layers import Rows as Sequenced
 from kvtide.layers import Step
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
@@ -179,6 +181,11 @@ class Stand:
         assert self.cache.validate() == []
         return updates
 
+    def let_by(self) -> None:
+        """Whoever comes takes part in the pass after the one that is under way, if one is."""
+        if self.engine._runner.is_ahead:
+            assert self.step() != []
+
     def finish(self, steps: int = 200) -> None:
         """Step until all is answered. Steps that compute nothing wait for a copy, by the clock."""
         deadline = time.monotonic() + 20
@@ -238,6 +245,24 @@ def complete(*requests: Request) -> bool:
         r.state is State.FINISHED and len(r.output) == r.ask.max_tokens and right(r)
         for r in requests
     )
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, *methods: tuple[Any, str]) -> list[str]:
+    """The names of these as they are called from now on."""
+    called: list[str] = []
+
+    def noted(where: Any, name: str) -> None:
+        function = getattr(where, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            called.append(name)
+            return function(*args, **more)
+
+        monkeypatch.setattr(where, name, call)
+
+    for where, name in methods:
+        noted(where, name)
+    return called
 
 
 @pytest.fixture(params=["computed", "recorded"])
@@ -335,9 +360,10 @@ def test_a_later_request_joins_those_who_generate(stand):
     at.step()
     at.step()
     second = at.submit(words(2, 6), 3)
+    at.let_by()
     updates = at.step()
     assert [update.request for update in updates] == [first, second]
-    assert [len(span) for span in at.model.steps[-1].spans] == [1, 6]
+    assert [1, 6] in [[*map(len, step.spans)] for step in at.model.steps]
     at.finish()
     assert complete(first, second) and len(at.model.steps) == 10, "nobody waited for anybody"
 
@@ -493,7 +519,8 @@ def test_sessions_never_keep_a_request_out_that_was_accepted(stand):
 
 
 @pytest.mark.parametrize("step", range(LAYERS))
-def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step):
+def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step, monkeypatch):
+    monkeypatch.setattr(Scheduler, "steady", False)  # It would be found out before the next pass.
     at = stand()
     at.remember_on_host(words(1, 13))
     busy = at.submit(words(2, 7), 6)
@@ -682,29 +709,21 @@ def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch)
     at = stand()
     request = at.submit(words(1, 9), 9)
     at.step()
-    done: list[str] = []
-
-    def noted(where: object, name: str) -> None:
-        function = getattr(where, name)
-
-        def call(*args: Any) -> Any:
-            done.append(name)
-            return function(*args)
-
-        monkeypatch.setattr(where, name, call)
-
-    for where, name in (
+    done = listed(
+        monkeypatch,
         (at.cache, "mark"),
         (at.engine._runner, "run"),
+        (at.engine._runner, "go_ahead"),
         (Lease, "join"),
         (at.cache, "poll"),
         (at.cache, "commit"),
         (at.engine, "_choose"),
-    ):
-        noted(where, name)
+    )
+    during = ["run", "join", "poll", "commit", "_choose"]
     for _ in range(2):
         at.step()
-        assert done == ["mark", "run", "join", "poll", "commit", "_choose"]
+        ahead = at.model.recorded
+        assert done == ([*during, "mark", "go_ahead"] if ahead else ["mark", *during])
         done.clear()
     at.engine.abort(request)
     at.engine.step()
@@ -782,40 +801,49 @@ def test_nothing_is_foreseen_of_a_prefix_that_has_not_landed(stand, monkeypatch)
             at.step()
             assert request.held.loading and request.output and not at.engine.scheduler._foreseen
     at.step()
-    assert not request.held.loading and at.engine.scheduler._foreseen
+    scheduler = at.engine.scheduler
+    assert not request.held.loading and (scheduler._foreseen or scheduler._under_way)
     at.finish()
     assert complete(request)
 
 
-def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch):
+@pytest.mark.parametrize("where", ["_choose", "_advance"])
+def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch, where):
     at = stand()
     request = at.submit(words(1, 9), 6)
     for _ in range(2):
         at.step()
     with monkeypatch.context() as patch:
-        patch.setattr(at.engine, "_choose", lambda *_: 1 / 0)
+        patch.setattr(at.engine, where, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             at.step()
     said = list(request.output)
     at.step()
     assert request.output == said, "the token that was not chosen is not there"
+    assert request.computed == request.length
     at.engine.abort(request)
 
 
-def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(stand, monkeypatch):
+@pytest.mark.parametrize("steady", [False, True])
+def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(
+    stand, monkeypatch, steady
+):
+    """And begun then, if a token too many does no harm."""
     at = stand()
+    monkeypatch.setattr(Scheduler, "steady", steady)
     laid: list[int] = []
-    play = recording.Recording.play_laid
+    name = "play_ahead" if steady else "play_laid"
+    play = getattr(recording.Recording, name)
 
-    def counted(self: Any, tokens: Sequence[int]) -> Tensor:
-        laid.append(len(tokens))
-        return play(self, tokens)
+    def counted(self: Any, *args: Any) -> Tensor:
+        laid.append(len(args[-1]))
+        return play(self, *args)
 
-    monkeypatch.setattr(recording.Recording, "play_laid", counted)
+    monkeypatch.setattr(recording.Recording, name, counted)
     long, short = at.submit(words(1, 9), 12), at.submit(words(2, 9), 4)
     for _ in range(4):
         at.step()
-    wanted = [2, 2, 2] if at.model.recorded else []
+    wanted = ([2, 2, 2, 1] if steady else [2, 2, 2]) if at.model.recorded else []
     assert laid == wanted, "all but that of the prompts"
     assert complete(short)
     late = at.submit(words(3, 9), 6)
@@ -824,6 +852,78 @@ def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(sta
     at.finish()
     assert complete(long, short, late)
     assert not at.model.recorded or len(laid) > 5
+
+
+def test_who_loads_is_left_out_of_what_is_foreseen(stand, monkeypatch):
+    at = stand()
+    at.engine.scheduler.lets_land = True
+    at.remember_on_host(words(2, 20))
+    first = at.submit(words(1, 9), 20)
+    at.step()
+    with monkeypatch.context() as patch:
+        timeline = at.cache.hardware.copier.lanes[Way.LOAD].timeline
+        patch.setattr(timeline, "passed", lambda event: False)
+        late = at.submit(words(2, 20), 3)
+        for _ in range(3):
+            at.step()
+            assert late.held.loading and not late.output
+            assert [share.request for share in at.engine.scheduler._foreseen] == [first]
+            assert not at.engine._runner.is_ahead, "it need not wait for a pass more than it must"
+    while not all(transfer.ticket.done() for transfer in late.held.transfers):
+        time.sleep(0.001)
+    at.step()
+    assert len(late.output) == 1 and len(first.output) == 5
+    at.finish()
+    assert complete(first, late)
+
+
+def test_whoever_waits_for_room_is_taken_in_while_the_device_is_at_work(stand, monkeypatch):
+    at = stand(device=11)
+    at.remember_on_host(words(3, 9))
+    short, long = at.submit(words(1, 9), 3), at.submit(words(2, 9), 12)
+    late = at.submit(words(3, 9), 8)
+    while short.finish is None:
+        at.step()
+        assert late.state is State.WAITING
+    assert at.cache.drain(10), "pages that are copied are not free"
+    done = listed(
+        monkeypatch,
+        (at.engine._runner, "run"),
+        (at.engine.scheduler, "admit"),
+        (at.cache, "load"),
+        (at.cache, "poll"),
+    )
+    at.step()
+    beside = ["run", "admit", "load", "poll"]
+    assert done == (beside if at.model.recorded else ["admit", "load", "run", "poll"])
+    assert late.state is State.RUNNING
+    at.finish()
+    assert complete(short, long, late) and late.by_tier[Tier.HOST] > 0
+
+
+def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkeypatch):
+    """The pass that was begun before it was read had something else in its place."""
+    monkeypatch.setattr(sampler, "CANDIDATES", 2)
+    belated: list[int] = []
+    read = sampler.Choosing.read
+
+    def noting(choosing: Any) -> Any:
+        chosen = read(choosing)
+        belated.extend(choosing.belated)
+        return chosen
+
+    monkeypatch.setattr(sampler.Choosing, "read", noting)
+    at, other = stand(), Stand()
+    said = []
+    for each in (at, other):
+        requests = [
+            each.submit(words(n, 9), 12, sampling=Sampling(temperature=20.0 * n, seed=n))
+            for n in range(4)
+        ]
+        each.finish()
+        said.append([[chosen.token for chosen in request.output] for request in requests])
+    other.end()
+    assert said[0] == said[1] and len(belated) > 20
 
 
 def test_what_was_laid_out_is_not_played_for_others(stand):

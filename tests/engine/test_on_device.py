@@ -16,6 +16,7 @@ import gc
 import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, recording
+from kvtide.engine import Ask, Engine, Request, Sampling, recording
 from kvtide.engine.studio import Wait, studio
 from kvtide.models import Model
 from kvtide.server.opening import OnDevice
@@ -205,23 +206,35 @@ def test_recorded_passes_say_what_others_say(
     monkeypatch.setattr(recording, "SHORTEST", 100)
     monkeypatch.setattr(recording, "SIZES", (64, 256))
     played: list[recording.Size] = []
-    sent, play_laid = recording.Recording._sent, recording.Recording.play_laid
-    laid: list[int] = []
+    ways: Counter[str] = Counter()
+    whole = recording.Recording._played
 
     def noted(self, tokens, wait):
         played.append(self._size)
-        return sent(self, tokens, wait)
+        return whole(self, tokens, wait)
 
-    def counted(self, tokens):
-        laid.append(len(tokens))
-        return play_laid(self, tokens)
+    def counted(way):
+        function = getattr(recording.Recording, way)
 
-    monkeypatch.setattr(recording.Recording, "_sent", noted)
-    monkeypatch.setattr(recording.Recording, "play_laid", counted)
+        def call(*args):
+            ways[way] += 1
+            return function(*args)
+
+        monkeypatch.setattr(recording.Recording, way, call)
+
+    monkeypatch.setattr(recording.Recording, "_played", noted)
+    counted("play_laid")
+    counted("play_ahead")
     rng = random.Random(name)
     model = model_of(name, device)
     lengths = [90, *(rng.randint(3, 90) for _ in range(10))]
-    asks = [Ask(text(rng, length), 20) for length in lengths]
+    # Some end where nobody expects it, when the next pass is under way.
+    stops = [frozenset[int](), frozenset(range(0, model.vocabulary, 9))]
+    ways_to_choose = [Sampling(), Sampling(temperature=0.8, seed=3, logprobs=2)]
+    asks = [
+        Ask(text(rng, n), 20, ways_to_choose[number % 2], stop_ids=stops[n % 2])
+        for number, n in enumerate(lengths)
+    ]
     with engine_of(name, model, records=False) as engine:
         plain = answered(engine, asks)
     with engine_of(name, model) as engine:
@@ -230,8 +243,9 @@ def test_recorded_passes_say_what_others_say(
         made = dict(engine._runner._recordings._made)
         recorded = answered(engine, asks)
         assert engine._runner._recordings._made == made, "all were made before"
+        assert ways["play_laid" if engine.scheduler._changing else "play_ahead"] > 5
     assert len(played) >= 20 and {size.length > 100 for size in played} == {True, False}
-    assert {size.single for size in played} == {True, False} and laid
+    assert {size.single for size in played} == {True, False}
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.engine import Sampling, sampler
+from kvtide.engine.mail import Mail
 from kvtide.engine.sampler import Chosen, Drawing, Limits, choose_all, score
 
 WARM = Sampling(temperature=1.0)
@@ -103,8 +104,9 @@ def test_company_changes_nothing_however_wide_the_rows():
         alone = [choose_all(logits[n : n + 1], [drawings[n]])[0] for n in range(5)]
         assert choose_all(logits, drawings) == alone
         said = [7, 70_000, 0, 3, 9]
-        scores = [score(logits[n : n + 1], said[n : n + 1], 2)[0] for n in range(5)]
-        assert score(logits, said, 2) == scores
+        mail = Mail(logits.device)
+        scores = [score(logits[n : n + 1], said[n : n + 1], 2, mail)[0] for n in range(5)]
+        assert score(logits, said, 2, mail) == scores
     finally:
         torch.set_num_threads(threads)
 
@@ -375,6 +377,8 @@ def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
         if ours.token == theirs.token:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
     said = [n * 17 for n in range(63)]
-    for ours, theirs in zip(score(logits.to(device), said, 1), score(logits, said, 1), strict=True):
+    here = score(logits, said, 1, Mail(logits.device))
+    there = score(logits.to(device), said, 1, Mail(device))
+    for ours, theirs in zip(there, here, strict=True):
         assert ours.token == theirs.token
         assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)

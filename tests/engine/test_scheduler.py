@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.cache import CacheConfig, Lease, TieredCache, Tokens
 from kvtide.cache.ranks import Alone
 from kvtide.engine import Ask, Request, State, scheduler
 from kvtide.engine.sampler import Chosen
@@ -226,10 +226,10 @@ def test_prompts_are_taken_in_smaller_parts_beside_somebody_who_generates(desk, 
     long = at.queue(8)
     assert at.step() == [Share(long, 6 * PAGE)], "nobody waits for a token"
     quick = at.queue(0, extra=1)
-    assert at.step() == [Share(quick, 1), Share(long, 8 * PAGE)]
+    assert at.step() == [Share(quick, 1), Share(long, 8 * PAGE - 1)]
     other = at.queue(4)
     shares = at.step()
-    assert len(shares) == 3 and Share(other, 2 * PAGE) in shares
+    assert len(shares) == 3 and Share(other, 2 * PAGE - 3) in shares
 
 
 def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
@@ -288,6 +288,91 @@ def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory,
         kept = [[at.cache.match(r.prompt).tokens for r in at.requests] for at in both]
         assert kept[0] == kept[1], f"step {number}"
     assert foreseen > 10
+
+
+@pytest.mark.parametrize(("beside", "held"), [(8 * PAGE, True), (2 * PAGE, False)])
+def test_few_tokens_wait_a_step_for_those_whose_prefix_is_on_its_way(
+    desk, monkeypatch, beside, held
+):
+    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", beside)
+    at = desk(pages=16)
+    at.scheduler.lets_land = True
+    first = at.queue(1, answer=20)
+    at.step()
+    loading, second = at.queue(1), at.queue(1)
+    monkeypatch.setattr(Lease, "loading", property(lambda lease: lease is loading.lease))
+    assert {share.request for share in at.step()} == {first, second}, "there is room for all"
+    few, kept_out = at.queue(1), at.queue(4)
+    steps = [{share.request for share in at.step()} for _ in range(2)]
+    assert kept_out.lease is None and at.scheduler.crowded
+    assert (few in steps[0]) is not held and few in steps[1], "a step at the most"
+    assert all({first, second} <= step for step in steps) and loading not in steps[1]
+
+
+def test_who_found_no_room_is_not_looked_at_before_somebody_has_left(desk):
+    """But for whoever comes first now, and where others have to give way."""
+    at = desk(pages=6)
+    first, second = at.queue(2, answer=8), at.queue(2, answer=8)
+    at.scheduler.admit()
+    assert at.scheduler.crowded and second.lease is None
+    at.queue(1)
+    assert at.scheduler.crowded
+    urgent = at.queue(2, answer=8, priority=1)
+    assert not at.scheduler.crowded
+    at.scheduler.admit(makes_room=False)
+    assert not at.scheduler.crowded and first.lease is not None and urgent.lease is None
+    at.scheduler.admit()
+    assert first.lease is None and urgent.lease is not None and at.scheduler.crowded
+    at.scheduler.remove(urgent)
+    at.scheduler.admit(makes_room=False)
+    assert first.lease is not None and at.scheduler.crowded
+
+
+def test_what_is_left_of_a_pass_under_way_is_what_comes_next(desk, monkeypatch):
+    at = desk(pages=32)
+    first, second, third = (at.queue(1, answer=20) for _ in range(3))
+    at.step(foresees=True)
+    assert at.scheduler.steady
+    at.scheduler.began()
+    late = at.queue(1, answer=20)
+    given: list[bool] = []
+    release = at.cache.release
+    monkeypatch.setattr(
+        at.cache, "release", lambda lease, in_use: (given.append(in_use), release(lease))
+    )
+    at.scheduler.remove(second)
+    at.scheduler.leave_out(third)
+    assert [share.request for share in at.step()] == [first]
+    at.scheduler.remove(third)
+    assert given == [True, True], "a pass is at its pages, of whatever use it is"
+    assert late.lease is not None
+    assert {share.request for share in at.step()} == {first, late}
+    at.scheduler.remove(first)
+    assert given == [True, True, False]
+
+
+def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk):
+    at = desk(most_running=2)
+    at.queue(1, answer=20)
+    short = at.queue(1, answer=3)
+    for _ in range(2):
+        at.step(foresees=True)
+        assert at.scheduler.steady
+    at.queue(1)
+    at.step(foresees=True)
+    assert at.scheduler._foreseen and not at.scheduler.steady
+    assert short.length == short.most_length
+
+
+@pytest.mark.parametrize(
+    ("memory", "steady"),
+    [(FULL, True), (WINDOW, True), (DRAFTED, True), (RECURRENT, False), (V4_DRAFTED, False)],
+)
+def test_a_pass_is_not_begun_beforehand_where_a_token_too_many_would_be_kept(desk, memory, steady):
+    at = desk(memory, pages=48)
+    at.queue(1, answer=20)
+    at.step(foresees=True)
+    assert at.scheduler.steady is steady
 
 
 def test_nothing_is_foreseen_of_who_has_more_to_compute_or_will_be_done(desk):

@@ -1,0 +1,158 @@
+"""Passes that are begun before the host knows their tokens, beside copies, with traffic at random.
+
+Everybody is answered as if alone. And no copy meets a pass: a pass that was begun after all that a
+load waits for has none of the pages that it brings, and writes none that a backup reads.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from kvtide.engine import Request, Sampling, recording, sampler
+from kvtide.engine.studio import Wait
+from kvtide.spec import PageMove
+from kvtide.transfer.copier import Copier
+from kvtide.transfer.lane import Ticket
+from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import HostTimeline
+from tests.engine.test_engine import PAGE, VOCABULARY, Stand, words
+
+STEPS = 120
+
+
+class Pages(NamedTuple):
+    """Of a pass: those it has, and those it writes."""
+
+    had: set[int]
+    written: set[int]
+
+
+class Watch:
+    """A fence is the number of passes that were begun before it, and one more."""
+
+    def __init__(self) -> None:
+        self.passes: list[Pages] = []
+        self.met: list[str] = []
+        self.beside = 0
+
+    def begin(self, rows: list[list[int]], tables: list[list[int]]) -> None:
+        had, written = set[int](), set[int]()
+        for (start, end, past), table in zip(rows, tables, strict=True):
+            had |= {slot for slot in table if slot >= 0}
+            written |= {table[at // PAGE] for at in range(past, past + end - start)} - {-1}
+        self.passes.append(Pages(had, written))
+
+    def copy(self, way: Way, moves: Sequence[PageMove], after: int | None) -> None:
+        later = self.passes[(after or len(self.passes) + 1) - 1 :]
+        self.beside += len(later)
+        for move, each in ((move, each) for move in moves for each in later):
+            loads = way is Way.LOAD
+            slots = {*(move.target_slots if loads else move.source_slots).tolist()}
+            if slots & (each.had if loads else each.written):
+                self.met.append(f"{way.name} of {sorted(slots)} beside {each}")
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    seen = Watch()
+    played, copy = recording.Recording._played, Copier.copy
+
+    def playing(self: recording.Recording, tokens: int, wait: Wait) -> Tensor:
+        seen.begin(self._batch.rows.tolist(), self._batch.slots["kv"].tolist())
+        return played(self, tokens, wait)
+
+    def copying(
+        self: Copier, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Any = None
+    ) -> Ticket:
+        seen.copy(way, moves, after)
+        return copy(self, way, moves, timeout_s, after)
+
+    monkeypatch.setattr(recording, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(recording.Recording, "_played", playing)
+    monkeypatch.setattr(Copier, "copy", copying)
+    monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.passes) + 1)
+    return seen
+
+
+def asked(rng: random.Random, at: Stand, number: int) -> Request:
+    """With a beginning that others have too; half are drawn, often by a second look."""
+    tokens = [*words(rng.randrange(3), rng.choice((4, 8, 12)))]
+    tokens += rng.choices(range(VOCABULARY), k=rng.randint(1, 14))
+    settings = rng.choice(
+        (
+            Sampling(temperature=40.0, seed=number, top_p=rng.choice((1.0, 0.9))),
+            Sampling(logprobs=rng.choice((0, 3)), repetition_penalty=rng.choice((1.0, 1.3))),
+        )
+    )
+    stops = rng.sample(range(VOCABULARY), rng.choice((0, 6)))
+    return at.submit(
+        tokens,
+        rng.choice((0, 1, 2, 5, 12, 20)),
+        sampling=settings,
+        stop_ids=frozenset(stops),
+        priority=rng.choice((0, 0, 0, 1, 2)),
+        score=rng.choice((None, None, None, None, 1)),
+    )
+
+
+def told(request: Request) -> tuple[Any, ...]:
+    said = [(chosen.token, round(chosen.logprob, 4), len(chosen.top)) for chosen in request.output]
+    return said, request.finish, [chosen.token for chosen in request.scores]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
+    seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "CANDIDATES", 4)
+    rng, late = random.Random(seed), random.Random(seed)
+    at = Stand(
+        recorded=True,
+        device=rng.choice((11, 16, 24)),
+        host=rng.choice((16, 40)),
+        most_running=rng.choice((2, 4, 8)),
+        chunk_tokens=rng.choice((8, 16, 64)),
+        write_policy=rng.choice(("write_through", "write_back")),
+    )
+    at.engine.scheduler.lets_land = rng.random() < 0.7
+    requests: list[Request] = []
+    aborted: set[int] = set()
+    met: Counter[str] = Counter()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTimeline, "passed", lambda self, event: late.random() < 0.4)
+        deadline, step = time.monotonic() + 60, 0
+        while step < STEPS or not at.engine.idle:
+            assert time.monotonic() < deadline, "somebody is stuck"
+            if step < STEPS and rng.random() < 0.35:
+                requests.append(asked(rng, at, len(requests)))
+            if requests and rng.random() < 0.06:
+                gone = rng.choice(requests)
+                aborted |= set() if gone.finish else {gone.number}
+                at.engine.abort(gone)
+            if rng.random() < 0.03:
+                at.break_load(rng.randrange(3))
+            at.step()
+            step += 1
+            met["ahead"] += at.engine._runner.is_ahead
+            met["crowded"] += at.engine.scheduler.crowded
+    at.end()
+    assert not watch.met
+    assert met["ahead"] > 5 and watch.beside > 0
+    alone = Stand(recorded=False)
+    for request in requests:
+        said, *rest = told(request)
+        ask = request.ask
+        more = {"sampling": ask.sampling, "stop_ids": ask.stop_ids, "score": ask.score}
+        wanted, *others = told(alone.ask(ask.tokens, ask.max_tokens, **more))
+        if request.number in aborted:
+            assert said == wanted[: len(said)]
+        else:
+            assert (said, rest) == (wanted, others)
+    alone.end()
