@@ -118,10 +118,9 @@ class Flights:
         """Copies wait for nothing that the device is given to do from now on."""
         self._traffic.mark()
 
-    def unmark(self, *ways: Way) -> None:
-        """They do again."""
-        for way in ways or Way:
-            self._traffic.unmark(way)
+    def unmark(self, way: Way | None = None) -> None:
+        """They do again, in one direction or both."""
+        self._traffic.unmark(way)
 
     # -- ending -----------------------------------------------------------------------------
 

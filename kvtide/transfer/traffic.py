@@ -64,8 +64,12 @@ class Traffic(Generic[H]):
         is given until then; up to `unmark`."""
         self._marks = dict.fromkeys(Way, self._copier.fence(Way.BACKUP))
 
-    def unmark(self, way: Way) -> None:
-        self._marks.pop(way, None)
+    def unmark(self, way: Way | None = None) -> None:
+        """In one direction, or both."""
+        if way is None:
+            self._marks.clear()
+        else:
+            self._marks.pop(way, None)
 
     def submit(self, way: Way) -> int:
         """Everything reserved in this direction leaves as one submission; how many it were.
