@@ -83,8 +83,9 @@ class Begun(NamedTuple):
     def places(self, shares: Sequence[Share]) -> list[int] | None:
         """Where in it those are that are left; None if they are others."""
         places = {id(share): place for place, share in enumerate(self.shares)}
-        found = [places.get(id(share)) for share in shares]
-        return None if None in found else [place for place in found if place is not None]
+        if not all(id(share) in places for share in shares):
+            return None
+        return [places[id(share)] for share in shares]
 
 
 class Loads:
