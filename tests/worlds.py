@@ -25,6 +25,8 @@ WORLD_TIMEOUT_S = 120.0
 
 Report = Mapping[str, tuple[str | None, float]]
 """What a rank says of each scenario it played: what went wrong, and how long it took."""
+END = "end"
+"""In the place of a scenario: how the rank's process ended, and after how long."""
 
 
 class World:
@@ -63,19 +65,22 @@ def play(
     ]
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + WORLD_TIMEOUT_S
-    for worker in workers:
-        worker.join(max(0.0, deadline - time.monotonic()))
+    began, reports = time.monotonic(), []
+    for rank, worker in enumerate(workers):
+        worker.join(max(0.0, began + WORLD_TIMEOUT_S - time.monotonic()))
         if worker.is_alive():
             worker.kill()
             worker.join()
-    return [_read(folder / f"rank{rank}") for rank in range(ranks)]
+        end = f"exit code {worker.exitcode}", time.monotonic() - began
+        reports.append({END: end, **_read(folder / f"rank{rank}")})
+    return reports
 
 
 def check(reports: list[Report], scenario: str) -> None:
     """Assert that all went well on every rank."""
+    missing = "did not get here: {} after {:.0f} s".format
     problems = {
-        rank: report[scenario][0] if scenario in report else "did not get here"
+        rank: report[scenario][0] if scenario in report else missing(*report[END])
         for rank, report in enumerate(reports)
     }
     wrong = [f"rank {rank}: {problem}" for rank, problem in problems.items() if problem]

@@ -129,6 +129,15 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
     found = [
         ("prefill 8k qwen3", row(attending, QWEN3, [(0, 8192)])),
         ("prefill 2k after 14k qwen3", row(attending, QWEN3, [(14 * 1024, 2048)])),
+        ("prefill 8k after 24k qwen3", row(attending, QWEN3, [(24 * 1024, 8192)])),
+        ("prefill 64 after 16k qwen3", row(attending, QWEN3, [(16 * 1024, 64)])),
+        *(
+            (
+                f"prefill {n}x544 after 11k qwen3, 8k alike",
+                row(attending, QWEN3, [(11264, 544)] * n, 8192),
+            )
+            for n in (1, 2, 3, 4, 8)
+        ),
         ("prefill 8k gpt-oss window", row(attending, GPT_OSS, [(0, 8192)])),
         ("prefill 8k qwen3-next", row(attending, QWEN3_NEXT, [(0, 8192)])),
         ("decode 64x4k qwen3", row(attending, QWEN3, [(4096, 1)] * 64)),

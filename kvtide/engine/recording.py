@@ -64,10 +64,9 @@ class Size(NamedTuple):
     @property
     def bounds(self) -> Bounds:
         if self.single:
-            return Bounds(1, self.length - 1, 0, 0, singles=True)
+            return Bounds(1, self.length - 1, 0, singles=True)
         # One more has what nobody needs.
-        past, prompts = self.length - 1, self.prompts + 1
-        return Bounds(self.tokens, past, prompts, past, singles=True)
+        return Bounds(self.tokens, self.length - 1, self.prompts + 1, singles=True)
 
 
 View = Callable[[str, int], Mapping[str, Tensor]]

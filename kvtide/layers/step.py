@@ -47,25 +47,21 @@ class Bounds:
     longest      none has more new tokens
     most_past    none has more earlier tokens
     prompts      no more of them have several new tokens
-    prompt_past  none of those has more earlier tokens
     singles      whether any may have one new token
     """
 
     longest: int
     most_past: int
     prompts: int
-    prompt_past: int
     singles: bool
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int]]) -> Bounds:
         """Of first row, end row and tokens before the step, for every sequence."""
-        several = [past for start, end, past in rows if end - start > 1]
         return cls(
             max(end - start for start, end, _ in rows),
             max(past for *_, past in rows),
-            len(several),
-            max(several, default=0),
+            sum(end - start > 1 for start, end, _ in rows),
             any(end - start == 1 for start, end, _ in rows),
         )
 

@@ -5,9 +5,10 @@ it. A layer imports a program where it calls it, if `Arithmetic.runs_programs`. 
 run in Triton's interpreter on a CPU, where tests compare them with the torch code.
 
 `attention`         attention by head over pages
+`attention_blocks`  which of its programs take which blocks of new tokens
 `attention_single`  the same of single tokens, whose keys all programs share
 `attention_prefix`  the same to what several sequences begin with
-`attention_tiles`   tiles of keys, for all three
+`attention_tiles`   tiles of keys, for all of these
 `heads`             queries, keys and values from their projection to the pages
 `shared`            attention of all heads over one vector a token: latents, blocks with a window
 `tiles`             what `shared` is made of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import plain
 from kvtide.layers.programs import (
     attention,
+    attention_blocks,
     attention_prefix,
     attention_single,
     attention_tiles,
@@ -149,16 +151,28 @@ def both(
 
 
 def recorded(run: ForwardPass, idle: int) -> ForwardPass:
-    """A step as it is played again: with bounds and rows for more than there is."""
-    one = run.batch
-    rows = [(len(one.rows) + number, len(one.rows) + number + 1, 0) for number in range(idle)]
+    """A step as it is played again: with bounds and rows for more than there is. Where all tokens
+    are single, each of those that nobody needs is a sequence; else one has them, and two have none.
+    """
+    one, bounds = run.batch, run.batch.bounds
+    sequences, tokens = one.rows.shape[0], len(one.owners)
+    rows = [(tokens, tokens + idle, 0), (0, 0, 0), (0, 0, 0)]
+    owners = [sequences] * idle
+    if bounds.longest == 1:
+        rows = [(tokens + number, tokens + number + 1, 0) for number in range(idle)]
+        owners = [sequences + number for number in range(idle)]
     more = torch.tensor(rows, dtype=torch.int32, device=one.rows.device)
-    owners = torch.arange(len(one.rows) + idle, dtype=torch.int32, device=one.rows.device)
-    slots = functional.pad(one.slots["kv"], (0, 3, 0, idle), value=-1)
+    filler = torch.tensor(owners, dtype=torch.int32, device=one.rows.device)
+    slots = functional.pad(one.slots["kv"], (0, 3, 0, len(rows)), value=-1)
+    longest, prompts = (1, 0) if bounds.longest == 1 else (tokens + idle, bounds.prompts + 3)
     batch = Batch(
-        torch.cat([one.rows, more]), owners, {"kv": slots}, Bounds(1, 1000, 0, 0, singles=True)
+        torch.cat([one.rows, more]),
+        torch.cat([one.owners, filler]),
+        {"kv": slots},
+        Bounds(longest, 1000, prompts, singles=True),
     )
-    return ForwardPass(replace(run.step, sequences=(), batch=batch))
+    at = functional.pad(run.positions, (0, idle))
+    return ForwardPass(replace(run.step, tokens=at, positions=at, sequences=(), batch=batch))
 
 
 def played(run: ForwardPass, call: Callable[[ForwardPass], Tensor], again: bool) -> Tensor:
@@ -256,18 +270,79 @@ def test_what_sequences_begin_with_is_read_once_for_several(
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("step", [[(300, 7)], [(170, 5), (200, 1), (0, 3)]], ids=str)
-@pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "sinks", "capped"])
-def test_few_tokens_after_many_are_taken_in_parts(
-    case: str,
-    step: list[tuple[int, int]],
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+@dataclass(frozen=True)
+class Blocks:
+    """Sequences, and how many tokens more there are in a recording; how many blocks of tokens these
+    are with two KV heads and groups of four, and which of them two or six programs share."""
+
+    step: list[tuple[int, int]]
+    idle: int
+    count: int
+    shared: dict[int, tuple[int, int]]
+
+
+BLOCKS = {
+    "one": Blocks([(300, 7)], 0, 2, {1: (1, 2), 3: (0, 2)}),
+    "few": Blocks([(170, 5), (200, 1), (0, 3)], 0, 3, {1: (2, 3), 3: (0, 3)}),
+    "several": Blocks([(33, 40), (70, 1), (95, 50), (160, 21)], 0, 29, {1: (28, 29), 3: (24, 29)}),
+    "played": Blocks([(70, 1), (95, 21), (130, 14)], 9, 13, {1: (12, 13), 3: (9, 13)}),
+}
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("step", BLOCKS)
+@pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "window", "sinks", "capped"])
+def test_blocks_of_tokens_are_shared_by_programs(
+    case: str, step: str, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Shares end within blocks, or take several of them; others are taken whole."""
+    given = BLOCKS[step]
     monkeypatch.setattr(attention_tiles, "KEYS", 16)
-    monkeypatch.setattr(attention, "LEAST_TILES", 1)
-    found, wanted = both(CASES[case], step, device, torch.float32, KVDType.FP32)
+    monkeypatch.setattr(attention, "WIDE_ROWS", 16)
+    monkeypatch.setattr(attention, "SEQUENCES_AT_ONCE", 4)
+    monkeypatch.setattr(attention_blocks, "SEQUENCES_AT_ONCE", 4)
+    monkeypatch.setattr(attention_blocks, "LEAST_TILES", 1)
+    monkeypatch.setattr(attention_blocks, "OPENING_TILES", -1000)
+    monkeypatch.setattr(attention_blocks, "MOST_ROUNDS", 1000)
+    monkeypatch.setattr(attention_blocks, "PROGRAMS", programs)
+    laid = []
+
+    def noted(*given: Any) -> Tensor:
+        laid.append(attention_blocks.laid_blocks(*given))
+        return laid[-1]
+
+    monkeypatch.setattr(attention, "laid_blocks", noted)
+    found, wanted = both(
+        CASES[case], given.step, device, torch.float32, KVDType.FP32, idle=given.idle
+    )
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    if case == "grouped":
+        assert laid[-1][0, :3].tolist() == [*given.shared[programs], given.count]
+
+
+def test_blocks_are_shared_where_that_is_worth_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where they see little, or are many, and not those behind all that see more."""
+    slots = {"kv": torch.zeros(50, dtype=torch.int64, device=device)}
+    rows = (Rows(0, 64, 700, slots), Rows(64, 154, 700, slots), Rows(154, 180, 0, slots))
+    at = torch.arange(180, device=device)
+    step = Step(at, at, rows, PAGE, lambda pool, layer: {}, lambda layer: None)
+
+    def shared(window: int = 0) -> list[int]:
+        constants = attention_blocks.shares(2, small=False)
+        laid = attention_blocks.laid_blocks(ForwardPass(step), 32, constants, window, 16)
+        return [int(number) for number in laid[0, :3]]
+
+    assert shared() == [0, 5, 6]
+    assert shared(window=20) == [0, 0, 6]
+    monkeypatch.setattr(attention_blocks, "PROGRAMS", 3)
+    assert shared() == [3, 5, 6]
+    monkeypatch.setattr(attention_blocks, "MOST_ROUNDS", 2)
+    assert shared() == [0, 0, 6]
+    monkeypatch.setattr(attention_blocks, "MOST_ROUNDS", 3)
+    monkeypatch.setattr(attention_blocks, "PROGRAMS", 10)
+    assert shared() == [0, 0, 6], "each has a program, and all are done at the same time"
 
 
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
