@@ -1,5 +1,5 @@
 """A layer's products by number of rows, with weights as they lie: torch chooses how each is done,
-and not all numbers of rows come off well."""
+and this shows whether some numbers of rows come off badly."""
 
 from __future__ import annotations
 

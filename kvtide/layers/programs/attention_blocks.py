@@ -116,7 +116,7 @@ def _lay(  # type: ignore[no-untyped-def]
         tl.store(record + 4, start, mask=there)
         tl.store(record + 5, end, mask=there)
         tl.store(record + 6, past, mask=there)
-        # Behind the last that sees more than a little are those that nobody needs.
+        # Behind the last that sees more than a little is what fills a recording up.
         seen = ours & (tiles > 2 * OPENING)
         high = tl.maximum(high, tl.max(tl.where(seen, number + 1, 0), 0))
         longest = tl.maximum(longest, tl.max(tiles, 0))
