@@ -196,7 +196,7 @@ def test_without_programs_a_sum_and_its_norm_are_what_they_are_apart() -> None:
 def check(logits: Tensor, scales: Tensor | None = None) -> None:
     found, wide = likeliest(logits, scales), logits.double()
     highest = wide.amax(-1)
-    assert found[:, 0].tolist() == [row.tolist().index(max(row)) for row in wide]
+    assert found[:, 0].tolist() == [row.index(max(row)) for row in wide.tolist()]
     assert torch.equal(found[:, 1], highest)
     scaled = wide if scales is None else wide * scales[:, None]
     torch.testing.assert_close(found[:, 2], scaled.logsumexp(-1), rtol=0, atol=3e-6)
