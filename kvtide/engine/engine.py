@@ -125,7 +125,7 @@ class Engine:
         if not self.cache.config.patience.waits:
             self.scheduler.hurry()
         shares = self.scheduler.plan()
-        self.computed = sum(share.end - share.request.computed for share in shares)
+        self.computed = sum(share.tokens for share in shares)
         if not shares:
             return []
         if not self._runner.has_begun(shares):
@@ -140,7 +140,6 @@ class Engine:
         for number, share in enumerate(shares):
             self._score(share, number, passed)
             self._commit(share)
-        self._runner.lay(self.scheduler.foresee())
         return self._choose(shares, passed)
 
     def _prompt(self, ask: Ask, tokens: bytes) -> Prompt:
@@ -220,11 +219,16 @@ class Engine:
         return [update for update in updates if update.request not in checks]
 
     def _go_ahead(self, requests: list[Request], choosing: Choosing) -> None:
-        """Begin the next pass, if it is laid out, while nobody but the device knows its tokens.
+        """Lay out the next pass, and begin it while nobody but the device knows its tokens.
 
-        Whoever turns out to be done by then has a row in it that nobody reads. An oracle has a say
-        in what comes next.
+        Whoever turns out to be done by then has a row in it that nobody reads. Where somebody waits
+        for room, it is laid out as late as can be, with those whose prefix has landed meanwhile. An
+        oracle has a say in what comes next.
         """
+        late = self.scheduler.pressed and self.oracle is None and self._runner.linger()
+        if late:
+            self.cache.land()
+        self._runner.lay(self.scheduler.foresee(late))
         if self._runner.is_laid and self.scheduler.steady and self.oracle is None:
             choosing.keep()
             self.cache.mark()

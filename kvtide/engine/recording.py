@@ -101,6 +101,7 @@ class Recording:
         self._mirror = studio.mirror(room)
         self._ours = self._parts(self._mirror.open(), names)
         self._filled: list[tuple[int, State] | None] = [None] * self._sequences
+        self._used = 0
         self._fill(())
         self._mirror.send()
         tokens, at, owners, rows, tables = self._parts(self._mirror.there, names)
@@ -114,7 +115,7 @@ class Recording:
             return model.logits(hidden) if size.single else hidden
 
         self._room = "logits" if size.single else "hidden"
-        self._play = studio.record(forward, self._room, most, cut=not size.single)
+        self._take = studio.record(forward, self._room, most, cut=not size.single)
 
     def _parts(self, flat: Any, names: Sequence[str]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Tokens, positions, owners, rows, and tables by anchor, in one run of numbers: of numpy
@@ -134,7 +135,7 @@ class Recording:
         something is played again."""
         self.lay(rows)
         self._mirror.send()
-        return self._played(sum(len(row.tokens) for row in rows), wait)
+        return self._played(wait)
 
     def lay(self, rows: Sequence[Row]) -> None:
         """Lay out what is to be played, on the host."""
@@ -143,10 +144,14 @@ class Recording:
         self._fill(rows)
 
     def play_laid(self, tokens: Sequence[int]) -> Tensor:
-        """What comes of single tokens that were laid out before it was known which they are."""
+        """What comes of what was laid out before it was known which its first tokens are."""
         self._ours[0][: len(tokens)] = tokens
         self._mirror.send()
-        return self._played(len(tokens), nothing)
+        return self._played(nothing)
+
+    def linger(self) -> None:
+        """Wait until most of what was played last is done, if it is not of single tokens."""
+        self._take.linger()
 
     def play_ahead(self, tokens: Tensor, places: Sequence[int]) -> Tensor:
         """The same of tokens that the device alone knows yet, where they are to be found there."""
@@ -154,17 +159,18 @@ class Recording:
         self._ours[0][: len(places)] = places
         self._mirror.send()
         said.copy_(tokens.index_select(0, said))
-        return self._played(len(places), nothing)
+        return self._played(nothing)
 
-    def _played(self, tokens: int, wait: Wait) -> Tensor:
-        self._play(wait)
-        return self._studio.left(self._room, tokens)
+    def _played(self, wait: Wait) -> Tensor:
+        self._take.play(wait)
+        return self._studio.left(self._room, self._used)
 
     def _fill(self, rows: Sequence[Row]) -> None:
         tokens, at, owners, spans, _ = self._ours
         counts = [len(row.tokens) for row in rows]
         ends = np.cumsum(counts, dtype=np.int32)
-        used, given = int(sum(counts)), len(rows)
+        self._used = used = int(sum(counts))
+        given = len(rows)
         past = np.fromiter((row.past for row in rows), np.int32, given)
         tokens[:used] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int32, used)
         tokens[used:] = 0

@@ -74,15 +74,24 @@ class Single:
         return self._logits[place : place + count]
 
 
-class Begun(NamedTuple):
-    """A pass of such shares that was begun before anybody knew their tokens."""
+class Laid(NamedTuple):
+    """A pass that is laid out before it is known which tokens the first `unknown` shares have."""
 
     shares: Sequence[Share]
-    logits: Tensor
+    unknown: int
+    spans: Numbers
+    recording: Recording
+
+
+class Begun(NamedTuple):
+    """A pass that was begun before that is known, and what it gives."""
+
+    laid: Laid
+    given: Tensor
 
     def places(self, shares: Sequence[Share]) -> list[int] | None:
         """Where in it those are that are left; None if they are others."""
-        places = {id(share): place for place, share in enumerate(self.shares)}
+        places = {id(share): place for place, share in enumerate(self.laid.shares)}
         if not all(id(share) in places for share in shares):
             return None
         return [places[id(share)] for share in shares]
@@ -114,13 +123,6 @@ class Loads:
             raise self.error or TransferError("the prefix could not be loaded on another rank")
 
 
-class Laid(NamedTuple):
-    """A pass that is laid out for shares of one token each."""
-
-    shares: Sequence[Share]
-    recording: Recording
-
-
 class Runner:
     """`seat` is where this rank's part of a pass begins and ends.
 
@@ -149,6 +151,7 @@ class Runner:
         self._width: int | None = None
         self._laid: Laid | None = None
         self._begun: Begun | None = None
+        self._latest: Recording | None = None
         self.passes: Counter[str] = Counter()
         self._recordings: Recordings | None = None
         if records and seat.ranks == 1 and model.runs_programs(self._device):
@@ -194,18 +197,19 @@ class Runner:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
         begun, self._begun = self._begun, None
         if begun is not None and (places := begun.places(shares)) is not None:
-            return Single(self, begun.logits, places)
+            return self._given(begun.laid.recording, begun.given, begun.laid.spans[places])
         laid, self._laid = self._laid, None
         if laid is not None and laid.shares is shares:
-            self.passes["single"] += 1
-            said = [share.request.tokens[-1] for share in shares]
-            return Single(self, laid.recording.play_laid(said), range(len(said)))
+            self._count(laid.recording)
+            said = [share.request.tokens[-1] for share in shares[: laid.unknown]]
+            return self._given(laid.recording, laid.recording.play_laid(said), laid.spans)
         leases = [share.request.held for share in shares if share.request.held.loading]
         loads = Loads(self._cache, leases)
         rows = spans(shares)
         if (played := self._played(shares, rows, loads)) is not None:
             return played
         self.passes["computed"] += 1
+        self._latest = None
         step = self._step(shares, rows, loads)
         before = None
         if not self._model.memory.is_first_stage:
@@ -215,27 +219,37 @@ class Runner:
         loads.check()
         return Computed(self, hidden, rows)
 
+    def linger(self) -> bool:
+        """Wait until most of the pass is done that was run last; False where that cannot be told,
+        or would be no long time."""
+        if self._latest is None or self._latest.single:
+            return False
+        self._latest.linger()
+        return True
+
     def lay(self, shares: Sequence[Share]) -> None:
-        """Lay out the pass of shares whose tokens are about to be known, one of each; for when
-        these shares are what is run next."""
+        """Lay out the pass of shares of which the first have one token each that is about to be
+        known; for when these shares are what is run next."""
         self._laid = None
         if self._recordings is None or not shares:
             return
-        rows = [self._row(share, (0,)) for share in shares]
+        rows = [self._row(share) for share in shares]
         recording = self._recordings.fitting(rows, False)
-        if recording is not None and recording.single:
+        if recording is not None:
             recording.lay(rows)
-            self._laid = Laid(shares, recording)
+            unknown = sum(share.end > share.request.length for share in shares)
+            self._laid = Laid(shares, unknown, spans(shares), recording)
 
     def go_ahead(self, requests: Sequence[Request], tokens: Tensor) -> None:
-        """Begin the pass that is laid out: its shares' tokens are among these requests', which the
-        device alone knows yet. For when those that are left of its shares are what is run next."""
+        """Begin the pass that is laid out: the tokens that it lacks are among these requests',
+        which the device alone knows yet. For when those that are left of its shares are what is run
+        next."""
         laid, self._laid = self._laid, None
         assert laid is not None, "nothing is laid out"
-        self.passes["single"] += 1
+        self._count(laid.recording)
         places = {request.number: place for place, request in enumerate(requests)}
-        where = [places[share.request.number] for share in laid.shares]
-        self._begun = Begun(laid.shares, laid.recording.play_ahead(tokens, where))
+        where = [places[share.request.number] for share in laid.shares[: laid.unknown]]
+        self._begun = Begun(laid, laid.recording.play_ahead(tokens, where))
 
     @property
     def is_laid(self) -> bool:
@@ -250,9 +264,11 @@ class Runner:
         """Whether it is the pass of these."""
         return self._begun is not None and self._begun.places(shares) is not None
 
-    def _row(self, share: Share, tokens: Sequence[int]) -> Row:
-        lease = share.request.held
-        return Row(tokens, share.request.computed, lease.inner.number, *self._tables.of(lease))
+    def _row(self, share: Share) -> Row:
+        """With any token for one that is not known yet."""
+        (request, end), lease = share, share.request.held
+        tokens = request.tokens[request.computed : end] or (0,)
+        return Row(tokens, request.computed, lease.inner.number, *self._tables.of(lease))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The speaker's, on every rank."""
@@ -273,15 +289,23 @@ class Runner:
         """The pass from a recording, if there is one for such shares."""
         if self._recordings is None or spans[-1, 1] > self._recordings.most_tokens:
             return None
-        rows = [self._row(s, s.request.tokens[s.request.computed : s.end]) for s in shares]
+        rows = [self._row(share) for share in shares]
         recording = self._recordings.fitting(rows, loads.any)
         if recording is None:
             return None
-        self.passes["single" if recording.single else "several"] += 1
+        self._count(recording)
         given = recording.play(rows, loads.wait)
         loads.check()
+        return self._given(recording, given, spans)
+
+    def _count(self, recording: Recording) -> None:
+        self.passes["single" if recording.single else "several"] += 1
+
+    def _given(self, recording: Recording, given: Tensor, spans: Numbers) -> Passed:
+        """By a recording that was played last, for spans of what it was played for."""
+        self._latest = recording
         if recording.single:
-            return Single(self, given, range(len(shares)))
+            return Single(self, given, spans[:, 0].tolist())
         return Computed(self, given, spans)
 
     def _step(self, shares: Sequence[Share], rows: Numbers, loads: Loads) -> Step:

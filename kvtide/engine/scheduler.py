@@ -5,8 +5,8 @@ a promise of slots for the rest of its prompt and all it may generate; of window
 what a few steps need. A request of higher priority that finds no room takes it from those of lower
 ones, which wait again and go on later where they were. Then every step gives one token to each
 request that generates, and what is left of the step's tokens to prompts, by priority and age; but
-no more than some, so that a token is not long in coming. A step in which all generate may be under
-way before anybody asks for it: who comes meanwhile has its first part in the next.
+no more than some, so that a token is not long in coming. A step may be under way before anybody
+asks for it: who comes meanwhile has its first part in the next.
 
 Nobody computes what somebody else is about to: a request that shares pages with one that runs, and
 has yet to compute them, starts when they can be found, or when they will not come from there.
@@ -24,6 +24,9 @@ BESIDE_TOKENS = 2048
 """Tokens of a step in which somebody generates beside prompts. With more of them the next token is
 long in coming, and those who generate are done when no prompts are left to be computed beside. It
 is a number that matrix products divide well, and so includes those who generate."""
+CROWDED_TOKENS = 1024
+"""The same where somebody waits for room, if passes of so few tokens are recorded: the next one can
+be begun while one is under way then."""
 MOST_WAITS = 2
 """How often a request waits for another. What windows and states need may not be found after the
 first: somebody then leaves it where their prompts part, and is the second. Where nothing is found
@@ -37,6 +40,11 @@ class Share(NamedTuple):
     end: int
 
     @property
+    def tokens(self) -> int:
+        """How many it has, until they are computed."""
+        return self.end - self.request.computed
+
+    @property
     def ends(self) -> bool:
         """Whether all of the request's tokens are computed then."""
         return self.end == self.request.length
@@ -44,18 +52,19 @@ class Share(NamedTuple):
 
 class Scheduler:
     """`chunk_tokens` is the most that one step computes (it may change between steps),
-    `most_running` the largest batch. `lets_land`: whose prefix is on its way keeps nobody else
-    waiting in a step, where steps are shorter than loads.
+    `most_running` the largest batch. `recorded`: passes of few tokens are, and so can be shorter
+    than loads, or begun beforehand.
 
     No more run than a step has tokens, so that all who generate get one.
 
-    crowded  whether somebody has found no room for its pages, which only those who leave can give
+    crowded    whether somebody has found no room for its pages, which only those who leave can give
+    lets_land  whether those whose prefix is on its way keep nobody else waiting in a step
     """
 
     def __init__(
-        self, cache: TieredCache, chunk_tokens: int, most_running: int, lets_land: bool = False
+        self, cache: TieredCache, chunk_tokens: int, most_running: int, recorded: bool = False
     ) -> None:
-        self.lets_land = lets_land
+        self.lets_land = recorded
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
@@ -64,12 +73,12 @@ class Scheduler:
         self._states = _anchors_of_states(cache)
         # Of states, and of what is open between two entries, a token changes what is there.
         reuses = [(pool.reuse.stride, pool.tail_entries) for pool in cache.memory.pools]
-        self._changing = any(kept is not None for reuse in reuses for kept in reuse)
+        changing = any(kept is not None for reuse in reuses for kept in reuse)
+        self._goes_ahead = recorded and not changing
         self._foreseen: list[Share] = []
         self._under_way: list[Share] = []
         self._at_work: list[Request] = []
         self._ending = False
-        self._held_back = False
         self.crowded = False
 
     @property
@@ -228,20 +237,19 @@ class Scheduler:
 
     def plan(self) -> list[Share]:
         """Requests that generate come first; a request without slots for its share waits again."""
-        under_way, self._under_way = [s for s in self._under_way if s.ends], []
+        under_way, self._under_way = [s for s in self._under_way if s.end <= s.request.length], []
         if under_way:
             return under_way
         self._at_work = []
         ready = self._ready()
         foreseen, self._foreseen = self._foreseen, []
-        if len(foreseen) == len(ready) <= self.chunk_tokens and all(s.ends for s in foreseen):
+        singles = all(share.ends and share.tokens == 1 for share in foreseen)
+        if singles and len(foreseen) == len(ready) <= self.chunk_tokens:
             return foreseen
+        self._give_back(foreseen)
         ready.sort(key=_turn)
         generating = sum(request.length - request.computed == 1 for request in ready)
-        most = max(BESIDE_TOKENS, 2 * generating) if generating else self.chunk_tokens
-        self._held_back = generating > 0 and not self._held_back and self._more_to_come(ready)
-        most = generating if self._held_back else most
-        left, shares = min(most, self.chunk_tokens), []
+        left, shares = self._most(generating), []
         for request in ready:
             count = min(request.length - request.computed, left)
             if count == 0:
@@ -256,37 +264,61 @@ class Scheduler:
             shares.append(Share(request, end))
         return sorted(shares, key=_place)
 
-    def _more_to_come(self, ready: list[Request]) -> bool:
-        """Whether few tokens should wait for others, whose prefix is on its way: together they take
-        little longer. Where nobody waits for room, a first token is wanted soonest."""
-        few = sum(request.length - request.computed for request in ready) < BESIDE_TOKENS // 2
-        return self.crowded and few and len(ready) < len(self.running)
+    @property
+    def pressed(self) -> bool:
+        """Where somebody waits for room, steps with prompts are small, and begun beforehand."""
+        return self.crowded and self._goes_ahead
 
-    def foresee(self) -> list[Share]:
+    def _most(self, generating: int) -> int:
+        """How many tokens a step has in which so many generate."""
+        if not generating:
+            return self.chunk_tokens
+        beside = CROWDED_TOKENS if self.pressed else BESIDE_TOKENS
+        return min(max(beside, 2 * generating), self.chunk_tokens)
+
+    def foresee(self, late: bool = False) -> list[Share]:
         """What the next `plan` gives if nobody comes before, nor goes whose tokens are not all
-        there yet: one more token for everybody, when all that they have is computed. Nothing if it
-        will be something else.
+        there yet: one more token for everybody whose tokens are all computed. Nothing if it will be
+        something else, as when there are prompts; but if most of a pass is done (`late`), and
+        somebody generates, with the next parts of these.
 
         Whose prefix is on its way has its pages elsewhere when it lands, if others have the same.
         Where pages depend on tokens behind them, a next one is not taken before its first is known.
         """
         self._foreseen, self._ending = [], False
+        ready = self._ready()
+        if any(r.held.loading or r.held.failed or r.length - r.computed == 1 for r in ready):
+            return []
         page, depends = self._cache.memory.page_tokens, self._cache.memory.holdback > 0
-        coming = []
-        for request in self._ready():
-            end = request.length + 1
-            if request.computed < request.length or request.held.loading:
-                return []
-            if end < request.most_length:
-                if depends and request.computed % page == 0:
-                    return []
-                if not self._cache.grow(request.held, end):
-                    return []
-                coming.append(Share(request, end))
-            else:
-                self._ending = True
+        done = [request for request in ready if request.computed == request.length]
+        going = [request for request in done if request.length + 1 < request.most_length]
+        prompts = sorted((r for r in ready if r.computed < r.length), key=_turn)
+        if not going or (prompts and not (late and self.pressed)):
+            return []
+        self._ending = len(going) < len(done)
+        if depends and any(request.computed % page == 0 for request in going):
+            return []
+        left = self._most(len(going)) - len(going)
+        if left < (2 if prompts else 0):  # A single token would not be told from those to be known.
+            return []
+        coming = [Share(request, request.length + 1) for request in going]
+        for request in prompts:
+            count = min(request.length - request.computed, left)
+            if count > 1:
+                coming.append(Share(request, request.computed + count))
+                left -= count
+        if not all(self._cache.grow(share.request.held, share.end) for share in coming):
+            self._give_back(coming)
+            return []
         self._foreseen = sorted(coming, key=_place)
         return self._foreseen
+
+    def _give_back(self, shares: list[Share]) -> None:
+        """What was taken for parts of prompts that are not computed: windows are kept before their
+        ends, and the next part ends elsewhere."""
+        for share in shares:
+            if share.tokens > 1:
+                self._cache.shrink(share.request.held, share.request.computed)
 
     @property
     def steady(self) -> bool:
@@ -294,11 +326,12 @@ class Scheduler:
 
         A token too many would be in a running state. Whoever comes meanwhile takes part in the pass
         after it; whose prefix is about to land, and who gets the room of those that end now, need
-        not wait so long.
+        not wait so long for a pass of single tokens. Prompts are foreseen so late that they do.
         """
+        prompts = any(share.tokens > 1 for share in self._foreseen)
         room = self._ending and self.waiting > 0
         loading = any(request.held.loading for request in self.running)
-        return not (self._changing or room or loading)
+        return self._goes_ahead and (prompts or not (room or loading))
 
     def began(self) -> None:
         """What was foreseen is under way: `plan` gives what is left of it."""
@@ -355,7 +388,7 @@ def _place(share: Share) -> tuple[int, tuple[str, ...], bytes]:
     since programs begin with the last. Of those who generate neighbours begin alike, since programs
     read for neighbours together what they have in common."""
     request = share.request
-    if share.end - request.computed > 1:
+    if share.tokens > 1:
         return request.computed, (), b""
     return -1, request.ask.namespace, request.prompt.beginning
 

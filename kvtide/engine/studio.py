@@ -19,7 +19,8 @@ from torch import Tensor
 
 Wait = Callable[[int], None]
 """Called before a layer reads what was kept of earlier tokens."""
-Play = Callable[[Wait], None]
+LATE = 0.75
+"""How much of a pass is most of it: what is left takes longer than laying out the next."""
 
 
 class Mirror(Protocol):
@@ -34,14 +35,24 @@ class Mirror(Protocol):
         """Before what is computed next: nobody waits for it."""
 
 
+class Take(Protocol):
+    """What was recorded."""
+
+    def play(self, wait: Wait) -> None: ...
+
+    def linger(self) -> None:
+        """Wait until most of it is done, as it was last played."""
+
+
 class Studio(Protocol):
     def mirror(self, count: int) -> Mirror: ...
 
-    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Take:
         """Leaves what `forward` gives, of up to `most` rows, in a room that recordings share.
 
         Rooms are known by name. Only one recording is played at a time. If `cut`, it can be played
-        while prefixes are on their way: each layer waits for its own part.
+        while prefixes are on their way, as each layer waits for its own part; and it can be told
+        how far it is.
         """
 
     def left(self, room: str, rows: int) -> Tensor:
@@ -85,7 +96,7 @@ class _Graphs:
     def mirror(self, count: int) -> Mirror:
         return _Pinned(count, self._device)
 
-    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Take:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Programs are compiled when they first run, which cannot be recorded.
@@ -99,7 +110,7 @@ class _Graphs:
         with _garbage_kept(), taken:
             target.copy_(forward(taken.cut if cut else nothing))
         torch.cuda.current_stream().wait_stream(self._stream)
-        return taken.play
+        return taken
 
     def left(self, room: str, rows: int) -> Tensor:
         return self._rooms[room][:rows]
@@ -112,6 +123,7 @@ class _Taken:
         self._current, self._pool = torch.cuda.stream(stream), pool
         self._graphs: list[tuple[int | None, torch.cuda.CUDAGraph]] = []
         self._open = False
+        self._late = torch.cuda.Event()
 
     def __enter__(self) -> None:
         self._current.__enter__()
@@ -146,10 +158,16 @@ class _Taken:
             self._graphs[-1][1].capture_end()
 
     def play(self, wait: Wait) -> None:
-        for layer, graph in self._graphs:
+        late = int(LATE * len(self._graphs))
+        for number, (layer, graph) in enumerate(self._graphs):
             if layer is not None:
                 wait(layer)
+            if number == late:
+                self._late.record()
             graph.replay()
+
+    def linger(self) -> None:
+        self._late.synchronize()
 
 
 @contextmanager
@@ -183,6 +201,14 @@ class _Plain:
         pass
 
 
+class _Computed:
+    def __init__(self, play: Callable[[Wait], None]) -> None:
+        self.play = play
+
+    def linger(self) -> None:
+        pass
+
+
 class _Anew:
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
@@ -190,14 +216,14 @@ class _Anew:
     def mirror(self, count: int) -> Mirror:
         return _Plain(count)
 
-    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Take:
         def play(wait: Wait) -> None:
             given = forward(wait if cut else nothing)
             if room not in self._rooms:
                 self._rooms[room] = given.new_empty((most, *given.shape[1:]))
             self._rooms[room][: len(given)] = given
 
-        return play
+        return _Computed(play)
 
     def left(self, room: str, rows: int) -> Tensor:
         return self._rooms[room][:rows]

@@ -45,7 +45,7 @@ class Tables:
 
 def spans(shares: Sequence[Share]) -> Numbers:
     """(shares, 3): first row, end row, tokens before the step."""
-    ends = np.cumsum([0, *(share.end - share.request.computed for share in shares)])
+    ends = np.cumsum([0, *(share.tokens for share in shares)])
     past = [share.request.computed for share in shares]
     return np.stack([ends[:-1], ends[1:], past], axis=1).astype(np.int32)
 

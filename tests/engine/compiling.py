@@ -27,7 +27,7 @@ import kvtide.models
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, studio
 from kvtide.engine.mail import Mail
-from kvtide.engine.studio import Play, Wait
+from kvtide.engine.studio import Take, Wait
 from kvtide.engine.tables import laid_out
 from kvtide.layers import Step
 from kvtide.layers.forward import ForwardPass
@@ -73,7 +73,7 @@ def noted(self: Any, key: str, signature: Any, device: int, *_: object) -> Kerne
 class Rehearsed(studio._Anew):
     """A recording is computed when it is made, as on a GPU."""
 
-    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Play:
+    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Take:
         forward(lambda layer: None)
         return super().record(forward, room, most, cut)
 

@@ -15,14 +15,15 @@ import pytest
 from torch import Tensor
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, Sampling, recording, sampler
+from kvtide.engine import Ask, Engine, Request, Sampling, recording, sampler, scheduler
+from kvtide.engine.runner import Runner
 from kvtide.engine.studio import Wait
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from tests.engine.test_engine import PAGE, VOCABULARY, Stand, words
+from tests.engine.test_engine import PAGE, VOCABULARY, Stand, complete, words
 from tests.models.programmed import by_program, in_torch
 
 STEPS = 120
@@ -65,9 +66,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     seen = Watch()
     played, copy = recording.Recording._played, Copier.copy
 
-    def playing(self: recording.Recording, tokens: int, wait: Wait) -> Tensor:
+    def playing(self: recording.Recording, wait: Wait) -> Tensor:
         seen.begin(self._batch.rows.tolist(), self._batch.slots["kv"].tolist())
-        return played(self, tokens, wait)
+        return played(self, wait)
 
     def copying(
         self: Copier, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Any = None
@@ -113,6 +114,7 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
     seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "CANDIDATES", 4)
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 6 if seed % 2 else 1024)
     rng, late = random.Random(seed), random.Random(seed)
     at = Stand(
         recorded=True,
@@ -156,6 +158,97 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
         else:
             assert (said, rest) == (wanted, others)
     alone.end()
+
+
+def prompts_begun(at: Stand) -> list[Request]:
+    """Whose prompts are in the pass that was begun beforehand, if one was."""
+    begun = at.engine._runner._begun
+    shares = begun.laid.shares if begun is not None else ()
+    return [share.request for share in shares if share.tokens > 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "late", "begun"), [(26, True, True), (26, False, False), (80, True, False)]
+)
+def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
+    device: int, late: bool, begun: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And most of a pass is done: whose prefix lands before would wait for no good reason."""
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 6)
+    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", 6)
+    if not late:
+        monkeypatch.setattr(Runner, "linger", lambda self: False)
+    at = Stand(recorded=True, device=device)
+    requests = [at.submit(words(number, 25), 6) for number in range(8)]
+    prompts = 0
+    while not at.engine.idle:
+        at.step()
+        prompts += len(prompts_begun(at))
+    assert complete(*requests) and not watch.met
+    assert prompts > 5 if begun else prompts == 0
+    at.end()
+
+
+def test_whose_prefix_lands_in_the_course_of_a_pass_is_in_the_next(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 8)
+    at = Stand(recorded=True, device=26)
+    at.engine.scheduler.lets_land = True
+    at.remember_on_host(words(2, 20))
+    first = at.submit(words(1, 3), 20)
+    at.step()
+    at.let_by()
+    long, loading, waiting = (
+        at.submit(words(n, count), 2) for n, count in ((3, 40), (2, 24), (4, 9))
+    )
+    lands = near = False
+    timeline, linger = at.cache.hardware.copier.lanes[Way.LOAD].timeline, Runner.linger
+    passed = timeline.passed
+    monkeypatch.setattr(timeline, "passed", lambda event: lands and passed(event))
+
+    def lingering(self: Runner) -> bool:
+        nonlocal lands
+        lands = near and loading.held.loading
+        while lands and not all(each.ticket.done() for each in loading.held.transfers):
+            time.sleep(0.001)
+        return linger(self)
+
+    monkeypatch.setattr(Runner, "linger", lingering)
+    for _ in range(3):
+        at.step()
+        assert loading.held.loading and waiting.lease is None
+    assert prompts_begun(at) == [long]
+    while long.length - long.computed > 12:
+        at.step()
+    near = True
+    at.step()
+    assert prompts_begun(at) == [loading, long]
+    at.finish()
+    assert complete(first, long, loading, waiting) and not watch.met
+    at.end()
+
+
+def test_it_can_be_told_when_most_is_done_of_recorded_passes_with_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording, "SIZES", (16,))
+    at = Stand(recorded=True, device=32)
+    at.model.tried = False
+    at.submit(words(1, 40), 3)
+    for kind, told in (("computed", False), ("single", False)):
+        at.step()
+        assert at.engine.passes[kind] and at.engine._runner.linger() is told
+    at.submit(words(2, 9), 3)
+    at.let_by()
+    at.step()
+    assert at.engine.passes["several"] and at.engine._runner.linger()
+    at.finish()
+    at.submit(words(3, 40), 3)
+    at.step()
+    assert not at.engine._runner.linger()
+    at.finish()
+    at.end()
 
 
 def test_a_family_draws_the_same_in_passes_begun_beforehand(

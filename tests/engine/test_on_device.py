@@ -209,9 +209,9 @@ def test_recorded_passes_say_what_others_say(
     ways: Counter[str] = Counter()
     whole = recording.Recording._played
 
-    def noted(self, tokens, wait):
+    def noted(self, wait):
         played.append(self._size)
-        return whole(self, tokens, wait)
+        return whole(self, wait)
 
     def counted(way):
         function = getattr(recording.Recording, way)
@@ -237,9 +237,37 @@ def test_recorded_passes_say_what_others_say(
         made = dict(engine._runner._recordings._made)
         recorded = answered(engine, asks)
         assert engine._runner._recordings._made == made, "all were made before"
-        assert ways["play_laid" if engine.scheduler._changing else "play_ahead"] > 5
+        assert ways["play_ahead" if engine.scheduler._goes_ahead else "play_laid"] > 5
     assert len(played) >= 20 and {size.length > 100 for size in played} == {True, False}
     assert {size.single for size in played} == {True, False}
+    divergence, equal, count = compared(plain, recorded)
+    print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
+    assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "SIZES", (64, 256))
+    begun: list[int] = []
+    ahead = recording.Recording.play_ahead
+
+    def counted(self, *args):
+        begun.append(self._size.prompts)
+        return ahead(self, *args)
+
+    monkeypatch.setattr(recording.Recording, "play_ahead", counted)
+    rng, model = random.Random(name), model_of(name, device)
+    common = text(rng, 64)
+    asks = [Ask(common + text(rng, rng.randint(20, 90)), rng.randint(3, 20)) for _ in range(60)]
+    with engine_of(name, model, records=False) as engine:
+        plain = answered(engine, asks)
+    with engine_of(name, model, device_tokens=768) as engine:
+        engine.prepare()
+        recorded = answered(engine, asks)
+        assert engine.cache.validate() == []
+    assert sum(prompts > 0 for prompts in begun) > 5, "prompts"
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
@@ -258,9 +286,9 @@ def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) ->
             junk += [torch.empty(1 << 20).pin_memory(), junk]
         return torch.ones(4, 8, device=device) * 3
 
-    play = where.record(forward, "logits", 4, cut=False)
+    take = where.record(forward, "logits", 4, cut=False)
     assert collecting == [True, False] and gc.isenabled()
-    play(lambda layer: None)
+    take.play(lambda layer: None)
     assert where.left("logits", 4).tolist() == [[3.0] * 8] * 4
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvtide.cache import CacheConfig, Lease, TieredCache, Tokens
+from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.cache.ranks import Alone
 from kvtide.engine import Ask, Request, State, scheduler
 from kvtide.engine.sampler import Chosen
 from kvtide.engine.scheduler import Scheduler, Share
 from kvtide.index import EveryPages
-from kvtide.spec import ModelMemory, Tier
+from kvtide.spec import ALL, ModelMemory, Tier
 from tests.cache.building import text
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, V4_DRAFTED, WINDOW
 
@@ -33,7 +33,7 @@ class Desk:
     ) -> None:
         config = CacheConfig(Tokens(pages * PAGE), host_size=None, tokens_per_checkpoint=PAGE)
         self.cache = TieredCache(memory, config, **more)
-        self.scheduler = Scheduler(self.cache, chunk_tokens, most_running)
+        self.scheduler = Scheduler(self.cache, chunk_tokens, most_running, recorded=True)
         self.requests: list[Request] = []
 
     def queue(
@@ -55,21 +55,31 @@ class Desk:
         self.scheduler.queue(request)
         return request
 
-    def step(self, foresees: bool = False) -> list[Share]:
+    def step(self, foresees: bool = False, late: bool = False) -> list[Share]:
         """Admit, plan, and have the plan computed: whoever comes to its end gets a token."""
         self.scheduler.admit()
         shares = self.scheduler.plan()
         for request, end in shares:
+            self.check(request, end)
             request.computed = end
             self.cache.commit(request.held, end)
         if foresees:
-            self.scheduler.foresee()
+            self.scheduler.foresee(late)
         for request, end in shares:
             if end == request.length:
                 request.generated(Chosen(7, 0.0))
                 if request.length == request.most_length:
                     self.scheduler.remove(request)
         return shares
+
+    def check(self, request: Request, end: int) -> None:
+        """Whether there are slots for what a step up to there reads, and for what the next does."""
+        for pool in self.cache.memory.anchors:
+            if pool.reuse.stride is None and pool.tail_entries is None:
+                table = self.cache.page_table(request.held, pool.name)
+                for at in (request.computed, end):
+                    first = 0 if pool.reuse.reach is ALL else max(0, at - pool.reuse.reach)
+                    assert (table[first // PAGE : -(-at // PAGE)] >= 0).all(), pool.name
 
     def end(self) -> None:
         for request in self.requests:
@@ -270,8 +280,10 @@ class Chances:
 
 @pytest.mark.parametrize("memory", FORESEEN, ids=lambda memory: memory.model)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory, seed):
-    foreseeing, other = (desk(memory, pages=48) for _ in range(2))
+def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory, seed, monkeypatch):
+    """Or nothing is left of it."""
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 2 * PAGE)
+    foreseeing, other = (desk(memory, pages=24 if seed % 2 else 48) for _ in range(2))
     chances = [Chances(one, seed) for one in (foreseeing, other)]
     foreseen = 0
     for number in range(300):
@@ -279,7 +291,7 @@ def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory,
             chance.happen()
         foreseeing.scheduler.admit()  # What is foreseen holds if nobody is taken in.
         foreseen += bool(foreseeing.scheduler._foreseen)
-        steps = (foreseeing.step(foresees=True), other.step())
+        steps = (foreseeing.step(foresees=True, late=seed % 2 > 0), other.step())
         # Of those who generate, who stands where may depend on what is known of a short prompt.
         told = [{(share.request.number, share.end) for share in shares} for shares in steps]
         assert told[0] == told[1], f"step {number}"
@@ -288,25 +300,6 @@ def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory,
         kept = [[at.cache.match(r.prompt).tokens for r in at.requests] for at in both]
         assert kept[0] == kept[1], f"step {number}"
     assert foreseen > 10
-
-
-@pytest.mark.parametrize(("beside", "held"), [(8 * PAGE, True), (2 * PAGE, False)])
-def test_few_tokens_wait_a_step_for_those_whose_prefix_is_on_its_way(
-    desk, monkeypatch, beside, held
-):
-    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", beside)
-    at = desk(pages=16)
-    at.scheduler.lets_land = True
-    first = at.queue(1, answer=20)
-    at.step()
-    loading, second = at.queue(1), at.queue(1)
-    monkeypatch.setattr(Lease, "loading", property(lambda lease: lease is loading.lease))
-    assert {share.request for share in at.step()} == {first, second}, "there is room for all"
-    few, kept_out = at.queue(1), at.queue(4)
-    steps = [{share.request for share in at.step()} for _ in range(2)]
-    assert kept_out.lease is None and at.scheduler.crowded
-    assert (few in steps[0]) is not held and few in steps[1], "a step at the most"
-    assert all({first, second} <= step for step in steps) and loading not in steps[1]
 
 
 def test_who_found_no_room_is_not_looked_at_before_somebody_has_left(desk):
@@ -373,6 +366,83 @@ def test_a_pass_is_not_begun_beforehand_where_a_token_too_many_would_be_kept(des
     at.queue(1, answer=20)
     at.step(foresees=True)
     assert at.scheduler.steady is steady
+
+
+@pytest.mark.parametrize(
+    ("memory", "begun"),
+    [(FULL, True), (WINDOW, True), (DRAFTED, True), (RECURRENT, False), (V4_DRAFTED, False)],
+    ids=lambda value: getattr(value, "model", ""),
+)
+def test_parts_of_prompts_are_begun_beforehand_where_somebody_waits_for_room(
+    desk, monkeypatch, memory, begun
+):
+    for limit in ("BESIDE_TOKENS", "CROWDED_TOKENS"):
+        monkeypatch.setattr(scheduler, limit, 2 * PAGE)
+    at = desk(memory, pages=20)
+    first = at.queue(1, extra=3, answer=20)
+    at.step()
+    long = at.queue(8)
+    at.step(foresees=True, late=True)
+    assert not at.scheduler._foreseen, "there is room"
+    quick, waiting = at.queue(0, answer=1), at.queue(4)
+    assert quick in {share.request for share in at.step(foresees=True, late=True)}
+    assert waiting.lease is None and at.scheduler.crowded
+    coming = [Share(first, PAGE + 6), Share(long, 6 * PAGE - 4)] if begun else []
+    assert at.scheduler._foreseen == coming and at.scheduler.steady is begun
+    if not begun:
+        return
+    at.scheduler.began()
+    at.scheduler.remove(first)
+    assert at.step() == coming[1:]
+
+
+def test_prompts_have_their_turn_in_what_is_begun_beforehand(desk, monkeypatch):
+    """The higher priority first; and nothing is begun in which nobody has one."""
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 2 * PAGE)
+    at = desk(pages=32)
+    first = at.queue(1, answer=20)
+    at.step()
+    old, urgent, _ = at.queue(8), at.queue(8, priority=1), at.queue(20)
+    at.scheduler.admit()
+    at.step(foresees=True, late=True)
+    assert at.scheduler.pressed
+    assert [share.request for share in at.scheduler._foreseen] == [first, urgent]
+    for tokens, coming in ((3, 2), (2, 0), (1, 0)):
+        at.scheduler.chunk_tokens = tokens
+        at.step(foresees=True, late=True)
+        assert len(at.scheduler._foreseen) == coming
+    assert old.lease is not None
+
+
+def test_whoever_was_left_out_of_a_pass_is_in_the_next(desk):
+    at = desk(pages=32)
+    first, second = at.queue(1, answer=20), at.queue(1, answer=20)
+    at.step(foresees=True)
+    at.scheduler.began()
+    at.scheduler.leave_out(second)
+    assert [share.request for share in at.step(foresees=True)] == [first]
+    assert not at.scheduler._foreseen, "its token is known"
+    assert {share.request for share in at.step()} == {first, second}
+
+
+def test_what_was_taken_for_a_part_that_is_not_begun_is_given_back(desk, monkeypatch):
+    """Windows are kept before the end of a step, and the next one ends elsewhere."""
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 5 * PAGE)
+    at = desk(WINDOW, pages=32, chunk_tokens=PAGE, placement=EveryPages(64))
+    at.queue(1, answer=20)
+    long = at.queue(16)
+    at.queue(10)
+    for _ in range(4):
+        at.step()
+    assert at.scheduler.pressed
+    at.scheduler.chunk_tokens = 10 * PAGE
+    at.step(foresees=True, late=True)
+    assert at.scheduler._foreseen[-1].end - long.computed > 4 * PAGE
+    at.scheduler.chunk_tokens = PAGE
+    before = long.computed
+    for _ in range(12):
+        at.step()
+    assert long.computed > before + 4 * PAGE, "it has come where the windows were"
 
 
 def test_nothing_is_foreseen_of_who_has_more_to_compute_or_will_be_done(desk):
