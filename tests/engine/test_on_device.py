@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, recording
+from kvtide.engine import Ask, Engine, Request, recording, scheduler
 from kvtide.engine.studio import Wait, studio
 from kvtide.models import Model
 from kvtide.server.opening import OnDevice
@@ -51,13 +51,18 @@ def on_a_gpu(device: torch.device) -> None:
         pytest.skip("half precision is a GPU's: --device cuda")
 
 
-def model_of(name: str, device: torch.device, kv: KVDType | None = None) -> Model:
+def model_of(
+    name: str,
+    device: torch.device,
+    kv: KVDType | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Model:
     if not hasattr(transformers, f"{CONFIGS[name][0]}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {CONFIGS[name][0]}")
     saved = checkpoint(name)
     with device:
         weights = OnDevice(saved.weights, device)
-        return build(saved.config, weights, page_tokens=PAGE, kv_dtype=kv, dtype=torch.bfloat16)
+        return build(saved.config, weights, page_tokens=PAGE, kv_dtype=kv, dtype=dtype)
 
 
 @contextmanager
@@ -250,6 +255,7 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "SIZES", (64, 256))
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 32)  # What is left of prompts comes later.
     begun: list[int] = []
     ahead = recording.Recording.play_ahead
 
@@ -258,19 +264,20 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
         return ahead(self, *args)
 
     monkeypatch.setattr(recording.Recording, "play_ahead", counted)
-    rng, model = random.Random(name), model_of(name, device)
+    # Their company differs, which shows in the last bits: these are of no account here.
+    rng, model = random.Random(name), model_of(name, device, dtype=torch.float32)
     common = text(rng, 64)
     asks = [Ask(common + text(rng, rng.randint(20, 90)), rng.randint(3, 20)) for _ in range(60)]
     with engine_of(name, model, records=False) as engine:
         plain = answered(engine, asks)
-    with engine_of(name, model, device_tokens=768) as engine:
+    with engine_of(name, model, device_tokens=448) as engine:
         engine.prepare()
         recorded = answered(engine, asks)
         assert engine.cache.validate() == []
     assert sum(prompts > 0 for prompts in begun) > 5, "prompts"
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
-    assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
+    assert divergence < 1e-6 and equal >= LEAST_EQUAL, (divergence, equal)
 
 
 def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) -> None:
