@@ -1,7 +1,8 @@
 """Times every program with real shapes: `PYTHONPATH=. python3 gpu/kernels [NAME …]`.
 
 A row is a name and what sets it up: a call, the bytes it must move, and the operations it must do.
-Calls are recorded and played, so that what Python does in between does not count.
+Calls are recorded and played, so that what Python does in between does not count; those of a
+module's `EAGER` rows wait for the device themselves, and are timed with what Python does.
 """
 
 from __future__ import annotations
@@ -17,27 +18,23 @@ FOLDER = Path(__file__).parent
 TIMES = 20
 
 
-def seconds(call) -> float:
-    """Of one call, from the median of played recordings of several."""
+def seconds(call, recorded: bool) -> float:
+    """Of one call: the median of several, after some to warm up."""
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         for _ in range(3):
             call()
     aside.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
+    if recorded:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        play = graph.replay
-    except Exception as error:
-        torch.cuda.synchronize()
-        print(f"  (not recorded: {type(error).__name__}: {str(error)[:100]})")
-        play = call
+        call = graph.replay
     times = []
     for _ in range(TIMES):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
-        play()
+        call()
         after.record()
         after.synchronize()
         times.append(before.elapsed_time(after) / 1e3)
@@ -53,13 +50,15 @@ def main() -> int:
     print("| program | µs | TB/s | TFLOPS |\n|---|---:|---:|---:|")
     failed = 0
     for name in wanted:
-        for row, setup in importlib.import_module(name).ROWS:
+        module = importlib.import_module(name)
+        eager = getattr(module, "EAGER", [])
+        for row, setup in module.ROWS + eager:
             try:
                 call, moved, flops = setup()
-                took = seconds(call)
+                took = seconds(call, (row, setup) not in eager)
             except Exception:
                 failed += 1
-                print(f"| {name}: {row} | failed | | |")
+                print(f"| {name}: {row} | failed | | |", flush=True)
                 traceback.print_exc(limit=-3)
                 continue
             print(
