@@ -167,6 +167,12 @@ def _generating(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
     yield (shape.name, found.what, _ms(found.on_s), beside, goal), found.as_json()
 
 
+def _drawing(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
+    found = costs.drawings(bed, 64, 1024, 128, 3)
+    beside = f"the likeliest {_ms(found.off_s)}, {found.share:.1%} of that speed"
+    yield (shape.name, found.what, _ms(found.on_s), beside, "–"), found.as_json()
+
+
 def _turns(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
     talk = turns.Talk()
     both, alone, unlimited = turns.measure(bed, talk)
@@ -214,6 +220,7 @@ _PARTS: dict[str, tuple[bool, Part]] = {
     "ttft": (False, _ttft),
     "write-through": (False, _write_through),
     "generating": (False, _generating),
+    "drawing": (False, _drawing),
     "turns": (False, _turns),
     "peer": (False, _peer),
     "ttft-v4": (True, _ttft),

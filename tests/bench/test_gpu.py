@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -11,7 +12,8 @@ import torch
 from kvtide.bench.gpu import ceilings, costs, peer, plot, restoring, speed, turns
 from kvtide.bench.gpu.bed import Bed, alternating
 from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
-from kvtide.engine import scheduler
+from kvtide.engine import Ask, Engine, Request, Sampling, scheduler
+from kvtide.engine.sampler import GREEDY
 
 CPU = torch.device("cpu")
 BEST = ceilings.Ceilings(flops=1e12, bytes_s=1e10, link_bytes_s=1e9)
@@ -93,6 +95,19 @@ def test_the_same_load_is_served_with_a_host_and_without() -> None:
     assert 0.1 < costs.prefills(model, 200, 1, 1, chunk_tokens=128).share < 10
     assert 0.1 < costs.decodes(model, 2, 64, 3, 1).share < 10
     assert costs.Cost("x", on_s=2.0, off_s=1.0).share == 0.5
+
+
+def test_tokens_are_drawn_and_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sampling] = []
+    submit = Engine.submit
+
+    def submitted(self: Engine, ask: Ask) -> Request:
+        asked.append(ask.sampling)
+        return submit(self, ask)
+
+    monkeypatch.setattr(Engine, "submit", submitted)
+    assert 0.1 < costs.drawings(bed("qwen3-8b"), 2, 64, 3, rounds=1).share < 10
+    assert Counter(asked) == {costs.ADVISED: 4, GREEDY: 4}  # Once to warm up.
 
 
 def test_conversations_find_more_where_there_is_more_room() -> None:

@@ -13,7 +13,8 @@ import torch
 from kvtide.bench.gpu.bed import Bed, first_token_s, forget, median_s
 from kvtide.bench.gpu.ceilings import Ceilings
 from kvtide.bench.gpu.history import recorded
-from kvtide.engine import Ask, Engine
+from kvtide.engine import Ask, Engine, Sampling
+from kvtide.engine.sampler import GREEDY
 from kvtide.engine.scheduler import BESIDE_TOKENS
 from kvtide.spec import Tier
 
@@ -61,11 +62,18 @@ def decode(
     return Speed(what, seconds, read, read / seconds / ceilings.bytes_s)
 
 
-def generating_s(bed: Bed, engine: Engine, batch: int, context: int, steps: int) -> float:
+def generating_s(
+    bed: Bed,
+    engine: Engine,
+    batch: int,
+    context: int,
+    steps: int,
+    sampling: Sampling = GREEDY,
+) -> float:
     """Seconds of a step, when all of the batch generate."""
     lead = context * batch // min(engine.scheduler.chunk_tokens, BESIDE_TOKENS) + 16
     for number in range(batch):
-        engine.submit(Ask(bed.prompt(context, 7000 + number), steps + lead))
+        engine.submit(Ask(bed.prompt(context, 7000 + number), steps + lead, sampling))
     running = engine.scheduler.running
     while engine.scheduler.waiting or any(len(r.output) < 2 for r in running):
         engine.step()
