@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 import pytest
@@ -30,12 +31,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(caches.cleanup)
     if not hasattr(config, "workerinput"):  # Of several processes, who hears of all tests.
         config.pluginmanager.register(Proofs(config))
+        shared = tempfile.TemporaryDirectory(prefix="kvtide-", ignore_cleanup_errors=True)
+        os.environ["KVTIDE_TEST_RUN"] = shared.name
+        config.add_cleanup(shared.cleanup)
     # Triton reads this when a kernel is defined, so it is set before any test module is imported.
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         config.addinivalue_line(
             "filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton"
         )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--device") == "cpu" and "triton" in sys.modules:
+        from tests.interpreting import quicken
+
+        quicken()
 
 
 @pytest.fixture(scope="session")

@@ -116,6 +116,7 @@ def main(name: str) -> None:
         mock.patch.object(JITFunction, "_do_compile", noted),
         mock.patch.object(studio, "_Anew", Rehearsed),
         mock.patch.object(torch, "mm", _product),
+        mock.patch.object(torch, "bmm", _products),
         mock.patch.object(torch.nn.functional, "linear", _linear),
     ):
         model = build(config, saved.weights, page_tokens=64, dtype=torch.bfloat16)
@@ -134,6 +135,10 @@ def main(name: str) -> None:
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Numbers are of no interest, and take their time."""
     return a.new_zeros((len(a), b.shape[1]), dtype=out_dtype or a.dtype)
+
+
+def _products(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    return a.new_zeros((len(a), a.shape[1], b.shape[2])) if out is None else out.zero_()
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

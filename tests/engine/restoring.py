@@ -12,11 +12,14 @@ admission is compared with two records of what should be found.
 from __future__ import annotations
 
 import copy
+import os
+import pickle
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache as cached
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +70,8 @@ VARIANTS = (
     Family("kimi_linear"),  # A state beside latents.
     Family("glm_moe_dsa-shared"),  # Index keys on some layers only.
 )
-"""The same forms with other numbers."""
+"""The same forms with other numbers. They are tried with every policy in every layout, with chunk
+sizes in turns, and in all that can happen beside."""
 
 ALIKE = (
     Family("bamba"),
@@ -103,9 +107,14 @@ def family_of(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
+SHARED: list[Model] = []
+"""By many tests, and changed by none."""
+
+
 @cached
 def model_of(family: str) -> Model:
-    return ours(family, page_tokens=PAGE, deterministic=True)
+    SHARED.append(ours(family, page_tokens=PAGE, deterministic=True))
+    return SHARED[-1]
 
 
 # -- what is asked, and the answers ------------------------------------------------------------
@@ -149,7 +158,20 @@ def alone(family: str, tokens: tuple[int, ...], count: int) -> tuple[Chosen, ...
 
 @cached
 def script(family: str) -> tuple[tuple[Turn, ...], ...]:
-    """Three groups of three branches each, turn by turn, each turn in an order of its own."""
+    """Three groups of three branches each, turn by turn, each turn in an order of its own.
+
+    Its answers take longer than most tests do, so one process computes them for all of a run.
+    """
+    written = Path(os.environ["KVTIDE_TEST_RUN"], f"{family}.script")
+    if not written.exists():
+        own = written.with_suffix(f".{os.getpid()}")
+        own.write_bytes(pickle.dumps(_script(family)))
+        own.replace(written)
+    turns: tuple[tuple[Turn, ...], ...] = pickle.loads(written.read_bytes())
+    return turns
+
+
+def _script(family: str) -> tuple[tuple[Turn, ...], ...]:
     rng = random.Random(7)
     prompts = [
         root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(BRANCHES)

@@ -8,6 +8,7 @@ request has to find is checked there, at every admission.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 import pytest
@@ -39,13 +40,27 @@ LEAST_LOADS = {"write_through": 8, "write_through_selective": 2, "write_back": 6
 CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
 """Of those that are alike, the quickest."""
+TOGETHER = (*(family.name for family in VARIANTS), *DENSE)
+APART = (family.name for family in ALIKE if family.name not in DENSE)
+
+
+def with_chunks(number: int, cells: Iterable[tuple[str, Layout]]) -> Iterator[tuple[object, ...]]:
+    """Chunk sizes in turns."""
+    for step, cell in enumerate(cells):
+        yield *cell, CHUNKS[(number + step) % 2]
+
+
 CELLS = [
-    *product((*(family.name for family in (*FORMS, *VARIANTS)), *DENSE), WRITING, Layout, CHUNKS),
+    *product((family.name for family in FORMS), WRITING, Layout, CHUNKS),
     *(
-        (family.name, writing, layout, CHUNKS[(number + step) % 2])
-        for number, family in enumerate(ALIKE)
-        if family.name not in DENSE
-        for step, (writing, layout) in enumerate(zip(WRITING, Layout, strict=True))
+        (name, *cell)
+        for number, name in enumerate(TOGETHER)
+        for cell in with_chunks(number, product(WRITING, Layout))
+    ),
+    *(
+        (name, *cell)
+        for number, name in enumerate(APART)
+        for cell in with_chunks(number, zip(WRITING, Layout, strict=True))
     ),
 ]
 
