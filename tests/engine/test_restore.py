@@ -41,7 +41,7 @@ CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
 """Of those that are alike, the quickest."""
 TOGETHER = (*(family.name for family in VARIANTS), *DENSE)
-APART = (family.name for family in ALIKE if family.name not in DENSE)
+APART = tuple(family.name for family in ALIKE if family.name not in DENSE)
 
 
 def with_chunks(number: int, cells: Iterable[tuple[str, Layout]]) -> Iterator[tuple[object, ...]]:

@@ -21,6 +21,8 @@ ADVISED = Sampling(temperature=0.7, top_p=0.8, top_k=20)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
+    """Seconds of the same load, with what is to be paid for and without."""
+
     what: str
     on_s: float
     off_s: float
