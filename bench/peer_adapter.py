@@ -4,12 +4,12 @@ PYTHONPATH=bench python bench_prefix.py … --adapters peer_adapter:Full,peer_ad
 """
 
 from kvtide.bench.contestants import (
-    DeepSeekV4,
     DeepSeekV4Default,
+    DeepSeekV4Index,
     Default,
     Full,
     Recurrent,
     Window,
 )
 
-__all__ = ["DeepSeekV4", "DeepSeekV4Default", "Default", "Full", "Recurrent", "Window"]
+__all__ = ["DeepSeekV4Default", "DeepSeekV4Index", "Default", "Full", "Recurrent", "Window"]

@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-_MOST_S = 20.0
+_MAX_S = 20.0
 
 
 def free_port() -> int:
@@ -21,7 +21,7 @@ def freeze(pid: int) -> None:
     """Stop a process. The signal returns before its threads have stopped, and one that still runs
     may answer: this waits for the last."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + _MOST_S
+    deadline = time.monotonic() + _MAX_S
     while _states(pid) != {"T"}:
         assert time.monotonic() < deadline, f"threads still run: {_states(pid)}"
         time.sleep(0.001)

@@ -25,7 +25,8 @@ SEES: dict[str, set[str]] = {
     "transfer": {"spec", "tiers", "storage"},
     "cache": _CORE - {"cache"},
     "engine": {*_CORE, "layers", "models"},
-    "server": {*_CORE, "layers", "models", "engine", "planner", "bench"},
+    "server": {*_CORE, "layers", "models", "engine"},
+    "cli": {*_CORE, "layers", "models", "engine", "planner", "bench", "server"},
     "testing": {*_CORE},
 }
 """Room → the rooms it may import. Rooms that do not exist yet stand here already."""
@@ -38,8 +39,8 @@ NOT_IN_THE_INDEX = {
 WORDS_WE_DO_NOT_WRITE = re.compile(
     r"(^|_)(manager|helper|helpers|info|util|utils|v2)(_|$)|^_?maybe_", re.IGNORECASE
 )
-MOST_MODULE_LINES = 500
-MOST_FUNCTION_LINES = 60
+MAX_MODULE_LINES = 500
+MAX_FUNCTION_LINES = 60
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -107,11 +108,11 @@ def test_imports_run_one_way(path: Path) -> None:
     [
         "import kvtide.server",
         "from kvtide import server",
-        "from kvtide.server.cli import main",
+        "from kvtide.server.app import App",
         "from ..server import cli",
         "from .. import server",
         "def f():\n    from kvtide.server import cli",
-        "if TYPE_CHECKING:\n    from kvtide.server.cli import main",
+        "if TYPE_CHECKING:\n    from kvtide.server.app import App",
         "importlib.import_module('kvtide.server')",
     ],
 )
@@ -169,12 +170,12 @@ def test_the_words_are_recognised_in_names(name: str) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_modules_and_functions_stay_short(path: Path) -> None:
-    assert len(path.read_text("utf-8").splitlines()) <= MOST_MODULE_LINES
+    assert len(path.read_text("utf-8").splitlines()) <= MAX_MODULE_LINES
     long = [
         f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
         for node in _definitions(_parse(path))
         if not isinstance(node, ast.ClassDef)
         and node.end_lineno is not None
-        and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
+        and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
     ]
     assert long == []

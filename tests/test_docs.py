@@ -9,8 +9,8 @@ from textwrap import indent
 
 import pytest
 
-from kvtide.cache.invariants import CHECKS as CACHE_CHECKS
-from kvtide.index.invariants import CHECKS as INDEX_CHECKS
+from kvtide.cache.cache_invariants import CHECKS as CACHE_CHECKS
+from kvtide.index.index_invariants import CHECKS as INDEX_CHECKS
 from kvtide.server.settings import Settings, flag
 from kvtide.spec import Tier
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from kvtide.layers.arithmetic import Batched
-from kvtide.layers.attending import Attending
+from kvtide.layers.attention import Attending
 from kvtide.layers.dense import RMSNorm
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.heads import Preparing
-from kvtide.layers.programs import attention, attention_single, attention_tiles
-from kvtide.layers.programs.attention import attend_paged
-from kvtide.layers.programs.heads import keep_heads
+from kvtide.layers.kernels import attention_decode, attention_prefill, attention_tiles
+from kvtide.layers.kernels.attention_prefill import attend_paged
+from kvtide.layers.kernels.qkv import keep_heads
+from kvtide.layers.qkv import Preparing
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
-from kvtide.spec.families.parts import KVDType, by_head
+from kvtide.spec.families.pool_parts import KVDType, by_head
 from kvtide.tiers import Arrangement, Buffers, Layout
 
 PAGE = 64
@@ -97,7 +97,7 @@ def attending(
 
 
 def _with(constants: dict[str, int], function: Callable[..., object], *given: object) -> object:
-    modules = (attention, attention_single, attention_tiles)
+    modules = (attention_prefill, attention_decode, attention_tiles)
     changed = [
         (m, name, getattr(m, name)) for m in modules for name in constants if name in vars(m)
     ]

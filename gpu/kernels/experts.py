@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers.arithmetic import Batched, Deterministic
-from kvtide.layers.elementary import sigmoid, softmax
-from kvtide.layers.moe import Choice, Crew, Experts, Gating, Routing, Stack, score_and_route
-from kvtide.layers.programs import experts as programs
-from kvtide.layers.programs import routing as routes
-from kvtide.layers.ranks import ALONE
+from kvtide.layers.elementwise import sigmoid, softmax
+from kvtide.layers.kernels import moe_experts as programs
+from kvtide.layers.kernels import moe_routing as routes
+from kvtide.layers.moe import Choice, ExpertGroup, Experts, Gating, Routing, Stack, score_and_route
+from kvtide.layers.tensor_ranks import ALONE
 
 Timed = tuple[Callable[[], object], float, float]
 """What is timed, the bytes that it has to move, and its operations."""
@@ -37,7 +37,7 @@ class Shape:
             )
             for size in (up, down)
         ]
-        return Experts(Batched(), Crew(range(self.experts), ALONE), *stacks, Gating())
+        return Experts(Batched(), ExpertGroup(range(self.experts), ALONE), *stacks, Gating())
 
     def routing(self, tokens: int) -> Routing:
         logits = torch.randn(tokens, self.experts, device="cuda")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.programs import scanning
-from kvtide.layers.programs.associating import Forgetting, associate
-from kvtide.layers.programs.convolving import convolve
-from kvtide.layers.programs.gating import Gating, open_gates
-from kvtide.layers.programs.scanning import Scanning, scan
-from kvtide.layers.recurrent import CausalConv
+from kvtide.layers.kernels import ssd_scan
+from kvtide.layers.kernels.causal_conv import convolve
+from kvtide.layers.kernels.gated_delta import Forgetting, associate
+from kvtide.layers.kernels.gated_norm import GatedNorm, open_gates
+from kvtide.layers.kernels.ssd_scan import Scanning, scan
+from kvtide.layers.mamba import CausalConv
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import DType, Entry, Field, PoolSpec
 
@@ -105,7 +105,7 @@ def delta(
 def gates(lengths: Lengths, groups: int, width: int) -> Ready:
     tokens = sum(lengths)
     mixed, given = drawn(tokens, groups * width, dtype=torch.float32), drawn(tokens, groups * width)
-    how = Gating(groups, drawn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
+    how = GatedNorm(groups, drawn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
     return partial(open_gates, mixed, given, how), 8 * tokens * groups * width, 0
 
 
@@ -114,11 +114,11 @@ def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
     call, moved, operations = make(lengths)
 
     def narrowed() -> object:
-        before, scanning.WIDE = scanning.WIDE, False
+        before, ssd_scan.WIDE = ssd_scan.WIDE, False
         try:
             return call()
         finally:
-            scanning.WIDE = before
+            ssd_scan.WIDE = before
 
     return narrowed, moved, operations
 

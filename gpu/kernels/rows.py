@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvtide.engine.sampler import Drawing, Sampling, choose_all
-from kvtide.layers.elementary import swish
-from kvtide.layers.programs.rows import added, gated, likeliest, normed
+from kvtide.engine.sampler import SamplingInput, SamplingParams, sample_all
+from kvtide.layers.elementwise import swish
+from kvtide.layers.kernels.rows import added, gated, likeliest, normed
 
 Made = tuple[Callable[[], object], int, int]
 """What is timed, the bytes it moves, and its operations."""
@@ -40,22 +40,22 @@ def _likeliest(rows: int, columns: int) -> Made:
     return lambda: likeliest(logits), 4 * logits.numel(), 3 * logits.numel()
 
 
-def _chosen(rows: int, columns: int, sampling: Sampling) -> Made:
+def _chosen(rows: int, columns: int, sampling: SamplingParams) -> Made:
     """All of a step's choices, with what comes back to the host, so it cannot be recorded.
 
     As models say it: few tokens have nearly all of the chances.
     """
     logits = _some(rows, columns, dtype=torch.float32) * 2
     logits[:, :50] += 12
-    drawings = [Drawing(sampling, [1], [1, 2, 3]) for _ in range(rows)]
-    return lambda: choose_all(logits, drawings), 4 * logits.numel(), 3 * logits.numel()
+    drawings = [SamplingInput(sampling, [1], [1, 2, 3]) for _ in range(rows)]
+    return lambda: sample_all(logits, drawings), 4 * logits.numel(), 3 * logits.numel()
 
 
 _SETTINGS = {
-    "greedy": Sampling(),
-    "temperature": Sampling(temperature=0.7),
-    "temperature, top-p": Sampling(temperature=0.7, top_p=0.9),
-    "temperature, top-k": Sampling(temperature=0.7, top_k=50),
+    "greedy": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.7),
+    "temperature, top-p": SamplingParams(temperature=0.7, top_p=0.9),
+    "temperature, top-k": SamplingParams(temperature=0.7, top_k=50),
 }
 
 ROWS: list[tuple[str, Callable[[], Made]]] = [

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvtide.layers.attending import Attending
+from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.programs import choosing
-from kvtide.layers.programs.choosing import choose_paged
-from kvtide.layers.programs.shared import attend_blocks, attend_latent
+from kvtide.layers.kernels import indexer
+from kvtide.layers.kernels.indexer import choose_paged
+from kvtide.layers.kernels.mla import attend_blocks, attend_latent
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
-from kvtide.spec.families.parts import KVDType, packed, scaled
+from kvtide.spec.families.pool_parts import KVDType, packed, scaled
 from kvtide.tiers import Arrangement, Buffers, Layout
 
 Timed = tuple[Callable[[], object], int, int]
@@ -121,8 +121,8 @@ def _indexer(
     read = sequences * most * pool.entry.bytes
     work: dict[str, Callable[[], object]] = {
         "whole": lambda: choose_paged(run, place, queries, weights, 512),
-        "scores": lambda: choosing.score(run, place, queries, weights, scores, 0),
-        "choice": lambda: choosing._chosen(run, scores, found, 4, most, 0),
+        "scores": lambda: indexer.score(run, place, queries, weights, scores, 0),
+        "choice": lambda: indexer._chosen(run, scores, found, 4, most, 0),
         "torch.topk": lambda: scores.topk(512, sorted=False),
     }
     scored = part in ("whole", "scores")

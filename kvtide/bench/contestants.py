@@ -18,7 +18,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index import DEFAULT_POLICY, Branches, CostBased, Index, Lease, Placement, Prompt
+from kvtide.index import DEFAULT_POLICY, Branches, CostBased, Index, IndexLease, Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, Tier
 
 _now = time.perf_counter_ns if os.environ.get("KVBENCH_CLOCK") == "wall" else time.thread_time_ns
@@ -33,7 +33,7 @@ class Handle:
 
     __slots__ = ("lease", "matched", "tokens")
 
-    def __init__(self, lease: Lease, matched: int, tokens: int) -> None:
+    def __init__(self, lease: IndexLease, matched: int, tokens: int) -> None:
         self.lease = lease
         self.matched = matched
         self.tokens = tokens
@@ -134,7 +134,7 @@ class Recurrent(Full):
         return {"kv": capacity // self.page, "state": max(capacity // 4096, 64)}
 
 
-class DeepSeekV4(Window):
+class DeepSeekV4Index(Window):
     """DeepSeek-V4: pages of 256 tokens, compressed streams following a zero-byte anchor, window."""
 
     page_tokens = 256
@@ -154,7 +154,7 @@ class DeepSeekV4(Window):
         return {"kv": pages, "swa": max(pages // 10, 16384 // self.page)}
 
 
-class DeepSeekV4Default(DeepSeekV4):
+class DeepSeekV4Default(DeepSeekV4Index):
     """DeepSeek-V4 with the default eviction policy and learned checkpoints."""
 
     eviction = DEFAULT_POLICY

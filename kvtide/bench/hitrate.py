@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.bench.contestants import Full, Timings
-from kvtide.bench.index import Progress
+from kvtide.bench.index_cost import Progress
 from kvtide.index import DEFAULT_POLICY, POLICIES
 from kvtide.planner.traces import Trace, footprint_tokens, prefix_keys
 
@@ -28,7 +28,7 @@ _NEVER = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HitRateRow:
     """Token hit rates at one capacity."""
 
     share: float
@@ -48,7 +48,7 @@ class Comparison:
     requests: int
     footprint_tokens: int
     unlimited: float
-    rows: tuple[Row, ...]
+    rows: tuple[HitRateRow, ...]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,7 +73,7 @@ def compare(
             for name in policies
         }
         best = optimum(uses, limits, capacity // page) * page / trace.prompt_tokens
-        rows.append(Row(share, capacity, rates, best))
+        rows.append(HitRateRow(share, capacity, rates, best))
     unlimited = optimum(uses, limits, _NEVER) * page / trace.prompt_tokens
     return Comparison(trace.name, trace.requests, footprint, unlimited, tuple(rows))
 

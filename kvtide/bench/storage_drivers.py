@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtide.bench.storage import Blocks, Driver
+from kvtide.bench.store_speed import Driver, MemoryBlocks
 from kvtide.storage.url import StoreURL
 
 PIECE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ FILE_THREADS = 8
 S3_REQUESTS = 32
 
 
-def others(url: StoreURL, blocks: Blocks, room_bytes: int) -> tuple[list[Driver], list[str]]:
+def others(url: StoreURL, blocks: MemoryBlocks, room_bytes: int) -> tuple[list[Driver], list[str]]:
     """Drivers to measure a store beside, and notes about those that are missing."""
     makers: dict[str, list[Callable[[], Driver]]] = {
         "file": [lambda: RawDisk(url, room_bytes)],
@@ -237,7 +237,7 @@ class Mooncake:
 
     name = "mooncake"
 
-    def __init__(self, url: StoreURL, blocks: Blocks) -> None:
+    def __init__(self, url: StoreURL, blocks: MemoryBlocks) -> None:
         if url.bytes("segment", 1):
             raise OSError("write ?segment=0, and let another process give memory to the pool")
         library: Any = import_module("mooncake.store")

@@ -13,13 +13,13 @@
 """
 
 from kvtide.cache.cache import Progress, TieredCache
-from kvtide.cache.config import CacheConfig, FetchPatience
+from kvtide.cache.cache_config import CacheConfig, FetchPatience
+from kvtide.cache.cache_stats import PageCount, Stats
 from kvtide.cache.fetching import Fetch
 from kvtide.cache.hardware import Hardware
 from kvtide.cache.lease import Lease, Match
-from kvtide.cache.ranks import Agreement, Alone, Ranks, RanksDivergedError
-from kvtide.cache.stats import PageCount, Stats
-from kvtide.cache.storage import StorageStats
+from kvtide.cache.rank_agreement import Agreement, Alone, Ranks, RanksDivergedError
+from kvtide.cache.storage_tier import StorageStats
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace
 from kvtide.spec import Tier
 from kvtide.tiers import Bytes, Layout, Ratio, TierError, Tokens

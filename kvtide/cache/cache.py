@@ -23,26 +23,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtide.cache.config import CacheConfig
-from kvtide.cache.flights import Flight, Flights
+from kvtide.cache.cache_config import CacheConfig
+from kvtide.cache.cache_invariants import CacheParts, violations
+from kvtide.cache.cache_stats import CacheCounts, PageCount, Stats
 from kvtide.cache.hardware import Hardware, space
-from kvtide.cache.invariants import Parts, violations
+from kvtide.cache.inflight import Flight, InFlightTransfers
 from kvtide.cache.lease import Lease, Match
-from kvtide.cache.ranks import Agreement, Alone
+from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.cache.sessions import Sessions
-from kvtide.cache.stats import Counts, PageCount, Stats
-from kvtide.cache.storage import Storage
-from kvtide.cache.writing import POLICIES
+from kvtide.cache.storage_tier import Storage
+from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
-from kvtide.index import Lease as IndexLease
+from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
 from kvtide.spec import ALL, ModelMemory, Slots, Tier
 from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
 from kvtide.transfer.traffic import Traffic
-from kvtide.transfer.transfer import State
+from kvtide.transfer.transfer import TransferState
 
-MOST_FLIGHTS = 64
+MAX_FLIGHTS = 64
 """How many transfers ranks talk about at a time; older ones come first."""
 HANDOVER_S = 1e-3
 """So long at the most, whoever starts a load leaves the interpreter to the thread that issues it:
@@ -86,11 +86,11 @@ class TieredCache:
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
         )
         traffic: Traffic[Arrival] = Traffic(self.hardware.copier, config.transfer_timeout_s)
-        self._flights = Flights(self.index, traffic)
+        self._flights = InFlightTransfers(self.index, traffic)
         self._writing = writing(self.index, self._flights, config.headroom)
         self._sessions = Sessions(self.index, config.session_share)
         self._leases: dict[int, Lease] = {}
-        self._counts = Counts()
+        self._counts = CacheCounts()
         self.storage = Storage(self.index, self._flights, self.hardware, config, self.agreement)
 
     # -- finding ----------------------------------------------------------------------------
@@ -127,7 +127,8 @@ class TieredCache:
 
         `tokens` is all of the prompt if not given; `growth_pages` promises as many further ones.
         In every pool or in none: `None` means no room now, and nothing changed; try again after
-        a `poll`. It may never fit if it is more than `most_tokens`. A match that is out of date is
+        a `poll`. It may never fit if it is more than `max_sequence_tokens`. A match that is out of
+        date is
         made again.
         """
         upto = match.prompt.tokens if tokens is None else tokens
@@ -143,7 +144,7 @@ class TieredCache:
         return lease
 
     @property
-    def most_tokens(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """The longest sequence whose history fits the device when nothing else is there."""
         histories = [anchor for anchor in self.memory.anchors if anchor.reuse.reach is ALL]
         pages = [self.index.capacity(Tier.DEVICE, a.name) for a in histories or self.memory.anchors]
@@ -282,7 +283,7 @@ class TieredCache:
             for lease in (lease for lease in waiting if lease is not None and not lease.failed):
                 if flight in lease.transfers:
                     told[lease.inner.number] = lease
-                    if flight.state is not State.LANDED:
+                    if flight.state is not TransferState.LANDED:
                         lease.fail(_explained(flight))
         landed = [lease for lease in told.values() if not lease.failed and not lease.loading]
         for lease in landed:
@@ -292,9 +293,9 @@ class TieredCache:
 
     def _settle(self) -> list[tuple[Flight, list[IndexLease]]]:
         """End what is done on every rank: one exchange for all that is in flight."""
-        flights = self._flights.verdicts()[:MOST_FLIGHTS]
+        flights = self._flights.verdicts()[:MAX_FLIGHTS]
         mine = [*flights, *self.storage.verdicts()]
-        agreed = self.agreement.least(mine, self.index.books.tick) if mine else []
+        agreed = self.agreement.all_min(mine, self.index.tree.tick) if mine else []
         news = self._flights.settle(agreed[: len(flights)])
         self.storage.settle(agreed[len(flights) :])
         return news
@@ -364,7 +365,7 @@ class TieredCache:
         deadline = time.monotonic() + timeout_s
         self.poll()
         while self.busy or self.storage.at_work:
-            (in_time,) = self.agreement.least([time.monotonic() <= deadline])
+            (in_time,) = self.agreement.all_min([time.monotonic() <= deadline])
             if not in_time:
                 return False
             time.sleep(0.0002)
@@ -420,7 +421,7 @@ class TieredCache:
 
     def validate(self) -> list[str]:
         """Every violation of what must hold, in sentences; empty when all is well."""
-        parts = Parts(self.index, self._flights, self._leases, self.storage)
+        parts = CacheParts(self.index, self._flights, self._leases, self.storage)
         return [*self.index.validate(), *violations(parts)]
 
     # -- the steps --------------------------------------------------------------------------
@@ -448,7 +449,7 @@ class TieredCache:
         """Take back a reservation; flights that were begun for others go on."""
         for flight in flights:
             own = flight.holding is not None and flight.holding.leases[0] is inner
-            if own and flight.state is State.RESERVED:
+            if own and flight.state is TransferState.RESERVED:
                 self._flights.cancel(flight)
         self.index.release(inner)
 

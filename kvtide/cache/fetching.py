@@ -24,21 +24,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.cache.config import FetchPatience
-from kvtide.cache.ranks import Agreement
-from kvtide.index import Import, Index, Outline, Prompt, Wanted
-from kvtide.index.boundaries import Bits, Pages, deepest, in_order
+from kvtide.cache.cache_config import FetchPatience
+from kvtide.cache.rank_agreement import Agreement
+from kvtide.index import Import, Index, Outline, Prompt, WantedPages
 from kvtide.index.keys import chain
+from kvtide.index.match.stored_boundaries import Bits, Pages, deepest, in_order
 from kvtide.spec import ALL, ModelMemory, Tier
-from kvtide.transfer.errands import Lookup, Reading, StoredPage
+from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
 from kvtide.transfer.store_link import StoreLink, object_key
 from kvtide.transfer.traffic import Verdict
 
-MOST_OPEN, MOST_LEAVING = 16, 8
+MAX_OPEN, MAX_LEAVING = 16, 8
 """How many fetches ranks talk about at a time; the rest waits for the next."""
-MOST_LOOKS = 4
+MAX_LOOKS = 4
 """How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
-MOST_HOST_SHARE = 0.5
+MAX_HOST_SHARE = 0.5
 """All fetches together take no more of the host than this."""
 
 
@@ -53,7 +53,7 @@ class Order(NamedTuple):
     """The pages to read, in order, and the boundary (in pages) that they allow to resume at."""
 
     boundary: int
-    pages: list[Wanted]
+    pages: list[WantedPages]
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +148,7 @@ class Fetches:
         """
         outline = self._index.outline(prompt)
         missing = outline.limit - deepest(self._memory, outline.limit, outline.held)
-        if missing * self._memory.page_tokens < self._patience.least_tokens:
+        if missing * self._memory.page_tokens < self._patience.min_tokens:
             return None
         tokens = missing * self._memory.page_tokens
         fetch = Fetch(prompt, self._clock() + self._patience.limit_s(tokens), token_s)
@@ -160,7 +160,7 @@ class Fetches:
         fetch.stage, fetch.leader = Stage.LOOKING, None
         fetch.asked = {name: np.flatnonzero(~held) for name, held in outline.held.items()}
         root, limit, asked = self._index.prompt_key(fetch.prompt), outline.limit, fetch.asked
-        size = self._index.books.page_bytes
+        size = self._index.tree.page_bytes
         body = fetch.prompt.body[: limit * size]
         of_pages = fetch.keys = list[bytes]()
 
@@ -189,10 +189,10 @@ class Fetches:
             [fetch for fetch in self._open if fetch.stage is stage]
             for stage in (Stage.LOOKING, Stage.READING, Stage.BEHIND)
         )
-        half = MOST_OPEN // 2
+        half = MAX_OPEN // 2
         first = [*looking[:half], *reading[:half]]
         rest = [*looking[half:], *reading[half:], *behind]
-        return [*first, *rest[: MOST_OPEN - len(first)], *self._leaving[:MOST_LEAVING]]
+        return [*first, *rest[: MAX_OPEN - len(first)], *self._leaving[:MAX_LEAVING]]
 
     def _verdict(self, fetch: Fetch | Remains) -> tuple[int, int]:
         if isinstance(fetch, Remains):
@@ -237,7 +237,7 @@ class Fetches:
 
     def discard(self, prompt: Prompt) -> None:
         """What comes for prompts with this first page is not to be adopted."""
-        size = self._index.books.page_bytes
+        size = self._index.tree.page_bytes
         shared = (prompt.namespace, prompt.head, prompt.body[:size])
         for fetch in list(self._open):
             its = fetch.prompt
@@ -251,7 +251,7 @@ class Fetches:
         outline, lookup = self._index.outline(fetch.prompt), fetch.lookup
         assert lookup is not None
         asked = sum(map(len, fetch.asked.values()))
-        found = np.array(self._agreement.common(lookup.found or [False] * asked), bool)
+        found = np.array(self._agreement.all_true(lookup.found or [False] * asked), bool)
         there = {name: bits.copy() for name, bits in outline.held.items()}
         at = 0
         for name, pages in fetch.asked.items():
@@ -262,7 +262,7 @@ class Fetches:
             self._end(fetch, "partly")
         elif not order.pages:
             self._end(fetch, "nothing" if lookup.error is None else "failed")
-        elif not all(self._agreement.common([self._worth(fetch, order, outline)])):
+        elif not all(self._agreement.all_true([self._worth(fetch, order, outline)])):
             self._end(fetch, "declined")
         else:
             self._begin_reading(fetch, order)
@@ -280,17 +280,19 @@ class Fetches:
             for anchor, pages in runs:
                 counts[anchor] += len(pages)
             if all(count <= room[anchor] for anchor, count in counts.items()):
-                wanted = [Wanted(anchor, page) for anchor, some in runs for page in some.tolist()]
+                wanted = [
+                    WantedPages(anchor, page) for anchor, some in runs for page in some.tolist()
+                ]
                 return Order(boundary, wanted)
             limit = boundary - max(1, boundary // 8)
 
     def _room(self) -> dict[str, float]:
         """What the host may take by anchor, beside other fetches and those that leave."""
-        books = self._index.books
-        taken = Counter(one.cell % books.anchors for o in books.imports.values() for one in o.taken)
+        tree = self._index.tree
+        taken = Counter(one.cell % tree.anchors for o in tree.imports.values() for one in o.taken)
         return {
-            name: MOST_HOST_SHARE * self._index.capacity(Tier.HOST, name) - taken[anchor]
-            for anchor, name in enumerate(books.anchor_names)
+            name: MAX_HOST_SHARE * self._index.capacity(Tier.HOST, name) - taken[anchor]
+            for anchor, name in enumerate(tree.anchor_names)
         }
 
     def _worth(self, fetch: Fetch, order: Order, outline: Outline) -> bool:
@@ -327,7 +329,7 @@ class Fetches:
         fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()))
 
     @staticmethod
-    def _keys(fetch: Fetch, pages: Sequence[Wanted]) -> list[bytes]:
+    def _keys(fetch: Fetch, pages: Sequence[WantedPages]) -> list[bytes]:
         return [fetch.keys[page] + anchor.encode() for anchor, page in pages]
 
     # -- what came --------------------------------------------------------------------------
@@ -345,7 +347,7 @@ class Fetches:
         self.fetched_pages += ready
         if ready == len(pages):
             self._end(fetch, "fetched" if fetch.looks == 1 else "partly")
-        elif verdict == Verdict.LANDED and fetch.looks < MOST_LOOKS:
+        elif verdict == Verdict.LANDED and fetch.looks < MAX_LOOKS:
             # A page was lost, or corrupt and is gone now; another boundary may do without it.
             fetch.looks += 1
             self._let_go(fetch)
@@ -354,11 +356,11 @@ class Fetches:
             ends = {Verdict.LATE: "late", Verdict.FAILED: "failed"}
             self._end(fetch, ends.get(verdict, "partly"))
 
-    def _absent(self, pages: Sequence[Wanted], reading: Reading) -> list[tuple[str, ...]]:
+    def _absent(self, pages: Sequence[WantedPages], reading: Reading) -> list[tuple[str, ...]]:
         """Of each page that came, the optional sidecars that it came without on any rank."""
         optional = {a.name: self._memory.optional_sidecars(a.name) for a in self._memory.anchors}
         asked = [(n, name) for n, want in enumerate(pages) for name in optional[want.anchor]]
-        carried = self._agreement.common([name not in reading.absent[n] for n, name in asked])
+        carried = self._agreement.all_true([name not in reading.absent[n] for n, name in asked])
         absent: list[tuple[str, ...]] = [()] * len(pages)
         for (number, name), has in zip(asked, carried, strict=True):
             if not has:
@@ -394,7 +396,7 @@ def _joined(a: range, b: range) -> range:
     return range(min(a.start, b.start), max(a.stop, b.stop)) if a and b else a or b
 
 
-def _span(memory: ModelMemory, pages: Sequence[Wanted]) -> range:
+def _span(memory: ModelMemory, pages: Sequence[WantedPages]) -> range:
     """The pages of the history among them, or of all if the model has no history, as one range."""
     histories = {pool.name for pool in memory.anchors if pool.reuse.reach is ALL}
     numbers = [one.page for one in pages if one.anchor in histories or not histories]

@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtide.cache.config import CacheConfig
-from kvtide.cache.ranks import Agreement
+from kvtide.cache.cache_config import CacheConfig
+from kvtide.cache.rank_agreement import Agreement
 from kvtide.spec import ModelMemory, Tier
 from kvtide.storage import ObjectFormat
 from kvtide.tiers import Arena, Arrangement, Buffers, capacity_pages, device_arena, host_arena
 from kvtide.transfer.backends import open_copier
 from kvtide.transfer.copier import Copier
-from kvtide.transfer.places import tails
+from kvtide.transfer.host_pages import tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Hardware:
     def open(cls, memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Hardware:
         """Take the memory the config asks for, or refuse saying what the machine has.
 
-        Ranks that keep the same books need the same slots, so the smallest rank decides.
+        Ranks that keep the same tree need the same slots, so the smallest rank decides.
         """
         on = config.torch_device
         slots = _slots(memory, config, agreement)
@@ -81,5 +81,5 @@ def _slots(
         device_bytes = sum(memory.slot_bytes(anchor) * count for anchor, count in device.items())
         behind = tails(formats(memory, config))
         host = capacity_pages(memory.at_rest, config.host_size, device_bytes, distance, behind)
-    agreed = iter(agreement.least([*device.values(), *host.values()]))
+    agreed = iter(agreement.all_min([*device.values(), *host.values()]))
     return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvtide.index import Arrival, Hit, Prompt, Stop
-from kvtide.index import Lease as IndexLease
+from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
 from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
-from kvtide.transfer.transfer import State, Transfer
+from kvtide.transfer.transfer import Transfer, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Lease:
         """Wait until what is on its way is there, as far as the device has been told to bring it;
         it lands with the next `poll`."""
         for transfer in self.transfers:
-            if transfer.state is State.FLYING and transfer.ticket is not None:
+            if transfer.state is TransferState.FLYING and transfer.ticket is not None:
                 transfer.ticket.join()
 
     def wait(self, leg: int) -> None:
@@ -96,8 +96,8 @@ class Lease:
         if self.error is not None:
             raise self.error
         for transfer in self.transfers:
-            if transfer.state is State.FLYING:
+            if transfer.state is TransferState.FLYING:
                 if transfer.ticket is None:
                     raise TransferError("the prefix could not be loaded") from transfer.error
                 transfer.ticket.wait(leg)
-            assert transfer.state is not State.RESERVED, "wait comes after `load`"
+            assert transfer.state is not TransferState.RESERVED, "wait comes after `load`"

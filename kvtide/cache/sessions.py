@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtide.index import Index, Prompt
-from kvtide.index import Lease as IndexLease
+from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
 
 

@@ -4,7 +4,7 @@ One thread calls `step` again and again; `submit` and `abort` come from the same
 steps. A step never waits for a copy except where a layer needs it.
 
 Several ranks that serve one model have an engine each, which are given the same calls in the same
-order (`seat`): what a rank learns by itself decides nothing before all have agreed on it.
+order (`topology`): what a rank learns by itself decides nothing before all have agreed on it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvtide.cache import TieredCache, TransferError
-from kvtide.engine.kept import check_kept
-from kvtide.engine.mail import Mail
 from kvtide.engine.oracle import Oracle
-from kvtide.engine.request import Ask, Finish, Request, RequestError, State
-from kvtide.engine.runner import Passed, Runner
-from kvtide.engine.sampler import Choosing, Chosen, Drawing, rehearse, score
-from kvtide.engine.scheduler import Scheduler, Share
-from kvtide.engine.seat import Seat
-from kvtide.engine.text import Text
+from kvtide.engine.rank_topology import RankTopology
+from kvtide.engine.request import Finish, Request, RequestError, RequestParams, RequestState
+from kvtide.engine.runner import Runner, StepOutput
+from kvtide.engine.sampler import SampledToken, SamplingBatch, SamplingInput, score, warm_up
+from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.staging import Staging
+from kvtide.engine.state_check import check_kept
+from kvtide.engine.text import OutputText
 from kvtide.index import Prompt
 from kvtide.index.keys import highest, pack
 from kvtide.models import Model
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
 
-_ALONE = Seat()
+_ALONE = RankTopology()
 SCORED = 512
 """So many tokens of a prompt are scored at a time: each takes a number for every word there is."""
 
@@ -37,7 +37,7 @@ class Update(NamedTuple):
     """A request got a token and some text; `finish` says why that was its last, if it was."""
 
     request: Request
-    chosen: Chosen | None
+    chosen: SampledToken | None
     text: str
     finish: Finish | None
 
@@ -56,9 +56,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         chunk_tokens: int = 512,
-        most_running: int = 64,
+        max_running: int = 64,
         oracle: Oracle | None = None,
-        seat: Seat = _ALONE,
+        topology: RankTopology = _ALONE,
         records: bool = True,
     ) -> None:
         check_kept(model, cache.config.torch_device)
@@ -66,12 +66,14 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         self.oracle = oracle
-        self.vocabulary, self._positions = cache.agreement.least(
+        self.vocabulary, self._positions = cache.agreement.all_min(
             [model.vocabulary, model.max_positions]
         )
-        self._mail = Mail(cache.config.torch_device)
-        self._runner = Runner(model, cache, seat, most_running, chunk_tokens, self._mail, records)
-        self.scheduler = Scheduler(cache, chunk_tokens, most_running, self._runner.records)
+        self._staging = Staging(cache.config.torch_device)
+        self._runner = Runner(
+            model, cache, topology, max_running, chunk_tokens, self._staging, records
+        )
+        self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.records)
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -82,9 +84,9 @@ class Engine:
         return not self.scheduler.running and not self.scheduler.waiting
 
     @property
-    def most_tokens(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """The longest sequence that can be served: prompt and answer."""
-        return min(self.cache.most_tokens, self._positions)
+        return min(self.cache.max_sequence_tokens, self._positions)
 
     @property
     def passes(self) -> Counter[str]:
@@ -93,16 +95,16 @@ class Engine:
 
     def prepare(self) -> None:
         """Do beforehand what would keep the first requests waiting."""
-        self._runner.prepare(self.most_tokens)
-        rehearse(self.vocabulary, self._mail)
+        self._runner.prepare(self.max_sequence_tokens)
+        warm_up(self.vocabulary, self._staging)
 
-    def submit(self, ask: Ask) -> Request:
+    def submit(self, params: RequestParams) -> Request:
         """Queue a request, or refuse what can never be served."""
-        prompt = self._prompt(ask, self.check(ask))
+        prompt = self._prompt(params, self.check(params))
         self._numbers += 1
-        request = Request(self._numbers, ask, prompt, list(ask.tokens))
+        request = Request(self._numbers, params, prompt, list(params.tokens))
         if self.tokenizer is not None:
-            request.text = Text(self.tokenizer.detokenizer(ask.tokens), ask.stop)
+            request.text = OutputText(self.tokenizer.detokenizer(params.tokens), params.stop)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
         self.scheduler.queue(request)
         return request
@@ -113,7 +115,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request at any moment; what it computed stays in the cache."""
-        if request.state is not State.FINISHED:
+        if request.state is not RequestState.FINISHED:
             self._finish(request, Finish.ABORT)
 
     def step(self) -> list[Update]:
@@ -142,10 +144,10 @@ class Engine:
             self._commit(share)
         return self._choose(shares, passed)
 
-    def _prompt(self, ask: Ask, tokens: bytes) -> Prompt:
-        if ask.alone:
+    def _prompt(self, params: RequestParams, tokens: bytes) -> Prompt:
+        if params.alone:
             return self.cache.scratch(tokens)
-        return self.cache.prompt(tokens, ask.namespace)
+        return self.cache.prompt(tokens, params.namespace)
 
     # -- the steps of a step ----------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class Engine:
         failed = [request for request in running if request.held.failed]
         return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
 
-    def _look_after(self, shares: list[Share]) -> None:
+    def _look_after(self, shares: list[ScheduledChunk]) -> None:
         """Poll the cache while the device is at work on a pass.
 
         That waits for the prefixes of its shares, and nobody has a token before: so they are waited
@@ -176,7 +178,7 @@ class Engine:
         self.cache.poll()
         self._polled = True
 
-    def _restart(self, shares: list[Share]) -> list[Update]:
+    def _restart(self, shares: list[ScheduledChunk]) -> list[Update]:
         """A prefix did not come in the midst of a pass, here or elsewhere: it was for nothing."""
         self.computed = 0
         self.cache.poll()
@@ -190,18 +192,18 @@ class Engine:
                 request.slowest, request.noted = Tier.DEVICE, bool(request.output)
             self.scheduler.retract(request)
 
-    def _score(self, share: Share, number: int, passed: Passed) -> None:
+    def _score(self, share: ScheduledChunk, number: int, passed: StepOutput) -> None:
         """The prompt's tokens that follow the share's, if they are to be given a probability."""
         request, end = share
-        prompt, count = request.ask.tokens, request.ask.score
+        prompt, count = request.params.tokens, request.params.score
         if count is not None:
             said = prompt[request.computed + 1 : end + 1]
             for first in range(0, len(said), SCORED):
                 some = said[first : first + SCORED]
                 rows = passed.rows(number, first, len(some))
-                request.scores += score(rows, some, count, self._mail)
+                request.scores += score(rows, some, count, self._staging)
 
-    def _choose(self, shares: list[Share], passed: Passed) -> list[Update]:
+    def _choose(self, shares: list[ScheduledChunk], passed: StepOutput) -> list[Update]:
         """The next token of each request whose tokens are all computed, or its end."""
         ended = [number for number, share in enumerate(shares) if share.ends]
         if not ended:
@@ -209,8 +211,8 @@ class Engine:
         requests = [shares[number].request for number in ended]
         logits = passed.last(ended)
         checks = self.oracle.look(requests, logits, self.submit) if self.oracle else ()
-        drawings = [Drawing(r.ask.sampling, r.ask.tokens, r.tokens) for r in requests]
-        choosing = Choosing(logits, drawings, self._mail)
+        drawings = [SamplingInput(r.params.sampling, r.params.tokens, r.tokens) for r in requests]
+        choosing = SamplingBatch(logits, drawings, self._staging)
         self._go_ahead(requests, choosing)
         chosen = choosing.read()
         for number in choosing.belated if self._runner.is_ahead else ():
@@ -218,7 +220,7 @@ class Engine:
         updates = [self._advance(*pair) for pair in zip(requests, chosen, strict=True)]
         return [update for update in updates if update.request not in checks]
 
-    def _go_ahead(self, requests: list[Request], choosing: Choosing) -> None:
+    def _go_ahead(self, requests: list[Request], choosing: SamplingBatch) -> None:
         """Lay out the next pass, and begin it while nobody but the device knows its tokens.
 
         Whoever turns out to be done by then has a row in it that nobody reads. Where somebody waits
@@ -235,27 +237,27 @@ class Engine:
             self._runner.go_ahead(requests, choosing.tokens)
             self.scheduler.began()
 
-    def _commit(self, share: Share) -> None:
+    def _commit(self, share: ScheduledChunk) -> None:
         request, end = share
         request.computed = end
         self.cache.commit(request.held, end)
 
-    def _advance(self, request: Request, chosen: Chosen) -> Update:
+    def _advance(self, request: Request, chosen: SampledToken) -> Update:
         """A request has its next token, perhaps its last, unless it wanted none."""
-        if not request.ask.max_tokens:
+        if not request.params.max_tokens:
             return self._close(request, Finish.LENGTH)
         request.generated(chosen)
-        if chosen.token in request.ask.stop_ids:
+        if chosen.token in request.params.stop_ids:
             return self._close(request, Finish.STOP, chosen)
         text = request.text.feed(chosen.token) if request.text else ""
         if request.text and request.text.stopped:
             return self._close(request, Finish.STOP, chosen, text)
-        if len(request.output) == request.ask.max_tokens:
+        if len(request.output) == request.params.max_tokens:
             return self._close(request, Finish.LENGTH, chosen, text)
         return Update(request, chosen, text, None)
 
     def _close(
-        self, request: Request, finish: Finish, chosen: Chosen | None = None, text: str = ""
+        self, request: Request, finish: Finish, chosen: SampledToken | None = None, text: str = ""
     ) -> Update:
         """That was its last token; what was held back of its text comes too."""
         self._finish(request, finish)
@@ -269,36 +271,37 @@ class Engine:
         if request.fetch is not None:
             request.fetch.stop()
         self.scheduler.remove(request)
-        request.state, request.finish = State.FINISHED, finish
-        if request.ask.pin is not None and not request.ask.alone:
-            self.cache.keep(request.ask.pin, request.prompt, request.ask.priority)
+        request.state, request.finish = RequestState.FINISHED, finish
+        if request.params.pin is not None and not request.params.alone:
+            self.cache.keep(request.params.pin, request.prompt, request.params.priority)
 
-    def check(self, ask: Ask) -> bytes:
+    def check(self, params: RequestParams) -> bytes:
         """Raise `RequestError` for what can never be served; else its tokens, packed."""
-        if not ask.tokens:
+        if not params.tokens:
             raise RequestError("the prompt has no tokens; send at least one")
         try:
-            packed = pack(ask.tokens)
+            packed = pack(params.tokens)
             known = highest(packed) < self.vocabulary
         except ValueError:
             known = False
         if not known:
             raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}")
-        if problem := ask.sampling.problem():
+        if problem := params.sampling.problem():
             raise RequestError(problem)
-        if ask.max_tokens < 0:
-            raise RequestError(f"max_tokens is {ask.max_tokens}; ask for 0 or more")
-        if ask.stop and self.tokenizer is None:
+        if params.max_tokens < 0:
+            raise RequestError(f"max_tokens is {params.max_tokens}; ask for 0 or more")
+        if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this model came without one; use the ids of "
                 "tokens to stop at"
             )
-        if not all(ask.stop):
+        if not all(params.stop):
             raise RequestError("a stop string is empty; leave it out")
-        total = len(ask.tokens) + ask.max_tokens
-        if total > self.most_tokens:
+        total = len(params.tokens) + params.max_tokens
+        if total > self.max_sequence_tokens:
             raise RequestError(
-                f"a prompt of {len(ask.tokens)} tokens and an answer of up to {ask.max_tokens} "
-                f"are {total}; this engine serves {self.most_tokens}: shorten one of them"
+                f"a prompt of {len(params.tokens)} tokens and an answer of up to "
+                f"{params.max_tokens} "
+                f"are {total}; this engine serves {self.max_sequence_tokens}: shorten one of them"
             )
         return packed

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
-from kvtide.engine.request import Ask, Request
+from kvtide.engine.request import Request, RequestParams
 from kvtide.layers.packing import at_slots, packing
 from kvtide.spec import PoolSpec
 
-MOST_CHECKS = 4
+MAX_CHECKS = 4
 """Checks that may wait or run at once: a busy server must not be doubled."""
 
-LEAST_PRIORITY = -(1 << 40)
+MIN_PRIORITY = -(1 << 40)
 
 TOLERANCES = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.2}
 """How far a log-probability of a likely token may be off, by what is computed in."""
@@ -78,7 +78,10 @@ class Oracle:
         self._wrong: list[Request] = []
 
     def look(
-        self, requests: Sequence[Request], logits: Tensor, submit: Callable[[Ask], Request]
+        self,
+        requests: Sequence[Request],
+        logits: Tensor,
+        submit: Callable[[RequestParams], Request],
     ) -> frozenset[Request]:
         """What the model says after these requests' tokens; which of them are checks of ours.
 
@@ -89,9 +92,11 @@ class Oracle:
             if request in checks:
                 self._judge(request, row)
             elif self._is_drawn(request):
-                ask = Ask(request.ask.tokens, 0, recompute=True, priority=LEAST_PRIORITY)
+                params = RequestParams(
+                    request.params.tokens, 0, recompute=True, priority=MIN_PRIORITY
+                )
                 cached = sum(request.by_tier.values())
-                self._checks[submit(ask)] = Restore(request, cached, row.clone())
+                self._checks[submit(params)] = Restore(request, cached, row.clone())
         return checks
 
     def misled(self, running: Sequence[Request], but: Sequence[Request]) -> list[Request]:
@@ -107,7 +112,7 @@ class Oracle:
         restored = request.by_tier and not request.output
         if not restored or self._draw.random() >= self._share:
             return False
-        if len(self._checks) >= MOST_CHECKS:
+        if len(self._checks) >= MAX_CHECKS:
             self.counts.skipped += 1
             return False
         return True
@@ -120,7 +125,7 @@ class Oracle:
     def _judge(self, check: Request, logits: Tensor) -> None:
         restore = self._checks.pop(check)
         off = self._off(restore.logits, logits)
-        if all(self._cache.agreement.common([off is None])):
+        if all(self._cache.agreement.all_true([off is None])):
             self.counts.alike += 1
             return
         self.counts.diverged += 1

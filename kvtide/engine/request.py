@@ -13,8 +13,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvtide.cache import Fetch, Lease, Namespace
-from kvtide.engine.sampler import GREEDY, Chosen, Sampling
-from kvtide.engine.text import Text
+from kvtide.engine.sampler import GREEDY, SampledToken, SamplingParams
+from kvtide.engine.text import OutputText
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
 from kvtide.spec import Tier
 
@@ -23,7 +23,7 @@ class RequestError(ValueError):
     """A request that can never be served. The message names the remedy."""
 
 
-class State(Enum):
+class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -36,7 +36,7 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestParams:
     """What somebody wants: tokens in, so many tokens out; none if only the prompt is of interest.
 
     stop_ids   generation ends when one of these comes; it is part of the output, not of the text
@@ -49,7 +49,7 @@ class Ask:
 
     tokens: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = GREEDY
+    sampling: SamplingParams = GREEDY
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     recompute: bool = False
@@ -99,13 +99,13 @@ class Request:
     """
 
     number: int
-    ask: Ask
+    params: RequestParams
     prompt: Prompt
     tokens: list[int]
-    text: Text | None = None
-    output: list[Chosen] = field(default_factory=list)
-    scores: list[Chosen] = field(default_factory=list)
-    state: State = State.WAITING
+    text: OutputText | None = None
+    output: list[SampledToken] = field(default_factory=list)
+    scores: list[SampledToken] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
     finish: Finish | None = None
     lease: Lease | None = None
     computed: int = 0
@@ -132,16 +132,16 @@ class Request:
         """Whether it waits for nothing but room."""
         return self.settled and (self.ahead is None or self.ahead.over)
 
-    def generated(self, chosen: Chosen) -> None:
+    def generated(self, chosen: SampledToken) -> None:
         """The model said one more token."""
         self.output.append(chosen)
         self.tokens.append(chosen.token)
         self.prompt.extend([chosen.token])
 
     @property
-    def most_length(self) -> int:
+    def max_length(self) -> int:
         """How long it can become."""
-        return len(self.ask.tokens) + self.ask.max_tokens
+        return len(self.params.tokens) + self.params.max_tokens
 
     @property
     def held(self) -> Lease:

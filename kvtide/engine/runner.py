@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
-from kvtide.engine.mail import Mail
-from kvtide.engine.recording import Recording, Recordings, Row
+from kvtide.engine.cuda_graphs import GraphRow, StepGraph, StepGraphs
+from kvtide.engine.graph_capture import Wait, graph_capture, nothing
+from kvtide.engine.page_tables import Numbers, PageTables, Table, laid_out, spans
+from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
-from kvtide.engine.scheduler import Share
-from kvtide.engine.seat import Seat
-from kvtide.engine.studio import Wait, nothing, studio
-from kvtide.engine.tables import Numbers, Table, Tables, laid_out, spans
+from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models import Model
 
@@ -31,7 +31,7 @@ REHEARSED_PAST = 4096
 """Tokens before a pass that is rehearsed: what it is compiled for depends on nothing further."""
 
 
-class Passed(Protocol):
+class StepOutput(Protocol):
     """A forward pass that is over, or under way on a device."""
 
     def last(self, numbers: Sequence[int]) -> Tensor:
@@ -41,7 +41,7 @@ class Passed(Protocol):
         """The logits after each of `count` tokens of a share, from its token `first` on."""
 
 
-class Computed:
+class EagerOutput:
     """Logits are made of the rows that somebody wants."""
 
     def __init__(self, runner: Runner, hidden: Tensor, spans: Numbers) -> None:
@@ -58,7 +58,7 @@ class Computed:
         return self._runner.logits(self._hidden[start : start + count])
 
 
-class Single:
+class DecodeOutput:
     """A recorded pass in which every share has one token: there are logits for all, in `places`."""
 
     def __init__(self, runner: Runner, logits: Tensor, places: Sequence[int]) -> None:
@@ -77,10 +77,10 @@ class Single:
 class Laid(NamedTuple):
     """A pass that is laid out before it is known which tokens the first `unknown` shares have."""
 
-    shares: Sequence[Share]
+    shares: Sequence[ScheduledChunk]
     unknown: int
     spans: Numbers
-    recording: Recording
+    recording: StepGraph
 
 
 class Begun(NamedTuple):
@@ -89,7 +89,7 @@ class Begun(NamedTuple):
     laid: Laid
     given: Tensor
 
-    def places(self, shares: Sequence[Share]) -> list[int] | None:
+    def places(self, shares: Sequence[ScheduledChunk]) -> list[int] | None:
         """Where in it those are that are left; None if they are others."""
         places = {id(share): place for place, share in enumerate(self.laid.shares)}
         if not all(id(share) in places for share in shares):
@@ -119,14 +119,14 @@ class Loads:
 
     def check(self) -> None:
         """Raises on every rank if a load failed on any."""
-        if self._leases and not all(self._cache.agreement.common([self.error is None])):
+        if self._leases and not all(self._cache.agreement.all_true([self.error is None])):
             raise self.error or TransferError("the prefix could not be loaded on another rank")
 
 
 class Runner:
-    """`seat` is where this rank's part of a pass begins and ends.
+    """`topology` is where this rank's part of a pass begins and ends.
 
-    Steps have up to `most_rows` sequences and `most_tokens` tokens. Those of few are recorded
+    Steps have up to `max_rows` sequences and `max_step_tokens` tokens. Those of few are recorded
     (`recording`), if the model leaves its work to programs and one rank has all of it.
     `passes`: how many were played, of single tokens or several, or computed as they came.
     """
@@ -135,28 +135,28 @@ class Runner:
         self,
         model: Model,
         cache: TieredCache,
-        seat: Seat,
-        most_rows: int,
-        most_tokens: int,
-        mail: Mail,
+        topology: RankTopology,
+        max_rows: int,
+        max_step_tokens: int,
+        staging: Staging,
         records: bool = True,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._seat = seat
+        self._topology = topology
         self._device = cache.config.torch_device
-        self._most_rows, self._most_tokens = most_rows, most_tokens
-        self._tables = Tables(cache)
-        self._mail = mail
+        self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
+        self._tables = PageTables(cache)
+        self._staging = staging
         self._width: int | None = None
         self._laid: Laid | None = None
         self._begun: Begun | None = None
-        self._latest: Recording | None = None
+        self._latest: StepGraph | None = None
         self.passes: Counter[str] = Counter()
-        self._recordings: Recordings | None = None
-        if records and seat.ranks == 1 and model.runs_programs(self._device):
-            where = studio(self._device)
-            self._recordings = Recordings(model, cache.view, where, most_rows, most_tokens)
+        self._recordings: StepGraphs | None = None
+        if records and topology.ranks == 1 and model.runs_programs(self._device):
+            where = graph_capture(self._device)
+            self._recordings = StepGraphs(model, cache.view, where, max_rows, max_step_tokens)
 
     @property
     def records(self) -> bool:
@@ -167,14 +167,14 @@ class Runner:
         if self._recordings is None:
             return
         self._recordings.prepare(longest)
-        page, size = self._cache.memory.page_tokens, self._recordings.most_tokens
-        most = min(self._most_tokens, self._most_rows * longest)
-        singles = [1] * (self._most_rows - 1)
+        page, size = self._cache.memory.page_tokens, self._recordings.max_step_tokens
+        most = min(self._max_step_tokens, self._max_rows * longest)
+        singles = [1] * (self._max_rows - 1)
         while size < most:
             size = min(most, size + size // 2)
             # As few prompts as there can be of so many tokens, and as many.
             self._rehearse(_divided(size, -(-size // longest)), 0)
-            self._rehearse(_divided(size, self._most_rows), 0)
+            self._rehearse(_divided(size, self._max_rows), 0)
             first = min(size - len(singles), longest)
             if past := min(REHEARSED_PAST, longest - first) // page * page:
                 self._rehearse([first, *singles], past)
@@ -193,7 +193,7 @@ class Runner:
         step = self._laid_out(np.stack([np.zeros_like(at), at]), rows, tables, nothing)
         self.logits(self._model.forward(step)[-1:])
 
-    def run(self, shares: Sequence[Share]) -> Passed:
+    def run(self, shares: Sequence[ScheduledChunk]) -> StepOutput:
         """Compute the shares in one forward pass; raises `TransferError` if it is of no use."""
         begun, self._begun = self._begun, None
         if begun is not None and (places := begun.places(shares)) is not None:
@@ -213,11 +213,11 @@ class Runner:
         step = self._step(shares, rows, loads)
         before = None
         if not self._model.memory.is_first_stage:
-            before = self._seat.received(self._model.carried(step.tokens))
+            before = self._topology.receive_hidden(self._model.carried(step.tokens))
         hidden = self._model.forward(step, before)
-        self._seat.send(hidden)
+        self._topology.send_hidden(hidden)
         loads.check()
-        return Computed(self, hidden, rows)
+        return EagerOutput(self, hidden, rows)
 
     def linger(self) -> bool:
         """Wait until most of the pass is done that was run last; False where that cannot be told,
@@ -227,7 +227,7 @@ class Runner:
         self._latest.linger()
         return True
 
-    def lay(self, shares: Sequence[Share]) -> None:
+    def lay(self, shares: Sequence[ScheduledChunk]) -> None:
         """Lay out the pass of shares of which the first have one token each that is about to be
         known; for when these shares are what is run next."""
         self._laid = None
@@ -260,34 +260,36 @@ class Runner:
         """Whether a pass was begun that nobody has asked for yet."""
         return self._begun is not None
 
-    def has_begun(self, shares: Sequence[Share]) -> bool:
+    def has_begun(self, shares: Sequence[ScheduledChunk]) -> bool:
         """Whether it is the pass of these."""
         return self._begun is not None and self._begun.places(shares) is not None
 
-    def _row(self, share: Share) -> Row:
+    def _row(self, share: ScheduledChunk) -> GraphRow:
         """With any token for one that is not known yet."""
         (request, end), lease = share, share.request.held
         tokens = request.tokens[request.computed : end] or (0,)
-        return Row(tokens, request.computed, lease.inner.number, *self._tables.of(lease))
+        return GraphRow(tokens, request.computed, lease.inner.number, *self._tables.of(lease))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The speaker's, on every rank."""
-        said = self._model.logits(hidden) if self._seat.speaks else None
+        said = self._model.logits(hidden) if self._topology.is_logits_rank else None
         if self._width is None:
             width = torch.tensor([0 if said is None else said.shape[-1]], device=self._device)
-            self._width = int(self._seat.spoken(width))
+            self._width = int(self._topology.broadcast_logits(width))
         if said is None:
             said = torch.empty(len(hidden), self._width, device=self._device)
-        return self._seat.spoken(said)
+        return self._topology.broadcast_logits(said)
 
     def some(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """These rows of a tensor, and the tensor itself if they are all of it."""
         everything = len(rows) == len(tensor) and list(rows) == list(range(len(rows)))
-        return tensor if everything else tensor.index_select(0, self._mail.numbers(rows))
+        return tensor if everything else tensor.index_select(0, self._staging.indices(rows))
 
-    def _played(self, shares: Sequence[Share], spans: Numbers, loads: Loads) -> Passed | None:
+    def _played(
+        self, shares: Sequence[ScheduledChunk], spans: Numbers, loads: Loads
+    ) -> StepOutput | None:
         """The pass from a recording, if there is one for such shares."""
-        if self._recordings is None or spans[-1, 1] > self._recordings.most_tokens:
+        if self._recordings is None or spans[-1, 1] > self._recordings.max_step_tokens:
             return None
         rows = [self._row(share) for share in shares]
         recording = self._recordings.fitting(rows, loads.any)
@@ -298,17 +300,17 @@ class Runner:
         loads.check()
         return self._given(recording, given, spans)
 
-    def _count(self, recording: Recording) -> None:
+    def _count(self, recording: StepGraph) -> None:
         self.passes["single" if recording.single else "several"] += 1
 
-    def _given(self, recording: Recording, given: Tensor, spans: Numbers) -> Passed:
+    def _given(self, recording: StepGraph, given: Tensor, spans: Numbers) -> StepOutput:
         """By a recording that was played last, for spans of what it was played for."""
         self._latest = recording
         if recording.single:
-            return Single(self, given, spans[:, 0].tolist())
-        return Computed(self, given, spans)
+            return DecodeOutput(self, given, spans[:, 0].tolist())
+        return EagerOutput(self, given, spans)
 
-    def _step(self, shares: Sequence[Share], rows: Numbers, loads: Loads) -> Step:
+    def _step(self, shares: Sequence[ScheduledChunk], rows: Numbers, loads: Loads) -> Step:
         tables = [self._tables.of(share.request.held)[1] for share in shares]
         new = [share.request.tokens[share.request.computed : share.end] for share in shares]
         at = [np.arange(share.request.computed, share.end) for share in shares]
@@ -319,8 +321,8 @@ class Runner:
         self, both: NDArray[np.int64], rows: Numbers, tables: Sequence[Table], wait: Wait
     ) -> Step:
         """Of tokens and their positions."""
-        sequences, batch = laid_out(rows, tables, self._mail)
-        tokens, positions = self._mail.sent(both.astype(np.int32))[0].long()
+        sequences, batch = laid_out(rows, tables, self._staging)
+        tokens, positions = self._staging.to_device(both.astype(np.int32))[0].long()
         page, view = self._cache.memory.page_tokens, self._cache.view
         return Step(tokens, positions, sequences, page, view, wait, batch)
 

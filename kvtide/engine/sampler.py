@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtide.engine.mail import Mail
+from kvtide.engine.staging import Staging
 
 COLDEST = 1e-3
 """Temperatures below take the likeliest token: others' chances are too small to be numbers."""
@@ -35,7 +35,7 @@ _BEYOND = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """The usual settings. A temperature of 0 takes the likeliest token.
 
     logprobs  how many of the likeliest tokens to report beside the chosen one
@@ -70,11 +70,11 @@ class Sampling:
         return None
 
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """A generated token, its log-probability by the model, and the likeliest others."""
 
     token: int
@@ -82,25 +82,25 @@ class Chosen:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Drawing(NamedTuple):
+class SamplingInput(NamedTuple):
     """What a choice depends on besides the logits: the settings, the prompt, all tokens so far."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     prompt: Sequence[int]
     tokens: Sequence[int]
 
 
-class Choosing:
+class SamplingBatch:
     """The next token of each row, while a device chooses it. Rows are independent.
 
     tokens   what the device knows of it
     belated  of which rows it was something else, once `read`
     """
 
-    def __init__(self, logits: Tensor, drawings: Sequence[Drawing], mail: Mail) -> None:
-        self._logits, self._drawings, self._mail = logits, drawings, mail
-        self._facts = _chosen(logits, drawings, min(CANDIDATES, logits.shape[1]), mail)
-        self._report = _Report(logits, self._facts, _counts(drawings), mail)
+    def __init__(self, logits: Tensor, drawings: Sequence[SamplingInput], staging: Staging) -> None:
+        self._logits, self._drawings, self._staging = logits, drawings, staging
+        self._facts = _chosen(logits, drawings, min(CANDIDATES, logits.shape[1]), staging)
+        self._report = _Report(logits, self._facts, _counts(drawings), staging)
         self.belated: list[int] = []
 
     @property
@@ -112,57 +112,61 @@ class Choosing:
         if not all(_is_plain(each.sampling) for each in self._drawings):
             self._logits = self._logits.clone()
 
-    def read(self) -> list[Chosen]:
+    def read(self) -> list[SampledToken]:
         """Waits for the device."""
         chosen = self._report.read()
         self.belated = [row for row, one in enumerate(chosen) if one.token == _BEYOND]
         if self.belated:
-            logits = self._logits.index_select(0, self._mail.numbers(self.belated))
+            logits = self._logits.index_select(0, self._staging.indices(self.belated))
             rows = [self._drawings[row] for row in self.belated]
-            facts = _chosen(logits, rows, logits.shape[1], self._mail)
-            again = _Report(logits, facts, _counts(rows), self._mail).read()
+            facts = _chosen(logits, rows, logits.shape[1], self._staging)
+            again = _Report(logits, facts, _counts(rows), self._staging).read()
             for row, one in zip(self.belated, again, strict=True):
                 chosen[row] = one
         return chosen
 
 
-def choose_all(logits: Tensor, drawings: Sequence[Drawing]) -> list[Chosen]:
+def sample_all(logits: Tensor, drawings: Sequence[SamplingInput]) -> list[SampledToken]:
     """The next token of each row."""
-    return Choosing(logits, drawings, Mail(logits.device)).read() if drawings else []
+    return SamplingBatch(logits, drawings, Staging(logits.device)).read() if drawings else []
 
 
-def rehearse(vocabulary: int, mail: Mail) -> None:
+def warm_up(vocabulary: int, staging: Staging) -> None:
     """Choose once of every kind: on a device, programs are compiled for it."""
-    kinds = (GREEDY, Sampling(temperature=1.0))
-    logits = torch.zeros(len(kinds), vocabulary, device=mail.device)
-    Choosing(logits, [Drawing(kind, (0,), (0,)) for kind in kinds], mail).read()
+    kinds = (GREEDY, SamplingParams(temperature=1.0))
+    logits = torch.zeros(len(kinds), vocabulary, device=staging.device)
+    SamplingBatch(logits, [SamplingInput(kind, (0,), (0,)) for kind in kinds], staging).read()
 
 
-def score(logits: Tensor, tokens: Sequence[int], count: int, mail: Mail) -> list[Chosen]:
+def score(
+    logits: Tensor, tokens: Sequence[int], count: int, staging: Staging
+) -> list[SampledToken]:
     """How likely each row made the token that followed, beside the `count` likeliest."""
     facts = _likeliest(logits)
-    said = mail.numbers(tokens)[:, None]
+    said = staging.indices(tokens)[:, None]
     facts[:, :1], facts[:, 1:2] = said, logits.gather(1, said)
-    return _Report(logits, facts, [count] * len(tokens), mail).read()
+    return _Report(logits, facts, [count] * len(tokens), staging).read()
 
 
-def _counts(drawings: Sequence[Drawing]) -> list[int]:
+def _counts(drawings: Sequence[SamplingInput]) -> list[int]:
     return [each.sampling.logprobs for each in drawings]
 
 
-def _chosen(logits: Tensor, drawings: Sequence[Drawing], candidates: int, mail: Mail) -> Tensor:
+def _chosen(
+    logits: Tensor, drawings: Sequence[SamplingInput], candidates: int, staging: Staging
+) -> Tensor:
     """As `_likeliest` gives them, by so many candidates; `_BEYOND` where these do not tell."""
     facts = _likeliest(logits)
     bent = [row for row, each in enumerate(drawings) if not _is_plain(each.sampling)]
     if bent:
-        rows = mail.numbers(bent)
-        tokens = _bent(logits[rows], [drawings[row] for row in bent], candidates, mail)
+        rows = staging.indices(bent)
+        tokens = _bent(logits[rows], [drawings[row] for row in bent], candidates, staging)
         facts[rows, 0] = tokens.double()
         facts[rows, 1] = logits[rows, tokens.clamp(min=0)].double()
     return facts
 
 
-def _is_plain(sampling: Sampling) -> bool:
+def _is_plain(sampling: SamplingParams) -> bool:
     """Whether the likeliest token is taken as it is."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
@@ -171,7 +175,7 @@ def _is_plain(sampling: Sampling) -> bool:
 def _likeliest(logits: Tensor, scales: Tensor | None = None) -> Tensor:
     """Of each row: the likeliest token, its logit, log Σ exp(scale · logits); (rows, 3) in fp64."""
     if logits.is_cuda:
-        from kvtide.layers.programs.rows import likeliest
+        from kvtide.layers.kernels.rows import likeliest
 
         return likeliest(logits, scales)
     peaks, tokens = logits.max(-1)
@@ -189,7 +193,9 @@ def _likeliest(logits: Tensor, scales: Tensor | None = None) -> Tensor:
 class _Report:
     """Tokens and their logits, as facts say, with each row's so many likeliest."""
 
-    def __init__(self, logits: Tensor, facts: Tensor, counts: Sequence[int], mail: Mail) -> None:
+    def __init__(
+        self, logits: Tensor, facts: Tensor, counts: Sequence[int], staging: Staging
+    ) -> None:
         self._counts = counts
         self._groups = {
             count: [row for row, one in enumerate(counts) if one == count]
@@ -198,19 +204,21 @@ class _Report:
         tops = []
         # Not together for the largest count: which of equals come first may depend on it.
         for count, rows in self._groups.items():
-            ours = logits if len(rows) == len(logits) else logits[mail.numbers(rows)]
+            ours = logits if len(rows) == len(logits) else logits[staging.indices(rows)]
             values, ids = ours.topk(min(count, logits.shape[1]))
             tops.append(torch.stack([ids.double(), values.double()], -1))
-        self._coming = mail.asked_for([facts, *tops])
+        self._coming = staging.read_back([facts, *tops])
 
-    def read(self) -> list[Chosen]:
+    def read(self) -> list[SampledToken]:
         found, *likeliest = [each.tolist() for each in self._coming()]
         best: list[list[list[float]]] = [[] for _ in self._counts]
         for rows, group in zip(self._groups.values(), likeliest, strict=True):
             for row, pairs in zip(rows, group, strict=True):
                 best[row] = pairs
         return [
-            Chosen(int(token), logit - total, tuple((int(i), value - total) for i, value in pairs))
+            SampledToken(
+                int(token), logit - total, tuple((int(i), value - total) for i, value in pairs)
+            )
             for (token, logit, total), pairs in zip(found, best, strict=True)
         ]
 
@@ -231,16 +239,18 @@ class Limits(NamedTuple):
     draw: Tensor
 
 
-def _bent(logits: Tensor, drawings: Sequence[Drawing], candidates: int, mail: Mail) -> Tensor:
+def _bent(
+    logits: Tensor, drawings: Sequence[SamplingInput], candidates: int, staging: Staging
+) -> Tensor:
     """The tokens of rows with settings. What is given is penalised in place."""
-    _penalise(logits, drawings, mail)
+    _penalise(logits, drawings, staging)
     cold = [each.sampling.temperature < COLDEST for each in drawings]
     if all(cold):
         return _likeliest(logits)[:, 0].long()
     table = [_settings(each, logits.shape[1]) for each in drawings]
     told = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
     told[0] = told[0].astype(np.float32)  # All sums are made with the same scale, to the bit.
-    (columns,) = mail.sent(told)
+    (columns,) = staging.to_device(told)
     facts = _likeliest(logits, columns[0])
     if candidates < logits.shape[1]:
         values, ids = logits.topk(candidates)
@@ -251,7 +261,7 @@ def _bent(logits: Tensor, drawings: Sequence[Drawing], candidates: int, mail: Ma
     return torch.where(columns[5, :, None] > 0, facts[:, :1].long(), tokens).squeeze(1)
 
 
-def _settings(drawing: Drawing, vocabulary: int) -> tuple[float, ...]:
+def _settings(drawing: SamplingInput, vocabulary: int) -> tuple[float, ...]:
     """As `Limits` has them."""
     sampling, prompt, tokens = drawing
     return (
@@ -265,7 +275,7 @@ def _settings(drawing: Drawing, vocabulary: int) -> tuple[float, ...]:
 
 def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> Tensor:
     if values.is_cuda and values.shape[1] < vocabulary:
-        from kvtide.layers.programs.rows import drawn
+        from kvtide.layers.kernels.rows import drawn
 
         return drawn(values, facts, limits)
     return _drawn(values.double(), facts, Limits(*limits[..., None]), vocabulary)
@@ -300,7 +310,7 @@ def _drawn(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Te
     return torch.where(unknown, -1, place)
 
 
-def _penalise(logits: Tensor, drawings: Sequence[Drawing], mail: Mail) -> None:
+def _penalise(logits: Tensor, drawings: Sequence[SamplingInput], staging: Staging) -> None:
     """Makes repeating less likely: what was generated, and for repetition also the prompt."""
     rows: list[int] = []
     tokens: list[int] = []
@@ -320,7 +330,7 @@ def _penalise(logits: Tensor, drawings: Sequence[Drawing], mail: Mail) -> None:
             for token in seen
         ]
     if rows:
-        (table,) = mail.sent(np.array([rows, tokens, factors, costs], dtype=np.float64))
+        (table,) = staging.to_device(np.array([rows, tokens, factors, costs], dtype=np.float64))
         at = tuple(table[:2].long())
         factor, cost = table[2:].float()
         found = logits[at]

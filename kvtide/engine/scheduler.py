@@ -18,7 +18,7 @@ from bisect import insort
 from typing import NamedTuple
 
 from kvtide.cache import TieredCache
-from kvtide.engine.request import Ahead, Request, State
+from kvtide.engine.request import Ahead, Request, RequestState
 
 BESIDE_TOKENS = 2048
 """Tokens of a step in which somebody generates beside prompts. With more of them the next token is
@@ -27,13 +27,13 @@ is a number that matrix products divide well, and so includes those who generate
 CROWDED_TOKENS = 1024
 """The same where somebody waits for room, if passes of so few tokens are recorded: the next one can
 be begun while one is under way then."""
-MOST_WAITS = 2
+MAX_WAITS = 2
 """How often a request waits for another. What windows and states need may not be found after the
 first: somebody then leaves it where their prompts part, and is the second. Where nothing is found
 even then, a third would have requests served one by one."""
 
 
-class Share(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """A request's part of a step: its tokens from `computed` up to `end`."""
 
     request: Request
@@ -52,7 +52,7 @@ class Share(NamedTuple):
 
 class Scheduler:
     """`chunk_tokens` is the most that one step computes (it may change between steps),
-    `most_running` the largest batch. `recorded`: passes of few tokens are, and so can be shorter
+    `max_running` the largest batch. `recorded`: passes of few tokens are, and so can be shorter
     than loads, or begun beforehand.
 
     No more run than a step has tokens, so that all who generate get one.
@@ -62,21 +62,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: TieredCache, chunk_tokens: int, most_running: int, recorded: bool = False
+        self, cache: TieredCache, chunk_tokens: int, max_running: int, recorded: bool = False
     ) -> None:
         self.lets_land = recorded
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
         self.chunk_tokens = chunk_tokens
-        self._most_running = min(most_running, chunk_tokens)
+        self._max_running = min(max_running, chunk_tokens)
         self._states = _anchors_of_states(cache)
         # Of states, and of what is open between two entries, a token changes what is there.
         reuses = [(pool.reuse.stride, pool.tail_entries) for pool in cache.memory.pools]
         changing = any(kept is not None for reuse in reuses for kept in reuse)
         self._goes_ahead = recorded and not changing
-        self._foreseen: list[Share] = []
-        self._under_way: list[Share] = []
+        self._foreseen: list[ScheduledChunk] = []
+        self._under_way: list[ScheduledChunk] = []
         self._at_work: list[Request] = []
         self._ending = False
         self.crowded = False
@@ -94,8 +94,8 @@ class Scheduler:
 
     def queue(self, request: Request) -> None:
         """Higher priorities first; among equals the older request, also when it was retracted."""
-        request.state = State.WAITING
-        insort(self._waiting, (-request.ask.priority, request.number, request))
+        request.state = RequestState.WAITING
+        insort(self._waiting, (-request.params.priority, request.number, request))
         if self._waiting[0][2] is request:
             self.crowded = False
 
@@ -107,18 +107,18 @@ class Scheduler:
         """
         self.crowded = False
         while self.open and (first := self._first()) is not None:
-            if len(self.running) < self._most_running and self._start(first):
+            if len(self.running) < self._max_running and self._start(first):
                 self._unqueue(first)
             elif not (makes_room and self._give_way(first)):
-                self.crowded = all(r.ask.priority >= first.ask.priority for r in self.running)
+                self.crowded = all(r.params.priority >= first.params.priority for r in self.running)
                 return
 
     @property
     def open(self) -> bool:
         """Whether somebody waits for whom there is a place, or one that could be taken."""
-        if not self._waiting or len(self.running) < self._most_running:
+        if not self._waiting or len(self.running) < self._max_running:
             return bool(self._waiting)
-        return min(request.ask.priority for request in self.running) < -self._waiting[0][0]
+        return min(request.params.priority for request in self.running) < -self._waiting[0][0]
 
     def _first(self) -> Request | None:
         """Whose turn it is, of those that wait for nothing but room. Some find that they do not."""
@@ -134,12 +134,12 @@ class Scheduler:
         or leaves, so nobody waits for ever; and nobody waits for a lower priority.
         """
         request.ahead = None
-        if request.waits == MOST_WAITS:
+        if request.waits == MAX_WAITS:
             return False
         shared = (
             Ahead(other, self._cache.common(request.prompt, other.held))
             for other in self.running
-            if other.ask.priority >= request.ask.priority
+            if other.params.priority >= request.params.priority
         )
         ahead = max(shared, key=lambda each: each.end, default=None)
         if ahead is None or ahead.end == 0 or self._finds(request, ahead.end):
@@ -160,7 +160,7 @@ class Scheduler:
         if any(request.ready for request in waiting):
             return
         fetches = [request.fetch for request in waiting if not request.settled]
-        for fetch in fetches[: self._most_running - len(self.running)]:
+        for fetch in fetches[: self._max_running - len(self.running)]:
             assert fetch is not None, "whoever has no fetch is settled"
             fetch.stop()
 
@@ -170,11 +170,11 @@ class Scheduler:
         Nobody has to if pages are leaving anyway, or if it would not help. When nothing runs and
         nothing moves, only pins of sessions can be in its way: they go.
         """
-        lower = [r for r in self.running if r.ask.priority < first.ask.priority]
+        lower = [r for r in self.running if r.params.priority < first.params.priority]
         if lower and (self._cache.making_room or not self._fits_beside(first, lower)):
             return False
         if lower:
-            self.retract(min(lower, key=lambda r: (r.ask.priority, -r.number)))
+            self.retract(min(lower, key=lambda r: (r.params.priority, -r.number)))
             return True
         return not self.running and not self._cache.busy and self._cache.forget_oldest()
 
@@ -182,8 +182,8 @@ class Scheduler:
         """Whether there would be room for a request if those of lower priority had none."""
         page = self._cache.memory.page_tokens
         staying = [r for r in self.running if r not in lower]
-        pages = sum(-(-r.most_length // page) for r in (first, *staying))
-        return len(staying) < self._most_running and pages * page <= self._cache.most_tokens
+        pages = sum(-(-r.max_length // page) for r in (first, *staying))
+        return len(staying) < self._max_running and pages * page <= self._cache.max_sequence_tokens
 
     def retract(self, request: Request) -> None:
         """Take its slots and let it wait again; what it committed stays in the cache."""
@@ -218,8 +218,8 @@ class Scheduler:
         """
         match = self._cache.match(request.prompt, request.slowest)
         page = self._cache.memory.page_tokens
-        growth = -(-request.most_length // page) - match.tokens // page
-        lease = self._cache.reserve(match, match.tokens, growth, request.ask.priority)
+        growth = -(-request.max_length // page) - match.tokens // page
+        lease = self._cache.reserve(match, match.tokens, growth, request.params.priority)
         if lease is None:
             return False
         self._cache.load(lease)
@@ -229,13 +229,13 @@ class Scheduler:
             request.by_tier, request.why = dict(lease.by_tier), lease.why
             request.noted = True
         request.admissions += 1
-        request.state = State.RUNNING
+        request.state = RequestState.RUNNING
         self.running.append(request)
         return True
 
     # -- a step -----------------------------------------------------------------------------
 
-    def plan(self) -> list[Share]:
+    def plan(self) -> list[ScheduledChunk]:
         """Requests that generate come first; a request without slots for its share waits again."""
         under_way, self._under_way = [s for s in self._under_way if s.end <= s.request.length], []
         if under_way:
@@ -261,7 +261,7 @@ class Scheduler:
             if self._states:
                 end = self._cut(request, end)
             left -= end - request.computed
-            shares.append(Share(request, end))
+            shares.append(ScheduledChunk(request, end))
         return sorted(shares, key=_place)
 
     @property
@@ -276,7 +276,7 @@ class Scheduler:
         beside = CROWDED_TOKENS if self.pressed else BESIDE_TOKENS
         return min(max(beside, 2 * generating), self.chunk_tokens)
 
-    def foresee(self, late: bool = False) -> list[Share]:
+    def foresee(self, late: bool = False) -> list[ScheduledChunk]:
         """What the next `plan` gives if nobody comes before, nor goes whose tokens are not all
         there yet: one more token for everybody whose tokens are all computed. Nothing if it will be
         something else, as when there are prompts; but if most of a pass is done (`late`), and
@@ -291,7 +291,7 @@ class Scheduler:
             return []
         page, depends = self._cache.memory.page_tokens, self._cache.memory.holdback > 0
         done = [request for request in ready if request.computed == request.length]
-        going = [request for request in done if request.length + 1 < request.most_length]
+        going = [request for request in done if request.length + 1 < request.max_length]
         prompts = sorted((r for r in ready if r.computed < r.length), key=_turn)
         if not going or (prompts and not (late and self.pressed)):
             return []
@@ -301,11 +301,11 @@ class Scheduler:
         left = self._most(len(going)) - len(going)
         if left < (2 if prompts else 0):  # A single token would not be told from those to be known.
             return []
-        coming = [Share(request, request.length + 1) for request in going]
+        coming = [ScheduledChunk(request, request.length + 1) for request in going]
         for request in prompts:
             count = min(request.length - request.computed, left)
             if count > 1:
-                coming.append(Share(request, request.computed + count))
+                coming.append(ScheduledChunk(request, request.computed + count))
                 left -= count
         if not all(self._cache.grow(share.request.held, share.end) for share in coming):
             self._give_back(coming)
@@ -313,7 +313,7 @@ class Scheduler:
         self._foreseen = sorted(coming, key=_place)
         return self._foreseen
 
-    def _give_back(self, shares: list[Share]) -> None:
+    def _give_back(self, shares: list[ScheduledChunk]) -> None:
         """What was taken for parts of prompts that are not computed: windows are kept before their
         ends, and the next part ends elsewhere."""
         for share in shares:
@@ -380,22 +380,22 @@ class Scheduler:
 
 def _turn(request: Request) -> tuple[bool, int, int]:
     """Who gets a step's tokens first: who generates, then the higher priority, then the older."""
-    return (request.length - request.computed > 1, -request.ask.priority, request.number)
+    return (request.length - request.computed > 1, -request.params.priority, request.number)
 
 
-def _place(share: Share) -> tuple[int, tuple[str, ...], bytes]:
+def _place(share: ScheduledChunk) -> tuple[int, tuple[str, ...], bytes]:
     """Where a share stands in the step: prompts come last, those after most tokens behind others,
     since programs begin with the last. Of those who generate neighbours begin alike, since programs
     read for neighbours together what they have in common."""
     request = share.request
     if share.tokens > 1:
         return request.computed, (), b""
-    return -1, request.ask.namespace, request.prompt.beginning
+    return -1, request.params.namespace, request.prompt.beginning
 
 
 def _anchors_of_states(cache: TieredCache) -> list[str]:
     """Anchors that keep running states in a layer of any stage, whatever this one has."""
     own = {p.follows or p.name for p in cache.memory.pools if p.reuse.stride is not None}
     names = sorted(anchor.name for anchor in cache.memory.anchors)
-    nowhere = cache.agreement.common([name not in own for name in names])
+    nowhere = cache.agreement.all_true([name not in own for name in names])
     return [name for name, none in zip(names, nowhere, strict=True) if not none]

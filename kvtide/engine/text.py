@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvtide.models.tokenizer import Detokenizer
 
 
-class Text:
+class OutputText:
     """`stopped` is the stop string that ended it; nothing comes after."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:

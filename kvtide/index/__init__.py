@@ -8,22 +8,22 @@
 `room`        eviction, and promising slots
 `evict`       the queue of victims; `policies` and `tide` their order, `choice` by name
 `placement`   where checkpoints go; `costs` learns it
-`books`       the tree and its counts; `node` its unit; `cells` one anchor in one tier
+`tree`       the tree and its counts; `node` its unit; `cells` one anchor in one tier
 `holding`     what leases and arrivals hold; `pins` what must stay
 `hiding`      what nobody may find again
 `keys`        namespaces, prompts, page keys; `slots` reserve → take → forfeit
 `events`      what was stored and removed; `invariants` what always holds
 """
 
-from kvtide.index.choice import DEFAULT_POLICY, POLICIES
-from kvtide.index.costs import CostBased
 from kvtide.index.events import Event, EventKind, Listener
-from kvtide.index.holding import Arrival, Departing, Departure, Import, Lease
+from kvtide.index.evict.policy_registry import DEFAULT_POLICY, POLICIES
 from kvtide.index.index import Index
 from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, Prompt
-from kvtide.index.match import Hit, Stop
-from kvtide.index.outside import Outline, Wanted
-from kvtide.index.placement import Branches, EveryPages, LastPage, Placement
+from kvtide.index.leases.imports_exports import Outline, WantedPages
+from kvtide.index.match.match import Hit, Stop
+from kvtide.index.placement.learned_placement import CostBased
+from kvtide.index.placement.placement import Branches, EveryPages, LastPage, Placement
+from kvtide.index.tree.holds import Arrival, Departing, Departure, Import, IndexLease
 
 __all__ = [
     "DEFAULT_NAMESPACE",
@@ -40,13 +40,13 @@ __all__ = [
     "Hit",
     "Import",
     "Index",
+    "IndexLease",
     "LastPage",
-    "Lease",
     "Listener",
     "Namespace",
     "Outline",
     "Placement",
     "Prompt",
     "Stop",
-    "Wanted",
+    "WantedPages",
 ]

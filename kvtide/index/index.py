@@ -18,20 +18,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.index import invariants
-from kvtide.index.books import Books
-from kvtide.index.choice import DEFAULT_POLICY
-from kvtide.index.costs import CostBased
+from kvtide.index import index_invariants
 from kvtide.index.events import Listener
-from kvtide.index.hiding import banish, keys_below
-from kvtide.index.holding import Arrival, Departure, Import, Lease
+from kvtide.index.evict.allocation import Allocator
+from kvtide.index.evict.policy_registry import DEFAULT_POLICY
 from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
-from kvtide.index.leasing import Leasing
-from kvtide.index.match import Hit, Matcher, Stop
-from kvtide.index.moving import Moving
-from kvtide.index.outside import Outline, Outside, Wanted
-from kvtide.index.placement import Placement
-from kvtide.index.room import Room
+from kvtide.index.leases.arrivals import Arrivals
+from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
+from kvtide.index.leases.leasing import Leasing
+from kvtide.index.leases.quarantine import banish, keys_below
+from kvtide.index.match.match import Hit, Matcher, Stop
+from kvtide.index.placement.learned_placement import CostBased
+from kvtide.index.placement.placement import Placement
+from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
+from kvtide.index.tree.tree import Tree
 from kvtide.spec import ModelMemory, Slots, Tier
 
 
@@ -53,15 +53,15 @@ class Index:
         keeps: Collection[Tier] = (),
     ) -> None:
         self.memory = memory
-        self.books = Books(memory, capacity_pages, eviction, fingerprint)
-        kept = (self.books.cell(tier, number) for tier in keeps for number in self._anchors())
-        self._room = Room(self.books, frozenset(kept))
-        self._matcher = Matcher(memory, self.books)
+        self.tree = Tree(memory, capacity_pages, eviction, fingerprint)
+        kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
+        self._room = Allocator(self.tree, frozenset(kept))
+        self._matcher = Matcher(memory, self.tree)
         self._leasing = Leasing(
-            memory, self.books, self._matcher, self._room, placement or CostBased()
+            memory, self.tree, self._matcher, self._room, placement or CostBased()
         )
-        self._moving = Moving(self.books, self._room, self._leasing)
-        self._outside = Outside(self.books, self._room, self._matcher, self._leasing)
+        self._moving = Arrivals(self.tree, self._room, self._leasing)
+        self._outside = ImportsExports(self.tree, self._room, self._matcher, self._leasing)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Index:
 
     def current(self, hit: Hit) -> bool:
         """Whether nothing has changed since the hit was found."""
-        return hit.tick == self.books.tick
+        return hit.tick == self.tree.tick
 
     def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
         """Where the pages up to the hit's boundary would come from."""
@@ -102,13 +102,13 @@ class Index:
 
     # -- leasing ----------------------------------------------------------------------------
 
-    def pin(self, hit: Hit, priority: int = 0) -> Lease:
+    def pin(self, hit: Hit, priority: int = 0) -> IndexLease:
         """Lease the hit's prefix: what it needs stays where it is until `release`."""
         return self._leasing.pin(hit, priority)
 
     def reserve(
         self,
-        lease: Lease,
+        lease: IndexLease,
         tokens: int,
         checkpoints: Iterable[int] | None = None,
         growth: int = 0,
@@ -125,11 +125,11 @@ class Index:
         """
         return self._leasing.reserve(lease, tokens, checkpoints, growth, running)
 
-    def shrink(self, lease: Lease, tokens: int) -> None:
+    def shrink(self, lease: IndexLease, tokens: int) -> None:
         """Give back the slots of pages beyond `tokens`; as many stay promised as `growth`."""
         self._leasing.shrink(lease, -(-tokens // self.memory.page_tokens))
 
-    def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
+    def commit(self, lease: IndexLease, tokens: int, without: Collection[str] = ()) -> None:
         """The tokens up to `tokens` are computed: their full pages become readable.
 
         The lease then covers them. Pages that somebody else committed meanwhile are shared, and
@@ -141,52 +141,52 @@ class Index:
     @property
     def has_checkpoints(self) -> bool:
         """Whether there is anything that is kept at some boundaries only."""
-        return bool(self.books.finite_cells)
+        return bool(self.tree.finite_cells)
 
-    def retain(self, lease: Lease) -> None:
+    def retain(self, lease: IndexLease) -> None:
         """Make a checkpoint of where a running lease stands: somebody will go on from there."""
         self._leasing.retain(lease)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: IndexLease) -> None:
         """Give back exactly what the lease holds. A second time is harmless."""
         self._leasing.release(lease)
 
-    def slowest(self, lease: Lease) -> Tier:
+    def slowest(self, lease: IndexLease) -> Tier:
         """The slowest tier from which the lease's prefix has to come."""
         return self._leasing.slowest(lease)
 
-    def on_device(self, lease: Lease) -> bool:
+    def on_device(self, lease: IndexLease) -> bool:
         """Whether all that the lease needs to resume is readable on the device."""
         return self._leasing.on_device(lease)
 
-    def page_table(self, lease: Lease, anchor: str) -> Slots:
+    def page_table(self, lease: IndexLease, anchor: str) -> Slots:
         """The device slot of every page the lease has, -1 where the anchor keeps none."""
         return self._leasing.page_table(lease, self._anchor(anchor), coming=False)
 
-    def coming_table(self, lease: Lease, anchor: str) -> Slots:
+    def coming_table(self, lease: IndexLease, anchor: str) -> Slots:
         """The page table with the slots of pages on their way to the device.
 
         For those who wait for the transfer before they read: nothing is there yet.
         """
         return self._leasing.page_table(lease, self._anchor(anchor), coming=True)
 
-    def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
+    def carries(self, lease: IndexLease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the lease's prefix on the device: has it this optional sidecar?"""
         anchor = self.memory.pool(sidecar).follows
         assert anchor is not None, f"{sidecar} is no sidecar"
         table = self.page_table(lease, anchor)[: lease.boundary]
-        return (table >= 0) & self.books.presence.of(Tier.DEVICE, anchor, sidecar, table)
+        return (table >= 0) & self.tree.presence.of(Tier.DEVICE, anchor, sidecar, table)
 
     # -- moving between tiers ---------------------------------------------------------------
 
-    def copy(self, lease: Lease, source: Tier, target: Tier) -> Arrival | None:
+    def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
         """Begin a load or fetch (upwards) or a backup or store (downwards) of the lease's path.
 
         None when the target has no room. An arrival without parts has nothing to move.
         """
         return self._moving.copy(lease, source, target)
 
-    def needs(self, lease: Lease, source: Tier, target: Tier) -> dict[str, int]:
+    def needs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[str, int]:
         """How many slots of the target such a copy would take, by anchor. Changes nothing."""
         return self._moving.needs(lease, source, target)
 
@@ -211,7 +211,7 @@ class Index:
         """Which pages of a prompt the device and the host have. Changes nothing."""
         return self._outside.outline(prompt)
 
-    def take(self, lease: Lease, wanted: Sequence[Wanted]) -> Import | None:
+    def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
         """Take host slots for pages of the lease's prompt that come from outside, in this order.
 
         None when there is no room. The import has the lease from now on.
@@ -239,14 +239,14 @@ class Index:
 
     def prompt_key(self, prompt: Prompt) -> bytes:
         """What the keys of the prompt's pages are chained from (`keys.chain`)."""
-        return self.books.name_key((prompt.namespace, prompt.head))
+        return self.tree.name_key((prompt.namespace, prompt.head))
 
     # -- making room ------------------------------------------------------------------------
 
     def evict(self, tier: Tier, anchor: str, pages: int) -> int:
         """Drop at least so many pages if so many are evictable; returns how many it were."""
-        self.books.tick += 1
-        return self._room.evict(self.books.cell(tier, self._anchor(anchor)), pages)
+        self.tree.tick += 1
+        return self._room.evict(self.tree.cell(tier, self._anchor(anchor)), pages)
 
     def clear(self, tier: Tier) -> int:
         """Drop every page of a tier that nobody needs; returns how many it were."""
@@ -259,42 +259,42 @@ class Index:
         Counted over tiers and anchors. They are dropped at once, or when the leases and arrivals
         that need them end; leases that stand on them go on, and nobody finds what they commit.
         """
-        return banish(self.books, prompt)
+        return banish(self.tree, prompt)
 
     def keys_below(self, prompt: Prompt) -> list[bytes]:
         """The keys of all pages known that share the prompt's first page."""
-        return keys_below(self.books, prompt)
+        return keys_below(self.tree, prompt)
 
     # -- looking ----------------------------------------------------------------------------
 
     def subscribe(self, listener: Listener) -> None:
         """Be told of every page that becomes readable somewhere, or ceases to be."""
-        self.books.listeners.append(listener)
+        self.tree.listeners.append(listener)
 
     @property
     def missing(self) -> dict[tuple[Tier, str], int]:
         """What the last refusal lacked: pages by tier and anchor."""
-        names, anchors = self.books.anchor_names, self.books.anchors
+        names, anchors = self.tree.anchor_names, self.tree.anchors
         missing = self._room.missing.items()
         return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
 
     def capacity(self, tier: Tier, anchor: str) -> int:
         """All slots of an anchor in a tier."""
-        return self.books.cells[self.books.cell(tier, self._anchor(anchor))].slots.capacity
+        return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].slots.capacity
 
     def free_pages(self, tier: Tier, anchor: str) -> int:
         """Slots that are neither taken nor promised."""
-        return self.books.cells[self.books.cell(tier, self._anchor(anchor))].slots.available
+        return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].slots.available
 
     def resident_pages(self, tier: Tier, anchor: str) -> int:
-        return self.books.cells[self.books.cell(tier, self._anchor(anchor))].resident_pages
+        return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].resident_pages
 
     def validate(self) -> list[str]:
         """Every violation of the invariants, in sentences; empty when all is well."""
-        return invariants.violations(self.books)
+        return index_invariants.violations(self.tree)
 
     def _anchors(self) -> range:
-        return range(self.books.anchors)
+        return range(self.tree.anchors)
 
     def _anchor(self, name: str) -> int:
-        return self.books.anchor_names.index(name)
+        return self.tree.anchor_names.index(name)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 TOKEN_BYTES = 4
-MOST_TOKEN = 2**31 - 1
+MAX_TOKEN = 2**31 - 1
 BEGINNING_BYTES = 1024
 """Of a prompt, by which it is told apart from those that begin otherwise."""
 
@@ -67,19 +67,19 @@ def pack(tokens: Tokens) -> bytes:
     if isinstance(tokens, list) and len(tokens) == 1:
         # What a request generates comes one by one, for everybody and in every step.
         (token,) = tokens
-        if 0 <= token <= MOST_TOKEN:
+        if 0 <= token <= MAX_TOKEN:
             return int(token).to_bytes(TOKEN_BYTES, "little")
     if isinstance(tokens, np.ndarray):
-        inside = not tokens.size or (tokens.min() >= 0 and tokens.max() <= MOST_TOKEN)
+        inside = not tokens.size or (tokens.min() >= 0 and tokens.max() <= MAX_TOKEN)
         packed = tokens.astype("<i4", copy=False).tobytes()
     else:
         try:
             packed = struct.pack(f"<{len(tokens)}I", *tokens)
-            inside = highest(packed) <= MOST_TOKEN
+            inside = highest(packed) <= MAX_TOKEN
         except struct.error:
             inside = False
     if not inside:
-        raise ValueError(f"token ids must lie in 0..{MOST_TOKEN}")
+        raise ValueError(f"token ids must lie in 0..{MAX_TOKEN}")
     return packed
 
 

@@ -13,9 +13,9 @@
 """
 
 from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic, choose
-from kvtide.layers.attention import Attention
 from kvtide.layers.blueprint import Blueprint, Weights
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.self_attention import Attention
 from kvtide.layers.step import Rows, Step
 
 __all__ = [

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.elementary import (
+from kvtide.layers.elementwise import (
     gelu_tanh,
     layer_norm,
     rms_norm,

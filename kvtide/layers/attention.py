@@ -1,135 +1,102 @@
-"""Attention by head over pages.
+"""Attention of one sequence's new tokens over its context: the arithmetic, without pages.
 
-What a layer has is what its checkpoint and its pool say: biases, norms of queries and keys, and
-sinks if there are such weights; a window if the pool that keeps its keys reaches only so far.
+The same code serves both modes. Queries are taken in blocks, and a block sees exactly the keys
+that some query in it sees. With blocks of one query every shape depends on nothing but how many
+tokens that query sees, and so does the result; with larger blocks a mask does the rest.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvtide.layers.attending import Attending, attend
-from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.dense import Linear
-from kvtide.layers.elementary import sigmoid
-from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.heads import Heads, Preparing
-from kvtide.layers.rope import Rope
+from kvtide.layers.arithmetic import aligned
 
 
-class Attention:
-    """Queries, keys and values by head; keys are kept after their rotation, if there is one.
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32);
+    `cap` is a limit that scores come near and never reach."""
 
-    `cap`: the limit of scores, where a model has one. `key_gain`: what it multiplies keys by.
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+    cap: float | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first token that a query at this position sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:
+    """Queries (tokens, heads, dim) of the last of the tokens that keys and values are of.
+
+    Keys and values have fewer heads; each serves as many neighbouring query heads.
     """
-
-    QUERY_NORM: ClassVar[str] = "q_norm"
-    KEY_NORM: ClassVar[str] = "k_norm"
-    OUT: ClassVar[str] = "o_proj"
-
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        layer: int,
-        rope: Rope | None,
-        scale: float | None = None,
-        cap: float | None = None,
-        key_gain: float = 1.0,
-    ) -> None:
-        self.arithmetic = blueprint.arithmetic
-        self.place = blueprint.place(layer, "k")
-        self.kv_heads, self.head_dim = self.place.field("k").shape
-        self.rope = rope
-        self.qkv = self.projection(blueprint)
-        self.out = blueprint.rows(self.OUT, unit=self.head_dim)
-        query_norm, key_norm = (
-            blueprint.norm(name) if blueprint.has(f"{name}.weight") else None
-            for name in (self.QUERY_NORM, self.KEY_NORM)
-        )
-        self.preparing = Preparing(self.kv_heads, query_norm, key_norm, key_gain)
-        sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
-        sinks = None if sinks is None else blueprint.share(sinks)
-        self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
-
-    def projection(self, blueprint: Blueprint) -> Linear:
-        """Queries, keys and values, side by side."""
-        return blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.head_dim)
-
-    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        return self.out(self.attended(by_head, run))
-
-    def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
-        """What the heads of a projection saw, side by side: (tokens, heads · dim)."""
-        turns = None
-        if (rope := self.rope) is not None:
-            turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
-        if self.arithmetic.runs_programs(by_head.device):
-            # Only who has such a device needs the compiler.
-            from kvtide.layers.programs.attention import attend_paged
-            from kvtide.layers.programs.heads import keep_heads
-
-            queries, kept = keep_heads(run, self.place, by_head, turns, self.preparing)
-            return attend_paged(run, self.place, queries, kept, self.how).flatten(1)
-        heads, block = self.preparing(by_head, turns), self.arithmetic.query_block
-        return attend_over_pages(run, self.place, heads, self.how, block).flatten(1)
-
-
-class GatedAttention(Attention):
-    """Every head's output passes a gate, which is projected beside its query."""
-
-    def projection(self, blueprint: Blueprint) -> Linear:
-        """Queries, keys, values and gates, side by side."""
-        whole = blueprint.linear("q_proj")
-        keys_values = blueprint.columns("k_proj", "v_proj", unit=self.head_dim)
-        weight = self._beside(blueprint, whole.weight, keys_values.weight)
-        if whole.bias is None and keys_values.bias is None:
-            return Linear(self.arithmetic, weight)
-        bias = self._beside(blueprint, whole.bias_or_zeros, keys_values.bias_or_zeros)
-        return Linear(self.arithmetic, weight, bias)
-
-    def _beside(self, blueprint: Blueprint, whole: Tensor, keys_values: Tensor) -> Tensor:
-        """With this rank's share of the queries and gates, which lie by turns in `whole`."""
-        parts = _neighbours(whole, self.head_dim)
-        queries, gates = (blueprint.share(part, self.head_dim) for part in parts)
-        return torch.cat([queries, keys_values, gates])
-
-    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
-        heads = (by_head.shape[1] - 2 * self.kv_heads) // 2
-        attending, gates = by_head.split((heads + 2 * self.kv_heads, heads), dim=1)
-        attended = self.attended(attending, run)
-        opened = self.arithmetic.rowwise(sigmoid, gates.flatten(1))
-        return self.out(attended * opened.to(x.dtype))
-
-
-def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Heads that lie by turns, query, gate, query, gate: all queries, and all gates."""
-    by_turns = weight.unflatten(0, (-1, 2, head_dim))
-    return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)
-
-
-def attend_over_pages(
-    run: ForwardPass,
-    place: Place,
-    heads: Heads,
-    how: Attending,
-    query_block: int,
-) -> Tensor:
-    """Keeps the step's keys and values, and attends with its queries: (tokens, heads, dim).
-
-    Keys and values of the step's own tokens come from the step: a page that is no longer needed
-    when the step ends has no slot.
-    """
-    queries, keys, values = heads
-    kept = run.keep(place, {"k": keys, "v": values})
+    past = len(keys) - len(queries)
+    keys, values = keys.float(), values.float()
     mixed = []
-    for rows in run.sequences:
-        new = slice(rows.start, rows.end)
-        past = run.entries(place, rows, how.first_seen(rows.past))
-        context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
-        mixed.append(attend(queries[new], context["k"], context["v"], how, query_block))
-    return torch.cat(mixed)
+    for start in range(0, len(queries), block):
+        some = queries[start : start + block]
+        position = past + start
+        seen = slice(how.first_seen(position), position + len(some))
+        ours = (aligned(keys[seen]), aligned(values[seen]))
+        hidden = None
+        if len(some) > 1:
+            hidden = _hidden(len(some), len(ours[0]), how.window, keys.device)
+        mixed.append(_attend_block(some.float(), *ours, how, hidden))
+    return torch.cat(mixed).to(queries.dtype)
+
+
+def attend_seen(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Attending, block: int
+) -> Tensor:
+    """As `attend`, but each query sees what `seen` (queries, keys) says, in the order of the keys.
+
+    With blocks of one query a query's keys are gathered first, so nothing else can show.
+    """
+    keys, values = keys.float(), values.float()
+    mixed = []
+    for start in range(0, len(queries), block):
+        some, view = queries[start : start + block].float(), seen[start : start + block]
+        rows = torch.nonzero(view.any(0)).squeeze(1)
+        ours = (keys.index_select(0, rows), values.index_select(0, rows))
+        hidden = None if len(some) == 1 else ~view[:, rows]
+        mixed.append(_attend_block(some, *ours, how, hidden))
+    return torch.cat(mixed).to(queries.dtype)
+
+
+def _attend_block(
+    queries: Tensor, keys: Tensor, values: Tensor, how: Attending, hidden: Tensor | None
+) -> Tensor:
+    count, heads, dim = queries.shape
+    kv_heads, each = keys.shape[1], heads // keys.shape[1]
+    grouped = (queries * how.scale).view(count, kv_heads, each, dim).permute(1, 2, 0, 3)
+    scores = torch.bmm(grouped.reshape(kv_heads, each * count, dim), keys.permute(1, 2, 0))
+    scores = scores.view(kv_heads, each, count, len(keys))
+    if how.cap is not None:
+        scores = torch.tanh(scores / how.cap) * how.cap
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    shares = _shares(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
+    mixed = torch.bmm(shares, values.transpose(0, 1)).view(kv_heads, each, count, -1)
+    return mixed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+
+
+def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """(queries, keys): true where a query must not see a key. The last query is the last key."""
+    position = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    hidden = key > position
+    return hidden if window is None else hidden | (key <= position - window)
+
+
+def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys; a sink takes its share of the whole and gives nothing back."""
+    if sinks is None:
+        return scores.softmax(-1)
+    kv_heads, each, count, keys = scores.shape
+    sink = sinks.view(kv_heads, each, 1, 1).expand(-1, -1, count, 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :keys]

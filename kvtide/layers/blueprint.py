@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import GatedMLP, Linear, RMSNorm
-from kvtide.layers.elementary import ACTIVATIONS, Activation
+from kvtide.layers.elementwise import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
-from kvtide.layers.ranks import ALONE, TensorRanks
+from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.spec import ModelMemory
 from kvtide.spec.config import Config
 
@@ -36,7 +36,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """A run of channels: so many units (heads, groups) of so many channels each, on all ranks."""
 
     units: int
@@ -111,13 +111,13 @@ class Blueprint:
         part = weight.narrow(axis, mine.start * unit, len(mine) * unit)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def share_parts(self, weight: Tensor, parts: Sequence[Part]) -> Tensor:
+    def share_parts(self, weight: Tensor, parts: Sequence[WeightPart]) -> Tensor:
         """This rank's part of each of several runs of channels, which lie side by side."""
         runs = weight.split([part.channels for part in parts])
         pairs = zip(runs, parts, strict=True)
         return torch.cat([self.share(run, part.width) for run, part in pairs])
 
-    def fused(self, name: str, parts: Sequence[Part]) -> Linear:
+    def fused(self, name: str, parts: Sequence[WeightPart]) -> Linear:
         """A projection that gives several parts side by side: this rank's share of each."""
         whole = self.linear(name)
         bias = None if whole.bias is None else self.share_parts(whole.bias, parts)

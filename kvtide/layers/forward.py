@@ -111,7 +111,7 @@ class ForwardPass:
         that the step completes, sequence by sequence.
         """
         if self.writes_by_program and place.pool.tokens_per_entry == 1:
-            from kvtide.layers.programs.keeping import keep
+            from kvtide.layers.kernels.kv_write import keep
 
             return keep(self, place, entries)
         rows, slots, within = self._target(place)

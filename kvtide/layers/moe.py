@@ -21,9 +21,9 @@ from torch import Tensor
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear, WideLinear
-from kvtide.layers.elementary import Activation, sigmoid, swish
-from kvtide.layers.ranks import TensorRanks
-from kvtide.layers.selecting import top
+from kvtide.layers.elementwise import Activation, sigmoid, swish
+from kvtide.layers.indexer import top
+from kvtide.layers.tensor_ranks import TensorRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ def score_and_route(
     `beside` those, which have the numbers after the last one that has a score."""
     experts = logits.shape[1]
     if arithmetic.runs_programs(logits.device):
-        from kvtide.layers.programs import routing
+        from kvtide.layers.kernels import moe_routing
 
-        if routing.takes(experts, choice, score):
-            return routing.route(logits, choice, score, bias, told=told, beside=beside)
+        if moe_routing.takes(experts, choice, score):
+            return moe_routing.route(logits, choice, score, bias, told=told, beside=beside)
     scores = arithmetic.rowwise(score, logits.float())
     if told is None:
         return route(arithmetic, scores, choice, bias).beside(experts, beside)
@@ -178,24 +178,24 @@ class Router:
 def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> Routing:
     """The largest `count` logits, and a softmax over those alone."""
     if arithmetic.runs_programs(logits.device):
-        from kvtide.layers.programs import routing
+        from kvtide.layers.kernels import moe_routing
 
-        if routing.takes(logits.shape[1], Choice(count), None):
-            return routing.route(logits, Choice(count), None, softmax_of_best=True)
+        if moe_routing.takes(logits.shape[1], Choice(count), None):
+            return moe_routing.route(logits, Choice(count), None, softmax_of_best=True)
     experts = top(logits.float(), count)
     best = logits.float().gather(1, experts)
     return Routing(experts, arithmetic.rowwise(lambda rows: rows.softmax(-1), best))
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class ExpertGroup:
     """The experts that this rank has, of those that all ranks have together."""
 
     own: range
     ranks: TensorRanks
 
     @classmethod
-    def of(cls, blueprint: Blueprint, count: int) -> Crew:
+    def of(cls, blueprint: Blueprint, count: int) -> ExpertGroup:
         ranks = blueprint.ranks
         each, rest = divmod(count, ranks.count)
         if rest:
@@ -328,7 +328,7 @@ class Experts:
     """
 
     arithmetic: Arithmetic
-    crew: Crew
+    crew: ExpertGroup
     gate_up: Stack
     down: Stack
     gating: Gating
@@ -347,7 +347,7 @@ class Experts:
         those of gate, up and down, if they are not the usual, or of up and down alone. Where
         a `shared` MLP can be experts of the same stack it is, and they are `beside` the others."""
         *first, last = names or ("gate_proj", "up_proj", "down_proj")
-        crew, arithmetic = Crew.of(blueprint, count), blueprint.arithmetic
+        crew, arithmetic = ExpertGroup.of(blueprint, count), blueprint.arithmetic
         each = [blueprint.under(str(number)) for number in crew.own]
         gating = Gating(blueprint.activation(), gated=len(first) == 2, limit=limit)
         firsts = (under.linear(*first) for under in each)
@@ -366,13 +366,13 @@ class Experts:
     @classmethod
     def stacked(cls, blueprint: Blueprint, count: int, gate_up: str, down: str) -> Experts:
         """Of two weights with an axis for experts."""
-        crew = Crew.of(blueprint, count)
+        crew = ExpertGroup.of(blueprint, count)
         first, last = (Stack(crew.share(blueprint.tensor(name))) for name in (gate_up, down))
         return cls(blueprint.arithmetic, crew, first, last, Gating(blueprint.activation()))
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.programs.experts import mix
+            from kvtide.layers.kernels.moe_experts import mix
 
             return self.crew.ranks.total(mix(self, x, routing)).to(x.dtype)
         return self.crew.mix(x, routing, self._expert)

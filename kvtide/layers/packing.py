@@ -48,7 +48,7 @@ _MOST = _E4M3_MOST * 2.0**119
 _FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
 
 
-class Part(Protocol):
+class EntryPart(Protocol):
     """One vector that layers see, and the fields that it is stored in."""
 
     @property
@@ -63,7 +63,7 @@ class Part(Protocol):
 class Packing:
     """An entry as layers see it."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[EntryPart, ...]
 
     def find(self, name: str) -> Field | None:
         return next((part.logical for part in self.parts if part.logical.name == name), None)
@@ -85,7 +85,7 @@ class Packing:
         part = self._part(name)
         return part.unpack(part.pack(value)).to(value.dtype)
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> EntryPart:
         part = next((part for part in self.parts if part.logical.name == name), None)
         assert part is not None, f"no field {name} among {[p.logical.name for p in self.parts]}"
         return part

@@ -45,13 +45,13 @@ class Bounds:
     """What is known of a step's sequences before they are: by this, work is divided.
 
     longest      none has more new tokens
-    most_past    none has more earlier tokens
+    max_past    none has more earlier tokens
     prompts      no more of them have several new tokens
     singles      whether any may have one new token
     """
 
     longest: int
-    most_past: int
+    max_past: int
     prompts: int
     singles: bool
 

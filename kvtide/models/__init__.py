@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from kvtide.layers import Blueprint, Weights, choose
-from kvtide.layers.ranks import ALONE, TensorRanks
+from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.models.bamba import Bamba
 from kvtide.models.deepseek import DeepSeek2, DeepSeek3, Glm4MoeLite
 from kvtide.models.deepseek_dsa import DeepSeek32, GlmMoeDsa

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from kvtide.models.errors import CheckpointError, TemplateError
+from kvtide.models.model_errors import CheckpointError, TemplateError
 
 Message = Mapping[str, object]
 

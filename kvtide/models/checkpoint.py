@@ -32,10 +32,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvtide.layers import Weights
-from kvtide.models.errors import CheckpointError
-from kvtide.models.folder import Stored, missing, read_json
 from kvtide.models.gguf import GGUF, architectures
-from kvtide.models.published import METHODS, PublishedWeights
+from kvtide.models.model_errors import CheckpointError
+from kvtide.models.quantized_weights import METHODS, PublishedWeights
+from kvtide.models.safetensors_folder import Stored, missing, read_json
 
 SAMPLE_BYTES = 64
 SAMPLE_EVERY_BYTES = 1024

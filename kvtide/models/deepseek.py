@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.elementary import Activation, sigmoid, softmax
-from kvtide.layers.latent import LatentAttention, Rotation
+from kvtide.layers.elementwise import Activation, sigmoid, softmax
+from kvtide.layers.mla import LatentAttention, Rotation
 from kvtide.layers.moe import CORRECTION_BIAS, Choice, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
 from kvtide.models.model import Decoder, Layer

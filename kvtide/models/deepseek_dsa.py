@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.dense import LayerNorm, Linear
-from kvtide.layers.latent import LatentAttention, Rotation
-from kvtide.layers.selecting import choose
+from kvtide.layers.indexer import choose
+from kvtide.layers.mla import LatentAttention, Rotation
 from kvtide.models.deepseek import (
     DeepSeek3,
     DeepSeekLayer,
@@ -59,7 +59,7 @@ class TokenIndexer:
         weights = self.weights(x.float()) * self.scale
         if self.arithmetic.runs_programs(x.device):
             # Only who has such a device needs the compiler.
-            from kvtide.layers.programs.choosing import choose_paged
+            from kvtide.layers.kernels.indexer import choose_paged
 
             return [choose_paged(run, self.place, queries, weights, self.count)]
         block, chosen = self.arithmetic.query_block, []

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Place, Step
-from kvtide.layers.attending import Attending, attend_seen
-from kvtide.layers.compressing import Compressor
+from kvtide.layers.attention import Attending, attend_seen
+from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
-from kvtide.layers.elementary import rms_norm, sqrt_softplus
+from kvtide.layers.elementwise import rms_norm, sqrt_softplus
+from kvtide.layers.hyper_connections import Around, Joined
+from kvtide.layers.indexer import choose
 from kvtide.layers.moe import Choice, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rotate_neighbours
-from kvtide.layers.selecting import choose
 from kvtide.layers.step import Rows
-from kvtide.layers.streams import Around, Joined
 from kvtide.models.deepseek_v4_names import DeepSeekV4Weights
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -69,8 +69,8 @@ class BlockIndexer:
         self, low: Tensor, weights: Tensor, products: Tensor, turns: Tensor, run: ForwardPass
     ) -> Tensor:
         """The numbers of those that are chosen, (tokens, count): -1 for none."""
-        from kvtide.layers.programs.choosing import choose_paged
-        from kvtide.layers.programs.turning import turn
+        from kvtide.layers.kernels.indexer import choose_paged
+        from kvtide.layers.kernels.rope import turn
 
         self.compressor.write(products, run)
         queries = turn(self.queries(low).view(len(low), self.heads, -1), turns)
@@ -157,8 +157,8 @@ class CompressedAttention:
 
     def _by_program(self, x: Tensor, turns: Tensor, run: ForwardPass) -> Tensor:
         """The same over pages: nothing is gathered, and nothing depends on what a page holds."""
-        from kvtide.layers.programs.shared import attend_blocks
-        from kvtide.layers.programs.turning import keep_turned, turn
+        from kvtide.layers.kernels.mla import attend_blocks
+        from kvtide.layers.kernels.rope import keep_turned, turn
 
         low, keys, *rest = self.project(x).split(self.sides, dim=1)
         low, norm = self.low_norm(low), (self.key_norm.weight, self.key_norm.eps)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.recurrent import Mamba2
+from kvtide.layers.mamba import Mamba2
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 

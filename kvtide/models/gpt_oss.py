@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.dense import Linear
-from kvtide.layers.moe import Crew, Experts, Gating, Stack, route_by_top_softmax
+from kvtide.layers.moe import ExpertGroup, Experts, Gating, Stack, route_by_top_softmax
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
@@ -24,7 +24,7 @@ class ClampedExperts:
         self.router = blueprint.linear("router")
         self.chosen = config.count("num_experts_per_tok", "experts_per_token")
         gain, limit = config.number("swiglu_alpha"), config.number("swiglu_limit")
-        crew = Crew.of(blueprint, config.count("num_local_experts"))
+        crew = ExpertGroup.of(blueprint, config.count("num_local_experts"))
         gate_up = _stack(blueprint, "experts.gate_up_proj", crew, _gate_first)
         down = _stack(blueprint, "experts.down_proj", crew)
         gating = Gating(limit=limit, gain=gain, offset=1.0)
@@ -38,7 +38,7 @@ class ClampedExperts:
 def _stack(
     blueprint: Blueprint,
     name: str,
-    crew: Crew,
+    crew: ExpertGroup,
     arranged: Callable[[Tensor], Tensor] = Tensor.contiguous,
 ) -> Stack:
     """Weights are published input by output."""

@@ -12,10 +12,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.blueprint import Part
+from kvtide.layers.blueprint import WeightPart
 from kvtide.layers.dense import GatedMLP
+from kvtide.layers.mamba import Mamba2
 from kvtide.layers.moe import Experts, route_by_top_softmax
-from kvtide.layers.recurrent import Mamba2
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
@@ -60,7 +60,7 @@ class GraniteLayer:
 
 
 def _shared_mlp(blueprint: Blueprint) -> GatedMLP:
-    channels = Part(blueprint.config.count("shared_intermediate_size"))
+    channels = WeightPart(blueprint.config.count("shared_intermediate_size"))
     gate_up = blueprint.fused("input_linear", [channels, channels])
     down = blueprint.rows("output_linear")
     return GatedMLP(blueprint.arithmetic, gate_up, down, blueprint.activation())

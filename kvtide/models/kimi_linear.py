@@ -12,8 +12,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.associative import KimiDelta
-from kvtide.layers.latent import LatentAttention
+from kvtide.layers.linear_attention import KimiDelta
+from kvtide.layers.mla import LatentAttention
 from kvtide.layers.moe import Choice, Mixture, Router
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config

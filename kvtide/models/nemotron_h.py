@@ -15,9 +15,9 @@ from torch import Tensor
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import Linear
-from kvtide.layers.elementary import Activation
+from kvtide.layers.elementwise import Activation
+from kvtide.layers.mamba import Mamba2
 from kvtide.layers.moe import Choice, Experts, Mixture, Router, Routing
-from kvtide.layers.recurrent import Mamba2
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.elementary import softmax
+from kvtide.layers.elementwise import softmax
 from kvtide.layers.moe import Choice, Experts, score_and_route
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer

@@ -13,10 +13,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.associative import GatedDelta
-from kvtide.layers.attention import GatedAttention
 from kvtide.layers.dense import opened
+from kvtide.layers.linear_attention import GatedDelta
 from kvtide.layers.rope import Rope, rope, rope_parameters
+from kvtide.layers.self_attention import GatedAttention
 from kvtide.models.model import Decoder, Layer
 from kvtide.models.qwen3_moe import SparseMLP, choice
 

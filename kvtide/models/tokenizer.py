@@ -17,10 +17,10 @@ import tokenizers
 
 from kvtide.models.chat import ChatTemplate, Conversation
 from kvtide.models.checkpoint import Checkpoint
-from kvtide.models.errors import CheckpointError, TemplateError
-from kvtide.models.folder import read_json
 from kvtide.models.gguf.vocabulary import Vocabulary, build
-from kvtide.models.spelling import Spelling, byte_level, piece
+from kvtide.models.model_errors import CheckpointError, TemplateError
+from kvtide.models.safetensors_folder import read_json
+from kvtide.models.token_bytes import Spelling, byte_level, piece
 
 
 @dataclass(frozen=True, slots=True)

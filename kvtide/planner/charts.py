@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtide.planner.curve import (
+from kvtide.planner.chart_data import (
     GRID,
     INK,
     LIGHT,
@@ -28,7 +28,7 @@ from kvtide.planner.curve import (
     x_ticks,
     y_range,
 )
-from kvtide.planner.page import Table, html_page
+from kvtide.planner.html_page import HtmlTable, html_page
 
 
 class ChartError(RuntimeError):
@@ -59,7 +59,7 @@ def check_png() -> Any:
 
 
 def html(
-    curve: Curve, parameters: Mapping[str, str] | None = None, tables: Sequence[Table] = ()
+    curve: Curve, parameters: Mapping[str, str] | None = None, tables: Sequence[HtmlTable] = ()
 ) -> bytes:
     """The page: the chart, its numbers and the parameters that made them."""
     return html_page(curve, parameters or {}, tables).encode(errors="replace")

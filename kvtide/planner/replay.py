@@ -22,12 +22,12 @@ from kvtide.index import (
     CostBased,
     Hit,
     Index,
-    Lease,
+    IndexLease,
     Placement,
     Prompt,
     Stop,
 )
-from kvtide.planner.traces import Request, Trace
+from kvtide.planner.traces import Trace, TraceRequest
 from kvtide.spec import ModelMemory, Tier
 from kvtide.spec.sizing import pages_for
 
@@ -135,7 +135,7 @@ class Report:
         return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def replay(setup: Setup, requests: Iterable[Request]) -> Report:
+def replay(setup: Setup, requests: Iterable[TraceRequest]) -> Report:
     """Serve the requests in order from an empty cache."""
     run = _Replay(setup)
     for request in requests:
@@ -188,7 +188,7 @@ class _Replay:
 
     # -- one request ------------------------------------------------------------------------
 
-    def serve(self, request: Request) -> None:
+    def serve(self, request: TraceRequest) -> None:
         index, tokens = self._index, len(request.prompt)
         self._requests += 1
         self._prompt_tokens += tokens
@@ -201,7 +201,7 @@ class _Replay:
             self._unfit += 1
         index.release(lease)
 
-    def _bring_up(self, prompt: Prompt) -> tuple[Hit, dict[Tier, int], list[Stop], Lease]:
+    def _bring_up(self, prompt: Prompt) -> tuple[Hit, dict[Tier, int], list[Stop], IndexLease]:
         """Lease the deepest prefix that can be had on the device, and have it there."""
         index = self._index
         for slowest in reversed(self._tiers):
@@ -213,13 +213,13 @@ class _Replay:
             index.release(lease)
         raise AssertionError("what lies on the device needs no copy")
 
-    def _load(self, lease: Lease) -> bool:
+    def _load(self, lease: IndexLease) -> bool:
         """Bring the lease's pages up tier by tier; False where one has no room for them."""
         slowest = self._index.slowest(lease)
         below = [tier for tier in reversed(self._tiers) if tier <= slowest]
         return all(self._copy(lease, source, target) for source, target in pairwise(below))
 
-    def _compute(self, lease: Lease, tokens: int) -> bool:
+    def _compute(self, lease: IndexLease, tokens: int) -> bool:
         """Commit the prompt; False where its history does not fit.
 
         Where not all checkpoints fit at once, it is computed part by part as an engine does: each
@@ -242,18 +242,18 @@ class _Replay:
             self._commit(lease, upto)
         return True
 
-    def _commit(self, lease: Lease, tokens: int) -> None:
+    def _commit(self, lease: IndexLease, tokens: int) -> None:
         resident = self._index.resident_pages
         before = [resident(Tier.DEVICE, anchor) for anchor in self._anchors]
         self._index.commit(lease, tokens)
         for anchor, pages in zip(self._anchors, before, strict=True):
             self._committed[anchor] += resident(Tier.DEVICE, anchor) - pages
 
-    def _write_through(self, lease: Lease) -> None:
+    def _write_through(self, lease: IndexLease) -> None:
         for source, target in pairwise(self._tiers):
             self._copy(lease, source, target)
 
-    def _copy(self, lease: Lease, source: Tier, target: Tier) -> bool:
+    def _copy(self, lease: IndexLease, source: Tier, target: Tier) -> bool:
         link = _LINK_NAMES[source, target]
         arrival = self._index.copy(lease, source, target)
         if arrival is None:

@@ -16,17 +16,17 @@ from functools import partial
 
 from kvtide.index import DEFAULT_POLICY, Branches, CostBased, EveryPages, LastPage, Placement
 from kvtide.planner.replay import Report, Setup, replay, size_tiers
-from kvtide.planner.traces import Request, Trace
+from kvtide.planner.traces import Trace, TraceRequest
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.spec.sizing import bytes_for
 
 _REGULAR_TOKENS = (8192, 2048)
 
-Walk = Callable[[Trace, str], Iterable[Request]]
+Walk = Callable[[Trace, str], Iterable[TraceRequest]]
 """The requests of a trace in order; the words say what they are walked for."""
 
 
-def quietly(trace: Trace, label: str) -> Iterable[Request]:
+def quietly(trace: Trace, label: str) -> Iterable[TraceRequest]:
     """A walk that shows nothing."""
     return trace
 

@@ -41,7 +41,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class TraceRequest:
     """One prompt that arrives. The prompt is not the caller's to change."""
 
     arrival_s: float
@@ -57,9 +57,9 @@ class Trace:
     name: str
     requests: int
     prompt_tokens: int
-    source: Callable[[], Iterator[Request]]
+    source: Callable[[], Iterator[TraceRequest]]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         return self.source()
 
     def __len__(self) -> int:
@@ -258,10 +258,10 @@ class _Recording(ABC):
     def trace(self, name: str) -> Trace:
         return Trace(name, len(self._prompt_tokens), sum(self._prompt_tokens), self._requests)
 
-    def _requests(self) -> Iterator[Request]:
+    def _requests(self) -> Iterator[TraceRequest]:
         columns = zip(self._arrivals_s, self._output_tokens, self._sessions, strict=True)
         for number, (arrival_s, output_tokens, session) in enumerate(columns):
-            yield Request(arrival_s, self._prompt(number), output_tokens, session)
+            yield TraceRequest(arrival_s, self._prompt(number), output_tokens, session)
 
     @abstractmethod
     def _keep_prompt(self, fields: Mapping[str, Any]) -> int:

@@ -4,7 +4,8 @@
   agent   coding agents: tool turns over shared instructions and repositories, with sub-agents
   rag     questions about a few popular documents of a fixed corpus
 
-A workload is planned first: who asks when, and which texts make up the prompt. A `Text` is a run
+A workload is planned first: who asks when, and which texts make up the prompt. A `SyntheticText`
+is a run
 of made-up tokens that begins the same way however much of it is shown, so a conversation that
 grows is one text of which every turn shows more. Tokens are made while the trace is walked.
 The same options and seed give the same trace.
@@ -23,7 +24,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtide.planner.traces import BLOCK_TOKENS, Request, Tokens, Trace, TraceError, block_tokens
+from kvtide.planner.traces import (
+    BLOCK_TOKENS,
+    Tokens,
+    Trace,
+    TraceError,
+    TraceRequest,
+    block_tokens,
+)
 
 Number = TypeVar("Number", int, float)
 
@@ -93,14 +101,14 @@ class Rag:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class SyntheticText:
     """The first `tokens` tokens of the text that begins at a block number."""
 
     first_block: int
     tokens: int
 
-    def shown(self, tokens: int) -> Text:
-        return Text(self.first_block, tokens)
+    def shown(self, tokens: int) -> SyntheticText:
+        return SyntheticText(self.first_block, tokens)
 
     def token_ids(self) -> Tokens:
         blocks = np.arange(math.ceil(self.tokens / BLOCK_TOKENS), dtype=np.int64)
@@ -114,8 +122,8 @@ class Author:
         self.rng = np.random.default_rng(seed)
         self._next_block = 0
 
-    def write(self, tokens: int) -> Text:
-        text = Text(self._next_block, tokens)
+    def write(self, tokens: int) -> SyntheticText:
+        text = SyntheticText(self._next_block, tokens)
         self._next_block += math.ceil(tokens / BLOCK_TOKENS)
         return text
 
@@ -134,11 +142,11 @@ class Author:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TurnPlan:
     """One request before its tokens are made."""
 
     arrival_s: float
-    texts: tuple[Text, ...]
+    texts: tuple[SyntheticText, ...]
     output_tokens: int
     session: str
 
@@ -146,9 +154,9 @@ class Plan:
     def prompt_tokens(self) -> int:
         return sum(text.tokens for text in self.texts)
 
-    def request(self) -> Request:
+    def request(self) -> TraceRequest:
         prompt = np.concatenate([text.token_ids() for text in self.texts])
-        return Request(self.arrival_s, prompt, self.output_tokens, self.session)
+        return TraceRequest(self.arrival_s, prompt, self.output_tokens, self.session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,7 @@ class Opening:
 
     session: str
     start_s: float
-    preamble: tuple[Text, ...]
+    preamble: tuple[SyntheticText, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +177,7 @@ class Turns:
     pauses_s: npt.NDArray[np.float64]
 
 
-def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[Plan]:
+def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[TurnPlan]:
     """One plan per turn; what was said and answered is a single text of which each shows more."""
     ends = np.cumsum(turns.said + turns.answered)
     conversation = author.write(int(ends[-1]))
@@ -177,7 +185,7 @@ def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[Plan]:
     arrivals_s = opening.start_s + np.cumsum(took_s) - took_s
     columns = (arrivals_s.tolist(), ends.tolist(), turns.answered.tolist())
     return [
-        Plan(
+        TurnPlan(
             arrival_s,
             (*opening.preamble, conversation.shown(end - answer)),
             answer,
@@ -190,11 +198,11 @@ def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[Plan]:
 # -- the three workloads --------------------------------------------------------------------
 
 
-def _chat(options: Chat) -> list[Plan]:
+def _chat(options: Chat) -> list[TurnPlan]:
     author = Author(options.seed)
     system = author.write(options.system)
     starts_s = author.poisson_s(options.users_per_minute, options.users)
-    plans: list[Plan] = []
+    plans: list[TurnPlan] = []
     for user, start_s in enumerate(starts_s.tolist()):
         turns = Turns(
             said=author.lengths(options.question, options.turns),
@@ -205,13 +213,13 @@ def _chat(options: Chat) -> list[Plan]:
     return plans
 
 
-def _agent(options: Agent) -> list[Plan]:
+def _agent(options: Agent) -> list[TurnPlan]:
     author = Author(options.seed)
     system = author.write(options.system)
     repositories = [author.write(options.repository) for _ in range(options.repositories)]
     chosen = author.rng.integers(options.repositories, size=options.sessions)
     starts_s = author.poisson_s(options.sessions_per_minute, options.sessions)
-    plans: list[Plan] = []
+    plans: list[TurnPlan] = []
     for number, (start_s, which) in enumerate(zip(starts_s.tolist(), chosen, strict=True)):
         opening = Opening(f"agent-{number}", start_s, (system, repositories[which]))
         main = _dialogue(author, opening, _tool_turns(options, author, options.turns))
@@ -233,7 +241,7 @@ def _tool_turns(options: Agent, author: Author, turns: int) -> Turns:
     )
 
 
-def _branch(author: Author, main: Sequence[Plan], turn: int) -> Opening:
+def _branch(author: Author, main: Sequence[TurnPlan], turn: int) -> Opening:
     """A sub-agent starts when `turn` is answered, from what that or an earlier turn had seen."""
     parent = main[turn]
     start_s = parent.arrival_s + parent.output_tokens * _SECONDS_PER_OUTPUT_TOKEN
@@ -241,7 +249,7 @@ def _branch(author: Author, main: Sequence[Plan], turn: int) -> Opening:
     return Opening(f"{parent.session}-{turn}", start_s, known.texts)
 
 
-def _rag(options: Rag) -> list[Plan]:
+def _rag(options: Rag) -> list[TurnPlan]:
     if options.retrieved > options.documents:
         raise TraceError(
             f"rag: retrieved={options.retrieved} documents of a corpus of {options.documents}; "
@@ -262,7 +270,7 @@ def _rag(options: Rag) -> list[Plan]:
             options.documents, size=options.retrieved, replace=False, p=popularity
         )
         texts = (system, *(corpus[i] for i in found), author.write(questions[number]))
-        plans.append(Plan(arrivals_s[number], texts, answers[number], f"question-{number}"))
+        plans.append(TurnPlan(arrivals_s[number], texts, answers[number], f"question-{number}"))
     return plans
 
 
@@ -275,7 +283,7 @@ class Workload:
 
     name: str
     options: type[Chat | Agent | Rag]
-    plan: Callable[[Any], list[Plan]]
+    plan: Callable[[Any], list[TurnPlan]]
 
     def __call__(self, **options: int | float) -> Trace:
         known = self.known()
@@ -352,6 +360,6 @@ def _written(name: str, options: Mapping[str, int | float]) -> str:
     return f"{name}:{listed}" if listed else name
 
 
-def _requests(plans: Sequence[Plan]) -> Iterator[Request]:
+def _requests(plans: Sequence[TurnPlan]) -> Iterator[TraceRequest]:
     for plan in plans:
         yield plan.request()

@@ -26,19 +26,19 @@ from contextlib import aclosing
 from aiohttp import web
 
 from kvtide.engine import RequestError
-from kvtide.models.errors import TemplateError
-from kvtide.server.answering import Answer, Json, Piece, usage
-from kvtide.server.asking import Fields, Reader, Wanted, read_json
+from kvtide.models.model_errors import TemplateError
 from kvtide.server.cache_report import cache_report
+from kvtide.server.engine_commands import Flush
+from kvtide.server.engine_setup import Serving
 from kvtide.server.metrics import Metrics
-from kvtide.server.opening import Serving
-from kvtide.server.orders import Flush
-from kvtide.server.service import OverloadedError, Service, ServiceEndedError, Stream
+from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
+from kvtide.server.response_formatting import Answer, Delta, Json, usage
+from kvtide.server.service import OverloadedError, ResponseStream, Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.storage_routes import StorageRoutes
 from kvtide.spec import Tier
 
-MOST_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 CLOSING_S = 1.0
 """How long the last bytes of answers may take when the server closes."""
 TIERS = {"device": (Tier.DEVICE,), "host": (Tier.HOST,), "all": (Tier.DEVICE, Tier.HOST)}
@@ -57,7 +57,7 @@ class App:
         self._settings = settings
         self._name = serving.name
         self._tokenizer = serving.engine.tokenizer
-        self._reader = Reader(serving.engine, serving.name, seeded=settings.deterministic)
+        self._reader = RequestParser(serving.engine, serving.name, seeded=settings.deterministic)
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)
         self._metrics = Metrics(service.pace)
@@ -74,7 +74,7 @@ class App:
 
     def _routes(self) -> web.Application:
         app = web.Application(
-            middlewares=[self._refusals, self._keys], client_max_size=MOST_BODY_BYTES
+            middlewares=[self._refusals, self._keys], client_max_size=MAX_BODY_BYTES
         )
         app.add_routes(
             [
@@ -99,7 +99,7 @@ class App:
         return await self._generate(request, self._reader.chat)
 
     async def _generate(
-        self, request: web.Request, read: Callable[[Fields], Wanted]
+        self, request: web.Request, read: Callable[[Fields], ParsedRequest]
     ) -> web.StreamResponse:
         raw = await request.read()
         if self.draining:
@@ -117,7 +117,7 @@ class App:
             self.open -= 1
 
     async def _answered(
-        self, request: web.Request, wanted: Wanted, streams: Sequence[Stream]
+        self, request: web.Request, wanted: ParsedRequest, streams: Sequence[ResponseStream]
     ) -> web.StreamResponse:
         answer = Answer(wanted, self._name, self._tokenizer)
         if wanted.stream:
@@ -125,11 +125,15 @@ class App:
         pieces = await asyncio.gather(*(_collected(answer, stream) for stream in streams))
         return web.json_response(answer.whole(pieces, self._usage(wanted, streams)))
 
-    def _usage(self, wanted: Wanted, streams: Sequence[Stream]) -> Json:
+    def _usage(self, wanted: ParsedRequest, streams: Sequence[ResponseStream]) -> Json:
         return usage(streams, wanted.choices, self._service.pace, details=wanted.cache_details)
 
     async def _streamed(
-        self, request: web.Request, wanted: Wanted, answer: Answer, streams: Sequence[Stream]
+        self,
+        request: web.Request,
+        wanted: ParsedRequest,
+        answer: Answer,
+        streams: Sequence[ResponseStream],
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -227,9 +231,9 @@ def _same(sent: str, key: str) -> bool:
     return hmac.compare_digest(left, right)
 
 
-async def _collected(answer: Answer, stream: Stream) -> Piece:
+async def _collected(answer: Answer, stream: ResponseStream) -> Delta:
     """A whole choice."""
-    rest = Piece()
+    rest = Delta()
     async for update in stream:
         rest.add(update)
     piece = answer.prompt_piece(stream)
@@ -238,11 +242,11 @@ async def _collected(answer: Answer, stream: Stream) -> Piece:
     return piece
 
 
-async def _chunks(answer: Answer, streams: Sequence[Stream]) -> AsyncGenerator[Json]:
+async def _chunks(answer: Answer, streams: Sequence[ResponseStream]) -> AsyncGenerator[Json]:
     """The choices' pieces as they come, one choice's between another's."""
     joined: asyncio.Queue[Json | BaseException | None] = asyncio.Queue()
 
-    async def follow(number: int, stream: Stream) -> None:
+    async def follow(number: int, stream: ResponseStream) -> None:
         try:
             async for chunk in _chunks_of(answer, number, stream):
                 joined.put_nowait(chunk)
@@ -262,12 +266,12 @@ async def _chunks(answer: Answer, streams: Sequence[Stream]) -> AsyncGenerator[J
             task.cancel()
 
 
-async def _chunks_of(answer: Answer, number: int, stream: Stream) -> AsyncIterator[Json]:
+async def _chunks_of(answer: Answer, number: int, stream: ResponseStream) -> AsyncIterator[Json]:
     if (opening := answer.opening(number)) is not None:
         yield opening
     begun = False
     async for update in stream:
-        piece = Piece() if begun else answer.prompt_piece(stream)
+        piece = Delta() if begun else answer.prompt_piece(stream)
         begun = True
         piece.add(update)
         yield answer.chunk(number, piece)
@@ -294,7 +298,7 @@ def _explained(request: web.Request, error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.path} does not take {request.method}; use {error.headers['Allow']}"
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return f"the body has more than {MOST_BODY_BYTES >> 20} MiB; send a smaller one"
+        return f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send a smaller one"
     return error.text or error.reason
 
 

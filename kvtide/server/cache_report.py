@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtide.engine import Engine
-from kvtide.server.storage import storage_report
+from kvtide.server.store_setup import storage_report
 from kvtide.spec import Tier
 
 
@@ -17,7 +17,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
         "requests": {
             "running": len(engine.scheduler.running),
             "waiting": engine.scheduler.waiting,
-            "most_tokens": engine.most_tokens,
+            "max_sequence_tokens": engine.max_sequence_tokens,
         },
         "settings": {
             "device": config.device,

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
 from kvtide.engine.oracle import Checks, Oracle
-from kvtide.server.pace import Pace
-from kvtide.server.service import Stream
+from kvtide.server.rate_estimate import RateEstimate
+from kvtide.server.service import ResponseStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -19,7 +19,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 class Metrics:
     """Streams are counted on the event loop; `text` is called by the engine's thread."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: RateEstimate) -> None:
         self._pace = pace
         self._registry = CollectorRegistry()
         self._ends = Counter(
@@ -47,10 +47,10 @@ class Metrics:
             registry=self._registry,
         )
 
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: ResponseStream) -> None:
         request = stream.request
         self._ends.labels((request.finish or Finish.ABORT).value).inc()
-        self._prompt.inc(len(request.ask.tokens))
+        self._prompt.inc(len(request.params.tokens))
         self._generated.inc(len(request.output))
         for tier, tokens in request.by_tier.items():
             self._cached.labels(tier.name.lower()).inc(tokens)

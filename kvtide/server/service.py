@@ -21,9 +21,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvtide.engine import Ask, Engine, Request, Update
-from kvtide.server.orders import Abort, Leader, Order, Step, Submit
-from kvtide.server.pace import Pace
+from kvtide.engine import Engine, Request, RequestParams, Update
+from kvtide.server.engine_commands import Abort, EngineCommand, Leader, RunStep, Submit
+from kvtide.server.rate_estimate import RateEstimate
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class ServiceEndedError(Exception):
 
 
 @dataclass(eq=False)
-class Stream:
+class ResponseStream:
     """One request's updates, as they come. Times are seconds of `time.monotonic`."""
 
     request: Request
@@ -74,27 +74,27 @@ class Stream:
 
 
 class Service:
-    """`most_requests` run or wait at a time; `listeners` are told of every stream that ended."""
+    """`max_requests` run or wait at a time; `listeners` are told of every stream that ended."""
 
-    def __init__(self, leader: Leader, most_requests: int) -> None:
-        self.most_requests = most_requests
+    def __init__(self, leader: Leader, max_requests: int) -> None:
+        self.max_requests = max_requests
         self.broken: Exception | None = None
-        self.pace = Pace()
-        self.listeners: list[Callable[[Stream], None]] = []
+        self.pace = RateEstimate()
+        self.listeners: list[Callable[[ResponseStream], None]] = []
         self._leader, self._engine = leader, leader.engine
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._streams: dict[Request, Stream] = {}
+        self._streams: dict[Request, ResponseStream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._work, name="kvtide-engine", daemon=True)
         self._thread.start()
 
     # -- from the event loop ----------------------------------------------------------------
 
-    async def submit(self, asks: Sequence[Ask]) -> list[Stream]:
+    async def submit(self, asks: Sequence[RequestParams]) -> list[ResponseStream]:
         """Queue requests, all of them or none; raises what the engine says against them."""
         began = time.monotonic()
-        streams: list[Stream] = []
+        streams: list[ResponseStream] = []
         try:
             await self.call(lambda engine: self._accept(engine, asks, began, streams))
         except asyncio.CancelledError:
@@ -113,15 +113,15 @@ class Service:
         self._inbox.put(lambda: self._answer(answer, function))
         return await answer
 
-    async def order(self, order: Order[T]) -> T:
+    async def order(self, order: EngineCommand[T]) -> T:
         """Have all ranks do something between two steps; what came of it here."""
         return await self.call(lambda engine: self._leader.do(order))
 
-    def leave(self, order: Order[object]) -> None:
+    def leave(self, order: EngineCommand[object]) -> None:
         """Have all ranks do something that nobody waits for."""
         self._inbox.put(lambda: self._leader.do(order))
 
-    def abort(self, streams: Sequence[Stream]) -> None:
+    def abort(self, streams: Sequence[ResponseStream]) -> None:
         """Whoever wanted these has gone: their pages come back at the next step."""
         for stream in streams:
             if self._streams.pop(stream.request, None) is not None:
@@ -158,7 +158,7 @@ class Service:
             return ServiceEndedError("the engine has stopped; restart the server")
         return ServiceEndedError("the server is shutting down; ask another one")
 
-    def _tell(self, stream: Stream) -> None:
+    def _tell(self, stream: ResponseStream) -> None:
         for listener in self.listeners:
             listener(stream)
 
@@ -176,22 +176,26 @@ class Service:
     # -- on the engine's thread -------------------------------------------------------------
 
     def _accept(
-        self, engine: Engine, asks: Sequence[Ask], began: float, streams: list[Stream]
+        self,
+        engine: Engine,
+        asks: Sequence[RequestParams],
+        began: float,
+        streams: list[ResponseStream],
     ) -> None:
         """Queue them. Their streams are known to the loop before any update can reach it."""
-        for ask in asks:
-            engine.check(ask)
+        for params in asks:
+            engine.check(params)
         waiting = engine.scheduler.waiting
         present = waiting + len(engine.scheduler.running)
-        if present and present + len(asks) > self.most_requests:
+        if present and present + len(asks) > self.max_requests:
             raise OverloadedError(present, self.pace.retry_s(waiting))
-        orders = [Submit(ask, engine.token_s) for ask in asks]
-        streams += [Stream(self._leader.do(order), began) for order in orders]
+        orders = [Submit(params, engine.token_s) for params in asks]
+        streams += [ResponseStream(self._leader.do(order), began) for order in orders]
         self._loop.call_soon_threadsafe(
             self._streams.update, {stream.request: stream for stream in streams}
         )
 
-    def _forget(self, streams: Sequence[Stream]) -> None:
+    def _forget(self, streams: Sequence[ResponseStream]) -> None:
         self._loop.call_soon_threadsafe(self.abort, streams)
 
     def _answer(self, answer: asyncio.Future[T], function: Callable[[Engine], T]) -> None:
@@ -237,7 +241,7 @@ class Service:
     def _step(self) -> None:
         engine = self._engine
         began = time.monotonic()
-        updates = self._leader.do(Step())
+        updates = self._leader.do(RunStep())
         now = time.monotonic()
         self.pace.stepped(engine.computed, now - began, len(updates))
         engine.token_s = self.pace.prefill_token_s

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
-from kvtide.cache.config import PATIENCE
-from kvtide.cache.writing import POLICIES
+from kvtide.cache.cache_config import PATIENCE
+from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
-from kvtide.server.console import CommandError, parse_bytes
+from kvtide.server.byte_sizes import parse_bytes
+from kvtide.server.command_error import CommandError
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
 
@@ -35,7 +36,7 @@ BACKENDS = tuple(sorted({name for _, name in CELLS}))
 NO_STORAGE = "none"
 _HERE = ("file:", "memory:")
 _USUAL = FetchPatience()
-_LEAST_HERE = 64
+_MIN_HERE = 64
 """A store on this machine is asked in no time: what is a page of most models is worth it."""
 
 ALTERNATIVES = (("device_tokens", "device_bytes"), ("host_tokens", "host_bytes", "host_ratio"))
@@ -187,13 +188,13 @@ class Settings:
     prefetch_most_seconds: float | None = setting(
         None,
         _seconds(),
-        f"but not longer than this; {_USUAL.most_s:g}, {_USUAL.complete_s:g} with wait_complete",
+        f"but not longer than this; {_USUAL.max_s:g}, {_USUAL.complete_s:g} with wait_complete",
         "S",
     )
     prefetch_least_tokens: int | None = setting(
         None,
         _count(),
-        f"storage is not asked for less; {_LEAST_HERE} on this machine, else {_USUAL.least_tokens}",
+        f"storage is not asked for less; {_MIN_HERE} on this machine, else {_USUAL.min_tokens}",
         "N",
     )
 
@@ -258,8 +259,8 @@ class Settings:
             return False
 
     @property
-    def most_requests(self) -> int:
-        """A full batch, and those that wait for a seat in it."""
+    def max_requests(self) -> int:
+        """A full batch, and those that wait for a topology in it."""
         return min(self.max_running, self.step_tokens) + self.max_waiting
 
     @property
@@ -291,14 +292,14 @@ class Settings:
         """How long requests wait for storage, and for how little they do not ask."""
         most, least = self.prefetch_most_seconds, self.prefetch_least_tokens
         here = self.storage is None or self.storage.startswith(_HERE)
-        usual = _LEAST_HERE if here else _USUAL.least_tokens
+        usual = _MIN_HERE if here else _USUAL.min_tokens
         return FetchPatience(
             policy=self.prefetch_policy,
             base_s=self.prefetch_base_seconds,
             per_1k_s=self.prefetch_per_1k_seconds,
-            most_s=_USUAL.most_s if most is None else most,
+            max_s=_USUAL.max_s if most is None else most,
             complete_s=_USUAL.complete_s if most is None else most,
-            least_tokens=usual if least is None else least,
+            min_tokens=usual if least is None else least,
         )
 
 

@@ -28,10 +28,10 @@ from aiohttp import web
 
 from kvtide.cache import TierError
 from kvtide.engine import Engine, RequestError
-from kvtide.server.asking import read_json
-from kvtide.server.orders import Attach, Clear, Detach, IsOpen, LetGo, Open
+from kvtide.server.engine_commands import Attach, Clear, Detach, IsOpen, LetGo, Open
+from kvtide.server.request_parsing import read_json
 from kvtide.server.service import Service, ServiceEndedError
-from kvtide.server.storage import Json, storage_report
+from kvtide.server.store_setup import Json, storage_report
 from kvtide.storage import Store, StoreError, StoreStatus
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ OPEN_S = 60.0
 LEAVE_S = 10.0
 STATUS_S = 5.0
 CLEAR_S = 60.0
-MOST_S = 3600.0
+MAX_S = 3600.0
 GRACE_S = 1.0
 """How much longer than asked for a detaching is waited for: giving up takes a moment too."""
 _POLL_S = 0.01
@@ -196,6 +196,6 @@ def _timeout(request: web.Request, usual: float) -> float:
 
 
 def _seconds(value: float) -> float:
-    if not 0 <= value <= MOST_S:
-        raise RequestError(f"timeout_seconds is {value:g}; send 0 to {MOST_S:g}")
+    if not 0 <= value <= MAX_S:
+        raise RequestError(f"timeout_seconds is {value:g}; send 0 to {MAX_S:g}")
     return value

@@ -11,7 +11,7 @@
 """
 
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
-from kvtide.storage.opening import open_store
+from kvtide.storage.registry import open_store
 from kvtide.storage.store import Removed, Store, StoreError, StoreStatus
 
 __all__ = [

@@ -17,7 +17,7 @@ from kvtide.tiers.arena import (
 )
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
-from kvtide.tiers.sizing import Bytes, Ratio, TierSize, Tokens, capacity_pages
+from kvtide.tiers.tier_size import Bytes, Ratio, TierSize, Tokens, capacity_pages
 
 __all__ = [
     "Arena",

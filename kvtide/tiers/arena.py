@@ -57,13 +57,13 @@ class MachineMemory:
     available_bytes: int
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The largest arena that leaves FREE_SHARE alone; 0 or less when there is no room."""
         return self.available_bytes - int(self.total_bytes * FREE_SHARE)
 
     def share(self, share: float) -> int:
         """So much of what is to be had, but not more than an arena may take."""
-        return min(int(share * self.available_bytes), self.most_bytes)
+        return min(int(share * self.available_bytes), self.max_bytes)
 
     def within(self, limit: MachineMemory) -> MachineMemory:
         """This memory where a limit binds as well: the smaller of each counts."""
@@ -305,10 +305,10 @@ def _rows(path: Path) -> dict[str, int]:
 def _refuse_beyond(tier: str, wanted_bytes: int, owner: str, memory: MachineMemory) -> None:
     """Raise unless the memory holds so many bytes and keeps its free share."""
     assert wanted_bytes >= 0, f"a {tier} arena of {wanted_bytes} bytes"
-    if wanted_bytes <= max(0, memory.most_bytes):
+    if wanted_bytes <= max(0, memory.max_bytes):
         return
-    if memory.most_bytes > 0:
-        remedy = f"use a {tier} size of at most {_at_most(memory.most_bytes)}"
+    if memory.max_bytes > 0:
+        remedy = f"use a {tier} size of at most {_at_most(memory.max_bytes)}"
     else:
         remedy = f"free memory there first: {FREE_SHARE:.0%} of it stay free, and less is"
     raise TierError(

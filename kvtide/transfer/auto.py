@@ -22,14 +22,14 @@ from kvtide.transfer.strided import PieceTable, Strided, Way
 LENGTHS_BYTES = (2048, 8192, 32768, 65536, 131072, 196608, 262144, 524288)
 """Among them what a group of a large model's layers brings per page (`copier.GROUP_PAGE_BYTES`)."""
 NEARLY_EVEN = 0.85
-_MOST_RUNS = 256
+_MAX_RUNS = 256
 _TIMED_BYTES = 256 << 20
-_MOST_IN_A_ROW = 16
+_MAX_IN_A_ROW = 16
 _REPETITIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LinkMeasurement:
     """Bytes per second of both backends with runs of one length."""
 
     way: Way
@@ -81,7 +81,7 @@ def measured_auto(device: Buffers, host: Buffers) -> Auto:
     return Auto(kernel, direct, {way: shortest_direct(results, way) for way in Way})
 
 
-def shortest_direct(results: list[Measured], way: Way) -> int:
+def shortest_direct(results: list[LinkMeasurement], way: Way) -> int:
     """The length from which on the copy engine wins every measurement of this direction."""
     least = 2 * LENGTHS_BYTES[-1]
     for result in sorted(results, key=lambda one: -one.run_bytes):
@@ -92,11 +92,13 @@ def shortest_direct(results: list[Measured], way: Way) -> int:
     return least
 
 
-def measure(device: Buffers, host: Buffers, kernel: Backend, direct: Backend) -> list[Measured]:
+def measure(
+    device: Buffers, host: Buffers, kernel: Backend, direct: Backend
+) -> list[LinkMeasurement]:
     """Time scattered runs of every length that the tiers have room for, in both directions."""
     room = min(device.data.numel(), host.data.numel())
     return [
-        Measured(
+        LinkMeasurement(
             way,
             length,
             _bytes_s(direct, _scattered(way, device, host, length)),
@@ -112,7 +114,7 @@ def _scattered(way: Way, device: Buffers, host: Buffers, length: int) -> Strided
     """Runs of one length, every other place, in two different random orders."""
     source, target = (host, device) if way is Way.LOAD else (device, host)
     places = min(source.data.numel(), target.data.numel()) // length
-    count = min(_MOST_RUNS, places // 2)
+    count = min(_MAX_RUNS, places // 2)
     order = np.random.default_rng(length)
 
     def column(value: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -137,7 +139,7 @@ def _scattered(way: Way, device: Buffers, host: Buffers, length: int) -> Strided
 
 def _bytes_s(backend: Backend, work: Strided) -> float:
     """The best of a few timings of many copies in a row, after one that warms up."""
-    in_a_row = min(_MOST_IN_A_ROW, -(-_TIMED_BYTES // work.bytes))
+    in_a_row = min(_MAX_IN_A_ROW, -(-_TIMED_BYTES // work.bytes))
     stream = _aside()
     best = float("inf")
     with torch.cuda.stream(stream):

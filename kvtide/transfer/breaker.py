@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 REST_S = 5.0
 
 
 class Breaker:
-    """Calls go through until MOST_FAILURES in a row failed; then one every REST_S, as a probe.
+    """Calls go through until MAX_FAILURES in a row failed; then one every REST_S, as a probe.
 
     closed ──three failures in a row──▶ open ──rest is over──▶ one probe ──ok──▶ closed
                                          ▲                        │
@@ -28,12 +28,12 @@ class Breaker:
     @property
     def open(self) -> bool:
         """Whether calls would be refused now. Asking uses up no probe."""
-        return self._failures >= MOST_FAILURES and self._clock() < self._resting_until
+        return self._failures >= MAX_FAILURES and self._clock() < self._resting_until
 
     def allows(self) -> bool:
         """Whether a call may go through; a probe keeps others out until it is known."""
         with self._lock:
-            if self._failures < MOST_FAILURES:
+            if self._failures < MAX_FAILURES:
                 return True
             if self._clock() < self._resting_until:
                 return False
@@ -47,6 +47,6 @@ class Breaker:
     def failed(self) -> None:
         with self._lock:
             self._failures += 1
-            if self._failures >= MOST_FAILURES:
-                self.trips += self._failures == MOST_FAILURES
+            if self._failures >= MAX_FAILURES:
+                self.trips += self._failures == MAX_FAILURES
                 self._resting_until = self._clock() + REST_S

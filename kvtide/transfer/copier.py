@@ -25,10 +25,10 @@ from kvtide.transfer.timeline import Event, Timeline
 GROUP_PAGE_BYTES = 192 * 1024
 """What a group of layers should at least bring per page: smaller copies waste the link."""
 
-LEAST_GROUPS = 3
+MIN_GROUPS = 3
 """Of a model that keeps little, whose groups bring less: a pass begins before all is there."""
 
-MOST_GROUPS = 16
+MAX_GROUPS = 16
 
 
 class Issuer(Protocol):
@@ -160,14 +160,14 @@ class Copier:
         )
 
 
-def layer_groups(memory: ModelMemory, most: int = MOST_GROUPS) -> tuple[range, ...]:
+def layer_groups(memory: ModelMemory, most: int = MAX_GROUPS) -> tuple[range, ...]:
     """The model's layers in order, cut into groups that bring about the same number of bytes."""
     page = memory.page_tokens
     histories = [pool for pool in memory.pools if pool.reuse.reach is ALL and pool.layers]
     counted = histories or memory.pools
     layers = range(memory.end_layer) if memory.part is None else memory.part.layers
     sizes = [sum(p.row_bytes(page) for p in counted if layer in p.layers) for layer in layers]
-    count = min(most, len(layers), max(LEAST_GROUPS, sum(sizes) // GROUP_PAGE_BYTES))
+    count = min(most, len(layers), max(MIN_GROUPS, sum(sizes) // GROUP_PAGE_BYTES))
     ends = np.searchsorted(np.cumsum(sizes), np.arange(1, count) * sum(sizes) / count) + 1
     cuts = sorted({0, *(int(end) for end in ends), len(layers)})
     first = layers.start

@@ -22,10 +22,10 @@ import torch
 
 from kvtide.transfer.strided import Strided, runs
 
-MOST_COPIES = 128
+MAX_COPIES = 128
 """Copies per call: enough to hide what a call costs, few enough for the engine to start early."""
 
-MOST_IN_FLIGHT = 256
+MAX_IN_FLIGHT = 256
 """Copies handed over and not done, per stream: far more than keep the engine busy."""
 
 _IN_STREAM_ORDER = 1
@@ -64,10 +64,10 @@ class Direct:
         addresses = [column.ctypes.data for column in columns]
         stream = torch.cuda.current_stream().cuda_stream
         for first, last in pairwise(bounds):
-            for start in range(first, last, MOST_COPIES):
-                count = min(MOST_COPIES, last - start)
+            for start in range(first, last, MAX_COPIES):
+                count = min(MAX_COPIES, last - start)
                 in_flight = self._in_flight.setdefault(stream, deque())
-                while in_flight and sum(n for n, _ in in_flight) > MOST_IN_FLIGHT - count:
+                while in_flight and sum(n for n, _ in in_flight) > MAX_IN_FLIGHT - count:
                     in_flight.popleft()[1].synchronize()
                 self._submit([address + 8 * start for address in addresses], count, stream)
                 event = torch.cuda.Event(blocking=True)

@@ -27,8 +27,8 @@ from kvtide.storage.objects import CorruptObjectError, ObjectFormat
 from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
 from kvtide.transfer.breaker import Breaker
-from kvtide.transfer.errands import Batch, Lookup, Paging, Reading, StoredPage, Writing
-from kvtide.transfer.places import Places, Staging
+from kvtide.transfer.host_pages import BounceBuffers, HostPages
+from kvtide.transfer.storage_requests import Lookup, PageBatch, Paging, Reading, StoredPage, Writing
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class StoreLink:
         self.read_bytes_s: float | None = None
         self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
         self._formats = formats
-        self._places = Places(host, formats)
+        self._places = HostPages(host, formats)
         self._batch_bytes = batch_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class StoreLink:
         """Have a worker ask the store something else, behind what is being written."""
         answer: Future[T] = Future()
 
-        def run(staging: Staging) -> bool:
+        def run(staging: BounceBuffers) -> bool:
             if not answer.set_running_or_notify_cancel():
                 return False  # Whoever asked has stopped waiting.
             try:
@@ -164,7 +164,10 @@ class StoreLink:
         return False
 
     def _turn(
-        self, paging: Paging, do: Callable[[Batch, Staging], list[bool]], staging: Staging
+        self,
+        paging: Paging,
+        do: Callable[[PageBatch, BounceBuffers], list[bool]],
+        staging: BounceBuffers,
     ) -> bool:
         """One batch of an errand; True if it wants another turn."""
         batch = paging.claim()
@@ -179,7 +182,7 @@ class StoreLink:
             paging.fail(batch, self._note(error))
         return True
 
-    def _read(self, reading: Reading, batch: Batch, staging: Staging) -> list[bool]:
+    def _read(self, reading: Reading, batch: PageBatch, staging: BounceBuffers) -> list[bool]:
         pages = reading.pages[batch.start : batch.end]
         formats = reading.formats[batch.start : batch.end]
         keys = [object_key(page.key, page.anchor) for page in pages]
@@ -218,7 +221,7 @@ class StoreLink:
             self._note(error)
         return None
 
-    def _write(self, writing: Writing, batch: Batch, staging: Staging) -> list[bool]:
+    def _write(self, writing: Writing, batch: PageBatch, staging: BounceBuffers) -> list[bool]:
         pages = writing.pages[batch.start : batch.end]
         keys = [object_key(page.key, page.anchor) for page in pages]
         known: list[bool] = self._answers("exists", keys)
@@ -245,7 +248,7 @@ class StoreLink:
     # -- the steps --------------------------------------------------------------------------
 
     def _memory(
-        self, pages: Sequence[StoredPage], formats: Sequence[ObjectFormat], staging: Staging
+        self, pages: Sequence[StoredPage], formats: Sequence[ObjectFormat], staging: BounceBuffers
     ) -> tuple[list[memoryview], list[bool]]:
         """Where each object lies: in its host page, or else in the staging buffer."""
         found = [self._places.in_place(page.anchor, page.slot) for page in pages]
@@ -304,7 +307,7 @@ class StoreLink:
         return [self._formats[page.anchor] for page in pages]
 
 
-Turn = Callable[[Staging], bool]
+Turn = Callable[[BounceBuffers], bool]
 
 
 class _Crew:
@@ -342,7 +345,7 @@ class _Crew:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
-        staging = Staging(self._clock)
+        staging = BounceBuffers(self._clock)
         while (turn := self._turns.get()) is not None:
             self._since[number] = self._clock()
             try:

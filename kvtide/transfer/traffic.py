@@ -16,7 +16,7 @@ from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import Event
-from kvtide.transfer.transfer import H, State, Transfer
+from kvtide.transfer.transfer import H, Transfer, TransferState
 
 
 class Verdict(IntEnum):
@@ -56,7 +56,7 @@ class Traffic(Generic[H]):
 
     def reserve(self, transfer: Transfer[H], holding: H, moves: tuple[PageMove, ...]) -> None:
         """It has its slots in every anchor, and can leave with the next submission."""
-        transfer.to(State.RESERVED)
+        transfer.to(TransferState.RESERVED)
         transfer.holding, transfer.moves = holding, moves
 
     def mark(self) -> None:
@@ -76,7 +76,7 @@ class Traffic(Generic[H]):
 
         A submission that raises is a failed flight: its transfers are judged like all others.
         """
-        leaving = [t for t in self if t.way is way and t.state is State.RESERVED]
+        leaving = [t for t in self if t.way is way and t.state is TransferState.RESERVED]
         if not leaving:
             return 0
         ticket = error = None
@@ -86,13 +86,13 @@ class Traffic(Generic[H]):
         except Exception as raised:
             error = raised
         for transfer in leaving:
-            transfer.to(State.FLYING)
+            transfer.to(TransferState.FLYING)
             transfer.ticket, transfer.error = ticket, error
         return len(leaving)
 
     def flying(self) -> list[Transfer[H]]:
         """Oldest first."""
-        return [transfer for transfer in self if transfer.state is State.FLYING]
+        return [transfer for transfer in self if transfer.state is TransferState.FLYING]
 
     def verdict(self, transfer: Transfer[H]) -> Verdict:
         ticket = transfer.ticket
@@ -103,7 +103,7 @@ class Traffic(Generic[H]):
         transfer.error = ticket.error
         return Verdict.LANDED if ticket.error is None else Verdict.FAILED
 
-    def end(self, transfer: Transfer[H], state: State) -> None:
+    def end(self, transfer: Transfer[H], state: TransferState) -> None:
         """Landed or failed: from now on it holds nothing."""
         transfer.to(state)
         transfer.holding = None

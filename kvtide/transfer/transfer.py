@@ -13,7 +13,7 @@ from kvtide.transfer.strided import Way
 H = TypeVar("H")
 
 
-class State(Enum):
+class TransferState(Enum):
     PLANNED = "planned"
     RESERVED = "reserved"
     FLYING = "flying"
@@ -22,11 +22,11 @@ class State(Enum):
 
 
 _NEXT = {
-    State.PLANNED: {State.RESERVED, State.LANDED, State.FAILED},
-    State.RESERVED: {State.FLYING, State.FAILED},
-    State.FLYING: {State.LANDED, State.FAILED},
-    State.LANDED: set(),
-    State.FAILED: set(),
+    TransferState.PLANNED: {TransferState.RESERVED, TransferState.LANDED, TransferState.FAILED},
+    TransferState.RESERVED: {TransferState.FLYING, TransferState.FAILED},
+    TransferState.FLYING: {TransferState.LANDED, TransferState.FAILED},
+    TransferState.LANDED: set(),
+    TransferState.FAILED: set(),
 }
 
 
@@ -47,14 +47,14 @@ class Transfer(Generic[H]):
 
     number: int
     way: Way
-    state: State = State.PLANNED
+    state: TransferState = TransferState.PLANNED
     holding: H | None = None
     moves: tuple[PageMove, ...] = ()
     ticket: Ticket | None = None
     error: BaseException | None = None
     late: bool = False
 
-    def to(self, state: State) -> None:
+    def to(self, state: TransferState) -> None:
         assert state in _NEXT[self.state], f"a transfer cannot go {self.state} → {state}"
         self.state = state
 

@@ -9,10 +9,18 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from kvtide.bench.gpu import ceilings, costs, peer, plot, restoring, speed, turns
-from kvtide.bench.gpu.bed import Bed, alternating
+from kvtide.bench.gpu import (
+    ceilings,
+    multi_turn,
+    overheads,
+    plot,
+    throughput,
+    transformers_peer,
+    ttft,
+)
+from kvtide.bench.gpu.engine_bed import Bed, alternating
 from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
-from kvtide.engine import Ask, Engine, Request, Sampling, scheduler
+from kvtide.engine import Engine, Request, RequestParams, SamplingParams, scheduler
 from kvtide.engine.sampler import GREEDY
 
 CPU = torch.device("cpu")
@@ -34,7 +42,7 @@ def test_ceilings_are_what_was_done_by_the_time_it_took(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prefixes_come_from_where_they_are_said_to_be(name: str) -> None:
-    found = restoring.measure(bed(name), name, 600, BEST, rounds=1, chunk_tokens=256)
+    found = ttft.measure(bed(name), name, 600, BEST, rounds=1, chunk_tokens=256)
     page = SHAPES[name].page_tokens
     assert found.host_tokens == 599 // page * page
     assert found.moved_bytes > 0 and found.link_s == found.moved_bytes / BEST.link_bytes_s
@@ -42,7 +50,7 @@ def test_prefixes_come_from_where_they_are_said_to_be(name: str) -> None:
 
 
 def test_the_bound_is_the_longer_of_two() -> None:
-    found = restoring.Restored("x", 10, 9.0, 5.0, 3.0, 1.0, 8, 100, link_s=2.0)
+    found = ttft.Restored("x", 10, 9.0, 5.0, 3.0, 1.0, 8, 100, link_s=2.0)
     assert (found.bound_s, found.of_bound, found.times_faster) == (2.0, 1.5, 3.0)
     assert replace(found, link_s=0.5).bound_s == 1.0
 
@@ -53,66 +61,66 @@ def test_a_dense_models_work_is_counted_from_its_shape() -> None:
         "head_dim": 4, "hidden_size": 5, "intermediate_size": 7, "vocab_size": 11,
     }  # fmt: skip
     layer = 5 * 12 + 2 * 5 * 4 + 12 * 5 + 3 * 5 * 7
-    assert speed.weight_bytes(config) == 2 * (2 * layer + 5 * 11)
-    assert speed.kv_bytes(config) == 2 * 2 * 8
-    assert speed.prompt_flops(config, 10) == 2 * (2 * 10 * layer + 4 * 12 * 55)
+    assert throughput.weight_bytes(config) == 2 * (2 * layer + 5 * 11)
+    assert throughput.kv_bytes(config) == 2 * 2 * 8
+    assert throughput.prompt_flops(config, 10) == 2 * (2 * 10 * layer + 4 * 12 * 55)
 
 
 def test_prompts_and_single_tokens_take_a_share_of_what_is_possible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, config = bed("qwen3-8b"), SHAPES["qwen3-8b"].config
-    monkeypatch.setattr(speed, "median_s", lambda once, times: once() and 0.25)
-    prompt = speed.prefill(model, config, 128, BEST)
-    assert prompt.share == speed.prompt_flops(config, 128) / 0.25 / BEST.flops
-    generating = speed.generating_s
-    monkeypatch.setattr(speed, "generating_s", lambda *given: generating(*given) and 0.125)
-    single = speed.decode(model, config, 2, 64, BEST, steps=4)
-    read = speed.weight_bytes(config) + 2 * 66 * speed.kv_bytes(config)
+    monkeypatch.setattr(throughput, "median_s", lambda once, times: once() and 0.25)
+    prompt = throughput.prefill(model, config, 128, BEST)
+    assert prompt.share == throughput.prompt_flops(config, 128) / 0.25 / BEST.flops
+    generating = throughput.generating_s
+    monkeypatch.setattr(throughput, "generating_s", lambda *given: generating(*given) and 0.125)
+    single = throughput.decode(model, config, 2, 64, BEST, steps=4)
+    read = throughput.weight_bytes(config) + 2 * 66 * throughput.kv_bytes(config)
     assert single.share == read / 0.125 / BEST.bytes_s
 
 
 def test_all_generate_however_prompts_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scheduler, speed):
+    for module in (scheduler, throughput):
         monkeypatch.setattr(module, "BESIDE_TOKENS", 8)
     model = bed("qwen3-8b")
-    with model.engine(4 * 256, chunk_tokens=256, most_running=4) as engine:
-        assert speed.generating_s(model, engine, 4, 64, 5) > 0
+    with model.engine(4 * 256, chunk_tokens=256, max_running=4) as engine:
+        assert throughput.generating_s(model, engine, 4, 64, 5) > 0
         assert engine.idle
 
 
 def test_what_sparse_decoding_must_read() -> None:
     """More with every sequence, and all experts only when there are tokens enough for them."""
     model, config = bed("deepseek-v4-flash"), SHAPES["deepseek-v4-flash"].config
-    one, two, many = (speed.v4_bytes(config, model, batch, 4096) for batch in (1, 2, 64))
+    one, two, many = (throughput.v4_bytes(config, model, batch, 4096) for batch in (1, 2, 64))
     assert one < two < many
-    held = sum(w.numel() * w.element_size() for w in speed.weights_of(model.model))
+    held = sum(w.numel() * w.element_size() for w in throughput.weights_of(model.model))
     assert one < held
 
 
 def test_the_same_load_is_served_with_a_host_and_without() -> None:
     model = bed("qwen3-8b")
-    assert 0.1 < costs.prefills(model, 200, 1, 1, chunk_tokens=128).share < 10
-    assert 0.1 < costs.decodes(model, 2, 64, 3, 1).share < 10
-    assert costs.Cost("x", on_s=2.0, off_s=1.0).share == 0.5
+    assert 0.1 < overheads.prefills(model, 200, 1, 1, chunk_tokens=128).share < 10
+    assert 0.1 < overheads.decodes(model, 2, 64, 3, 1).share < 10
+    assert overheads.Overhead("x", on_s=2.0, off_s=1.0).share == 0.5
 
 
 def test_tokens_are_drawn_and_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Sampling] = []
+    asked: list[SamplingParams] = []
     submit = Engine.submit
 
-    def submitted(self: Engine, ask: Ask) -> Request:
+    def submitted(self: Engine, ask: RequestParams) -> Request:
         asked.append(ask.sampling)
         return submit(self, ask)
 
     monkeypatch.setattr(Engine, "submit", submitted)
-    assert 0.1 < costs.drawings(bed("qwen3-8b"), 2, 64, 3, rounds=1).share < 10
-    assert Counter(asked) == {costs.ADVISED: 4, GREEDY: 4}  # Once to warm up.
+    assert 0.1 < overheads.drawings(bed("qwen3-8b"), 2, 64, 3, rounds=1).share < 10
+    assert Counter(asked) == {overheads.ADVISED: 4, GREEDY: 4}  # Once to warm up.
 
 
 def test_conversations_find_more_where_there_is_more_room() -> None:
-    talk = turns.Talk(users=4, turns=3, system_tokens=128, question_tokens=60, answer_tokens=4)
-    both, alone, unlimited = turns.measure(bed("qwen3-8b"), talk, share=0.4)
+    talk = multi_turn.Talk(users=4, turns=3, system_tokens=128, question_tokens=60, answer_tokens=4)
+    both, alone, unlimited = multi_turn.measure(bed("qwen3-8b"), talk, share=0.4)
     assert both.requests == alone.requests == unlimited.requests == 12
     found = [sum(one.found.values()) for one in (alone, both, unlimited)]
     assert found[0] < found[1] <= found[2] and both.found["host"] > 0
@@ -122,9 +130,9 @@ def test_conversations_find_more_where_there_is_more_room() -> None:
 
 def test_transformers_are_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its continuous batching, which takes half a minute to set up without a GPU."""
-    monkeypatch.setattr(peer._Theirs, "continuous", lambda self: (None, "not asked"))
-    work = peer.Work(first=96, context=32, batch=2, answer=3, steps=2)
-    found = list(peer.measure(bed("qwen3-8b"), SHAPES["qwen3-8b"].config, work))
+    monkeypatch.setattr(transformers_peer._Theirs, "continuous", lambda self: (None, "not asked"))
+    work = transformers_peer.Work(first=96, context=32, batch=2, answer=3, steps=2)
+    found = list(transformers_peer.measure(bed("qwen3-8b"), SHAPES["qwen3-8b"].config, work))
     assert [one.what for one in found] == list(work.names)
     assert all(one.ours_s > 0 for one in found)
     assert [one.seconds is None for one in found] == [False, False, False, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.bench.index import CONTESTANTS, bytes_per_token, compare, contestant, growth
+from kvtide.bench.index_cost import CONTESTANTS, bytes_per_token, compare, contestant, growth
 from kvtide.planner import workloads
 
 TRACE = workloads.parse("chat:users=10,turns=4,system=2000")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.bench.replay import GOAL_POINTS, Replayed, Sizes, compare, idle, thinned
-from kvtide.bench.step import PAGE, VOCABULARY
+from kvtide.bench.planned_and_served import GOAL_POINTS, Replayed, Sizes, compare, idle, thinned
+from kvtide.bench.step_cost import PAGE, VOCABULARY
+from kvtide.cli.main import main
 from kvtide.planner.study import BRANCH, COST, LAST, Checkpoints, every
-from kvtide.server.cli import main
 from tests.models import tiny
 from tests.planner.recorded import conversations
 

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from kvtide.bench.serve import Event, Held, Load, Phase, Reply, Spread, Turn, figures, measure
+from kvtide.bench.conversations import (
+    Held,
+    Load,
+    Phase,
+    Reply,
+    Spread,
+    StreamEvent,
+    Turn,
+    figures,
+    measure,
+)
 
 LOAD = Load(5, 3, system_tokens=40, question_tokens=8, answer_tokens=2, at_once=2)
 
@@ -30,7 +40,7 @@ class Scribe:
 
 def held(rounds: int, load: Load = LOAD) -> tuple[Scribe, list[Held]]:
     scribe = Scribe()
-    found = asyncio.run(measure(load, rounds, scribe.ask))
+    found = asyncio.run(measure(load, rounds, scribe.params))
     scribe.turns = [turn for turn in scribe.turns if turn.round >= 0]
     return scribe, found
 
@@ -91,15 +101,15 @@ def test_the_first_problem_ends_everything() -> None:
 
 def test_an_event_says_when_tokens_came() -> None:
     turn = Turn(Phase.ON, 0, 3, 1, tuple(range(100)), 5)
-    event = Event.of(turn, Reply((1, 2, 3, 4, 5), 10.0, 10.25, 10.45, {"host": 64}))
+    event = StreamEvent.of(turn, Reply((1, 2, 3, 4, 5), 10.0, 10.25, 10.45, {"host": 64}))
     assert (event.user, event.turn, event.prompt_tokens, event.generated_tokens) == (3, 1, 100, 5)
     assert event.ttft_ms == pytest.approx(250) and event.tpot_ms == pytest.approx(50)
-    alone = Event.of(turn, Reply((1,), 10.0, 10.25, 10.25, {}))
+    alone = StreamEvent.of(turn, Reply((1,), 10.0, 10.25, 10.25, {}))
     assert alone.tpot_ms is None and alone.ttft_ms == pytest.approx(250)
 
 
-def recorded(phase: Phase, turn: int, ttft_ms: float, **tiers: int) -> Event:
-    return Event(phase, 0, 0, turn, 100, 10, ttft_ms, ttft_ms / 10, tiers)
+def recorded(phase: Phase, turn: int, ttft_ms: float, **tiers: int) -> StreamEvent:
+    return StreamEvent(phase, 0, 0, turn, 100, 10, ttft_ms, ttft_ms / 10, tiers)
 
 
 def test_figures_of_recorded_events() -> None:

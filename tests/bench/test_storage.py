@@ -9,12 +9,12 @@ from contextlib import closing
 
 import pytest
 
-from kvtide.bench import storage
-from kvtide.bench.storage import Blocks, Case, Ours
+from kvtide.bench import store_speed
 from kvtide.bench.storage_drivers import others
-from kvtide.server.cli import main
+from kvtide.bench.store_speed import MemoryBlocks, Ours, StoreCase
+from kvtide.cli.main import main
 from kvtide.storage import StoreError, open_store
-from kvtide.storage.memory import MemoryStore
+from kvtide.storage.memory_store import MemoryStore
 from kvtide.storage.trial import new_keys, new_space
 from kvtide.storage.url import StoreURL
 from tests.storage import servers
@@ -44,8 +44,8 @@ def _no_progress(items, total, label):
 
 
 def test_other_drivers_return_what_they_were_given(urls):
-    case, found = Case("some", 3 << 20, 5), []
-    blocks = Blocks(case.bytes)
+    case, found = StoreCase("some", 3 << 20, 5), []
+    blocks = MemoryBlocks(case.bytes)
     for url in urls.values():
         drivers, notes = others(StoreURL.parse(url), blocks, case.bytes)
         assert not notes
@@ -98,21 +98,21 @@ class Refuses(MemoryStore):
 
 @pytest.mark.parametrize(("kind", "said"), [(Wrong, "other bytes"), (Refuses, "give it room")])
 def test_a_store_that_is_wrong_is_not_measured(kind, said):
-    case = Case("some", 8192, 4)
-    blocks = Blocks(case.bytes)
+    case = StoreCase("some", 8192, 4)
+    blocks = MemoryBlocks(case.bytes)
     ours = Ours(kind(StoreURL.parse("memory:"), new_space()), blocks)
     with pytest.raises(StoreError, match=said):
-        storage.measure(case, [ours], blocks, 1, _no_progress)
+        store_speed.measure(case, [ours], blocks, 1, _no_progress)
 
 
 def test_ratios_are_taken_within_a_turn():
     rates = {("read", "ours"): [4.0, 1.0, 2.0], ("read", "theirs"): [2.0, 1.0, 4.0]}
-    found = storage._measured(Case("some", 1, 1), "read", rates, ["ours", "theirs"])
+    found = store_speed._measured(StoreCase("some", 1, 1), "read", rates, ["ours", "theirs"])
     assert (found.gb_s, found.beside, found.ratio) == (2.0, {"theirs": 2.0}, {"theirs": 1.0})
 
 
 def test_a_library_that_is_not_installed_is_noted(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-    drivers, notes = others(StoreURL.parse("redis://localhost"), Blocks(4096), 4096)
+    drivers, notes = others(StoreURL.parse("redis://localhost"), MemoryBlocks(4096), 4096)
     assert [driver.name for driver in drivers] == ["socket copy"]
     assert "redis" in notes[0]

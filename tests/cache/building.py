@@ -22,8 +22,8 @@ import torch
 from kvtide.cache import CacheConfig, Hardware, Lease, Namespace, TieredCache, Tokens
 from kvtide.index import DEFAULT_NAMESPACE, Branches, Prompt
 from kvtide.index.keys import TOKEN_BYTES, Hidden
-from kvtide.index.node import Node
-from kvtide.index.slots import SlotPool
+from kvtide.index.tree.node import Node
+from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
 from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.testing.hand_run import HandRunLane
@@ -208,7 +208,7 @@ class Rig:
         self._watch_slots()
 
     def _watch_slots(self) -> None:
-        for cell in self.cache.index.books.cells:
+        for cell in self.cache.index.tree.cells:
             if cell.tier in TIERS:
                 name = self.memory.anchors[cell.anchor].name
                 cell.slots = PoisonedSlots(cell.slots.capacity, self.rows[cell.tier], name)
@@ -279,14 +279,14 @@ class Rig:
 
     def quarantine(self, prompt: Prompt) -> int:
         """Quarantine what shares the prompt's first page; from now on its slots are watched."""
-        books, leases = self.cache.index.books, self.cache._leases.values()
+        tree, leases = self.cache.index.tree, self.cache._leases.values()
         readers: dict[tuple[int, int], set[int]] = {}
         for lease in leases:
             for cell, anchor in enumerate(self.memory.anchors):
                 for slot in self.cache.page_table(lease, anchor.name).tolist():
                     readers.setdefault((cell, slot), set()).add(lease.inner.number)
         for cell, slots in self._branch(prompt):
-            pool = books.cells[cell].slots
+            pool = tree.cells[cell].slots
             assert isinstance(pool, PoisonedSlots)
             for slot in slots.tolist():
                 pool.quarantined[slot] = readers.get((cell, slot), set())
@@ -294,13 +294,13 @@ class Rig:
 
     def _branch(self, prompt: Prompt) -> Iterator[tuple[int, Slots]]:
         """All slots, by cell, of pages that share the prompt's first one, and of those coming."""
-        books = self.cache.index.books
-        root = books.roots.get((prompt.namespace, prompt.head))
-        top = root.children.get(prompt.body[: books.page_bytes]) if root else None
-        nodes = [] if top is None else [top, *books.below(top)]
+        tree = self.cache.index.tree
+        root = tree.roots.get((prompt.namespace, prompt.head))
+        top = root.children.get(prompt.body[: tree.page_bytes]) if root else None
+        nodes = [] if top is None else [top, *tree.below(top)]
         for node in nodes:
             yield from ((cell, slots) for cell, slots in enumerate(node.slots) if slots is not None)
-        for arrival in books.arrivals.values():
+        for arrival in tree.arrivals.values():
             yield from ((part.cell, part.slots) for part in arrival.parts if part.node in nodes)
 
     # -- copies -----------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Rig:
     # -- looking ----------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """What does not hold now: in the books, in readable pages, in slots that are free."""
+        """What does not hold now: in the tree, in readable pages, in slots that are free."""
         return [*self.cache.validate(), *self._spoiled(), *self._disturbed(), *self._misled()]
 
     def misread(self, lease: Lease, layers: Collection[int] | None = None) -> list[str]:
@@ -359,10 +359,10 @@ class Rig:
 
     def _spoiled(self) -> Iterator[str]:
         """Pages that can be found, in either tier, and hold something else than they should."""
-        books = self.cache.index.books
+        tree = self.cache.index.tree
         pending: list[tuple[Node, Namespace, bytes]] = [
             (child, namespace, head)
-            for (namespace, head), root in books.roots.items()
+            for (namespace, head), root in tree.roots.items()
             for child in root.children.values()
             if not root.hidden
         ]
@@ -370,21 +370,21 @@ class Rig:
             node, namespace, above = pending.pop()
             prefix = above + node.tokens
             pending += [(child, namespace, prefix) for child in node.children.values()]
-            ends = range(len(above), len(prefix), books.page_bytes)
-            names = [(namespace, prefix[: end + books.page_bytes]) for end in ends]
+            ends = range(len(above), len(prefix), tree.page_bytes)
+            names = [(namespace, prefix[: end + tree.page_bytes]) for end in ends]
             for cell, slots in enumerate(node.slots):
                 if slots is not None:
-                    yield from self._spoiled_slots(books.cells[cell].tier, cell, slots, names)
+                    yield from self._spoiled_slots(tree.cells[cell].tier, cell, slots, names)
 
     def _spoiled_slots(
         self, tier: Tier, cell: int, slots: Slots, names: list[PageName]
     ) -> Iterator[str]:
-        books = self.cache.index.books
-        anchor = self.memory.anchors[books.cells[cell].anchor].name
+        tree = self.cache.index.tree
+        anchor = self.memory.anchors[tree.cells[cell].anchor].name
         for pool in self.memory.group(anchor):
             there = [True] * len(slots)
             if pool.follows is not None and not pool.reuse.required:
-                there = books.presence.of(tier, anchor, pool.name, slots).tolist()
+                there = tree.presence.of(tier, anchor, pool.name, slots).tolist()
             for slot, name, here in zip(slots.tolist(), names, there, strict=True):
                 for layer in pool.layers if here else ():
                     if not self.rows[tier].holds(pool, layer, slot, name):
@@ -395,7 +395,7 @@ class Rig:
 
         Behind its windows a lease may see pages that were brought for others; it reads none.
         """
-        cells = self.cache.index.books.cells
+        cells = self.cache.index.tree.cells
         for number, lease in self.cache._leases.items():
             for cell, anchor in zip(cells, self.memory.anchors, strict=False):
                 assert isinstance(cell.slots, PoisonedSlots)
@@ -406,7 +406,7 @@ class Rig:
                         yield f"lease {number} came to read slot {slot}, in quarantine"
 
     def _disturbed(self) -> Iterator[str]:
-        for cell in self.cache.index.books.cells:
+        for cell in self.cache.index.tree.cells:
             anchor = self.memory.anchors[cell.anchor].name
             free = cell.slots.free_slots()
             if cell.tier in TIERS and not self.rows[cell.tier].poisoned(anchor, free):
@@ -417,20 +417,20 @@ class Rig:
     def end(self) -> None:
         """Give everything back, and find nothing missing."""
         assert self.problems() == []
-        books = self.cache.index.books
+        tree = self.cache.index.tree
         for lease in list(self.cache._leases.values()):
             self.cache.release(lease)
         self.cache._sessions.forget_all()
         self.settle()
         assert self.problems() == []
-        assert not books.leases and not books.arrivals and not self.cache._leases
-        assert not books.imports and not books.departures
+        assert not tree.leases and not tree.arrivals and not self.cache._leases
+        assert not tree.imports and not tree.departures
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:
             self.cache.flush(tier)
         assert all(count.free == count.capacity for count in self.cache.stats().pages.values())
-        assert books.nodes == 0 and not books.roots
+        assert tree.nodes == 0 and not tree.roots
         assert self.problems() == []
         self.cache.close()
 

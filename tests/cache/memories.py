@@ -58,7 +58,7 @@ OPTIONAL = _memory(
 DRAFTED = with_draft(WINDOW, _memory("draft", _pool("kv", (0, 1), 6), layers=2))
 V4_DRAFTED = with_draft(V4, _memory("draft", _pool("kv", (0,), 6), layers=1))
 STAGE = V4.slice(range(0, 1))
-"""A pipeline stage whose history anchor has no byte at all: books without anything to copy."""
+"""A pipeline stage whose history anchor has no byte at all: tree without anything to copy."""
 
 LAST_STAGE = V4_DRAFTED.slice(range(2, 5))
 """A stage that does not begin at layer 0: whoever counts layers from there is found out."""

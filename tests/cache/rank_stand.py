@@ -25,7 +25,7 @@ from kvtide.cache import (
     Tokens,
     TransferError,
 )
-from kvtide.cache.storage import Presence
+from kvtide.cache.storage_tier import StoredPresence
 from kvtide.index import Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.testing.faults import FaultyBackend
@@ -81,9 +81,9 @@ class Counted(Ranks):
 
     calls = 0
 
-    def least(self, values: Sequence[int], clock: int = 0) -> list[int]:
+    def all_min(self, values: Sequence[int], clock: int = 0) -> list[int]:
         self.calls += 1
-        return super().least(values, clock)
+        return super().all_min(values, clock)
 
 
 class Stand:
@@ -144,7 +144,7 @@ class Stand:
         return True
 
     def idle_lanes(self) -> None:
-        """Wait until this rank's copies are over. Changes nothing in the books."""
+        """Wait until this rank's copies are over. Changes nothing in the tree."""
         deadline = time.monotonic() + 10.0
         while any(flight.ticket and not flight.ticket.done() for flight in self.cache._flights):
             assert time.monotonic() < deadline, "copies do not end"
@@ -205,13 +205,13 @@ class Stand:
                 expected = self._expected(lease, pool, layer, page)
                 assert torch.equal(self._row(pool, layer, slot), expected), (page, pool, layer)
 
-    def books(self) -> dict[str, object]:
+    def tree(self) -> dict[str, object]:
         """All in which ranks must not differ."""
         cache = self.cache
         anchors = [anchor.name for anchor in self.memory.anchors]
         matches = [cache.match(prompt) for prompt in self.prompts[-12:]]
         return {
-            "clock": cache.index.books.tick,
+            "clock": cache.index.tree.tick,
             "pages": {(tier.name, name): n for (tier, name), n in cache.stats().pages.items()},
             "in flight": cache.stats().in_flight,
             "tables": [
@@ -227,12 +227,14 @@ class Stand:
 
     def _storage(self) -> dict[str, object]:
         """Keys are each rank's own; and when a store is closed, each finds in its own time."""
-        books = self.cache.index.books
-        stores = [one for one in self.cache.storage.stores if one.state is not Presence.CLOSING]
+        tree = self.cache.index.tree
+        stores = [
+            one for one in self.cache.storage.stores if one.state is not StoredPresence.CLOSING
+        ]
         return {
-            "imports": [one.taken for one in books.imports.values()],
+            "imports": [one.taken for one in tree.imports.values()],
             "departures": [[(page.anchor, page.slot, page.absent) for page in one.pages]
-                           for one in books.departures.values()],
+                           for one in tree.departures.values()],
             "fetches": [[(fetch.stage, fetch.tokens) for fetch in one.fetches.open]
                         for one in stores],
             "leaving": [len(list(one.fetches.leaving)) for one in stores],
@@ -242,7 +244,7 @@ class Stand:
 
     def agree(self) -> None:
         assert self.cache.validate() == []
-        self.world.same(self.books())
+        self.world.same(self.tree())
 
     def resident(self, tier: Tier) -> int:
         return sum(n.resident for (t, _), n in self.cache.stats().pages.items() if t is tier)

@@ -28,8 +28,8 @@ from tests.cache.stores import until
 from tests.worlds import Scenario
 
 _NUMBERS = itertools.count()
-WAIT = FetchPatience("wait_complete", least_tokens=1)
-HURRIED = FetchPatience("timeout", base_s=0.3, per_1k_s=0.0, least_tokens=1)
+WAIT = FetchPatience("wait_complete", min_tokens=1)
+HURRIED = FetchPatience("timeout", base_s=0.3, per_1k_s=0.0, min_tokens=1)
 TEXT = range(33)
 PAGES = 8
 
@@ -66,7 +66,7 @@ class Storing:
         return open_store(self.url, self.cache.storage.space)
 
     def keys(self, prompt: Prompt, anchor: str = "kv") -> list[bytes]:
-        size = self.cache.index.books.page_bytes
+        size = self.cache.index.tree.page_bytes
         body = prompt.body[: len(prompt.body) // size * size]
         pages = chain(self.cache.index.prompt_key(prompt), body, size)
         return [object_key(page, anchor) for page in pages]
@@ -215,11 +215,11 @@ def a_fetch_that_is_late_on_one_rank_is_over_on_all(world: World) -> None:
     free = storing.cache.stats().pages[Tier.HOST, "kv"].free
     storing.poll(3)
     assert storing.cache.stats().pages[Tier.HOST, "kv"].free == free
-    assert len(storing.cache.index.books.imports) == 1, "nobody gives back what one may write to"
+    assert len(storing.cache.index.tree.imports) == 1, "nobody gives back what one may write to"
     dist.barrier()
     storing.store.heal()
     storing.settle()
-    assert not storing.cache.index.books.imports
+    assert not storing.cache.index.tree.imports
     storing.close()
 
 
@@ -231,7 +231,7 @@ def a_lookup_that_is_late_on_one_rank_is_over_on_all(world: World) -> None:
         storing.store.next("exists", Fault.BLOCK)
     fetch = storing.fetch()
     storing.poll_until(lambda: fetch.over)
-    assert fetch.outcome == "late" and not storing.cache.index.books.imports
+    assert fetch.outcome == "late" and not storing.cache.index.tree.imports
     storing.close()
 
 
@@ -318,7 +318,7 @@ def a_slow_rank_keeps_pages_on_every_host_until_they_are_written(world: World) -
         storing.stand.idle_lanes()
         dist.barrier()
         storing.poll(2)
-    waiting = len(storing.cache.index.books.departures)
+    waiting = len(storing.cache.index.tree.departures)
     assert waiting > 0 and storing.cache.storage.stats().dropped_pages > 0
     storing.cache.flush(Tier.HOST)
     storing.stand.agree()
@@ -326,7 +326,7 @@ def a_slow_rank_keeps_pages_on_every_host_until_they_are_written(world: World) -
     dist.barrier()
     storing.store.heal()
     storing.settle()
-    assert not storing.cache.index.books.departures
+    assert not storing.cache.index.tree.departures
     storing.close()
 
 

@@ -18,7 +18,7 @@ from tests.cache.building import Rig
 from tests.cache.memories import FULL
 
 _NUMBERS = itertools.count()
-WAIT = FetchPatience("wait_complete", least_tokens=1)
+WAIT = FetchPatience("wait_complete", min_tokens=1)
 
 
 def new_url() -> str:
@@ -93,7 +93,7 @@ def readable(rig: Rig, tokens: list[int]) -> int:
 
 def keys_of(rig: Rig, tokens: list[int], anchor: str = "kv") -> list[bytes]:
     """The keys under which a store has the whole pages of a prompt."""
-    prompt, size = rig.cache.prompt(tokens), rig.cache.index.books.page_bytes
+    prompt, size = rig.cache.prompt(tokens), rig.cache.index.tree.page_bytes
     body = prompt.body[: len(prompt.body) // size * size]
     pages = chain(rig.cache.index.prompt_key(prompt), body, size)
     return [object_key(page, anchor) for page in pages]

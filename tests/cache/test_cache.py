@@ -11,7 +11,7 @@ from kvtide.cache import CacheConfig, EveryPages, Lease, Namespace, Ratio, Tier,
 from kvtide.tiers import Layout
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
-from kvtide.transfer.transfer import State
+from kvtide.transfer.transfer import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.memories import (
     DRAFTED,
@@ -80,10 +80,10 @@ def test_a_match_changes_nothing(build):
     rig = build(WINDOW)
     rig.remember(text(1, 4))
     rig.settle()
-    before = rig.cache.stats(), rig.cache.index.books.tick
+    before = rig.cache.stats(), rig.cache.index.tree.tick
     rig.found(text(1, 4))
     rig.cache.why(rig.cache.prompt(text(2, 4)))
-    assert (rig.cache.stats(), rig.cache.index.books.tick) == before
+    assert (rig.cache.stats(), rig.cache.index.tree.tick) == before
 
 
 def test_a_match_that_is_out_of_date_is_made_again(build):
@@ -408,7 +408,7 @@ def test_a_prefetch_that_nobody_follows_holds_nothing(build):
     rig.remember_on_host(text(1, 4))
     assert rig.cache.prefetch(rig.cache.prompt(text(1, 4)))
     rig.settle()
-    assert not rig.cache.index.books.leases
+    assert not rig.cache.index.tree.leases
     assert rig.cache.flush(Tier.DEVICE) == 6
 
 
@@ -510,7 +510,7 @@ def damages(other: Lease) -> dict[str, dict[str, object]]:
             "transfer": {"holding": replace(arrival)}
         },
         "is flying and still open": {"transfer": {"holding": None}},
-        "is landed and still open": {"transfer": {"state": State.LANDED}},
+        "is landed and still open": {"transfer": {"state": TransferState.LANDED}},
         "its prefix is not on the device": {"lease": {"transfers": []}},
         "a commit that nothing will make happen": {
             "lease": {"transfers": [], "pending": [(2 * PAGE, ())]}

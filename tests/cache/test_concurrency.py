@@ -1,8 +1,8 @@
-"""Everything at once, at random, against bytes that must be right and books that must balance.
+"""Everything at once, at random, against bytes that must be right and tree that must balance.
 
 `Traffic` does one random thing per step: requests that begin, compute in chunks, generate and are
 aborted at any moment; copies that end in any order between the directions, layer by layer, or
-fail in every way; sessions, prefetches, flushes. After every step all books balance, every
+fail in every way; sessions, prefetches, flushes. After every step all tree balance, every
 readable page holds what its tokens say, every free slot is untouched, and what a lease was
 promised can be read. What `match` promises was committed before, in the same namespace, and not
 quarantined since; of pages in quarantine nobody reads more than it did by then.
@@ -32,7 +32,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Strided, Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import State
+from kvtide.transfer.transfer import TransferState
 from tests.cache.building import HandLane, PageName, Rig, page_names, text
 from tests.cache.memories import ALL_MEMORIES, PAGE, every_memory
 
@@ -41,8 +41,8 @@ NAMESPACES = (*[Namespace()] * 8, Namespace(adapter="a"), Namespace(cache_salt="
 PLACEMENTS = (LastPage, Branches, lambda: EveryPages(2), CostBased)
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
 DOCUMENTS = 5
-MOST_TOKENS = 30
-MOST_RUNNING = 3
+MAX_TOKENS = 30
+MAX_RUNNING = 3
 
 
 @dataclass(eq=False)
@@ -114,20 +114,20 @@ class Traffic:
         """Tokens that begin like those of another document, up to some point."""
         chance, tokens = self.chance, []
         if self.documents:
-            tokens = chance.choice(self.documents)[: chance.randrange(MOST_TOKENS)]
-        return tokens + [chance.randrange(9) for _ in range(MOST_TOKENS - len(tokens))]
+            tokens = chance.choice(self.documents)[: chance.randrange(MAX_TOKENS)]
+        return tokens + [chance.randrange(9) for _ in range(MAX_TOKENS - len(tokens))]
 
     def _prompt(self) -> Prompt:
         """The beginning of a document, often of the last one, and a few tokens that may be new."""
         chance = self.chance
         if chance.random() < 0.6:
             self.document = chance.choice(self.documents)
-        tokens = self.document[: chance.randrange(1, MOST_TOKENS)]
+        tokens = self.document[: chance.randrange(1, MAX_TOKENS)]
         tokens += [chance.randrange(2)] * chance.choice((0, 1, PAGE))
-        return self.cache.prompt(tokens[:MOST_TOKENS], chance.choice(NAMESPACES))
+        return self.cache.prompt(tokens[:MAX_TOKENS], chance.choice(NAMESPACES))
 
     def begin(self) -> None:
-        if len(self.running) == MOST_RUNNING:
+        if len(self.running) == MAX_RUNNING:
             self.finish()
         chance, prompt = self.chance, self._prompt()
         scratch = chance.random() < 0.1
@@ -157,7 +157,7 @@ class Traffic:
         """Generate, grow, compute a chunk and commit it; or there is nothing more to do."""
         chance, running = self.chance, self.chance.choice(self.running)
         lease = running.lease
-        if chance.random() < 0.4 and lease.prompt.tokens < MOST_TOKENS:
+        if chance.random() < 0.4 and lease.prompt.tokens < MAX_TOKENS:
             lease.append(self._more(lease)[: chance.randrange(1, 2 * PAGE)])
         if not self.cache.grow(lease, lease.prompt.tokens, chance.choice((0, 0, 1))):
             return
@@ -373,7 +373,7 @@ class ThreadedTraffic(Traffic):
 
     def there(self, lease: Lease) -> list[int]:
         """All layers, after having waited for each; none of a load that fails or has not left."""
-        if any(transfer.state is State.RESERVED for transfer in lease.transfers):
+        if any(transfer.state is TransferState.RESERVED for transfer in lease.transfers):
             return []
         layers = [layer for group in self.cache.hardware.copier.groups for layer in group]
         try:
@@ -430,7 +430,7 @@ def hidden_things(traffic: Traffic) -> Counter[str]:
         met["loading in quarantine"] += running.lease.loading
         commits = running.lease.inner.boundary * PAGE > running.lease.cached_tokens
         met["committed in quarantine"] += kind == "quarantine" and commits
-    for arrival in traffic.cache.index.books.arrivals.values():
+    for arrival in traffic.cache.index.tree.arrivals.values():
         met["in flight in quarantine"] += arrival.pointless
     return met
 

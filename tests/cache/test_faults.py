@@ -17,7 +17,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import State
+from kvtide.transfer.transfer import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.memories import FULL, OPTIONAL, PAGE, V4, WINDOW, every_memory
 
@@ -132,7 +132,7 @@ def test_a_failed_load_gives_everything_back_and_the_next_request_loads_again(bu
     progress = rig.cache.poll()
     assert progress.failed == (lease,) and progress.landed == ()
     assert lease.failed and not lease.loading
-    assert [transfer.state for transfer in lease.transfers] == [State.FAILED]
+    assert [transfer.state for transfer in lease.transfers] == [TransferState.FAILED]
     for layer in range(memory.layers):
         with pytest.raises(TransferError, match="could not be loaded"):
             rig.cache.wait(lease, layer)

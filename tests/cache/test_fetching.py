@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvtide.cache import FetchPatience
-from kvtide.cache.fetching import MOST_OPEN, Stage
-from kvtide.index import Wanted
+from kvtide.cache.fetching import MAX_OPEN, Stage
+from kvtide.index import WantedPages
 from kvtide.index.keys import TOKEN_BYTES, chain
 from kvtide.spec import Tier
 from kvtide.storage import Store, StoreError, open_store
-from kvtide.storage.memory import _SHARED
-from kvtide.transfer.errands import Reading
+from kvtide.storage.memory_store import _SHARED
+from kvtide.transfer.storage_requests import Reading
 from kvtide.transfer.store_link import StoreLink, object_key
 from tests.cache.building import Rig, text
 from tests.cache.gated import Gated
@@ -58,7 +58,7 @@ def left_in(rig: Rig, url: str) -> Store:
 
 def taken(rig: Rig) -> int:
     """Host slots that fetches have."""
-    return sum(len(one.taken) for one in rig.cache.index.books.imports.values())
+    return sum(len(one.taken) for one in rig.cache.index.tree.imports.values())
 
 
 def test_fetches_that_nobody_waits_for_count_among_those_that_share_half_of_the_host(
@@ -206,7 +206,7 @@ def test_a_store_that_is_too_slow_is_not_waited_for_with_half_of_the_host(
 
 
 def test_what_is_hardly_worth_it_is_not_asked_for(url: str, rigs: list[Rig]) -> None:
-    patience = FetchPatience("wait_complete", least_tokens=4 * PAGE)
+    patience = FetchPatience("wait_complete", min_tokens=4 * PAGE)
     rig = opened(rigs, url, patience=patience)
     assert rig.cache.storage.fetch(rig.cache.prompt(text(1, 3))) is None
     assert rig.cache.storage.fetch(rig.cache.prompt(text(1, 4))) is not None
@@ -295,7 +295,7 @@ def test_a_fetch_that_is_over_keeps_nothing_that_grows_with_its_prompt(
 def test_a_prompt_that_is_not_stored_waits_for_no_other(
     url: str, rigs: list[Rig], alike: bool
 ) -> None:
-    many = range(1, MOST_OPEN + 5)
+    many = range(1, MAX_OPEN + 5)
     first = opened(rigs, url)
     for number in many:
         stored(first, text(number, 1))
@@ -355,7 +355,7 @@ def test_what_follows_on_pages_in_quarantine_is_not_adopted() -> None:
     rig.settle()
     index, prompt = rig.cache.index, rig.cache.prompt(text(1, 8))
     lease = index.pin(index.match(prompt, Tier.HOST))
-    arriving = index.take(lease, [Wanted("kv", page) for page in range(4, 8)])
+    arriving = index.take(lease, [WantedPages("kv", page) for page in range(4, 8)])
     assert arriving is not None
     rig.quarantine(prompt)
     index.adopt(arriving, 4, [()] * 4)

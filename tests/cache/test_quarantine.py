@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtide.cache import Lease, Match, Tier, TransferError
-from kvtide.index.slots import SlotPool
+from kvtide.index.tree.slots import SlotPool
 from kvtide.transfer.strided import Way
 from tests.cache.building import TIERS, Rig, page_names, text
 from tests.cache.memories import DRAFTED, FULL, PAGE, WINDOW, every_memory
@@ -292,5 +292,5 @@ def test_scratch_is_no_traffic_and_not_prefetched(build):
 def test_both_tiers_are_watched(build):
     """Else a rig could not tell who reads what in quarantine."""
     rig = build()
-    watched = [cell.slots for cell in rig.cache.index.books.cells if cell.tier in TIERS]
+    watched = [cell.slots for cell in rig.cache.index.tree.cells if cell.tier in TIERS]
     assert all(type(slots) is not SlotPool for slots in watched)

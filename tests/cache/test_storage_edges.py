@@ -7,12 +7,12 @@ import time
 import pytest
 
 from kvtide.cache import FetchPatience, Namespace
-from kvtide.cache.fetching import MOST_OPEN, Stage
+from kvtide.cache.fetching import MAX_OPEN, Stage
 from kvtide.index import EveryPages
 from kvtide.spec import Tier
 from kvtide.storage import StoreError, open_store
 from kvtide.testing.faulty_store import Fault, FaultyStore
-from kvtide.transfer.breaker import MOST_FAILURES
+from kvtide.transfer.breaker import MAX_FAILURES
 from kvtide.transfer.store_link import READERS
 from kvtide.transfer.strided import Way
 from tests.cache.building import Rig, text
@@ -40,7 +40,7 @@ from tests.cache.stores import (
     until,
 )
 
-HURRIED = FetchPatience("timeout", base_s=0.02, per_1k_s=0.0, least_tokens=1)
+HURRIED = FetchPatience("timeout", base_s=0.02, per_1k_s=0.0, min_tokens=1)
 
 
 def free(rig: Rig, tier: Tier = Tier.HOST) -> int:
@@ -74,7 +74,7 @@ def test_a_prompt_shorter_than_a_page_has_nothing_to_fetch(url, rigs, memory):
 
 
 def test_what_is_not_worth_asking_for_is_not_asked_for(url, rigs):
-    rig = opened(rigs, url, patience=FetchPatience("wait_complete", least_tokens=3 * PAGE))
+    rig = opened(rigs, url, patience=FetchPatience("wait_complete", min_tokens=3 * PAGE))
     assert rig.cache.storage.fetch(rig.cache.prompt(text(1, 2))) is None
     stored(rig, text(1, 4))
     assert rig.cache.storage.fetch(rig.cache.prompt(text(1, 4))) is None, "it is on the device"
@@ -93,7 +93,7 @@ def test_scratch_prompts_ask_nobody_and_are_stored_nowhere(url, rigs):
 
 
 def test_a_fetch_that_everything_is_held_for_finds_nothing(url, rigs):
-    rig = opened(rigs, url, patience=FetchPatience("wait_complete", least_tokens=0))
+    rig = opened(rigs, url, patience=FetchPatience("wait_complete", min_tokens=0))
     stored(rig, text(1, 4))
     assert fetched(rig, text(1, 4)).outcome == "nothing"
 
@@ -188,10 +188,10 @@ def test_leaving_fetches_go_however_many_others_wait(url, rigs):
     assert reading is not None
     until(lambda: reading.over)
     faulty(rig).always["exists"] = Fault.BLOCK
-    others = [begun(rig, text(number, 8)) for number in range(2, MOST_OPEN + 10)]
+    others = [begun(rig, text(number, 8)) for number in range(2, MAX_OPEN + 10)]
     poll(rig, 4)
     assert fetch.over and not any(other.over for other in others)
-    assert not rig.cache.index.books.imports, "it holds its slots and its lease no longer"
+    assert not rig.cache.index.tree.imports, "it holds its slots and its lease no longer"
     faulty(rig).heal()
     settle(rig)
 
@@ -255,14 +255,14 @@ def test_a_fetch_does_not_evict_what_it_builds_on(url, rigs):
     """The history is on the host, its states are not: they must not take the history's place."""
     stored(opened(rigs, url, RECURRENT, placement=EveryPages(1)), text(1, 6))
     rig = opened(rigs, url, RECURRENT, host={"kv": 8, "state": 8}, placement=EveryPages(2))
-    books = rig.cache.index.books
+    tree = rig.cache.index.tree
     rig.remember_on_host(text(1, 6))
     settle(rig)
     rig.cache.index.evict(Tier.HOST, "state", 100)
     assert rig.found(text(1, 6)) == 0
     rig.remember_on_host(text(2, 2))
     settle(rig)
-    assert rig.cache.index.free_pages(Tier.HOST, "kv") == 0 and books.nodes
+    assert rig.cache.index.free_pages(Tier.HOST, "kv") == 0 and tree.nodes
     longer = text(1, 6)[:-1] + text(3, 2)
     stored(opened(rigs, url, RECURRENT, placement=EveryPages(1)), longer)
     fetch = fetched(rig, longer)
@@ -320,7 +320,7 @@ def test_a_write_that_goes_wrong_leaves_the_page_on_the_host(url, rigs, fault):
     stored(rig, text(1, 4))
     stats = rig.cache.storage.stats()
     assert (stats.stored_pages, stats.failed_pages, stats.waiting_pages) == (0, 4, 0)
-    assert rig.found(text(1, 4)) == 4 * PAGE and not rig.cache.index.books.departures
+    assert rig.found(text(1, 4)) == 4 * PAGE and not rig.cache.index.tree.departures
     stored(rig, text(2, 4))
     assert in_store(rig, url, text(2, 4)) == [True] * 4
 
@@ -333,7 +333,7 @@ def test_a_store_that_is_dead_costs_a_few_calls_and_nothing_else(url, rigs):
         rig.remember(text(number, 4))
         settle(rig)
         assert rig.found(text(number, 4)) == 4 * PAGE
-    assert faulty(rig).calls["exists"] == MOST_FAILURES
+    assert faulty(rig).calls["exists"] == MAX_FAILURES
     stats = rig.cache.storage.stats()
     assert not stats.answers and "exists" in stats.last_error
     assert rig.cache.flush(Tier.HOST) > 0, "nothing stays pinned for it"
@@ -373,7 +373,7 @@ def test_a_fetch_that_finds_no_room_is_over_and_holds_nothing(url, rigs):
     fetch = begun(rig, text(1, 4))
     until(lambda: bool(rig.cache.poll()) and fetch.over)
     assert fetch.outcome == "no_room" and rig.problems() == []
-    assert not rig.cache.index.books.imports and not rig.cache.index.books.leases
+    assert not rig.cache.index.tree.imports and not rig.cache.index.tree.leases
 
 
 def test_a_line_that_is_too_long_loses_its_oldest_pages(url, rigs):
@@ -527,8 +527,8 @@ def test_nothing_is_left_of_fetches_and_stores_that_are_over(url, rigs):
     for number in range(24):
         fetched(rig, text(number, 3))
         stored(rig, text(100 + number, 2))
-    books, one = rig.cache.index.books, rig.cache.storage.stores[-1]
-    assert not books.imports and not books.departures and not books.leases
+    tree, one = rig.cache.index.tree, rig.cache.storage.stores[-1]
+    assert not tree.imports and not tree.departures and not tree.leases
     assert not list(one.fetches.open) and not list(one.fetches.leaving)
     assert not one.fetches.coming and len(one.storing) == 0 and not rig.cache._flights.departures
     assert sum(one.fetches.ended.values()) == 24

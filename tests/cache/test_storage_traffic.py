@@ -2,7 +2,7 @@
 
 The traffic of `test_concurrency`, with fetches that are stopped, overtaken or in quarantine, stores
 that are attached, replaced and detached at any moment, shared with another cache or not, and whose
-calls raise, hang, linger or bring wrong bytes. After every step all books balance and every page
+calls raise, hang, linger or bring wrong bytes. After every step all tree balance and every page
 that can be found, on either tier, is right byte by byte.
 """
 
@@ -29,8 +29,8 @@ from tests.cache.stores import new_url
 from tests.cache.test_concurrency import LONG, WRITE_POLICIES, Traffic
 
 PATIENCE = (
-    FetchPatience("wait_complete", least_tokens=1),
-    FetchPatience("timeout", base_s=0.01, per_1k_s=0.0, least_tokens=PAGE),
+    FetchPatience("wait_complete", min_tokens=1),
+    FetchPatience("timeout", base_s=0.01, per_1k_s=0.0, min_tokens=PAGE),
 )
 DRAWN = [fault for fault in Fault if fault is not Fault.BLOCK]
 
@@ -112,7 +112,7 @@ class StoredTraffic(Traffic):
             assert isinstance(namespace, Namespace)
             page = self.cache.prompt(packed, namespace)
         index = self.cache.index
-        root, size = index.prompt_key(page), index.books.page_bytes
+        root, size = index.prompt_key(page), index.tree.page_bytes
         return [root, *chain(root, page.body[: len(page.body) // size * size], size)]
 
     def _committed(self, running) -> None:
@@ -190,9 +190,9 @@ class StoredTraffic(Traffic):
         verb = super().step()
         for fetch in self.fetches:
             self.met[fetch.stage.name if not fetch.over else fetch.outcome] += 1
-        storage, books = self.cache.storage, self.cache.index.books
+        storage, tree = self.cache.storage, self.cache.index.tree
         self.met["two stores"] += len(storage.stores) > 1
-        self.met["departures"] += bool(books.departures)
+        self.met["departures"] += bool(tree.departures)
         for one in storage.stores:
             self.met[one.state.value] += 1
             self.met["held by a call"] += sum(1 for _ in one.fetches.leaving)

@@ -25,17 +25,17 @@ from triton.runtime.jit import JITFunction
 
 import kvtide.models
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Engine, studio
-from kvtide.engine.mail import Mail
-from kvtide.engine.studio import Take, Wait
-from kvtide.engine.tables import laid_out
+from kvtide.engine import Engine, graph_capture
+from kvtide.engine.graph_capture import CapturedGraph, Wait
+from kvtide.engine.page_tables import laid_out
+from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.layers.forward import ForwardPass
 from kvtide.models import Model, build
 from tests.models import tiny
-from tests.models.programmed import FEW, Programmed
+from tests.models.with_kernels import FEW, Programmed
 
-LONGEST, MOST_TOKENS, STEPS = 20_000, 8192, 40
+LONGEST, MAX_TOKENS, STEPS = 20_000, 8192, 40
 
 
 class Absent:
@@ -70,10 +70,12 @@ def noted(self: Any, key: str, signature: Any, device: int, *_: object) -> Kerne
     return kernel
 
 
-class Rehearsed(studio._Anew):
+class Rehearsed(graph_capture._Anew):
     """A recording is computed when it is made, as on a GPU."""
 
-    def record(self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool) -> Take:
+    def record(
+        self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool
+    ) -> CapturedGraph:
         forward(lambda layer: None)
         return super().record(forward, room, most, cut)
 
@@ -86,20 +88,20 @@ def step_of(model: Model, cache: TieredCache, parts: list[tuple[int, int]]) -> S
     page, names = model.memory.page_tokens, [anchor.name for anchor in model.memory.anchors]
     pages = [-(-(count + before) // page) for count, before in parts]
     tables = [{name: np.zeros(number, np.int32) for name in names} for number in pages]
-    sequences, batch = laid_out(rows, tables, Mail(torch.device("cpu")))
+    sequences, batch = laid_out(rows, tables, Staging(torch.device("cpu")))
     at = torch.cat([torch.arange(before, before + count) for count, before in parts])
     return Step(torch.zeros_like(at), at, sequences, page, cache.view, lambda layer: None, batch)
 
 
 def some_parts(rng: random.Random) -> list[tuple[int, int]]:
     """Prompts and parts of prompts, beside those who generate."""
-    left, parts = rng.choice([1100, 2048, 5000, MOST_TOKENS]), []
+    left, parts = rng.choice([1100, 2048, 5000, MAX_TOKENS]), []
     prompts, alike = rng.choice([1, 1, 3, 9, 16, 40]), rng.random() < 0.3
     for number in range(prompts):
         each = -(-left // (prompts - number))
-        count = min(left, each if alike else rng.choice([2, 17, 256, 512, 2048, MOST_TOKENS]))
+        count = min(left, each if alike else rng.choice([2, 17, 256, 512, 2048, MAX_TOKENS]))
         if count:
-            parts.append((count, rng.choice([0, 64, 5000, LONGEST - MOST_TOKENS])))
+            parts.append((count, rng.choice([0, 64, 5000, LONGEST - MAX_TOKENS])))
         left -= count
     parts[0] = (parts[0][0] + left, parts[0][1])
     singles = rng.choice([0, 1, 5, 24])
@@ -114,15 +116,15 @@ def main(name: str) -> None:
         mock.patch.object(kvtide.models, "choose", return_value=Programmed()),
         mock.patch.object(ForwardPass, "writes_by_program", True),
         mock.patch.object(JITFunction, "_do_compile", noted),
-        mock.patch.object(studio, "_Anew", Rehearsed),
+        mock.patch.object(graph_capture, "_Anew", Rehearsed),
         mock.patch.object(torch, "mm", _product),
         mock.patch.object(torch, "bmm", _products),
         mock.patch.object(torch.nn.functional, "linear", _linear),
     ):
         model = build(config, saved.weights, page_tokens=64, dtype=torch.bfloat16)
         cache = TieredCache(model.memory, CacheConfig(Tokens(LONGEST + 64)))
-        engine = Engine(model, cache, chunk_tokens=MOST_TOKENS)
-        assert engine.most_tokens >= LONGEST
+        engine = Engine(model, cache, chunk_tokens=MAX_TOKENS)
+        assert engine.max_sequence_tokens >= LONGEST
         engine.prepare()
         prepared = len(ASKED)
         rng = random.Random(name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtide.engine import engine
-from kvtide.engine.kept import check_kept
+from kvtide.engine.state_check import check_kept
 from kvtide.models import Model
 from tests.engine.restoring import SHARED
 

@@ -24,10 +24,10 @@ from kvtide.cache import (
     TieredCache,
     Tokens,
 )
-from kvtide.cache.ranks import Agreement, Alone
-from kvtide.engine import Ask, Engine, Request, Sampling, Seat
+from kvtide.cache.rank_agreement import Agreement, Alone
+from kvtide.engine import Engine, RankTopology, Request, RequestParams, SamplingParams
 from kvtide.engine.oracle import Oracle
-from kvtide.engine.seat import LEADER
+from kvtide.engine.rank_topology import LEADER
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.spec import Tier
@@ -46,13 +46,13 @@ from tests.models.playing import Player
 PAGE = 16
 VOCABULARY = 211
 CPU = torch.device("cpu")
-SAMPLING = Sampling(logprobs=3)
+SAMPLING = SamplingParams(logprobs=3)
 CLOSE = 1e-5
 """How far what tensor ranks compute may be off: they add in another order."""
 
 CHUNKS = (37, 1, 1, 20)
 PROMPT = 90
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 
 
 class Grid(worlds.World):
@@ -60,7 +60,7 @@ class Grid(worlds.World):
 
     def __init__(self, rank: int, ranks: int, folder: Path, stages: int) -> None:
         super().__init__(rank, ranks, folder)
-        self.seat = Seat.taken(stages, ranks // stages, CPU)
+        self.topology = RankTopology.taken(stages, ranks // stages, CPU)
         self.expected: dict[str, Any] = torch.load(folder / "expected", weights_only=False)
 
     def agreement(self) -> Agreement:
@@ -68,13 +68,13 @@ class Grid(worlds.World):
 
     @property
     def exact(self) -> bool:
-        return self.seat.tensor.count == 1
+        return self.topology.tensor.count == 1
 
 
 class Solo:
     """One rank alone."""
 
-    rank, ranks, odd_one, seat = 0, 1, True, Seat()
+    rank, ranks, odd_one, topology = 0, 1, True, RankTopology()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,9 +97,9 @@ def model_at(place: Place, name: str) -> Model:
         page_tokens=PAGE,
         kv_dtype=KVDType.FP32,
         deterministic=True,
-        stage=place.seat.stage,
-        stages=place.seat.stages,
-        ranks=place.seat.tensor,
+        stage=place.topology.stage,
+        stages=place.topology.stages,
+        ranks=place.topology.tensor,
     )
 
 
@@ -113,7 +113,7 @@ def text(seed: int, count: int) -> tuple[int, ...]:
 
 def logits(place: Place, name: str) -> Tensor:
     """Of every token: a prompt in chunks, and single tokens."""
-    return Player(model_at(place, name), seat=place.seat).prefill(text(1, PROMPT), *CHUNKS)
+    return Player(model_at(place, name), topology=place.topology).prefill(text(1, PROMPT), *CHUNKS)
 
 
 def a_model_says_what_one_rank_says(grid: Grid, name: str) -> None:
@@ -151,7 +151,7 @@ class Stand:
             Tokens(20 * PAGE),
             Tokens(100 * PAGE),
             tokens_per_checkpoint=64,
-            patience=FetchPatience("wait_complete", least_tokens=1),
+            patience=FetchPatience("wait_complete", min_tokens=1),
         )
         config = replace(config, **options)
         hardware = Hardware.open(model.memory, config, agreement)
@@ -170,7 +170,7 @@ class Stand:
         )
         self.oracle = Oracle(self.cache, share, None) if share else None
         self.engine = Engine(
-            model, self.cache, chunk_tokens=40, oracle=self.oracle, seat=place.seat
+            model, self.cache, chunk_tokens=40, oracle=self.oracle, topology=place.topology
         )
 
     def serve(
@@ -183,12 +183,12 @@ class Stand:
         todo, asked, steps = list(prompts), list[Request](), 0
         while todo or not self.engine.idle:
             steps += 1
-            assert steps < MOST_STEPS, "somebody waits for ever"
+            assert steps < MAX_STEPS, "somebody waits for ever"
             while todo and sum(request.finish is None for request in asked) < at_once:
-                asked.append(self.engine.submit(Ask(todo.pop(0), 4, SAMPLING)))
+                asked.append(self.engine.submit(RequestParams(todo.pop(0), 4, SAMPLING)))
             before()
             self.engine.step()
-            self.place.same(self.books(asked))
+            self.place.same(self.tree(asked))
         return [
             Served([(c.token, c.logprob, c.top) for c in request.output], dict(request.by_tier))
             for request in asked
@@ -201,11 +201,11 @@ class Stand:
         self.cache.flush(Tier.DEVICE)
         return served + self.serve(conversations()[6:], before=before)
 
-    def books(self, asked: Sequence[Request]) -> object:
+    def tree(self, asked: Sequence[Request]) -> object:
         """All in which ranks must not differ."""
         cache, scheduler = self.cache, self.engine.scheduler
         return (
-            cache.index.books.tick,
+            cache.index.tree.tick,
             [(tier.name, name, n) for (tier, name), n in cache.stats().pages.items()],
             cache.stats().in_flight,
             [(request.number, request.computed, request.tokens) for request in scheduler.running],
@@ -219,7 +219,7 @@ class Stand:
         self.backend.hold.set()
         assert self.cache.drain(20.0)
         assert self.cache.validate() == []
-        self.place.same(self.books(()))
+        self.place.same(self.tree(()))
         assert self.cache.close()
 
 
@@ -323,7 +323,7 @@ def a_rank_whose_store_fails_misleads_nobody(grid: Grid, name: str) -> None:
     """What it does not bring is computed, by all."""
     url = stored_at(grid, name)
     lives(grid, name, url)
-    patience = FetchPatience("timeout", base_s=0.2, per_1k_s=0.0, least_tokens=1)
+    patience = FetchPatience("timeout", base_s=0.2, per_1k_s=0.0, min_tokens=1)
     stand = Stand(grid, name, patience=patience)
     faults = (Fault.RAISE, Fault.SLOW, Fault.MISSING, Fault.FLIP, Fault.BLOCK)
     draw = Draw(3, 0.5 if grid.odd_one else 0.0, faults)
@@ -351,9 +351,9 @@ def words_of_any_length_are_heard(grid: Grid, name: str) -> None:
     for length in (0, 1, 1016, 1017, 1_000_000):
         words = random.Random(length).randbytes(length)
         if grid.rank == LEADER:
-            grid.seat.tell(words)
+            grid.topology.broadcast_command(words)
         else:
-            assert grid.seat.hear() == words
+            assert grid.topology.receive_command() == words
 
 
 ON_MODELS = (a_model_says_what_one_rank_says,)

@@ -32,10 +32,10 @@ from kvtide.index.events import Event, EventKind
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.storage import ObjectFormat, Store, open_store
 from kvtide.testing.naive import NaiveIndex
-from kvtide.transfer.errands import Errand
+from kvtide.transfer.storage_requests import StorageRequest
 from tests.engine.restoring import PAGE, Ledger, Stand, WatchedCache, model_of
 
-PATIENT = FetchPatience("wait_complete", least_tokens=1)
+PATIENT = FetchPatience("wait_complete", min_tokens=1)
 ERRANDS_S = 30.0
 
 
@@ -76,7 +76,7 @@ def object_key(page: bytes, anchor: str) -> bytes:
     return hashlib.sha256(page + anchor.encode()).digest()
 
 
-def errands(cache: TieredCache) -> Iterator[Errand]:
+def errands(cache: TieredCache) -> Iterator[StorageRequest]:
     """What is with the store, or waits for it to have time."""
     for one in cache.storage._stores:
         for fetch in one.fetches.open:
@@ -105,7 +105,7 @@ class StoredCache(WatchedCache):
     def attach(self, past: Past) -> None:
         self.past = past
         self.ledger = past.ledger
-        for anchor in self.index.books.anchor_names:
+        for anchor in self.index.tree.anchor_names:
             kept = past.stored.setdefault(anchor, set())
             self.naive.readable[Tier.STORAGE, anchor] = set(kept)
         self.brought: dict[Prompt, set[tuple[str, bytes]]] = {}
@@ -191,8 +191,8 @@ class Life(Stand):
     def end(self) -> None:
         """The life ends in good order, and the store holds just what it should."""
         self.settle()
-        books, stats = self.cache.index.books, self.cache.storage.stats()
-        assert not books.imports and not books.departures and stats is not None
+        tree, stats = self.cache.index.tree, self.cache.storage.stats()
+        assert not tree.imports and not tree.departures and stats is not None
         assert (stats.dropped_pages, stats.failed_pages, stats.waiting_pages) == (0, 0, 0)
         super().end()
         assert self.cache.storage.join(5.0), "the store was not closed"

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from kvtide.cache import CacheConfig, Hardware, Lease, Match, Progress, TieredCache, Tokens
-from kvtide.engine import Ask, Chosen, Engine, Request, Sampling
+from kvtide.engine import Engine, Request, RequestParams, SampledToken, SamplingParams
 from kvtide.index import Placement
 from kvtide.index.events import Event, EventKind
 from kvtide.index.keys import TOKEN_BYTES
@@ -36,12 +36,12 @@ from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import State
+from kvtide.transfer.transfer import TransferState
 from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
-SAMPLING = Sampling(logprobs=3)
+SAMPLING = SamplingParams(logprobs=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ twice."""
 BRANCHES = 3
 TURNS = 3
 ANSWER_TOKENS = 4
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Turn:
 
     branch: int
     tokens: tuple[int, ...]
-    answer: tuple[Chosen, ...]
+    answer: tuple[SampledToken, ...]
 
 
 def text(rng: random.Random, count: int) -> tuple[int, ...]:
@@ -143,12 +143,12 @@ def text(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 @cached
-def alone(family: str, tokens: tuple[int, ...], count: int) -> tuple[Chosen, ...]:
+def alone(family: str, tokens: tuple[int, ...], count: int) -> tuple[SampledToken, ...]:
     """The answer of an engine that has never seen anything, and computes the prompt at once."""
     model = model_of(family)
     cache = TieredCache(model.memory, CacheConfig(Tokens(1024), None, tokens_per_checkpoint=16))
     engine = Engine(model, cache, chunk_tokens=1024)
-    request = engine.submit(Ask(tokens, count, SAMPLING))
+    request = engine.submit(RequestParams(tokens, count, SAMPLING))
     while not engine.idle:
         engine.step()
     assert request.by_tier == {}
@@ -331,7 +331,9 @@ class WatchedCache(TieredCache):
     def wait(self, lease: Lease, layer: int) -> None:
         """A layer's bytes come when it cannot go on without them, and none of the next layer's."""
         hand, leg = self.hands[Way.LOAD], self.hardware.copier.leg_of(layer)
-        flying = [transfer for transfer in lease.transfers if transfer.state is State.FLYING]
+        flying = [
+            transfer for transfer in lease.transfers if transfer.state is TransferState.FLYING
+        ]
         for transfer in flying:
             while not hand.arrived(transfer.ticket, leg):
                 if self.breaks:
@@ -404,10 +406,10 @@ def converse(
         todo, pending, steps = list(turns), [], 0
         while todo or pending:
             steps += 1
-            assert steps < MOST_STEPS, "somebody waits for ever"
+            assert steps < MAX_STEPS, "somebody waits for ever"
             while todo and len(pending) < at_once:
                 turn = todo.pop(0)
-                ask = Ask(turn.tokens, len(turn.answer), SAMPLING)
+                ask = RequestParams(turn.tokens, len(turn.answer), SAMPLING)
                 pending.append((turn, engine.submit(ask)))
             engine.step()
             for turn, request in pending:
@@ -458,17 +460,17 @@ class Stand:
             hardware=Hardware(*self.blocks, Copier(*self.blocks, self.hands, legs)),
         )
         self._rows = {tier: Rows(block) for tier, block in zip(TIERS, self.blocks, strict=True)}
-        for cell in self.cache.index.books.cells:
+        for cell in self.cache.index.tree.cells:
             if cell.tier in TIERS:
                 anchor = model.memory.anchors[cell.anchor].name
                 cell.slots = PoisonedSlots(cell.slots.capacity, self._rows[cell.tier], anchor)
         self.engine = Engine(model, self.cache, chunk_tokens=chunk_tokens)
         self.served: list[Request] = []
-        self.most_running = 0
+        self.max_running = 0
 
     def answer(self, tokens: tuple[int, ...], count: int = ANSWER_TOKENS) -> Request:
         """Serve one request by itself."""
-        request = self.engine.submit(Ask(tokens, count, SAMPLING))
+        request = self.engine.submit(RequestParams(tokens, count, SAMPLING))
         while not self.engine.idle:
             self.engine.step()
             assert self.cache.validate() == []
@@ -483,7 +485,7 @@ class Stand:
             assert number % validate_every or self.cache.validate() == []
             for request in self.engine.scheduler.running:
                 assert request.held.inner.boundary * PAGE <= request.computed, "found too early"
-            self.most_running = max(self.most_running, len(self.engine.scheduler.running))
+            self.max_running = max(self.max_running, len(self.engine.scheduler.running))
             self.served += [request for request in requests if request not in self.served]
             yield requests
 
@@ -505,10 +507,10 @@ class Stand:
 
     def end(self) -> None:
         """Nobody holds anything; what is flushed leaves nothing behind; nobody wrote elsewhere."""
-        books = self.cache.index.books
+        tree = self.cache.index.tree
         assert self.engine.idle
         self.settle()
-        assert not books.leases and not books.arrivals and not self.cache.busy
+        assert not tree.leases and not tree.arrivals and not self.cache.busy
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:
@@ -516,7 +518,7 @@ class Stand:
         for (tier, anchor), count in self.cache.stats().pages.items():
             assert (count.resident, count.free) == (0, count.capacity), (tier, anchor)
             assert self._rows[tier].poisoned(anchor, slice(None)), (tier, anchor)
-        assert books.nodes == 0 and not books.roots and self.cache.validate() == []
+        assert tree.nodes == 0 and not tree.roots and self.cache.validate() == []
         self.cache.close()
 
 

@@ -14,14 +14,14 @@ from functools import cache as cached
 import pytest
 
 from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, Sampling
+from kvtide.engine import Engine, Request, RequestParams, SamplingParams
 from kvtide.engine.oracle import Oracle
 from kvtide.models import Model
 from kvtide.spec import Tier
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
-SHOWN = Sampling(logprobs=2)
+SHOWN = SamplingParams(logprobs=2)
 SEEDS = range(8)
 FAMILIES = ("llama", "gemma3", "gpt_oss", "falcon_h1")
 Words = tuple[int, ...]
@@ -39,10 +39,12 @@ def reference(family: str) -> Engine:
     return Engine(model, TieredCache(model.memory, config), chunk_tokens=2048)
 
 
-def alone(family: str, ask: Ask) -> Request:
+def alone(family: str, ask: RequestParams) -> Request:
     """The same request to an engine that uses nothing it has kept."""
     engine = reference(family)
-    request = engine.submit(Ask(ask.tokens, ask.max_tokens, SHOWN, recompute=True, score=ask.score))
+    request = engine.submit(
+        RequestParams(ask.tokens, ask.max_tokens, SHOWN, recompute=True, score=ask.score)
+    )
     while not engine.idle:
         engine.step()
     return request
@@ -70,7 +72,7 @@ class Run:
             model_of(family),
             self.cache,
             chunk_tokens=rng.choice((1, 5, 16, 37, 64, 257)),
-            most_running=rng.choice((1, 2, 4, 16)),
+            max_running=rng.choice((1, 2, 4, 16)),
             oracle=self.oracle,
         )
         self.patience = 400 + 32 * pages * PAGE // self.engine.scheduler.chunk_tokens
@@ -81,10 +83,10 @@ class Run:
         return tuple(self.rng.randrange(1, VOCABULARY) for _ in range(count))
 
     def submit(self) -> None:
-        rng, most = self.rng, self.engine.most_tokens
+        rng, most = self.rng, self.engine.max_sequence_tokens
         talk = rng.randrange(3)
         tokens = (self.talks[talk] + self._words(rng.randrange(20)))[:most]
-        ask = Ask(
+        ask = RequestParams(
             tokens,
             min(rng.choice((0, 1, 3, 8, 20)), most - len(tokens)),
             SHOWN,
@@ -114,7 +116,7 @@ class Run:
             assert self.cache.validate() == []
             for talk, request in self.requests:
                 if any(update.request is request and update.finish for update in updates):
-                    self.talks[talk] = tuple(request.tokens[: self.engine.most_tokens])
+                    self.talks[talk] = tuple(request.tokens[: self.engine.max_sequence_tokens])
             self.disturb()
             quiet = 0 if updates else quiet + 1
             assert quiet < self.patience, "somebody waits for ever"
@@ -124,11 +126,11 @@ class Run:
     def check(self) -> None:
         for _, request in self.requests:
             if request.finish is not None and request.finish.value != "abort":
-                wanted = alone(self.family, request.ask)
+                wanted = alone(self.family, request.params)
                 assert (request.output, request.scores) == (wanted.output, wanted.scores)
         assert self.oracle.counts.diverged == 0
         self.cache.close()
-        assert not self.cache.index.books.leases
+        assert not self.cache.index.tree.leases
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -25,15 +25,15 @@ from kvtide.cache import (
     TransferError,
 )
 from kvtide.engine import (
-    Ask,
     Engine,
     Finish,
     Request,
     RequestError,
-    Sampling,
-    State,
+    RequestParams,
+    RequestState,
+    SamplingParams,
     Update,
-    recording,
+    cuda_graphs,
     sampler,
 )
 from kvtide.engine.scheduler import Scheduler
@@ -148,7 +148,7 @@ class Stand:
         device: int = 16,
         host: int = 32,
         chunk_tokens: int = 64,
-        most_running: int = 8,
+        max_running: int = 8,
         max_positions: int = 4096,
         recorded: bool = False,
         **options: Any,
@@ -161,20 +161,20 @@ class Stand:
         copier = Copier(*blocks, lanes, [range(layer, layer + 1) for layer in range(LAYERS)])
         config = CacheConfig(Tokens(PAGE), **{"host_size": Tokens(PAGE), **options})
         self.cache = TieredCache(MEMORY, config, hardware=Hardware(*blocks, copier))
-        for cell in self.cache.index.books.cells:
+        for cell in self.cache.index.tree.cells:
             if cell.tier in TIERS:
                 rows = Rows(blocks[TIERS.index(cell.tier)])
                 cell.slots = PoisonedSlots(cell.slots.capacity, rows, "kv")
         self.model = Sums(max_positions, recorded)
         self.engine = Engine(
-            self.model, self.cache, chunk_tokens=chunk_tokens, most_running=most_running
+            self.model, self.cache, chunk_tokens=chunk_tokens, max_running=max_running
         )
         self.engine.scheduler.lets_land = False
         self.model.tried = True
         self.model.steps.clear()
 
     def submit(self, tokens: Sequence[int], count: int = 3, **more: Any) -> Request:
-        return self.engine.submit(Ask(tuple(tokens), count, **more))
+        return self.engine.submit(RequestParams(tuple(tokens), count, **more))
 
     def step(self) -> list[Update]:
         updates = self.engine.step()
@@ -220,7 +220,7 @@ class Stand:
         self.cache._sessions.forget_all()
         assert self.cache.drain(10)
         assert self.cache.validate() == []
-        assert not self.cache._leases and not self.cache.index.books.leases
+        assert not self.cache._leases and not self.cache.index.tree.leases
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:
@@ -237,12 +237,12 @@ def _buffers(pages: int) -> Buffers:
 def right(request: Request) -> bool:
     """Whether the answer so far is what the model has to say."""
     said = [chosen.token for chosen in request.output]
-    return said == answer_to(request.ask.tokens, len(said))
+    return said == answer_to(request.params.tokens, len(said))
 
 
 def complete(*requests: Request) -> bool:
     return all(
-        r.state is State.FINISHED and len(r.output) == r.ask.max_tokens and right(r)
+        r.state is RequestState.FINISHED and len(r.output) == r.params.max_tokens and right(r)
         for r in requests
     )
 
@@ -270,7 +270,7 @@ def stand(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Stand]]:
     """Makes engines; whatever a test does with one, in the end nothing of it is missing."""
-    monkeypatch.setattr(recording, "PROMPT_TOKENS", 4)  # However many prompts there are.
+    monkeypatch.setattr(cuda_graphs, "PROMPT_TOKENS", 4)  # However many prompts there are.
     stands: list[Stand] = []
 
     def make(**options: Any) -> Stand:
@@ -304,7 +304,7 @@ def test_what_can_never_be_served_is_refused_with_a_remedy(stand, tokens, count,
 
 def test_the_models_positions_limit_too(stand):
     at = stand(max_positions=10)
-    assert at.engine.most_tokens == 10
+    assert at.engine.max_sequence_tokens == 10
     with pytest.raises(RequestError, match="this engine serves 10"):
         at.submit(words(1, 8), 3)
     assert complete(at.ask(words(1, 8), 2))
@@ -377,10 +377,10 @@ def test_a_request_whose_turn_has_not_come_leaves_no_update(stand):
 
 
 def test_priorities_are_answered_first(stand):
-    at = stand(most_running=1)
+    at = stand(max_running=1)
     low, high = at.submit(words(1, 5), 2), at.submit(words(2, 5), 2, priority=1)
     at.step()
-    assert at.engine.scheduler.running == [high] and low.state is State.WAITING
+    assert at.engine.scheduler.running == [high] and low.state is RequestState.WAITING
     at.finish()
     assert complete(low, high)
 
@@ -404,14 +404,14 @@ def test_more_requests_than_fit_take_turns(stand):
 
 
 def test_sampled_answers_do_not_depend_on_company(stand):
-    sampling = Sampling(temperature=20.0, seed=11, logprobs=2)
+    sampling = SamplingParams(temperature=20.0, seed=11, logprobs=2)
     alone = stand().ask(words(1, 9), 6, sampling=sampling)
     at = stand(chunk_tokens=5)
     others = [at.submit(words(n, 7), 4) for n in (2, 3)]
     request = at.submit(words(1, 9), 6, sampling=sampling)
     for _ in range(6):
         at.step()
-    if request.state is State.RUNNING:
+    if request.state is RequestState.RUNNING:
         at.engine.scheduler.retract(request)
     at.finish()
     assert request.output == alone.output and complete(*others)
@@ -422,11 +422,11 @@ def test_sampled_answers_do_not_depend_on_company(stand):
 
 
 def test_a_waiting_request_can_be_aborted(stand):
-    at = stand(most_running=1)
+    at = stand(max_running=1)
     first, second, third = (at.submit(words(n, 6), 3) for n in (1, 2, 3))
     at.step()
     at.engine.abort(second)
-    assert second.state is State.FINISHED and second.finish is Finish.ABORT
+    assert second.state is RequestState.FINISHED and second.finish is Finish.ABORT
     at.finish()
     assert complete(first, third) and second.output == []
 
@@ -473,7 +473,7 @@ def test_an_aborted_request_gives_everything_back(stand):
     request = at.submit(words(1, 13), 9)
     at.step()
     at.engine.abort(request)
-    assert not at.cache.index.books.leases
+    assert not at.cache.index.tree.leases
     assert at.cache.drain(10)
     pages = at.cache.stats().pages[Tier.DEVICE, "kv"]
     assert pages.free + pages.resident == pages.capacity and pages.resident == 3
@@ -492,7 +492,7 @@ def test_a_session_keeps_its_conversation(stand):
     following = at.ask((*first.tokens, 5, 6), 3, session="a")
     assert following.by_tier == {Tier.DEVICE: 12} and complete(following)
     assert at.cache.stats().sessions == 1
-    assert at.cache.forget(following.ask.pin) and at.cache.stats().sessions == 0
+    assert at.cache.forget(following.params.pin) and at.cache.stats().sessions == 0
 
 
 def test_sessions_of_two_namespaces_are_two_whatever_they_are_called(stand):
@@ -608,16 +608,19 @@ def test_many_failures_change_no_answer(stand):
 @pytest.mark.parametrize(
     ("sampling", "remedy"),
     [
-        (Sampling(temperature=float("nan")), "temperature is nan; use a number from 0 to 100"),
-        (Sampling(top_p=1.5), "top_p is 1.5"),
-        (Sampling(min_p=-1), "min_p is -1"),
-        (Sampling(repetition_penalty=0), "repetition_penalty is 0"),
+        (
+            SamplingParams(temperature=float("nan")),
+            "temperature is nan; use a number from 0 to 100",
+        ),
+        (SamplingParams(top_p=1.5), "top_p is 1.5"),
+        (SamplingParams(min_p=-1), "min_p is -1"),
+        (SamplingParams(repetition_penalty=0), "repetition_penalty is 0"),
     ],
 )
 def test_settings_that_cannot_be_drawn_from_are_refused(stand, sampling, remedy):
     at = stand()
     with pytest.raises(RequestError, match=remedy):
-        at.engine.submit(Ask((1, 2, 3), 4, sampling))
+        at.engine.submit(RequestParams((1, 2, 3), 4, sampling))
 
 
 def test_an_answer_of_one_token_on_a_loading_prefix_keeps_what_it_computed(stand):
@@ -632,7 +635,7 @@ def test_an_answer_of_one_token_on_a_loading_prefix_keeps_what_it_computed(stand
 
 def test_a_prefix_on_its_way_keeps_nobody_else_waiting(stand, monkeypatch):
     """Where the scheduler lets it land first."""
-    at, gate = stand(most_running=4), threading.Event()
+    at, gate = stand(max_running=4), threading.Event()
     at.engine.scheduler.lets_land = True
     at.remember_on_host(words(1, 13))
     issue = at.loads.issue
@@ -666,7 +669,7 @@ def test_a_prefix_that_nobody_waits_beside_is_computed_on_as_it_comes(stand):
 
 
 def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypatch):
-    at = stand(most_running=4)
+    at = stand(max_running=4)
     at.engine.scheduler.lets_land = True
     for number in (1, 2):
         at.remember_on_host(words(number, 13))
@@ -736,7 +739,7 @@ def test_whoever_could_be_taken_in_has_copies_looked_at_before_a_step(stand, mon
     at = stand(device=6)
     first, second = at.submit(words(1, 9), 9), at.submit(words(2, 9), 9)
     at.step()
-    assert second.state is State.WAITING
+    assert second.state is RequestState.WAITING
     done: list[str] = []
     land, run = at.cache.land, at.engine._runner.run
 
@@ -833,13 +836,13 @@ def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(
     monkeypatch.setattr(Scheduler, "steady", steady)
     laid: list[int] = []
     name = "play_ahead" if steady else "play_laid"
-    play = getattr(recording.Recording, name)
+    play = getattr(cuda_graphs.StepGraph, name)
 
     def counted(self: Any, *args: Any) -> Tensor:
         laid.append(len(args[-1]))
         return play(self, *args)
 
-    monkeypatch.setattr(recording.Recording, name, counted)
+    monkeypatch.setattr(cuda_graphs.StepGraph, name, counted)
     long, short = at.submit(words(1, 9), 12), at.submit(words(2, 9), 4)
     for _ in range(4):
         at.step()
@@ -884,7 +887,7 @@ def test_whoever_waits_for_room_is_taken_in_while_the_device_is_at_work(stand, m
     late = at.submit(words(3, 9), 8)
     while short.finish is None:
         at.step()
-        assert late.state is State.WAITING
+        assert late.state is RequestState.WAITING
     assert at.cache.drain(10), "pages that are copied are not free"
     done = listed(
         monkeypatch,
@@ -896,7 +899,7 @@ def test_whoever_waits_for_room_is_taken_in_while_the_device_is_at_work(stand, m
     at.step()
     beside = ["run", "admit", "load", "poll"]
     assert done == (beside if at.model.recorded else ["admit", "load", "run", "poll"])
-    assert late.state is State.RUNNING
+    assert late.state is RequestState.RUNNING
     at.finish()
     assert complete(short, long, late) and late.by_tier[Tier.HOST] > 0
 
@@ -905,19 +908,19 @@ def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkey
     """The pass that was begun before it was read had something else in its place."""
     monkeypatch.setattr(sampler, "CANDIDATES", 2)
     belated: list[int] = []
-    read = sampler.Choosing.read
+    read = sampler.SamplingBatch.read
 
     def noting(choosing: Any) -> Any:
         chosen = read(choosing)
         belated.extend(choosing.belated)
         return chosen
 
-    monkeypatch.setattr(sampler.Choosing, "read", noting)
+    monkeypatch.setattr(sampler.SamplingBatch, "read", noting)
     at, other = stand(), Stand()
     said = []
     for each in (at, other):
         requests = [
-            each.submit(words(n, 9), 12, sampling=Sampling(temperature=20.0 * n, seed=n))
+            each.submit(words(n, 9), 12, sampling=SamplingParams(temperature=20.0 * n, seed=n))
             for n in range(4)
         ]
         each.finish()

@@ -28,10 +28,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, recording, scheduler
-from kvtide.engine.studio import Wait, studio
+from kvtide.engine import Engine, Request, RequestParams, cuda_graphs, scheduler
+from kvtide.engine.graph_capture import Wait, graph_capture
 from kvtide.models import Model
-from kvtide.server.opening import OnDevice
+from kvtide.server.engine_setup import OnDevice
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from kvtide.storage import open_store
@@ -41,7 +41,7 @@ from tests.models.tiny import CONFIGS, build, checkpoint
 
 PROMPTS, ANSWER, CHUNK = 36, 52, 256
 CLOSE, CLOSE_PACKED = 1e-4, 5e-3
-LEAST_EQUAL, LEAST_EQUAL_ELSEWHERE = 0.99, 0.97
+MIN_EQUAL, MIN_EQUAL_ELSEWHERE = 0.99, 0.97
 REQUESTS = 10_000
 
 
@@ -77,19 +77,19 @@ def engine_of(
     )
     cache = TieredCache(model.memory, config)
     try:
-        yield Engine(model, cache, chunk_tokens=CHUNK, most_running=8, **options)
+        yield Engine(model, cache, chunk_tokens=CHUNK, max_running=8, **options)
     finally:
         cache.close()
 
 
-def answered(engine: Engine, asks: list[Ask]) -> list[Request]:
+def answered(engine: Engine, asks: list[RequestParams]) -> list[Request]:
     requests = [engine.submit(ask) for ask in asks]
     while not engine.idle:
         engine.step()
     return requests
 
 
-def one_by_one(engine: Engine, asks: list[Ask]) -> list[Request]:
+def one_by_one(engine: Engine, asks: list[RequestParams]) -> list[Request]:
     """Nobody's company shows in the last bits of others."""
     return [request for ask in asks for request in answered(engine, [ask])]
 
@@ -118,11 +118,11 @@ def restored(
 ) -> list[Request]:
     """Answers after prefixes of what the engine remembers, from the host and from storage."""
     for _ in range(2):
-        one_by_one(engine, [Ask(prompt, 1) for prompt in remembered])
+        one_by_one(engine, [RequestParams(prompt, 1) for prompt in remembered])
     found: list[Request] = []
     for half, tiers in ((0, (Tier.DEVICE,)), (1, (Tier.DEVICE, Tier.HOST))):
         settled(engine, *tiers)
-        found += one_by_one(engine, [Ask(prompt, ANSWER) for prompt in prompts[half::2]])
+        found += one_by_one(engine, [RequestParams(prompt, ANSWER) for prompt in prompts[half::2]])
     for request in found:
         assert sum(request.by_tier.values()) > 0, request.why
     for tier in (Tier.HOST, Tier.STORAGE):
@@ -145,19 +145,19 @@ def test_restored_prefixes_say_what_computing_them_says(
         found = restored(engine, remembered, others if aligned else remembered)
         if aligned:
             assert {sum(request.by_tier.values()) for request in found} == {CHUNK}
-        asks = [Ask(request.ask.tokens, ANSWER, recompute=True) for request in found]
+        asks = [RequestParams(request.params.tokens, ANSWER, recompute=True) for request in found]
         divergence, equal, count = compared(one_by_one(engine, asks), found)
         assert engine.cache.validate() == []
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert count >= 1000, "answers part too early"
-    least = LEAST_EQUAL if aligned else LEAST_EQUAL_ELSEWHERE
+    least = MIN_EQUAL if aligned else MIN_EQUAL_ELSEWHERE
     assert divergence < CLOSE and equal >= least, (divergence, equal)
 
 
 def test_packed_entries_say_nearly_what_plain_ones_say(device: torch.device) -> None:
     """By how likely the second half of each text is after the first."""
     rng, name = random.Random(3), "deepseek_v4"
-    texts = [Ask(text(rng, 200), 0, score=0) for _ in range(PROMPTS)]
+    texts = [RequestParams(text(rng, 200), 0, score=0) for _ in range(PROMPTS)]
     scores = []
     for kind in (KVDType.FP8, KVDType.BF16):
         with engine_of(name, model_of(name, device, kind)) as engine:
@@ -188,7 +188,7 @@ def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
         while done < REQUESTS or pending:
             while done < REQUESTS and len(pending) < 24:
                 prompt = rng.choice(roots)[: rng.randint(1, 70)] + text(rng, rng.randint(1, 9))
-                pending.append(engine.submit(Ask(prompt, rng.randint(1, 6))))
+                pending.append(engine.submit(RequestParams(prompt, rng.randint(1, 6))))
                 done += 1
             engine.step()
             if rng.random() < 0.3:
@@ -208,32 +208,32 @@ def test_recorded_passes_say_what_others_say(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several lengths: one sequence outgrows the first recordings, and the others stay."""
-    monkeypatch.setattr(recording, "SHORTEST", 100)
-    monkeypatch.setattr(recording, "SIZES", (64, 256))
-    played: list[recording.Size] = []
+    monkeypatch.setattr(cuda_graphs, "SHORTEST", 100)
+    monkeypatch.setattr(cuda_graphs, "SIZES", (64, 256))
+    played: list[cuda_graphs.GraphSize] = []
     ways: Counter[str] = Counter()
-    whole = recording.Recording._played
+    whole = cuda_graphs.StepGraph._played
 
     def noted(self, wait):
         played.append(self._size)
         return whole(self, wait)
 
     def counted(way):
-        function = getattr(recording.Recording, way)
+        function = getattr(cuda_graphs.StepGraph, way)
 
         def call(*args):
             ways[way] += 1
             return function(*args)
 
-        monkeypatch.setattr(recording.Recording, way, call)
+        monkeypatch.setattr(cuda_graphs.StepGraph, way, call)
 
-    monkeypatch.setattr(recording.Recording, "_played", noted)
+    monkeypatch.setattr(cuda_graphs.StepGraph, "_played", noted)
     counted("play_laid")
     counted("play_ahead")
     rng = random.Random(name)
     model = model_of(name, device)
     lengths = [90, *(rng.randint(3, 90) for _ in range(10))]
-    asks = [Ask(text(rng, length), 20) for length in lengths]
+    asks = [RequestParams(text(rng, length), 20) for length in lengths]
     with engine_of(name, model, records=False) as engine:
         plain = answered(engine, asks)
     with engine_of(name, model) as engine:
@@ -254,20 +254,23 @@ def test_recorded_passes_say_what_others_say(
 def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "SIZES", (64, 256))
+    monkeypatch.setattr(cuda_graphs, "SIZES", (64, 256))
     monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 32)  # What is left of prompts comes later.
     begun: list[int] = []
-    ahead = recording.Recording.play_ahead
+    ahead = cuda_graphs.StepGraph.play_ahead
 
     def counted(self, *args):
         begun.append(self._size.prompts)
         return ahead(self, *args)
 
-    monkeypatch.setattr(recording.Recording, "play_ahead", counted)
+    monkeypatch.setattr(cuda_graphs.StepGraph, "play_ahead", counted)
     # Their company differs, which shows in the last bits: these are of no account here.
     rng, model = random.Random(name), model_of(name, device, dtype=torch.float32)
     common = text(rng, 64)
-    asks = [Ask(common + text(rng, rng.randint(20, 90)), rng.randint(3, 20)) for _ in range(60)]
+    asks = [
+        RequestParams(common + text(rng, rng.randint(20, 90)), rng.randint(3, 20))
+        for _ in range(60)
+    ]
     with engine_of(name, model, records=False) as engine:
         plain = answered(engine, asks)
     with engine_of(name, model, device_tokens=448) as engine:
@@ -277,18 +280,18 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     assert sum(prompts > 0 for prompts in begun) > 5, "prompts"
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
-    assert divergence < 1e-6 and equal >= LEAST_EQUAL, (divergence, equal)
+    assert divergence < 1e-6 and equal >= MIN_EQUAL, (divergence, equal)
 
 
 def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) -> None:
     """Whatever it holds of the device could not be given back then."""
-    where, collecting = studio(device), []
+    where, collecting = graph_capture(device), []
 
     def forward(wait: Wait) -> Tensor:
         collecting.append(gc.isenabled())
         junk: list[object] = [[] for _ in range(5000)]  # Time to look for garbage.
         if len(collecting) == 1:
-            other = studio(device)
+            other = graph_capture(device)
             junk = [other.record(lambda wait: torch.ones(4, device=device), "logits", 4, cut=False)]
             junk += [torch.empty(1 << 20).pin_memory(), junk]
         return torch.ones(4, 8, device=device) * 3
@@ -303,7 +306,7 @@ def test_others_generate_while_a_prefix_is_on_its_way(device: torch.device) -> N
     rng, name = random.Random(9), "llama"
     with engine_of(name, model_of(name, device)) as engine:
         prompt = text(rng, 200)
-        answered(engine, [Ask(prompt, 1)])
+        answered(engine, [RequestParams(prompt, 1)])
         settled(engine, Tier.DEVICE)
         gate = threading.Event()
         lane = engine.cache.hardware.copier.lanes[Way.LOAD]
@@ -315,10 +318,10 @@ def test_others_generate_while_a_prefix_is_on_its_way(device: torch.device) -> N
             return issue(works, legs)
 
         backend.issue = held
-        others = [engine.submit(Ask(text(rng, 40), 60)) for _ in range(3)]
+        others = [engine.submit(RequestParams(text(rng, 40), 60)) for _ in range(3)]
         while any(not request.output for request in others):
             engine.step()
-        late = engine.submit(Ask(prompt + text(rng, 5), 8))
+        late = engine.submit(RequestParams(prompt + text(rng, 5), 8))
         before = len(others[0].output)
         for _ in range(20):
             engine.step()

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, Sampling
-from kvtide.engine.oracle import MOST_CHECKS, TOLERANCES, Oracle
+from kvtide.engine import Engine, Request, RequestParams, SamplingParams
+from kvtide.engine.oracle import MAX_CHECKS, TOLERANCES, Oracle
 from kvtide.models import Model
 from kvtide.spec import Tier
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
 FAMILIES = ("llama", "gemma3", "gpt_oss", "falcon_h1")
-SHOWN = Sampling(logprobs=2)
+SHOWN = SamplingParams(logprobs=2)
 
 
 def model_of(family: str, *, deterministic: bool = True) -> Model:
@@ -30,7 +30,7 @@ def engine_with_oracle(model: Model, share: float = 1.0, tolerance: float | None
     return Engine(model, cache, chunk_tokens=64, oracle=Oracle(cache, share, tolerance))
 
 
-def serve(engine: Engine, *asks: Ask) -> list[Request]:
+def serve(engine: Engine, *asks: RequestParams) -> list[Request]:
     requests = [engine.submit(ask) for ask in asks]
     seen = set()
     while not engine.idle:
@@ -50,7 +50,7 @@ def spoil_host(cache: TieredCache, pool: str, layer: int, page: int, prompt: obj
     """Flip one bit of one number of a page on the host, which must be on the host alone."""
     anchor = cache.memory.pool(pool).follows or pool
     number = [one.name for one in cache.memory.anchors].index(anchor)
-    cell = cache.index.books.cell(Tier.HOST, number)
+    cell = cache.index.tree.cell(Tier.HOST, number)
     hit = cache.index.match(prompt)  # type: ignore[arg-type]
     node = next(node for node in hit.nodes if node.depth <= page < node.end)
     slot = int(node.resident_slots(cell)[page - node.depth])
@@ -62,10 +62,10 @@ def spoil_host(cache: TieredCache, pool: str, layer: int, page: int, prompt: obj
 def test_restores_that_are_right_are_found_alike(family: str) -> None:
     engine = engine_with_oracle(model_of(family))
     tokens = text(1, 5 * PAGE + 3)
-    serve(engine, Ask(tokens, 3))
-    serve(engine, Ask(tokens + text(2, 20), 3))
+    serve(engine, RequestParams(tokens, 3))
+    serve(engine, RequestParams(tokens + text(2, 20), 3))
     engine.cache.flush(Tier.DEVICE)
-    serve(engine, Ask(tokens + text(3, 20), 3), Ask(tokens + text(4, 20), 3))
+    serve(engine, RequestParams(tokens + text(3, 20), 3), RequestParams(tokens + text(4, 20), 3))
     assert engine.oracle is not None
     assert (engine.oracle.counts.alike, engine.oracle.counts.diverged) == (3, 0)
     engine.cache.close()
@@ -81,12 +81,12 @@ def test_one_flipped_bit_on_the_host_is_found_named_and_quarantined(
     model = model_of(family)
     engine = engine_with_oracle(model)
     tokens = text(5, 6 * PAGE + 3)
-    (first,) = serve(engine, Ask(tokens, 4, SHOWN))
+    (first,) = serve(engine, RequestParams(tokens, 4, SHOWN))
     layer = model.memory.pool(pool).layers[-1]
     engine.cache.flush(Tier.DEVICE)
     spoil_host(engine.cache, pool, layer, 5, engine.cache.prompt(tokens))
     with caplog.at_level(logging.ERROR, logger="kvtide"):
-        (wrong,) = serve(engine, Ask(tokens, 40, SHOWN))
+        (wrong,) = serve(engine, RequestParams(tokens, 40, SHOWN))
     assert wrong.by_tier == {Tier.HOST: 6 * PAGE}
     assert engine.oracle is not None and engine.oracle.counts.diverged == 1
     (line,) = caplog.messages
@@ -95,9 +95,9 @@ def test_one_flipped_bit_on_the_host_is_found_named_and_quarantined(
     assert not any(f"pool {other} differs" in line for other in others)
     assert wrong.admissions == 2, "it ran on pages that were wrong, and began anew"
 
-    (again,) = serve(engine, Ask(tokens, 4, SHOWN))
+    (again,) = serve(engine, RequestParams(tokens, 4, SHOWN))
     assert again.output == first.output
-    (restored,) = serve(engine, Ask(tokens, 4, SHOWN))
+    (restored,) = serve(engine, RequestParams(tokens, 4, SHOWN))
     assert restored.output == first.output and restored.by_tier == {Tier.DEVICE: 6 * PAGE}
     assert engine.oracle.counts.diverged == 1
     engine.cache.close()
@@ -108,15 +108,15 @@ def test_one_wrong_page_is_quarantined_once_however_many_went_on_from_it(
 ) -> None:
     engine = engine_with_oracle(model_of("llama"))
     tokens = text(10, 4 * PAGE + 3)
-    serve(engine, Ask(tokens, 2))
+    serve(engine, RequestParams(tokens, 2))
     engine.cache.flush(Tier.DEVICE)
     spoil_host(engine.cache, "kv", 1, 2, engine.cache.prompt(tokens))
-    asks = [Ask(tokens + text(20 + number, 5), 12) for number in range(MOST_CHECKS)]
+    asks = [RequestParams(tokens + text(20 + number, 5), 12) for number in range(MAX_CHECKS)]
     with caplog.at_level(logging.ERROR, logger="kvtide"):
         requests = serve(engine, *asks)
-    assert engine.oracle is not None and engine.oracle.counts.diverged == MOST_CHECKS
+    assert engine.oracle is not None and engine.oracle.counts.diverged == MAX_CHECKS
     assert len(caplog.messages) == 1 and "pool kv differs in 1 of" in caplog.messages[0]
-    assert [request.admissions for request in requests] == [2] * MOST_CHECKS
+    assert [request.admissions for request in requests] == [2] * MAX_CHECKS
     engine.cache.close()
 
 
@@ -132,11 +132,11 @@ def test_what_no_token_is_likely_after_can_be_compared() -> None:
 def test_other_prompts_keep_their_pages_when_one_is_quarantined() -> None:
     engine = engine_with_oracle(model_of("llama"))
     bad, good = text(6, 4 * PAGE + 1), text(7, 4 * PAGE + 1)
-    serve(engine, Ask(bad, 2), Ask(good, 2))
+    serve(engine, RequestParams(bad, 2), RequestParams(good, 2))
     engine.cache.flush(Tier.DEVICE)
     spoil_host(engine.cache, "kv", 0, 0, engine.cache.prompt(bad))
-    serve(engine, Ask(bad, 2))
-    (kept,) = serve(engine, Ask(good, 2))
+    serve(engine, RequestParams(bad, 2))
+    (kept,) = serve(engine, RequestParams(good, 2))
     assert kept.by_tier == {Tier.HOST: 4 * PAGE}
     assert engine.oracle is not None and engine.oracle.counts.diverged == 1
     engine.cache.close()
@@ -146,13 +146,13 @@ def test_without_deterministic_arithmetic_alike_means_close() -> None:
     model = model_of("llama", deterministic=False)
     engine = engine_with_oracle(model, tolerance=TOLERANCES[torch.float32])
     tokens = text(8, 6 * PAGE + 3)
-    serve(engine, Ask(tokens, 2))
-    serve(engine, Ask(tokens, 2))
+    serve(engine, RequestParams(tokens, 2))
+    serve(engine, RequestParams(tokens, 2))
     assert engine.oracle is not None and engine.oracle.counts.alike == 1
     engine.cache.flush(Tier.DEVICE)
     rows = engine.cache.hardware.host.rows("kv", 0)
     rows.view(torch.float32).mul_(-3.0)
-    serve(engine, Ask(tokens, 2))
+    serve(engine, RequestParams(tokens, 2))
     assert engine.oracle.counts.diverged == 1
     engine.cache.close()
 
@@ -160,17 +160,17 @@ def test_without_deterministic_arithmetic_alike_means_close() -> None:
 def test_only_a_share_is_checked_and_never_more_than_a_few_at_once() -> None:
     engine = engine_with_oracle(model_of("llama"), share=0.5)
     tokens = text(9, 3 * PAGE + 1)
-    serve(engine, Ask(tokens, 1))
+    serve(engine, RequestParams(tokens, 1))
     for number in range(40):
-        serve(engine, Ask(tokens + text(100 + number, 3), 1))
+        serve(engine, RequestParams(tokens + text(100 + number, 3), 1))
     assert engine.oracle is not None
     assert 10 < engine.oracle.counts.alike < 30
     engine.cache.close()
 
     busy = engine_with_oracle(model_of("llama"))
-    serve(busy, Ask(tokens, 1))
-    serve(busy, *(Ask(tokens + text(number, 3), 1) for number in range(3 * MOST_CHECKS)))
+    serve(busy, RequestParams(tokens, 1))
+    serve(busy, *(RequestParams(tokens + text(number, 3), 1) for number in range(3 * MAX_CHECKS)))
     assert busy.oracle is not None
     counts = busy.oracle.counts
-    assert counts.skipped and counts.alike + counts.skipped == 3 * MOST_CHECKS
+    assert counts.skipped and counts.alike + counts.skipped == 3 * MAX_CHECKS
     busy.cache.close()

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request
+from kvtide.engine import Engine, Request, RequestParams
 from kvtide.spec import ALL, Tier
 from kvtide.storage import objects
 from kvtide.tiers import Layout
-from kvtide.transfer import places
+from kvtide.transfer import host_pages
 from tests.engine.restarting import PATIENT, Life, Past
 from tests.engine.restoring import (
     ALIKE,
@@ -126,7 +126,7 @@ def check_first_of_groups(family: str, past: Past, served: Sequence[Request]) ->
     now = script(family)[AFTER][0]
     for group in range(len(ROOTS)):
         turn = next(turn for turn in now if turn.branch // BRANCHES == group)
-        request = next(request for request in served if request.ask.tokens == turn.tokens)
+        request = next(request for request in served if request.params.tokens == turn.tokens)
         last = said[turn.branch]
         # The last token that was said was never computed.
         computed = (len(last.tokens) + len(last.answer) - 1) // PAGE * PAGE
@@ -153,7 +153,7 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
 
     In another layout they do not lie in one run: who stored them and who reads them need not agree.
     """
-    for module in (objects, places):
+    for module in (objects, host_pages):
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
     prompt, memory = script(family)[2][0].tokens, model_of(family).memory
     for layout, restored in zip(layouts, (False, True), strict=True):
@@ -166,7 +166,7 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
             in_place = link._places.in_place(anchor.name, 1) is not None
             assert in_place == (layout is Layout.PAGE_FIRST_DIRECT)
         engine = Engine(model_of(family), cache, chunk_tokens=64)
-        request = engine.submit(Ask(prompt, ANSWER_TOKENS, SAMPLING))
+        request = engine.submit(RequestParams(prompt, ANSWER_TOKENS, SAMPLING))
         while not engine.idle:
             engine.step()
         assert tuple(request.output) == alone(family, prompt, ANSWER_TOKENS)

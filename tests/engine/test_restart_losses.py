@@ -15,7 +15,7 @@ from itertools import count
 import pytest
 
 from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, Sampling
+from kvtide.engine import Engine, Request, RequestParams, SamplingParams
 from kvtide.engine.oracle import Oracle
 from kvtide.spec import ALL, Tier
 from kvtide.testing.naive import NaiveIndex
@@ -93,7 +93,7 @@ def test_without_a_page_the_deepest_boundary_that_needs_it_not_is_found(
 
 # -- pages that are not what was computed, and say that they are -------------------------------
 
-SHOWN = Sampling(logprobs=2)
+SHOWN = SamplingParams(logprobs=2)
 FORGED = [("llama", "kv"), ("gemma3", "kv"), ("gemma3", "swa"), ("falcon_h1", "state")]
 
 
@@ -108,7 +108,7 @@ def engine_over(family: str, past: Past, *, checked: bool = False) -> Engine:
     return Engine(model, cache, chunk_tokens=64, oracle=oracle)
 
 
-def serve(engine: Engine, ask: Ask) -> Request:
+def serve(engine: Engine, ask: RequestParams) -> Request:
     request = engine.submit(ask)
     while not engine.idle:
         engine.step()
@@ -124,7 +124,7 @@ def test_a_forged_page_is_found_by_the_oracle_and_never_given_out_again(
     past = Past(f"memory:losses-{next(_NUMBERS)}")
     tokens = TOKENS[: 6 * PAGE + 3]
     engine = engine_over(family, past)
-    first = serve(engine, Ask(tokens, 4, SHOWN))
+    first = serve(engine, RequestParams(tokens, 4, SHOWN))
     key = NaiveIndex(engine.cache.memory, engine.cache.storage.space).page_keys(tokens)[5]
     stored = stored_page(engine.cache, past, key, anchor)
     assert engine.cache.close()
@@ -134,18 +134,18 @@ def test_a_forged_page_is_found_by_the_oracle_and_never_given_out_again(
     stored.format.check(memoryview(stored.read()), stored.key)
 
     engine = engine_over(family, past, checked=True)
-    misled = serve(engine, Ask(tokens, 40, SHOWN))
+    misled = serve(engine, RequestParams(tokens, 40, SHOWN))
     assert misled.by_tier == {Tier.STORAGE: 6 * PAGE} and misled.admissions == 2
     assert misled.output[0] != first.output[0], "the forgery makes no difference"
     assert engine.oracle is not None and engine.oracle.counts.diverged == 1
     assert stored.read() == computed, "what was computed anew did not take its place"
-    again = serve(engine, Ask(tokens, 4, SHOWN))
+    again = serve(engine, RequestParams(tokens, 4, SHOWN))
     assert again.output == first.output and again.by_tier == {Tier.DEVICE: 6 * PAGE}
     assert engine.oracle.counts.diverged == 1
     assert engine.cache.close()
 
     engine = engine_over(family, past, checked=True)
-    restored = serve(engine, Ask(tokens, 4, SHOWN))
+    restored = serve(engine, RequestParams(tokens, 4, SHOWN))
     assert restored.output == first.output and restored.by_tier == {Tier.STORAGE: 6 * PAGE}
     assert engine.oracle is not None
     assert (engine.oracle.counts.alike, engine.oracle.counts.diverged) == (1, 0)

@@ -15,7 +15,7 @@ import pytest
 
 from kvtide import models
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine
+from kvtide.engine import Engine, RequestParams
 from kvtide.spec import Tier
 from kvtide.tiers import Layout
 from tests.engine.restoring import (
@@ -35,7 +35,7 @@ from tests.engine.restoring import (
 from tests.models.tiny import family_of as model_type
 from tests.proofs import Proves
 
-LEAST_LOADS = {"write_through": 8, "write_through_selective": 2, "write_back": 6}
+MIN_LOADS = {"write_through": 8, "write_through_selective": 2, "write_back": 6}
 
 CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
@@ -82,10 +82,10 @@ def test_answers_are_those_of_an_engine_without_a_cache(
     )
     for _ in stand.converse(validate_every=4):
         pass
-    assert stand.loads >= LEAST_LOADS[writing]
-    assert stand.cache.dropped[Tier.DEVICE] >= stand.cache.most_tokens // PAGE
+    assert stand.loads >= MIN_LOADS[writing]
+    assert stand.cache.dropped[Tier.DEVICE] >= stand.cache.max_sequence_tokens // PAGE
     assert stand.found[Tier.HOST] > 0 and stand.found[Tier.DEVICE] > 0
-    assert stand.cache.dropped[Tier.HOST] == 0 and stand.most_running > 1
+    assert stand.cache.dropped[Tier.HOST] == 0 and stand.max_running > 1
     stand.end()
 
 
@@ -107,7 +107,7 @@ def test_the_two_chunk_sizes_cut_the_long_prompts_differently(family: str) -> No
     prompt = max((turn.tokens for turn in script(family)[0]), key=len)
     for chunk_tokens in CHUNKS:
         stand = Stand(family, chunk_tokens=chunk_tokens)
-        request = stand.engine.submit(Ask(prompt, 1))
+        request = stand.engine.submit(RequestParams(prompt, 1))
         steps[chunk_tokens] = 0
         while not stand.engine.idle:
             stand.engine.step()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Finish, Request, State
+from kvtide.engine import Engine, Finish, Request, RequestParams, RequestState
 from kvtide.tiers import Layout
 from tests.engine.restoring import NAMES, SAMPLING, WRITING, Stand, alone, model_of, text
 
@@ -25,17 +25,17 @@ ACTIONS = {
 
 Injury = tuple[str, str]
 
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
 """One is nearly always enough."""
 
 
 def stage_of(request: Request) -> str:
     """`coming`: it was admitted and had no share yet; `loading`: it had, nobody polled since."""
-    if request.state is State.WAITING:
+    if request.state is RequestState.WAITING:
         return "waiting"
     if request.held.loading:
         return "coming" if request.computed == request.held.cached_tokens else "loading"
-    return "prefill" if request.computed < len(request.ask.tokens) else "decode"
+    return "prefill" if request.computed < len(request.params.tokens) else "decode"
 
 
 class Injuries:
@@ -61,7 +61,7 @@ class Injuries:
     @staticmethod
     def _possible(requests: list[Request]) -> Iterator[tuple[Injury, Request]]:
         for request in requests:
-            if request.state is not State.FINISHED:
+            if request.state is not RequestState.FINISHED:
                 stage = stage_of(request)
                 for action, stages in ACTIONS.items():
                     if stage in stages:
@@ -106,7 +106,7 @@ def test_aborts_retractions_and_broken_loads_change_nobodys_bits(family: str, se
     """Until everything has happened at every stage: which stages there are differs by family."""
     done: Counter[Injury] = Counter()
     missed = {(action, stage) for action, stages in ACTIONS.items() for stage in stages}
-    for number in range(seed, seed + MOST_ROUNDS * len(WRITING), len(WRITING)):
+    for number in range(seed, seed + MAX_ROUNDS * len(WRITING), len(WRITING)):
         for each, writing in enumerate(WRITING):
             print(f"{writing}, seed {number + each}")  # Shown when it fails.
             done += converse_injured(family, writing, number + each)
@@ -123,11 +123,11 @@ def test_a_share_that_was_cut_short_goes_on_with_what_the_next_step_leaves_it(fa
     config = CacheConfig(Tokens(2048), host_size=Ratio(2), tokens_per_checkpoint=16)
     cache = TieredCache(model.memory, config, placement=EveryPages(3))
     engine = Engine(model, cache, chunk_tokens=90)
-    requests = [engine.submit(Ask(text(rng, 150), 12, SAMPLING)) for _ in range(4)]
+    requests = [engine.submit(RequestParams(text(rng, 150), 12, SAMPLING)) for _ in range(4)]
     while not engine.idle:
         engine.scheduler.chunk_tokens = rng.choice((9, 20, 90))
         engine.step()
         assert cache.validate() == []
     for request in requests:
-        assert tuple(request.output) == alone(family, request.ask.tokens, 12)
+        assert tuple(request.output) == alone(family, request.params.tokens, 12)
     cache.close()

@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from kvtide.cache import CacheConfig, FetchPatience, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request
+from kvtide.engine import Engine, Request, RequestParams
 from kvtide.models import Model
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
@@ -21,7 +21,7 @@ from tests.engine.restoring import SAMPLING, text
 from tests.models.test_deepseek_v4 import REAL, guessing
 from tests.models.tiny import ours
 
-PATIENT = FetchPatience("wait_complete", least_tokens=1)
+PATIENT = FetchPatience("wait_complete", min_tokens=1)
 _NUMBERS = count()
 
 
@@ -40,7 +40,7 @@ def _engine(model: Model, url: str) -> Engine:
 
 
 def _served(engine: Engine, tokens: tuple[int, ...], answer: int) -> Request:
-    request = engine.submit(Ask(tokens, answer, SAMPLING))
+    request = engine.submit(RequestParams(tokens, answer, SAMPLING))
     while not engine.idle:
         engine.step()
     assert engine.cache.drain(10.0) and engine.cache.validate() == []

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.engine import Sampling, sampler
-from kvtide.engine.mail import Mail
-from kvtide.engine.sampler import Chosen, Drawing, Limits, choose_all, score
+from kvtide.engine import SamplingParams, sampler
+from kvtide.engine.sampler import Limits, SampledToken, SamplingInput, sample_all, score
+from kvtide.engine.staging import Staging
 
-WARM = Sampling(temperature=1.0)
+WARM = SamplingParams(temperature=1.0)
 
 
 def row(*logits: float) -> torch.Tensor:
@@ -29,16 +29,16 @@ def from_chances(*chances: float) -> torch.Tensor:
 
 
 def choose(
-    logits: torch.Tensor, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
-) -> Chosen:
+    logits: torch.Tensor, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> SampledToken:
     """The next token of a request without company."""
-    return choose_all(logits[None], [Drawing(sampling, prompt, [*prompt, *output])])[0]
+    return sample_all(logits[None], [SamplingInput(sampling, prompt, [*prompt, *output])])[0]
 
 
-def drawn(logits: torch.Tensor, sampling: Sampling, draws: int = 300) -> set[int]:
+def drawn(logits: torch.Tensor, sampling: SamplingParams, draws: int = 300) -> set[int]:
     """Every token that comes in so many draws."""
-    drawings = [Drawing(replace(sampling, seed=s), [0], [0]) for s in range(draws)]
-    return {chosen.token for chosen in choose_all(logits.expand(draws, -1), drawings)}
+    drawings = [SamplingInput(replace(sampling, seed=s), [0], [0]) for s in range(draws)]
+    return {chosen.token for chosen in sample_all(logits.expand(draws, -1), drawings)}
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -46,7 +46,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum()
 
 
-def allowed(logits: np.ndarray, sampling: Sampling) -> set[int]:
+def allowed(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
     """The tokens that may come, by the definitions: one rule after the other."""
     left = list(np.argsort(-logits, kind="stable"))
     if sampling.top_k:
@@ -69,53 +69,57 @@ def allowed(logits: np.ndarray, sampling: Sampling) -> set[int]:
 
 def test_greedy_takes_the_likeliest_whatever_the_seed():
     for seed in range(20):
-        assert choose(row(1, 3, 2), Sampling(seed=seed), [0], []).token == 1
+        assert choose(row(1, 3, 2), SamplingParams(seed=seed), [0], []).token == 1
 
 
 def test_without_rows_nothing_is_chosen():
-    assert choose_all(torch.empty(0, 5), []) == []
+    assert sample_all(torch.empty(0, 5), []) == []
 
 
 def test_company_changes_nothing():
     """Every row gets what it gets alone: greedy, penalised and drawn ones side by side."""
     kinds = [
-        Sampling(),
-        Sampling(logprobs=2),
-        Sampling(temperature=0.8, seed=3, top_p=0.9),
-        Sampling(repetition_penalty=1.5, logprobs=1),
-        Sampling(presence_penalty=1.0, frequency_penalty=0.3),
-        Sampling(temperature=1.3, seed=3, min_p=0.02, top_k=9),
+        SamplingParams(),
+        SamplingParams(logprobs=2),
+        SamplingParams(temperature=0.8, seed=3, top_p=0.9),
+        SamplingParams(repetition_penalty=1.5, logprobs=1),
+        SamplingParams(presence_penalty=1.0, frequency_penalty=0.3),
+        SamplingParams(temperature=1.3, seed=3, min_p=0.02, top_k=9),
     ]
     logits = torch.randn(12, 40, generator=torch.Generator().manual_seed(1))
-    drawings = [Drawing(kinds[n % 6], [n, 2], [n, 2, *range(n)]) for n in range(12)]
-    alone = [choose_all(logits[n : n + 1], [drawings[n]])[0] for n in range(12)]
-    assert choose_all(logits, drawings) == alone
-    assert choose_all(logits.flip(0), drawings[::-1]) == alone[::-1]
+    drawings = [SamplingInput(kinds[n % 6], [n, 2], [n, 2, *range(n)]) for n in range(12)]
+    alone = [sample_all(logits[n : n + 1], [drawings[n]])[0] for n in range(12)]
+    assert sample_all(logits, drawings) == alone
+    assert sample_all(logits.flip(0), drawings[::-1]) == alone[::-1]
 
 
 def test_company_changes_nothing_however_wide_the_rows():
     """Where sums are shared out over threads, or taken by row: to the last bit."""
     logits = torch.randn(5, 70_001, generator=torch.Generator().manual_seed(2)) * 3
-    kinds = [Sampling(logprobs=3), Sampling(0.9, seed=1), Sampling(1.5, 0.95, seed=2, logprobs=5)]
-    drawings = [Drawing(kinds[n % 3], [n], [n, 1]) for n in range(5)]
+    kinds = [
+        SamplingParams(logprobs=3),
+        SamplingParams(0.9, seed=1),
+        SamplingParams(1.5, 0.95, seed=2, logprobs=5),
+    ]
+    drawings = [SamplingInput(kinds[n % 3], [n], [n, 1]) for n in range(5)]
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        alone = [choose_all(logits[n : n + 1], [drawings[n]])[0] for n in range(5)]
-        assert choose_all(logits, drawings) == alone
+        alone = [sample_all(logits[n : n + 1], [drawings[n]])[0] for n in range(5)]
+        assert sample_all(logits, drawings) == alone
         said = [7, 70_000, 0, 3, 9]
-        mail = Mail(logits.device)
-        scores = [score(logits[n : n + 1], said[n : n + 1], 2, mail)[0] for n in range(5)]
-        assert score(logits, said, 2, mail) == scores
+        staging = Staging(logits.device)
+        scores = [score(logits[n : n + 1], said[n : n + 1], 2, staging)[0] for n in range(5)]
+        assert score(logits, said, 2, staging) == scores
     finally:
         torch.set_num_threads(threads)
 
 
 def test_which_of_equals_are_reported_depends_on_no_other_row():
     logits = torch.zeros(3, 300)
-    drawings = [Drawing(Sampling(logprobs=n), [0], [0]) for n in (2, 0, 20)]
-    alone = [choose_all(logits[:1], [each])[0] for each in drawings]
-    assert choose_all(logits, drawings) == alone
+    drawings = [SamplingInput(SamplingParams(logprobs=n), [0], [0]) for n in (2, 0, 20)]
+    alone = [sample_all(logits[:1], [each])[0] for each in drawings]
+    assert sample_all(logits, drawings) == alone
 
 
 # -- draws ----------------------------------------------------------------------------------
@@ -154,27 +158,29 @@ def test_any_integer_is_a_seed():
     ("sampling", "chances"),
     [
         (WARM, [0.5, 0.3, 0.2]),
-        (Sampling(temperature=0.5), [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]),
-        (Sampling(temperature=1.0, top_p=0.7), [0.625, 0.375, 0]),
-        (Sampling(temperature=1.0, top_k=2, min_p=0.1), [0.625, 0.375, 0]),
-        (Sampling(temperature=1.0, min_p=0.65, top_p=0.9), [1, 0, 0]),
+        (SamplingParams(temperature=0.5), [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]),
+        (SamplingParams(temperature=1.0, top_p=0.7), [0.625, 0.375, 0]),
+        (SamplingParams(temperature=1.0, top_k=2, min_p=0.1), [0.625, 0.375, 0]),
+        (SamplingParams(temperature=1.0, min_p=0.65, top_p=0.9), [1, 0, 0]),
     ],
     ids=str,
 )
 def test_draws_follow_the_chances(
-    sampling: Sampling, chances: list[float], candidates: int, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams, chances: list[float], candidates: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
-    drawings = [Drawing(replace(sampling, seed=s), [0], [0] * (s % 7 + 1)) for s in range(1500)]
-    chosen = choose_all(from_chances(0.2, 0.5, 0.3).expand(1500, -1), drawings)
+    drawings = [
+        SamplingInput(replace(sampling, seed=s), [0], [0] * (s % 7 + 1)) for s in range(1500)
+    ]
+    chosen = sample_all(from_chances(0.2, 0.5, 0.3).expand(1500, -1), drawings)
     counts = np.bincount([one.token for one in chosen], minlength=3)[[1, 2, 0]]
     expected = np.array(chances)
     assert (np.abs(counts / 1500 - expected) <= 4 * np.sqrt(expected * (1 - expected) / 1500)).all()
 
 
 def test_steps_of_one_seed_draw_by_the_chances_too():
-    drawings = [Drawing(WARM, [0], [0] * (n + 1)) for n in range(2000)]
-    chosen = choose_all(from_chances(0.5, 0.3, 0.2).expand(2000, -1), drawings)
+    drawings = [SamplingInput(WARM, [0], [0] * (n + 1)) for n in range(2000)]
+    chosen = sample_all(from_chances(0.5, 0.3, 0.2).expand(2000, -1), drawings)
     counts = np.bincount([one.token for one in chosen])
     assert np.allclose(counts / 2000, [0.5, 0.3, 0.2], atol=0.04)
 
@@ -189,16 +195,18 @@ def test_how_many_are_put_in_order_changes_nothing(
     kinds = itertools.product(
         (0.0, 0.5, 1.0, 3.0), (0.1, 0.6, 0.95, 0.999, 1.0), (0, 1, 5, 31), (0.0, 0.02, 0.4)
     )
-    drawings = [Drawing(Sampling(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)]
-    wanted = choose_all(logits, drawings)
+    drawings = [
+        SamplingInput(SamplingParams(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)
+    ]
+    wanted = sample_all(logits, drawings)
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
-    assert choose_all(logits, drawings) == wanted
+    assert sample_all(logits, drawings) == wanted
 
 
 def test_temperature_sharpens_and_flattens():
     logits = row(0, 2, 4)
-    assert drawn(logits, Sampling(temperature=0.05)) == {2}
-    assert drawn(logits, Sampling(temperature=50.0)) == {0, 1, 2}
+    assert drawn(logits, SamplingParams(temperature=0.05)) == {2}
+    assert drawn(logits, SamplingParams(temperature=50.0)) == {0, 1, 2}
 
 
 # -- what is ruled out ----------------------------------------------------------------------
@@ -213,21 +221,21 @@ def test_temperature_sharpens_and_flattens():
 @settings(max_examples=60, deadline=None)
 def test_exactly_what_the_limits_leave_comes(order, top_k, top_p, min_p):
     chances = np.array([0.26, 0.21, 0.17, 0.14, 0.12, 0.10])[list(order)]
-    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
     assert drawn(from_chances(*chances), sampling, 150) == allowed(np.log(chances), sampling)
 
 
 def test_limits_apply_after_the_temperature():
     logits = from_chances(0.6, 0.3, 0.1)
-    assert drawn(logits, Sampling(temperature=1.0, top_p=0.55)) == {0}
-    assert drawn(logits, Sampling(temperature=10.0, top_p=0.55)) == {0, 1}
+    assert drawn(logits, SamplingParams(temperature=1.0, top_p=0.55)) == {0}
+    assert drawn(logits, SamplingParams(temperature=10.0, top_p=0.55)) == {0, 1}
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-12])
 def test_top_p_always_keeps_the_likeliest(top_p):
     for logits in (row(0, 0, 9), row(-50, -60, -49.5), torch.arange(500).float() / 1e4):
         likeliest = int(logits.argmax())
-        assert drawn(logits, Sampling(temperature=1.0, top_p=top_p), 20) == {likeliest}
+        assert drawn(logits, SamplingParams(temperature=1.0, top_p=top_p), 20) == {likeliest}
 
 
 def test_a_top_k_of_more_than_the_vocabulary_rules_nothing_out():
@@ -253,14 +261,16 @@ def test_equals_beyond_the_candidates_are_kept_too(
 def test_what_is_impossible_never_comes():
     logits = row(-math.inf, 0, -math.inf, 0)
     assert drawn(logits, replace(WARM, temperature=90.0)) == {1, 3}
-    assert choose(logits, Sampling(logprobs=2), [0], []).logprob == pytest.approx(-math.log(2))
+    assert choose(logits, SamplingParams(logprobs=2), [0], []).logprob == pytest.approx(
+        -math.log(2)
+    )
 
 
 # -- penalties ------------------------------------------------------------------------------
 
 
 def test_presence_counts_once_and_only_what_was_generated():
-    sampling = Sampling(presence_penalty=1.5)
+    sampling = SamplingParams(presence_penalty=1.5)
     assert choose(row(0, 1, 2), sampling, [2, 2], []).token == 2
     assert choose(row(0, 1, 2), sampling, [0], [2]).token == 1
     assert choose(row(0, -2, 1), sampling, [0], [2, 2, 2, 2]).token == 0
@@ -268,19 +278,19 @@ def test_presence_counts_once_and_only_what_was_generated():
 
 
 def test_frequency_counts_every_time_and_only_what_was_generated():
-    sampling = Sampling(frequency_penalty=0.5)
+    sampling = SamplingParams(frequency_penalty=0.5)
     assert choose(row(0, 1, 2), sampling, [2] * 9, []).token == 2
     assert choose(row(0, 1, 2), sampling, [0], [2]).token == 2
     assert choose(row(0, 1, 2), sampling, [0], [2, 0, 2, 2]).token == 1
 
 
 def test_negative_penalties_ask_for_more_of_the_same():
-    assert choose(row(0, 1), Sampling(presence_penalty=-2), [0], [0]).token == 0
-    assert choose(row(0, 1), Sampling(frequency_penalty=-0.6), [0], [0, 0]).token == 0
+    assert choose(row(0, 1), SamplingParams(presence_penalty=-2), [0], [0]).token == 0
+    assert choose(row(0, 1), SamplingParams(frequency_penalty=-0.6), [0], [0, 0]).token == 0
 
 
 def test_repetition_weakens_prompt_and_output_alike():
-    sampling = Sampling(repetition_penalty=2.0)
+    sampling = SamplingParams(repetition_penalty=2.0)
     assert choose(row(3, 4, 1), sampling, [1], []).token == 0
     assert choose(row(3, 4, 1), sampling, [2], [1]).token == 0
     assert choose(row(3, 4, 1), sampling, [1, 1], [1, 1]).token == 0
@@ -288,13 +298,13 @@ def test_repetition_weakens_prompt_and_output_alike():
 
 
 def test_repetition_makes_negative_logits_more_negative():
-    sampling = Sampling(repetition_penalty=2.0)
+    sampling = SamplingParams(repetition_penalty=2.0)
     assert choose(row(-1, -1.5), sampling, [0], []).token == 1
     assert choose(row(-1, -2.5), sampling, [0], []).token == 0
 
 
 def test_penalties_add_up_repetition_first():
-    sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+    sampling = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
     # 8 / 2 - 1 - 2 * 0.5 = 2, whichever way one comes to it.
     assert choose(row(8, 1.9), sampling, [1], [0, 0]).token == 0
     assert choose(row(8, 2.1, 2.1), sampling, [0], [0, 0]).token == 1
@@ -305,7 +315,7 @@ def test_penalties_add_up_repetition_first():
 
 def test_logprobs_are_the_models_whatever_the_settings():
     logits = from_chances(0.5, 0.3, 0.2)
-    bent = Sampling(
+    bent = SamplingParams(
         temperature=3.0, top_k=1, presence_penalty=9.0, repetition_penalty=9.0, logprobs=3
     )
     chosen = choose(logits, bent, [0], [0])
@@ -319,18 +329,18 @@ def test_logprobs_are_the_models_whatever_the_settings():
 
 def test_as_many_logprobs_as_were_asked_for():
     logits = from_chances(0.1, 0.6, 0.3)
-    assert choose(logits, Sampling(), [0], []).top == ()
-    assert [t for t, _ in choose(logits, Sampling(logprobs=1), [0], []).top] == [1]
-    assert [t for t, _ in choose(logits, Sampling(logprobs=2), [0], []).top] == [1, 2]
+    assert choose(logits, SamplingParams(), [0], []).top == ()
+    assert [t for t, _ in choose(logits, SamplingParams(logprobs=1), [0], []).top] == [1]
+    assert [t for t, _ in choose(logits, SamplingParams(logprobs=2), [0], []).top] == [1, 2]
 
 
 def test_more_logprobs_than_the_vocabulary_are_all_of_it():
-    assert len(choose(row(1, 2, 3), Sampling(logprobs=20), [0], []).top) == 3
+    assert len(choose(row(1, 2, 3), SamplingParams(logprobs=20), [0], []).top) == 3
 
 
 def test_the_logits_are_left_as_they_were():
     logits = row(1, 2, 3)
-    sampling = Sampling(1.0, 0.5, 2, 0.5, 0, 1.0, 1.0, 2.0, 2)
+    sampling = SamplingParams(1.0, 0.5, 2, 0.5, 0, 1.0, 1.0, 2.0, 2)
     choose(logits, sampling, [0, 1], [1, 2])
     assert logits.tolist() == [1, 2, 3]
 
@@ -340,12 +350,14 @@ def test_the_logits_are_left_as_they_were():
 
 @pytest.mark.parametrize("candidates", [1, 5, 30])
 def test_the_program_draws_the_same(candidates: int, device: torch.device):
-    from kvtide.layers.programs.rows import drawn
+    from kvtide.layers.kernels.rows import drawn
 
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(90, 40, generator=generator) * torch.rand(90, 1, generator=generator) * 6
     kinds = itertools.product((0.3, 1.0, 3.0), (0.1, 0.8, 1.0), (0, 3, 7, 35), (0.0, 0.05))
-    drawings = [Drawing(Sampling(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)]
+    drawings = [
+        SamplingInput(SamplingParams(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)
+    ]
     logits, rows = logits[: len(drawings)], [sampler._settings(each, 40) for each in drawings]
     limits = torch.tensor(rows, dtype=torch.float64).T.contiguous()
     facts = sampler._likeliest(logits, limits[0])
@@ -359,17 +371,19 @@ def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
     if device.type != "cuda":
         pytest.skip("this compares with the CPU: --device cuda")
     kinds = [
-        Sampling(logprobs=5),
-        Sampling(temperature=0.7, top_p=0.9),
-        Sampling(temperature=1.0),
-        Sampling(temperature=0.9, top_k=50, repetition_penalty=1.1),
-        Sampling(temperature=1.2, min_p=0.05, logprobs=2),
-        Sampling(presence_penalty=1.0, frequency_penalty=0.2),
-        Sampling(temperature=4.0, top_p=0.95),
+        SamplingParams(logprobs=5),
+        SamplingParams(temperature=0.7, top_p=0.9),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.1),
+        SamplingParams(temperature=1.2, min_p=0.05, logprobs=2),
+        SamplingParams(presence_penalty=1.0, frequency_penalty=0.2),
+        SamplingParams(temperature=4.0, top_p=0.95),
     ]
     logits = torch.randn(63, 151_936, generator=torch.Generator().manual_seed(4)) * 3
-    drawings = [Drawing(replace(kinds[n % 7], seed=n), [n, 5], [n, 5, 8, 8]) for n in range(63)]
-    found, wanted = choose_all(logits.to(device), drawings), choose_all(logits, drawings)
+    drawings = [
+        SamplingInput(replace(kinds[n % 7], seed=n), [n, 5], [n, 5, 8, 8]) for n in range(63)
+    ]
+    found, wanted = sample_all(logits.to(device), drawings), sample_all(logits, drawings)
     # A draw may fall on a border, which another order of sums moves a little.
     assert sum(a.token == b.token for a, b in zip(found, wanted, strict=True)) >= 62
     for ours, theirs in zip(found, wanted, strict=True):
@@ -377,8 +391,8 @@ def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
         if ours.token == theirs.token:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
     said = [n * 17 for n in range(63)]
-    here = score(logits, said, 1, Mail(logits.device))
-    there = score(logits.to(device), said, 1, Mail(device))
+    here = score(logits, said, 1, Staging(logits.device))
+    there = score(logits.to(device), said, 1, Staging(device))
     for ours, theirs in zip(there, here, strict=True):
         assert ours.token == theirs.token
         assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)

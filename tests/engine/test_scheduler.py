@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.cache.ranks import Alone
-from kvtide.engine import Ask, Request, State, scheduler
-from kvtide.engine.sampler import Chosen
-from kvtide.engine.scheduler import Scheduler, Share
+from kvtide.cache.rank_agreement import Alone
+from kvtide.engine import Request, RequestParams, RequestState, scheduler
+from kvtide.engine.sampler import SampledToken
+from kvtide.engine.scheduler import ScheduledChunk, Scheduler
 from kvtide.index import EveryPages
 from kvtide.spec import ALL, ModelMemory, Tier
 from tests.cache.building import text
@@ -28,12 +28,12 @@ class Desk:
         *,
         pages: int = 16,
         chunk_tokens: int = 64,
-        most_running: int = 8,
+        max_running: int = 8,
         **more: Any,
     ) -> None:
         config = CacheConfig(Tokens(pages * PAGE), host_size=None, tokens_per_checkpoint=PAGE)
         self.cache = TieredCache(memory, config, **more)
-        self.scheduler = Scheduler(self.cache, chunk_tokens, most_running, recorded=True)
+        self.scheduler = Scheduler(self.cache, chunk_tokens, max_running, recorded=True)
         self.requests: list[Request] = []
 
     def queue(
@@ -48,14 +48,14 @@ class Desk:
         """A request whose prompt has whole pages and some tokens, unlike any other's; or `after`
         the prompt of another."""
         number = len(self.requests) + 1
-        begin = () if after is None else after.ask.tokens
-        ask = Ask((*begin, *text(number, pages, extra)), answer, priority=priority)
+        begin = () if after is None else after.params.tokens
+        ask = RequestParams((*begin, *text(number, pages, extra)), answer, priority=priority)
         request = Request(number, ask, self.cache.prompt(ask.tokens), list(ask.tokens))
         self.requests.append(request)
         self.scheduler.queue(request)
         return request
 
-    def step(self, foresees: bool = False, late: bool = False) -> list[Share]:
+    def step(self, foresees: bool = False, late: bool = False) -> list[ScheduledChunk]:
         """Admit, plan, and have the plan computed: whoever comes to its end gets a token."""
         self.scheduler.admit()
         shares = self.scheduler.plan()
@@ -67,8 +67,8 @@ class Desk:
             self.scheduler.foresee(late)
         for request, end in shares:
             if end == request.length:
-                request.generated(Chosen(7, 0.0))
-                if request.length == request.most_length:
+                request.generated(SampledToken(7, 0.0))
+                if request.length == request.max_length:
                     self.scheduler.remove(request)
         return shares
 
@@ -86,7 +86,7 @@ class Desk:
             self.scheduler.remove(request)
         assert not self.scheduler.running and not self.scheduler.waiting
         assert self.cache.validate() == []
-        assert not self.cache.index.books.leases
+        assert not self.cache.index.tree.leases
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         self.cache.close()
@@ -113,11 +113,11 @@ def test_priorities_come_before_age_and_age_among_equals(desk):
     low, high, second_low, second_high = (at.queue(priority=p) for p in (0, 2, 0, 2))
     at.scheduler.admit()
     assert at.scheduler.running == [high, second_high, low, second_low]
-    assert all(request.state is State.RUNNING for request in at.requests)
+    assert all(request.state is RequestState.RUNNING for request in at.requests)
 
 
 def test_no_more_run_than_may(desk):
-    at = desk(most_running=2)
+    at = desk(max_running=2)
     first, second, third = (at.queue() for _ in range(3))
     at.scheduler.admit()
     assert at.scheduler.running == [first, second] and at.scheduler.waiting == 1
@@ -131,7 +131,7 @@ def test_nobody_overtakes_the_head_that_waits_for_room(desk):
     running, large, small = at.queue(4), at.queue(6), at.queue(1)
     at.scheduler.admit()
     assert at.scheduler.running == [running] and at.scheduler.waiting == 2
-    assert large.lease is None and small.state is State.WAITING
+    assert large.lease is None and small.state is RequestState.WAITING
     at.scheduler.remove(running)
     at.scheduler.admit()
     assert at.scheduler.running == [large] and at.scheduler.waiting == 1
@@ -143,7 +143,7 @@ def test_a_higher_priority_becomes_the_head(desk):
     at.scheduler.admit()
     urgent = at.queue(1, priority=1)
     at.scheduler.admit()
-    assert at.scheduler.running == [running, urgent] and large.state is State.WAITING
+    assert at.scheduler.running == [running, urgent] and large.state is RequestState.WAITING
 
 
 def test_a_higher_priority_takes_the_room_of_lower_ones_and_no_more_than_it_needs(desk):
@@ -155,10 +155,12 @@ def test_a_higher_priority_takes_the_room_of_lower_ones_and_no_more_than_it_need
     urgent = at.queue(3, priority=2)
     at.scheduler.admit()
     assert set(at.scheduler.running) == {first, second, urgent}, "the latest of the lowest went"
-    assert third.state is State.WAITING and third.lease is None
+    assert third.state is RequestState.WAITING and third.lease is None
     at.scheduler.remove(urgent)
     at.scheduler.admit()
-    assert third.state is State.RUNNING and third.computed == 3 * PAGE, "it goes on where it was"
+    assert third.state is RequestState.RUNNING and third.computed == 3 * PAGE, (
+        "it goes on where it was"
+    )
 
 
 def test_nobody_gives_way_to_a_request_that_would_not_fit_all_the_same(desk):
@@ -167,7 +169,7 @@ def test_nobody_gives_way_to_a_request_that_would_not_fit_all_the_same(desk):
     at.step()
     urgent = at.queue(6, priority=2)
     at.scheduler.admit()
-    assert set(at.scheduler.running) == {low, high} and urgent.state is State.WAITING
+    assert set(at.scheduler.running) == {low, high} and urgent.state is RequestState.WAITING
 
 
 def test_prompts_of_higher_priority_get_a_steps_tokens_first(desk):
@@ -178,12 +180,12 @@ def test_prompts_of_higher_priority_get_a_steps_tokens_first(desk):
 
 
 def test_a_full_batch_gives_way_to_a_higher_priority_but_not_to_an_equal(desk):
-    at = desk(most_running=2)
+    at = desk(max_running=2)
     first, second = at.queue(), at.queue()
     at.step()
     equal = at.queue()
     at.scheduler.admit()
-    assert set(at.scheduler.running) == {first, second} and equal.state is State.WAITING
+    assert set(at.scheduler.running) == {first, second} and equal.state is RequestState.WAITING
     urgent = at.queue(priority=1)
     at.scheduler.admit()
     assert set(at.scheduler.running) == {first, urgent}
@@ -193,8 +195,8 @@ def test_admission_reserves_room_for_the_whole_answer(desk):
     at = desk(pages=8)
     talker, other = at.queue(2, answer=4 * PAGE), at.queue(2)
     at.scheduler.admit()
-    assert at.scheduler.running == [talker] and other.state is State.WAITING
-    while talker.length < talker.most_length:
+    assert at.scheduler.running == [talker] and other.state is RequestState.WAITING
+    while talker.length < talker.max_length:
         assert [share.request for share in at.step()] == [talker]
     assert talker.admissions == 1
 
@@ -204,8 +206,8 @@ def test_what_is_found_is_counted_at_the_first_admission(desk):
     first = at.queue(3)
     at.step()
     assert first.by_tier == {} or sum(first.by_tier.values()) == 0
-    asked = first.ask.tokens
-    again = Request(99, first.ask, at.cache.prompt(asked), list(asked))
+    asked = first.params.tokens
+    again = Request(99, first.params, at.cache.prompt(asked), list(asked))
     at.requests.append(again)
     at.scheduler.queue(again)
     at.scheduler.admit()
@@ -221,7 +223,7 @@ def test_those_who_generate_come_before_prompts(desk):
     at.step()
     quick = at.queue(0, extra=2)
     at.scheduler.admit()
-    assert at.step() == [Share(quick, 2), Share(old, 5 * PAGE + 1)]
+    assert at.step() == [ScheduledChunk(quick, 2), ScheduledChunk(old, 5 * PAGE + 1)]
     long = at.queue(8)
     late = at.queue(0, extra=1)  # One token is all it has: it is as good as one that generates.
     shares = at.step()
@@ -234,12 +236,12 @@ def test_prompts_are_taken_in_smaller_parts_beside_somebody_who_generates(desk, 
     monkeypatch.setattr(scheduler, "BESIDE_TOKENS", 2 * PAGE)
     at = desk(pages=32, chunk_tokens=6 * PAGE)
     long = at.queue(8)
-    assert at.step() == [Share(long, 6 * PAGE)], "nobody waits for a token"
+    assert at.step() == [ScheduledChunk(long, 6 * PAGE)], "nobody waits for a token"
     quick = at.queue(0, extra=1)
-    assert at.step() == [Share(quick, 1), Share(long, 8 * PAGE - 1)]
+    assert at.step() == [ScheduledChunk(quick, 1), ScheduledChunk(long, 8 * PAGE - 1)]
     other = at.queue(4)
     shares = at.step()
-    assert len(shares) == 3 and Share(other, 2 * PAGE - 3) in shares
+    assert len(shares) == 3 and ScheduledChunk(other, 2 * PAGE - 3) in shares
 
 
 def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
@@ -345,7 +347,7 @@ def test_what_is_left_of_a_pass_under_way_is_what_comes_next(desk, monkeypatch):
 
 
 def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk):
-    at = desk(most_running=2)
+    at = desk(max_running=2)
     at.queue(1, answer=20)
     short = at.queue(1, answer=3)
     for _ in range(2):
@@ -354,7 +356,7 @@ def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk)
     at.queue(1)
     at.step(foresees=True)
     assert at.scheduler._foreseen and not at.scheduler.steady
-    assert short.length == short.most_length
+    assert short.length == short.max_length
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def test_parts_of_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     quick, waiting = at.queue(0, answer=1), at.queue(4)
     assert quick in {share.request for share in at.step(foresees=True, late=True)}
     assert waiting.lease is None and at.scheduler.crowded
-    coming = [Share(first, PAGE + 6), Share(long, 6 * PAGE - 4)] if begun else []
+    coming = [ScheduledChunk(first, PAGE + 6), ScheduledChunk(long, 6 * PAGE - 4)] if begun else []
     assert at.scheduler._foreseen == coming and at.scheduler.steady is begun
     if not begun:
         return
@@ -451,7 +453,7 @@ def test_nothing_is_foreseen_of_who_has_more_to_compute_or_will_be_done(desk):
     for told in ([], [], [2 * PAGE + 2], [2 * PAGE + 3], []):
         at.step(foresees=True)
         assert [share.end for share in at.scheduler._foreseen] == told
-    assert request.length == request.most_length
+    assert request.length == request.max_length
 
 
 def test_what_was_foreseen_is_forgotten_when_somebody_comes_or_goes(desk):
@@ -459,7 +461,7 @@ def test_what_was_foreseen_is_forgotten_when_somebody_comes_or_goes(desk):
     first, second = at.queue(1, answer=20), at.queue(1, answer=20)
     at.step(foresees=True)
     at.scheduler.retract(second)
-    assert at.step(foresees=True)[0] == Share(first, PAGE + 2), "both, where they were"
+    assert at.step(foresees=True)[0] == ScheduledChunk(first, PAGE + 2), "both, where they were"
     assert second.lease is not None and second.computed == PAGE + 2
     third = at.queue(1, answer=20)
     assert {share.request for share in at.step(foresees=True)} == {first, second, third}
@@ -471,7 +473,7 @@ def test_what_was_foreseen_is_forgotten_when_somebody_comes_or_goes(desk):
 def test_prompts_are_served_oldest_first(desk):
     at = desk(chunk_tokens=2 * PAGE)
     first, second = at.queue(1), at.queue(3)
-    assert at.step() == [Share(first, PAGE + 1), Share(second, PAGE - 1)]
+    assert at.step() == [ScheduledChunk(first, PAGE + 1), ScheduledChunk(second, PAGE - 1)]
 
 
 @pytest.mark.parametrize("memory", [FULL, RECURRENT], ids=["full", "recurrent"])
@@ -490,8 +492,8 @@ def test_no_step_computes_more_than_a_chunk(desk, memory, chunk_tokens):
             request.computed = end
             at.cache.commit(request.held, end)
             if end == request.length:
-                request.generated(Chosen(7, 0.0))
-                if len(request.output) == request.ask.max_tokens:
+                request.generated(SampledToken(7, 0.0))
+                if len(request.output) == request.params.max_tokens:
                     at.scheduler.remove(request)
         if not at.scheduler.running and not at.scheduler.waiting:
             break
@@ -502,18 +504,18 @@ def test_no_step_computes_more_than_a_chunk(desk, memory, chunk_tokens):
 
 
 def test_a_retracted_request_gets_its_old_place_and_its_pages_back(desk):
-    at = desk(most_running=1)
+    at = desk(max_running=1)
     first, second = at.queue(3), at.queue(1)
     at.step()
     third = at.queue(1)
     at.scheduler.retract(first)
-    assert first.state is State.WAITING and first.lease is None and at.scheduler.waiting == 3
+    assert first.state is RequestState.WAITING and first.lease is None and at.scheduler.waiting == 3
     at.scheduler.admit()
     assert at.scheduler.running == [first]
     assert first.computed == 3 * PAGE and first.admissions == 2 and len(first.output) == 1
     at.scheduler.remove(first)
     at.scheduler.admit()
-    assert at.scheduler.running == [second] and third.state is State.WAITING
+    assert at.scheduler.running == [second] and third.state is RequestState.WAITING
 
 
 def test_a_retracted_request_holds_nothing(desk):
@@ -521,7 +523,7 @@ def test_a_retracted_request_holds_nothing(desk):
     request = at.queue(3)
     at.step()
     at.scheduler.retract(request)
-    assert not at.cache.index.books.leases
+    assert not at.cache.index.tree.leases
     at.cache.flush(Tier.DEVICE)
     assert all(
         count.free == count.capacity
@@ -533,7 +535,7 @@ def test_a_retracted_request_holds_nothing(desk):
 
 
 def test_a_waiting_request_can_be_removed_from_anywhere(desk):
-    at = desk(most_running=1)
+    at = desk(max_running=1)
     requests = [at.queue(1, priority=p) for p in (0, 3, 1, 2)]
     at.scheduler.remove(requests[2])
     at.scheduler.remove(requests[2])
@@ -552,7 +554,7 @@ def test_a_step_ends_where_a_state_is_kept(desk):
     at = desk(RECURRENT, pages=32, placement=EveryPages(2))
     request = at.queue(5, extra=2)
     ends = []
-    while request.computed < len(request.ask.tokens):
+    while request.computed < len(request.params.tokens):
         ((_, end),) = at.step()
         ends.append(end)
     assert ends == [2 * PAGE, 4 * PAGE, 5 * PAGE, 5 * PAGE + 2]
@@ -573,8 +575,8 @@ def test_no_step_passes_a_page_with_a_state(desk):
             assert table[(end - 1) // PAGE] >= 0, "the state where the step ends has a slot"
             request.computed = end
             at.cache.commit(request.held, end)
-            if end == request.length and request.length < request.most_length:
-                request.generated(Chosen(7, 0.0))
+            if end == request.length and request.length < request.max_length:
+                request.generated(SampledToken(7, 0.0))
             elif end == request.length:
                 at.scheduler.remove(request)
         assert at.cache.validate() == []
@@ -594,7 +596,7 @@ def test_a_resumed_state_is_where_the_match_says(desk):
 class Elsewhere(Alone):
     """Another rank holds nothing to be so."""
 
-    def common(self, bits: Sequence[bool]) -> list[bool]:
+    def all_true(self, bits: Sequence[bool]) -> list[bool]:
         return [False] * len(bits)
 
 

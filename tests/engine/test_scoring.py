@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Finish, Request, Sampling
+from kvtide.engine import Engine, Finish, Request, RequestParams, SamplingParams
 from tests.models.tiny import VOCABULARY, oracle, ours
 
 PAGE = 16
@@ -21,7 +21,7 @@ def engine_for(family: str, chunk_tokens: int = 64, tokens: int = 1024) -> Engin
     return Engine(model, TieredCache(model.memory, config), chunk_tokens=chunk_tokens)
 
 
-def serve(engine: Engine, *asks: Ask) -> list[Request]:
+def serve(engine: Engine, *asks: RequestParams) -> list[Request]:
     requests = [engine.submit(ask) for ask in asks]
     while not engine.idle:
         engine.step()
@@ -43,7 +43,7 @@ def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
     found = []
     for chunk_tokens in (7, 64, 257):
         engine = engine_for(family, chunk_tokens)
-        (request,) = serve(engine, Ask(tokens, 0, score=3))
+        (request,) = serve(engine, RequestParams(tokens, 0, score=3))
         assert request.finish is Finish.LENGTH and request.output == []
         assert [chosen.token for chosen in request.scores] == list(tokens[1:])
         torch.testing.assert_close(
@@ -59,12 +59,12 @@ def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
 def test_a_scored_prompt_uses_nothing_and_leaves_nothing(family: str) -> None:
     engine = engine_for(family)
     tokens = text(2, 5 * PAGE + 2)
-    (before,) = serve(engine, Ask(tokens, 4))
-    (scored,) = serve(engine, Ask(tokens, 4, score=0))
+    (before,) = serve(engine, RequestParams(tokens, 4))
+    (scored,) = serve(engine, RequestParams(tokens, 4, score=0))
     assert scored.by_tier == {} and scored.output == before.output
     assert engine.cache.drain(10)
     pages = engine.cache.stats().pages
-    (after,) = serve(engine, Ask(tokens, 4))
+    (after,) = serve(engine, RequestParams(tokens, 4))
     assert sum(after.by_tier.values()) == 5 * PAGE, "what was kept before still is"
     assert after.output == before.output
     assert engine.cache.drain(10) and engine.cache.stats().pages == pages
@@ -74,8 +74,8 @@ def test_a_scored_prompt_uses_nothing_and_leaves_nothing(family: str) -> None:
 def test_a_scored_prompt_that_was_interrupted_is_scored_once() -> None:
     engine = engine_for("falcon_h1", chunk_tokens=16)
     tokens = text(3, 90)
-    (wanted,) = serve(engine, Ask(tokens, 0, score=2))
-    request = engine.submit(Ask(tokens, 0, score=2))
+    (wanted,) = serve(engine, RequestParams(tokens, 0, score=2))
+    request = engine.submit(RequestParams(tokens, 0, score=2))
     for _ in range(3):
         engine.step()
     assert 0 < len(request.scores) < 89
@@ -89,9 +89,9 @@ def test_a_scored_prompt_that_was_interrupted_is_scored_once() -> None:
 def test_who_asks_for_no_token_warms_the_cache() -> None:
     engine = engine_for("llama")
     tokens = text(4, 3 * PAGE + 1)
-    (nothing,) = serve(engine, Ask(tokens, 0))
+    (nothing,) = serve(engine, RequestParams(tokens, 0))
     assert nothing.finish is Finish.LENGTH and nothing.output == []
-    (warm,) = serve(engine, Ask(tokens, 2, Sampling(logprobs=1)))
+    (warm,) = serve(engine, RequestParams(tokens, 2, SamplingParams(logprobs=1)))
     assert sum(warm.by_tier.values()) == 3 * PAGE
     engine.cache.close()
 
@@ -99,7 +99,7 @@ def test_who_asks_for_no_token_warms_the_cache() -> None:
 def test_recomputing_gives_the_same_answer_from_nothing() -> None:
     engine = engine_for("gemma3")
     tokens = text(5, 4 * PAGE + 1)
-    (first,) = serve(engine, Ask(tokens, 5))
-    (again,) = serve(engine, Ask(tokens, 5, recompute=True))
+    (first,) = serve(engine, RequestParams(tokens, 5))
+    (again,) = serve(engine, RequestParams(tokens, 5, recompute=True))
     assert again.by_tier == {} and again.output == first.output
     engine.cache.close()

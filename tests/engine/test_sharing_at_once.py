@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvtide.cache import CacheConfig, Namespace, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, State
-from kvtide.engine.scheduler import MOST_WAITS
+from kvtide.engine import Engine, Request, RequestParams, RequestState
+from kvtide.engine.scheduler import MAX_WAITS
 from kvtide.index import Branches, LastPage
 from kvtide.spec import Tier
 from tests.engine.restoring import PAGE, SAMPLING, WRITING, alone, model_of, text
@@ -42,7 +42,7 @@ class Served:
     def __init__(self, family: str = "llama", **options: Any) -> None:
         self.family = family
         model = model_of(family)
-        pace = {"chunk_tokens": 64, "most_running": 64}
+        pace = {"chunk_tokens": 64, "max_running": 64}
         pace = {name: options.pop(name, number) for name, number in pace.items()}
         placement = options.pop("placement", None)
         sizes = Tokens(2048), Tokens(4096)
@@ -53,7 +53,9 @@ class Served:
         self.computed = 0
 
     def submit(self, tokens: Sequence[int], count: int = ANSWER, **more: Any) -> Request:
-        self.requests.append(self.engine.submit(Ask(tuple(tokens), count, SAMPLING, **more)))
+        self.requests.append(
+            self.engine.submit(RequestParams(tuple(tokens), count, SAMPLING, **more))
+        )
         return self.requests[-1]
 
     def steps(self, number: int = 1) -> None:
@@ -73,9 +75,9 @@ class Served:
         """All are through, and none waited too often."""
         self.until(lambda: self.engine.idle)
         for request in self.requests:
-            assert request.waits <= MOST_WAITS
-            if request.ask.score is None and request.output:
-                said = alone(self.family, request.ask.tokens, request.ask.max_tokens)
+            assert request.waits <= MAX_WAITS
+            if request.params.score is None and request.output:
+                said = alone(self.family, request.params.tokens, request.params.max_tokens)
                 assert tuple(request.output) == said[: len(request.output)]
 
     @property
@@ -96,7 +98,7 @@ def opened() -> Iterator[Opener]:
 
     yield open_one
     for served in found:
-        assert not served.cache.index.books.leases
+        assert not served.cache.index.tree.leases
         assert served.cache.close()
 
 
@@ -112,8 +114,8 @@ def test_requests_that_come_together_compute_their_prefix_once(
     served = opened(family, chunk_tokens=chunk_tokens)
     first, *others = [served.submit(asked(number)) for number in range(MANY)]
     served.steps()
-    assert first.state is State.RUNNING
-    assert chunk_tokens > PREFIX or all(other.state is State.WAITING for other in others)
+    assert first.state is RequestState.RUNNING
+    assert chunk_tokens > PREFIX or all(other.state is RequestState.WAITING for other in others)
     served.right()
     assert served.computed == PREFIX + MANY * OWN
     assert served.found == [0] + [PREFIX] * (MANY - 1)
@@ -179,7 +181,7 @@ def test_where_prompts_part_before_a_checkpoint_their_prefix_is_computed_twice(
     assert nothing == 0 and little < PREFIX and all_of_it == [PREFIX] * (MANY - 2)
     assert served.computed == 2 * PREFIX - little + MANY * (rest + ANSWER - 1)
     assert (first.waits, second.waits) == (0, 1)
-    assert all(other.waits == MOST_WAITS for other in others)
+    assert all(other.waits == MAX_WAITS for other in others)
 
 
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
@@ -210,7 +212,7 @@ def test_where_nothing_can_be_found_nobody_waits_more_than_twice(
     assert set(served.engine.scheduler.running) >= set(others[1:])
     served.right()
     assert (first.waits, others[0].waits) == (0, 1)
-    assert all(other.waits == MOST_WAITS for other in others[1:])
+    assert all(other.waits == MAX_WAITS for other in others[1:])
     assert served.computed == MANY * (PREFIX + rest + ANSWER - 1)
 
 
@@ -236,7 +238,7 @@ def test_everybody_ahead_may_go_and_nobody_waits_for_ever(opened: Opener) -> Non
         served.steps()
         served.engine.abort(request)
     served.right()
-    assert len(requests[-1].output) == ANSWER and requests[-1].waits == MOST_WAITS
+    assert len(requests[-1].output) == ANSWER and requests[-1].waits == MAX_WAITS
 
 
 def test_when_one_that_waits_is_aborted_nobody_minds(opened: Opener) -> None:
@@ -250,13 +252,13 @@ def test_when_one_that_waits_is_aborted_nobody_minds(opened: Opener) -> None:
 
 def test_a_retracted_one_is_waited_for_again(opened: Opener) -> None:
     """A higher priority takes its place; it goes on first, being older, and the others after it."""
-    served = opened("llama", chunk_tokens=2 * PAGE, most_running=2)
+    served = opened("llama", chunk_tokens=2 * PAGE, max_running=2)
     first, second = served.submit(asked(0)), served.submit(asked(1))
     served.steps()
     assert second.ahead is not None and second.ahead.request is first
     urgent = [served.submit(text(random.Random(8 + n), PAGE), priority=1) for n in range(2)]
     served.steps()
-    assert first.state is State.WAITING and [one.admissions for one in urgent] == [1, 1]
+    assert first.state is RequestState.WAITING and [one.admissions for one in urgent] == [1, 1]
     served.until(lambda: first.admissions == 2)
     assert second.ahead is not None and second.ahead.request is first
     served.right()
@@ -283,7 +285,7 @@ def test_what_was_quarantined_is_not_waited_for(opened: Opener) -> None:
     assert second.ahead is not None and not second.ready
     assert served.cache.quarantine(first.prompt)
     served.steps()
-    assert second.state is State.RUNNING
+    assert second.state is RequestState.RUNNING
     served.right()
     assert served.computed == 2 * (PREFIX + OWN)
 
@@ -297,7 +299,7 @@ def test_nobody_waits_for_a_lower_priority(opened: Opener) -> None:
     served.steps()
     high = served.submit(asked(1), priority=1)
     served.steps()
-    assert high.state is State.RUNNING and high.waits == 0 and low.computed < PREFIX
+    assert high.state is RequestState.RUNNING and high.waits == 0 and low.computed < PREFIX
     lowest = served.submit(asked(2), priority=-1)
     served.right()
     assert lowest.waits == 1 and sum(lowest.by_tier.values()) == PREFIX
@@ -308,7 +310,9 @@ def test_namespaces_do_not_wait_for_each_other(opened: Opener) -> None:
     salts = [Namespace(cache_salt=salt) for salt in "abab"]
     requests = [served.submit(asked(0), namespace=salt) for salt in salts]
     served.steps()
-    assert [request.state for request in requests] == [State.RUNNING] * 2 + [State.WAITING] * 2
+    assert [request.state for request in requests] == [RequestState.RUNNING] * 2 + [
+        RequestState.WAITING
+    ] * 2
     served.right()
     assert [request.waits for request in requests] == [0, 0, 1, 1]
 
@@ -321,7 +325,7 @@ def test_who_computes_everything_anew_neither_waits_nor_is_waited_for(
     ways: list[dict[str, Any]] = [more, more, {}, more]
     requests = [served.submit(asked(0), **way) for way in ways]
     served.steps()
-    assert all(request.state is State.RUNNING and not request.waits for request in requests)
+    assert all(request.state is RequestState.RUNNING and not request.waits for request in requests)
     served.right()
     assert served.computed == 4 * (PREFIX + OWN)
 
@@ -340,7 +344,7 @@ def test_who_shares_less_than_a_page_does_not_wait(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=24)
     first, second = (served.submit(asked(n, tokens=PAGE - 1)) for n in range(2))
     served.steps()
-    assert first.state is second.state is State.RUNNING
+    assert first.state is second.state is RequestState.RUNNING
     served.right()
 
 
@@ -349,7 +353,7 @@ def test_waiting_costs_no_comparison_of_prompts(
 ) -> None:
     """Whom a request waits for is noted: it is asked again when that is over, not every step.
     Nor is anybody asked while there is no place."""
-    served = opened("llama", chunk_tokens=PAGE, most_running=2)
+    served = opened("llama", chunk_tokens=PAGE, max_running=2)
     for number in range(MANY):
         served.submit(asked(number))
     for number in range(2):

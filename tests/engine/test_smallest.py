@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine
+from kvtide.engine import Engine, RequestParams
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
@@ -19,11 +19,11 @@ def test_the_longest_sequence_is_served_alone_resumed_and_in_company(family, pag
     model = ours(family, page_tokens=PAGE)
     cache = TieredCache(model.memory, CacheConfig(Tokens(pages * PAGE), host_size=Ratio(2)))
     engine = Engine(model, cache, chunk_tokens=37)
-    assert engine.most_tokens == pages * PAGE
+    assert engine.max_sequence_tokens == pages * PAGE
     rng = random.Random(1)
-    longest = tuple(rng.randrange(1, VOCABULARY) for _ in range(engine.most_tokens - 3))
+    longest = tuple(rng.randrange(1, VOCABULARY) for _ in range(engine.max_sequence_tokens - 3))
     for prompts in ([longest], [longest], [longest, longest[::-1], longest[: PAGE + 1]]):
-        requests = [engine.submit(Ask(prompt, 3)) for prompt in prompts]
+        requests = [engine.submit(RequestParams(prompt, 3)) for prompt in prompts]
         for _ in range(100 + 20 * pages):
             if engine.idle:
                 break

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
-from kvtide.engine import Ask, Engine
+from kvtide.engine import Engine, RequestParams
 from kvtide.spec import Tier
 from kvtide.storage import Store, open_store
 from tests.engine.restoring import FAMILIES, PAGE, model_of
@@ -24,7 +24,7 @@ from tests.models.tiny import VOCABULARY
 from tests.storage import servers
 from tests.storage.mooncake_pool import Master, Member, apart
 
-PATIENCE = FetchPatience("timeout", base_s=0.5, per_1k_s=0.0, least_tokens=1)
+PATIENCE = FetchPatience("timeout", base_s=0.5, per_1k_s=0.0, min_tokens=1)
 LONGEST_S = 8.0
 """What a request may take here, however its store is: the store's time-out is a second."""
 
@@ -48,7 +48,7 @@ class Life:
     def say(self, number: int) -> tuple[list[int], int]:
         """What it answers, and how many tokens storage brought for it."""
         began = time.monotonic()
-        request = self.engine.submit(Ask(text(number), 5))
+        request = self.engine.submit(RequestParams(text(number), 5))
         while request.finish is None:
             self.engine.step()
         assert time.monotonic() - began < LONGEST_S

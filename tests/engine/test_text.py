@@ -10,22 +10,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtide.engine.text import Text
-from kvtide.models.spelling import Spelling
+from kvtide.engine.text import OutputText
+from kvtide.models.token_bytes import Spelling
 from kvtide.models.tokenizer import Detokenizer
 
 SILENT = 0
 """A token that is no text."""
 
 
-def text_of(tokens: Sequence[bytes], stops: Sequence[str]) -> Text:
+def text_of(tokens: Sequence[bytes], stops: Sequence[str]) -> OutputText:
     """Token i + 1 stands for the i-th of these."""
     spelling = Spelling(
         token=str,
         read=lambda written: tokens[int(written) - 1],
         silent=frozenset({SILENT}),
     )
-    return Text(Detokenizer(spelling, drop_space=False), stops)
+    return OutputText(Detokenizer(spelling, drop_space=False), stops)
 
 
 def streamed(tokens: Sequence[bytes], stops: Sequence[str]) -> tuple[list[str], str | None]:

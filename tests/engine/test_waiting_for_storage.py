@@ -18,7 +18,7 @@ from kvtide.cache import (
     TieredCache,
     Tokens,
 )
-from kvtide.engine import Ask, Engine, Request, State
+from kvtide.engine import Engine, Request, RequestParams, RequestState
 from kvtide.spec import Tier
 from kvtide.testing.naive import NaiveIndex
 from tests.cache.gated import Gated, one_page_at_a_time
@@ -42,7 +42,7 @@ class Served:
     def __init__(self, family: str, past: Past, **options: Any) -> None:
         model = model_of(family)
         sizes = options.pop("sizes", (Tokens(1024), Tokens(4096)))
-        most_running = options.pop("most_running", 8)
+        max_running = options.pop("max_running", 8)
         gates, keys = options.pop("gates", ()), options.pop("keys", None)
         settings = {"tokens_per_checkpoint": PAGE, "patience": PATIENT, **options}
         self.family = family
@@ -50,10 +50,10 @@ class Served:
         self.cache = TieredCache(model.memory, CacheConfig(*sizes, **settings), placement=placement)
         self.store = Gated(past.open(self.cache), gates, keys)
         self.cache.storage.attach(self.store)
-        self.engine = Engine(model, self.cache, chunk_tokens=64, most_running=most_running)
+        self.engine = Engine(model, self.cache, chunk_tokens=64, max_running=max_running)
 
     def submit(self, tokens: tuple[int, ...], **more: Any) -> Request:
-        return self.engine.submit(Ask(tokens, ANSWER, SAMPLING, **more))
+        return self.engine.submit(RequestParams(tokens, ANSWER, SAMPLING, **more))
 
     def until(self, wanted: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Step until it is as wanted."""
@@ -74,7 +74,7 @@ class Served:
         """They are through, and said what an engine without a cache says."""
         self.until(lambda: all(request.finish is not None for request in requests))
         for request in requests:
-            assert tuple(request.output) == alone(self.family, request.ask.tokens, ANSWER)
+            assert tuple(request.output) == alone(self.family, request.params.tokens, ANSWER)
 
     @property
     def stats(self) -> StorageStats:
@@ -85,7 +85,7 @@ class Served:
     def close(self) -> None:
         self.store.gate.set()
         assert self.cache.close()
-        assert not self.cache.index.books.imports and not self.cache.index.books.departures
+        assert not self.cache.index.tree.imports and not self.cache.index.tree.departures
 
 
 Opener = Callable[..., Served]
@@ -132,11 +132,11 @@ def test_with_best_effort_nobody_waits_for_a_store_that_keeps_its_calls(
     call: str, opened: Opener
 ) -> None:
     served = opened(
-        "llama", stored(), gates=(call,), patience=FetchPatience("best_effort", least_tokens=1)
+        "llama", stored(), gates=(call,), patience=FetchPatience("best_effort", min_tokens=1)
     )
     request = served.submit(PROMPTS[0])
     steps = 0
-    while request.state is State.WAITING:
+    while request.state is RequestState.WAITING:
         served.engine.step()
         steps += 1
     assert steps <= 3, "one to ask, one to be told to go on, one to go on"
@@ -147,24 +147,24 @@ def test_with_best_effort_nobody_waits_for_a_store_that_keeps_its_calls(
 
 def test_with_best_effort_many_that_come_together_wait_no_longer_than_one(opened: Opener) -> None:
     served = opened(
-        "llama", stored(), gates=("exists",), patience=FetchPatience("best_effort", least_tokens=1)
+        "llama", stored(), gates=("exists",), patience=FetchPatience("best_effort", min_tokens=1)
     )
     requests = [served.submit(prompt) for prompt in PROMPTS]
     for _ in range(3):
         served.engine.step()
-    assert all(request.state is State.RUNNING for request in requests)
+    assert all(request.state is RequestState.RUNNING for request in requests)
     served.right(*requests)
 
 
 def test_with_best_effort_what_came_while_others_had_their_turn_is_used(opened: Opener) -> None:
     served = opened(
-        "llama", stored(), most_running=1, patience=FetchPatience("best_effort", least_tokens=1)
+        "llama", stored(), max_running=1, patience=FetchPatience("best_effort", min_tokens=1)
     )
     other = served.submit(text(random.Random(99), 40 * PAGE))
-    served.until(lambda: other.state is State.RUNNING)
+    served.until(lambda: other.state is RequestState.RUNNING)
     request = served.submit(PROMPTS[0])
     served.until(lambda: request.settled)
-    assert request.state is State.WAITING and other.finish is None
+    assert request.state is RequestState.WAITING and other.finish is None
     served.right(other, request)
     assert request.by_tier == FOUND
 
@@ -178,12 +178,12 @@ def test_when_the_time_is_up_a_request_goes_on_with_what_has_come(
 ) -> None:
     one_page_at_a_time(monkeypatch)
     past, came = stored(family, PROMPTS[:1]), PAGES // 2
-    patience = FetchPatience("timeout", base_s=0.4, per_1k_s=0.0, least_tokens=1)
+    patience = FetchPatience("timeout", base_s=0.4, per_1k_s=0.0, min_tokens=1)
     keys = keys_from(past, family, PROMPTS[0], came)
     served = opened(family, past, gates=("read",), keys=keys, patience=patience)
     began = time.monotonic()
     request = served.submit(PROMPTS[0])
-    served.until(lambda: request.state is State.RUNNING)
+    served.until(lambda: request.state is RequestState.RUNNING)
     assert 0.4 <= time.monotonic() - began < 5.0
     served.right(request)
     found = request.by_tier[Tier.STORAGE]
@@ -199,7 +199,7 @@ def test_with_wait_complete_a_request_waits_until_all_has_come(opened: Opener) -
     request = served.submit(PROMPTS[0])
     served.until(lambda: served.store.asked["read"] > 0)
     served.steps(50)
-    assert request.state is State.WAITING
+    assert request.state is RequestState.WAITING
     served.store.gate.set()
     served.right(request)
     assert request.by_tier == FOUND and served.stats.fetches == {"fetched": 1}
@@ -211,7 +211,7 @@ def test_who_waits_for_storage_keeps_nobody_else_waiting(opened: Opener) -> None
     served.until(lambda: served.store.asked["read"] > 0)
     others = [served.submit(text(random.Random(seed), 3 * PAGE + 1)) for seed in (50, 51, 52)]
     served.right(*others)
-    assert first.state is State.WAITING and not first.settled
+    assert first.state is RequestState.WAITING and not first.settled
     served.store.gate.set()
     served.right(first)
     assert first.by_tier == FOUND
@@ -223,11 +223,11 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind(opened: 
     served.until(lambda: served.store.asked["read"] > 0)
     served.engine.abort(request)
     served.steps(3)
-    books = served.cache.index.books
-    assert len(books.imports) == 1, "the store still writes to these slots"
+    tree = served.cache.index.tree
+    assert len(tree.imports) == 1, "the store still writes to these slots"
     served.store.gate.set()
     assert served.cache.drain(10)
-    assert not books.imports and not books.leases and books.nodes == 0
+    assert not tree.imports and not tree.leases and tree.nodes == 0
     free = served.cache.stats().pages[Tier.HOST, "kv"]
     assert free.free == free.capacity
 
@@ -259,7 +259,7 @@ def test_fetches_take_no_more_than_half_of_the_host(opened: Opener) -> None:
     host = 32
     served = opened("llama", stored(), sizes=(Tokens(1024), Tokens(host * PAGE)), gates=("read",))
     requests = [served.submit(prompt) for prompt in PROMPTS]
-    imports, most = served.cache.index.books.imports, 0
+    imports, most = served.cache.index.tree.imports, 0
     for _ in range(50):
         served.steps(1)
         most = max(most, sum(len(one.taken) for one in imports.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtide.index import DEFAULT_NAMESPACE, Branches, Index, Lease, Namespace
+from kvtide.index import DEFAULT_NAMESPACE, Branches, Index, IndexLease, Namespace
 from kvtide.spec import ModelMemory, Tier
 
 Pages = int | Mapping[str, int]
@@ -38,7 +38,7 @@ def lease_for(
     namespace: Namespace = DEFAULT_NAMESPACE,
     slowest: Tier = Tier.STORAGE,
     priority: int = 0,
-) -> Lease:
+) -> IndexLease:
     """Match and pin."""
     return index.pin(index.match(index.prompt(tokens, namespace), slowest), priority)
 
@@ -49,7 +49,7 @@ def compute(
     namespace: Namespace = DEFAULT_NAMESPACE,
     priority: int = 0,
     checkpoints: Sequence[int] | None = None,
-) -> Lease:
+) -> IndexLease:
     """A lease whose prompt is computed and committed as far as it goes."""
     lease = lease_for(index, tokens, namespace, Tier.DEVICE, priority)
     assert index.reserve(lease, len(tokens), checkpoints)

@@ -28,7 +28,7 @@ def test_events_bytes_and_books_agree_under_traffic(name: str, policy: str) -> N
         assert traffic.problems() == [], f"seed {SEED}, step {number}: {verb}"
     traffic.end()
     assert traffic.index.validate() == [], f"seed {SEED}"
-    assert traffic.index.books.nodes == 0 and not traffic.index.books.roots
+    assert traffic.index.tree.nodes == 0 and not traffic.index.tree.roots
     assert not any(traffic.naive.readable.values())
 
 
@@ -100,6 +100,6 @@ def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:
 
 def test_nothing_is_hashed_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(FULL)
-    monkeypatch.setattr("kvtide.index.books.chain", None)
+    monkeypatch.setattr("kvtide.index.tree.tree.chain", None)
     keep(index, range(20))
     assert index.clear(Tier.DEVICE) == 5

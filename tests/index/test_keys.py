@@ -28,7 +28,7 @@ def _bytes(tokens: list[int]) -> bytes:
 
 def _keys(index, tokens: list[int]) -> list[bytes]:
     nodes = index.match(index.prompt([*tokens, 0])).nodes
-    return [key for node in nodes for key in index.books.page_keys(node)]
+    return [key for node in nodes for key in index.tree.page_keys(node)]
 
 
 def test_a_page_key_is_a_sha256_chained_from_the_namespace() -> None:
@@ -65,27 +65,27 @@ def test_a_known_key_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
         hashed.append(len(tokens) // page_bytes)
         return chain(key, tokens, page_bytes)
 
-    monkeypatch.setattr("kvtide.index.books.chain", counting)
+    monkeypatch.setattr("kvtide.index.tree.tree.chain", counting)
     keep(index, TEXT[:8])
     keep(index, TEXT[:4] + TEXT[12:20])
     (top,) = index.match(index.prompt(TEXT[:5])).nodes
     tails = list(top.children.values())
     assert hashed == [], "keys are lazy"
-    index.books.key(tails[0])
+    index.tree.key(tails[0])
     assert sum(hashed) == 1 + 1 + tails[0].pages, "root, shared page, tail"
     hashed.clear()
-    index.books.key(tails[1])
+    index.tree.key(tails[1])
     assert sum(hashed) == tails[1].pages, "only what is new"
     hashed.clear()
-    index.books.key(tails[0])
+    index.tree.key(tails[0])
     assert hashed == []
 
 
 def test_a_split_or_grown_node_gets_right_keys_again() -> None:
     index = build(FULL)
     lease = compute(index, TEXT[:12])
-    (node,) = index.books.walk()
-    index.books.key(node)
+    (node,) = index.tree.walk()
+    index.tree.key(node)
     lease.prompt.extend(TEXT[12:16])
     index.reserve(lease, 16)
     index.commit(lease, 16)
@@ -94,25 +94,25 @@ def test_a_split_or_grown_node_gets_right_keys_again() -> None:
     fresh = build(FULL)
     keep(fresh, TEXT[:16])
     assert keys == _keys(fresh, TEXT[:16])
-    index.books.key(index.match(index.prompt(TEXT[:17])).nodes[-1])
+    index.tree.key(index.match(index.prompt(TEXT[:17])).nodes[-1])
     index.release(lease_for(index, TEXT[:9]))
     assert _keys(index, TEXT[:16]) == keys
     nodes = index.match(index.prompt(TEXT[:17])).nodes
-    assert [index.books.key(node) for node in nodes] == [keys[node.end - 1] for node in nodes]
+    assert [index.tree.key(node) for node in nodes] == [keys[node.end - 1] for node in nodes]
 
 
 def test_a_shortened_node_gets_right_keys_again() -> None:
     index, fresh = build(FULL), build(FULL)
     keep(index, TEXT[:12])
-    (node,) = index.books.walk()
-    index.books.key(node)
+    (node,) = index.tree.walk()
+    index.tree.key(node)
     assert index.evict(Tier.DEVICE, "kv", 1) == 1
     lease_for(index, TEXT[:9])  # somebody stands there, so what follows becomes a new node
     for each in (index, fresh):
         keep(each, TEXT[:8] + TEXT[12:20])
     assert _keys(index, TEXT[:8] + TEXT[12:20]) == _keys(fresh, TEXT[:8] + TEXT[12:20])
-    (node,) = (n for n in index.books.walk() if n.depth == 0)
-    assert index.books.key(node) in _keys(fresh, TEXT[:8] + TEXT[12:20])
+    (node,) = (n for n in index.tree.walk() if n.depth == 0)
+    assert index.tree.key(node) in _keys(fresh, TEXT[:8] + TEXT[12:20])
 
 
 @pytest.mark.parametrize(("holdback", "shared"), [(0, 2), (1, 1), (2, 1), (3, 1)])

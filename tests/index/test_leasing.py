@@ -14,7 +14,7 @@ TEXT = list(range(100, 140))
 
 
 def _free(index) -> list[int]:
-    return [cell.slots.available for cell in index.books.cells]
+    return [cell.slots.available for cell in index.tree.cells]
 
 
 # -- misuse ---------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_promised_growth_cannot_fail() -> None:
     index.commit(lease, 24)
     assert lease.boundary == 6 and index.validate() == []
     index.release(lease)
-    assert index.books.cells[0].slots.promised == 0
+    assert index.tree.cells[0].slots.promised == 0
 
 
 def test_growth_promises_a_window_what_two_reaches_need() -> None:
@@ -264,13 +264,13 @@ def test_windows_met_in_the_host_tier_do_not_stop_a_lease_that_computes() -> Non
 @pytest.mark.parametrize("kept", [0, 3, 7, 8, 16])
 def test_shrinking_gives_slots_back_and_keeps_them_promised(name: str, kept: int) -> None:
     index = build(ALL_MEMORIES[name])
-    free = [cell.slots.available for cell in index.books.cells]
+    free = [cell.slots.available for cell in index.tree.cells]
     lease = index.pin(index.match(index.prompt(list(range(16)))))
     assert index.reserve(lease, 16, growth=2, running=True)
-    left = [cell.slots.available for cell in index.books.cells]
+    left = [cell.slots.available for cell in index.tree.cells]
     index.shrink(lease, kept)
     assert lease.reserved == -(-kept // 4) and index.validate() == []
-    assert [cell.slots.available for cell in index.books.cells] == left, "others cannot take them"
+    assert [cell.slots.available for cell in index.tree.cells] == left, "others cannot take them"
     assert index.reserve(lease, 16, running=True) and index.validate() == []
     index.release(lease)
-    assert [cell.slots.available for cell in index.books.cells] == free
+    assert [cell.slots.available for cell in index.tree.cells] == free

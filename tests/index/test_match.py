@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvtide.index import Index, Namespace
-from kvtide.index.match import shared_pages
+from kvtide.index.match.match import shared_pages
 from kvtide.spec import Tier, with_draft
 from kvtide.testing.naive import NaiveIndex
 from tests.index.building import back_up, build, found, keep, lease_for
@@ -24,17 +24,17 @@ def _scattered(name: str, cells: list[set[int]]) -> tuple[Index, NaiveIndex]:
     """A chain of single-page nodes, each resident in the cells asked for."""
     memory = ALL_MEMORIES[name]
     index, naive = build(memory), NaiveIndex(memory)
-    books, keys = index.books, naive.page_keys(TEXT)
+    tree, keys = index.tree, naive.page_keys(TEXT)
     prompt = index.prompt(TEXT)
-    node = books.root(prompt)
+    node = tree.root(prompt)
     for page, held in enumerate(cells):
-        start = page * books.page_bytes
-        node = books.add_leaf(node, prompt.body[start : start + books.page_bytes], 1)
+        start = page * tree.page_bytes
+        node = tree.add_leaf(node, prompt.body[start : start + tree.page_bytes], 1)
         for cell in sorted(held):
             tier, anchor = divmod(cell, len(memory.anchors))
-            where = books.cells[cell]
+            where = tree.cells[cell]
             assert where.slots.reserve(1)
-            books.hold(node, cell, where.slots.take(1))
+            tree.hold(node, cell, where.slots.take(1))
             where.queue.offer(node)
             naive.readable[Tier(tier), memory.anchors[anchor].name].add(keys[page])
     return index, naive
@@ -82,7 +82,7 @@ def test_a_lease_keeps_just_the_pages_its_boundary_needs(name: str) -> None:
         assert index.resident_pages(Tier.DEVICE, pool.name) == needed
     index.release(lease)
     index.clear(Tier.DEVICE)
-    assert index.books.nodes == 0
+    assert index.tree.nodes == 0
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def test_only_full_pages_are_kept(tokens: int) -> None:
 
 
 def _snapshot(index: Index) -> object:
-    books = index.books
+    tree = index.tree
     nodes = [
         (id(n), id(n.parent), list(n.children), *(copy.deepcopy(getattr(n, name)) for name in (
             "tokens", "pages", "depth", "resident", "arriving", "arrivals", "kids", "pins",
             "leases", "queued", "last", "born", "hits", "priority", "key")),
          [None if s is None else s.tolist() for s in n.slots])
-        for n in (*books.walk(), *books.roots.values())
+        for n in (*tree.walk(), *tree.roots.values())
     ]  # fmt: skip
     cells = [(c.slots.promised, c.slots.free_slots().tolist(), c.resident_pages, c.pinned_pages,
-              [(k, e, id(n)) for k, e, n in c.queue._heap]) for c in books.cells]  # fmt: skip
-    return nodes, cells, books.nodes, books.tick, list(books.roots), len(books.leases)
+              [(k, e, id(n)) for k, e, n in c.queue._heap]) for c in tree.cells]  # fmt: skip
+    return nodes, cells, tree.nodes, tree.tick, list(tree.roots), len(tree.leases)
 
 
 def test_matching_changes_nothing() -> None:

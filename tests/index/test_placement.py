@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvtide.index import Branches, EveryPages, Index, LastPage, Lease
-from kvtide.index.placement import plan
+from kvtide.index import Branches, EveryPages, Index, IndexLease, LastPage
+from kvtide.index.placement.placement import plan
 from kvtide.spec import ModelMemory, Tier
 from tests.index.building import build, found, keep, lease_for
 from tests.index.memories import PAGE, RECURRENT, WINDOW
@@ -117,7 +117,7 @@ class Recorded(LastPage):
         return (end,)
 
 
-def in_steps(index: Index, lease: Lease, tokens: int) -> None:
+def in_steps(index: Index, lease: IndexLease, tokens: int) -> None:
     """Two pages a step, as an engine computes a prompt."""
     for upto in (*range(2 * PAGE, tokens, 2 * PAGE), tokens):
         assert index.reserve(lease, upto, running=True)

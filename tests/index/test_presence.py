@@ -88,4 +88,4 @@ def test_pages_that_are_not_on_the_device_carry_nothing_there() -> None:
 
 
 def test_memories_without_optional_sidecars_keep_no_bits() -> None:
-    assert not build(FULL).books.presence.needed and build(DRAFTED).books.presence.needed
+    assert not build(FULL).tree.presence.needed and build(DRAFTED).tree.presence.needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtide.index.slots import SlotPool
+from kvtide.index.tree.slots import SlotPool
 
 
 def test_slots_are_given_out_once_each() -> None:

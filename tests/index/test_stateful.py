@@ -24,8 +24,8 @@ from kvtide.index import (
     CostBased,
     EveryPages,
     Index,
+    IndexLease,
     LastPage,
-    Lease,
     Namespace,
 )
 from kvtide.spec import ALL, Tier
@@ -41,7 +41,7 @@ PLACEMENTS = (LastPage, Branches, lambda: EveryPages(3), CostBased)
 class Held:
     """A lease with what the test knows about it. `hidden`: it computes what nobody finds."""
 
-    lease: Lease
+    lease: IndexLease
     tokens: list[int]
     namespace: Namespace
     found: int
@@ -278,7 +278,7 @@ class IndexMachine(RuleBasedStateMachine):
     def _path_keys(self, node):
         keys = []
         while node.parent is not None:
-            keys = self.index.books.page_keys(node) + keys
+            keys = self.index.tree.page_keys(node) + keys
             node = node.parent
         return keys
 
@@ -333,8 +333,8 @@ class IndexMachine(RuleBasedStateMachine):
         """No event tells of hidden pages: look whether the histories are there."""
         for number, pool in enumerate(self.memory.anchors):
             if pool.reuse.required and pool.reuse.reach is ALL:
-                cells = [self.index.books.cell(tier, number) for tier in Tier]
-                for node in self.index.books.path(lease.node):
+                cells = [self.index.tree.cell(tier, number) for tier in Tier]
+                for node in self.index.tree.path(lease.node):
                     assert any(node.slots[cell] is not None for cell in cells)
 
     def teardown(self):
@@ -348,7 +348,7 @@ class IndexMachine(RuleBasedStateMachine):
         for tier in Tier:
             self.index.clear(tier)
         assert self.index.validate() == []
-        assert self.index.books.nodes == 0 and not self.index.books.roots
+        assert self.index.tree.nodes == 0 and not self.index.tree.roots
 
 
 TestIndex = IndexMachine.TestCase

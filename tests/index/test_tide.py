@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtide.bench.contestants import Full
-from kvtide.index import tide
-from kvtide.index.tide import Tide
+from kvtide.index.evict import tide
+from kvtide.index.evict.tide import Tide
 from kvtide.planner import workloads
 from kvtide.planner.traces import Trace, footprint_tokens
 
@@ -48,7 +48,7 @@ def test_without_bets_it_is_lru_and_knows_it(
     lru, _ = found(trace, "lru", 0.1)
     same, contestant = found(trace, "tide", 0.1)
     assert same == lru
-    policy = contestant.index.books.cells[0].policy
+    policy = contestant.index.tree.cells[0].policy
     assert isinstance(policy, Tide)
     assert policy._lru * PAGE == pytest.approx(lru, rel=0.01)
 
@@ -68,15 +68,15 @@ def test_popular_documents_behind_many_rare_ones_are_kept_longer_than_by_lru() -
 def test_ghosts_are_bounded() -> None:
     trace = workloads.parse("rag:requests=900,documents=900,retrieved=1,zipf=0.0,system=0")
     _, contestant = found(trace, "tide", 0.02)
-    policy = contestant.index.books.cells[0].policy
+    policy = contestant.index.tree.cells[0].policy
     assert isinstance(policy, Tide)
-    assert 100 < len(policy._ghosts) <= tide.LEAST_GHOSTS
+    assert 100 < len(policy._ghosts) <= tide.MIN_GHOSTS
 
 
 def test_what_lru_would_hold_never_exceeds_its_slots_by_more_than_the_last_request() -> None:
     trace = workloads.parse(WORKLOADS[0])
     _, contestant = found(trace, "tide", 0.1)
-    cell = contestant.index.books.cells[0]
+    cell = contestant.index.tree.cells[0]
     policy = cell.policy
     assert isinstance(policy, Tide)
     policy.asked(0)

@@ -2,7 +2,7 @@
 
 Besides the naive model it keeps the bytes: what a slot holds is the key of the page that was
 computed or copied into it, and whether its optional sidecars were. So a page table that points at
-somebody else's page is found out, whatever the books say.
+somebody else's page is found out, whatever the tree say.
 
 As a program it prints a digest of all events of one run (see test_determinism).
 """
@@ -14,7 +14,7 @@ import random
 import sys
 from dataclasses import dataclass, field
 
-from kvtide.index import Arrival, Branches, Event, Lease, Namespace, Placement
+from kvtide.index import Arrival, Branches, Event, IndexLease, Namespace, Placement
 from kvtide.spec import ModelMemory, Tier
 from kvtide.testing.naive import NaiveIndex
 from tests.index.building import build
@@ -34,7 +34,7 @@ Bytes = tuple[bytes, bool]
 class Running:
     """A request. `hidden`: nobody finds what it computes. `held`: banished slots that it had."""
 
-    lease: Lease
+    lease: IndexLease
     tokens: list[int]
     namespace: Namespace
     hidden: bool = False
@@ -120,8 +120,8 @@ class Traffic:
     def _note_banished(self, first: list[bytes]) -> None:
         """Which slots nobody may come to read from now on, and who reads them already."""
         names = [pool.name for pool in self.memory.anchors]
-        for node in [n for n in self.index.books.walk() if not n.hidden]:
-            if self.naive.first_of(self.index.books.page_keys(node)[0]) in first:
+        for node in [n for n in self.index.tree.walk() if not n.hidden]:
+            if self.naive.first_of(self.index.tree.page_keys(node)[0]) in first:
                 for name, slots in zip(names, node.slots, strict=False):
                     self.banished[name].update(() if slots is None else slots.tolist())
         for flying in self.flying:
@@ -257,10 +257,10 @@ class Traffic:
         """The tree against the bytes, and the events' mirror against the tree."""
         wrong = []
         mirror: dict[tuple[Tier, str], set[bytes]] = {where: set() for where in self.bytes}
-        for node in self.index.books.walk():
+        for node in self.index.tree.walk():
             if node.hidden:
                 continue  # Who reads it is asked in `_wrong_tables`.
-            keys = self.index.books.page_keys(node)
+            keys = self.index.tree.page_keys(node)
             for cell, slots in enumerate(node.slots):
                 if slots is not None:
                     tier, anchor = divmod(cell, len(self.memory.anchors))

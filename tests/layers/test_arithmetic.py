@@ -14,11 +14,11 @@ from kvtide.layers.arithmetic import (
     product_rows_stand_alone,
     rows_stand_alone,
 )
-from kvtide.layers.attending import Attending, attend
-from kvtide.layers.elementary import gelu_tanh, rms_norm, softplus, swish
-from kvtide.layers.moe import Crew, Routing
-from kvtide.layers.ranks import ALONE
-from kvtide.layers.scan import ScanInput, scan_chunks, scan_tokens
+from kvtide.layers.attention import Attending, attend
+from kvtide.layers.elementwise import gelu_tanh, rms_norm, softplus, swish
+from kvtide.layers.moe import ExpertGroup, Routing
+from kvtide.layers.ssd_scan import ScanInput, scan_chunks, scan_tokens
+from kvtide.layers.tensor_ranks import ALONE
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -180,7 +180,7 @@ def test_a_tokens_experts_are_added_in_one_order_in_any_company() -> None:
 
     def run(rows: slice) -> Tensor:
         routing = Routing(chosen[rows], shares[rows])
-        crew = Crew(range(len(weights)), ALONE)
+        crew = ExpertGroup(range(len(weights)), ALONE)
         return crew.mix(x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
 
     whole = run(slice(0, 20))

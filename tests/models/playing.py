@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvtide.engine import Seat
+from kvtide.engine import RankTopology
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 from kvtide.spec import ALL, PoolSpec
 from kvtide.tiers import Arrangement, Buffers, Layout
 
-ALONE = Seat()
+ALONE = RankTopology()
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Player:
         *,
         slots: int = 96,
         layout: Layout = Layout.LAYER_FIRST,
-        seat: Seat = ALONE,
+        topology: RankTopology = ALONE,
     ):
-        self.model, self.memory, self.seat = model, model.memory, seat
+        self.model, self.memory, self.topology = model, model.memory, topology
         counts = {anchor.name: slots for anchor in self.memory.anchors}
         arrangement = Arrangement(self.memory, counts, layout)
         block = torch.full((arrangement.bytes,), 0xFF, dtype=torch.uint8)
@@ -109,14 +109,14 @@ class Player:
 
     def _logits(self, step: Step) -> Tensor:
         """What all ranks say together."""
-        model, seat = self.model, self.seat
+        model, topology = self.model, self.topology
         first = self.memory.is_first_stage
-        before = None if first else seat.received(model.carried(step.tokens))
+        before = None if first else topology.receive_hidden(model.carried(step.tokens))
         hidden = model.forward(step, before)
-        seat.send(hidden)
-        if seat.speaks:
-            return seat.spoken(model.logits(hidden))
-        return seat.spoken(torch.empty(len(hidden), model.vocabulary))
+        topology.send_hidden(hidden)
+        if topology.is_logits_rank:
+            return topology.broadcast_logits(model.logits(hidden))
+        return topology.broadcast_logits(torch.empty(len(hidden), model.vocabulary))
 
     # -- what a step is given ------------------------------------------------------------------
 

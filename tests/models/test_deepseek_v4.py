@@ -18,7 +18,7 @@ from kvtide.models import build
 from kvtide.models.deepseek_v4 import DeepSeekV4
 from kvtide.spec import Entry, SpecError
 from kvtide.spec.families import KVDType
-from kvtide.spec.families.parts import packed, scaled
+from kvtide.spec.families.pool_parts import packed, scaled
 from tests.models.playing import Player
 from tests.models.test_logits import assert_close
 from tests.models.tiny import Tensors, checkpoint, config_of, expected, oracle, ours, prompt

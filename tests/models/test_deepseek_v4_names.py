@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.deepseek_v4_names import DeepSeekV4Weights
-from kvtide.models.errors import CheckpointError
+from kvtide.models.model_errors import CheckpointError
 from tests.models.tiny import Tensors
 
 

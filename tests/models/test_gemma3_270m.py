@@ -9,11 +9,11 @@ import pytest
 from torch import Tensor
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Request, Sampling
+from kvtide.engine import Engine, Request, RequestParams, SamplingParams
 from kvtide.models import build
 from kvtide.models.chat import Conversation
 from kvtide.models.checkpoint import Checkpoint
-from kvtide.models.errors import TemplateError
+from kvtide.models.model_errors import TemplateError
 from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
@@ -59,7 +59,7 @@ def test_a_prefix_longer_than_a_window_comes_back_to_the_bit(gemma3, weights, to
     assert len(prompt) > WINDOW + PAGE
 
     def answered() -> Request:
-        request = engine.submit(Ask(tuple(prompt), 2, Sampling(logprobs=3)))
+        request = engine.submit(RequestParams(tuple(prompt), 2, SamplingParams(logprobs=3)))
         while not engine.idle:
             engine.step()
         return request

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
-from kvtide.models.errors import CheckpointError
 from kvtide.models.gguf import GGUF, quants
+from kvtide.models.model_errors import CheckpointError
 from tests.models import gguf_files as files
 from tests.models.gguf_files import SCALARS, Number, Raw, f32, random_blocks, scalar_values, write
 

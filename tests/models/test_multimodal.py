@@ -14,7 +14,7 @@ import transformers
 
 from kvtide.models import build
 from kvtide.models.checkpoint import open_checkpoint
-from kvtide.models.errors import CheckpointError
+from kvtide.models.model_errors import CheckpointError
 from kvtide.spec import SpecError
 from kvtide.spec.families import KVDType
 from tests.models.playing import Player

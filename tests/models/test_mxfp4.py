@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvtide.models import build, mxfp4
 from kvtide.models.checkpoint import open_checkpoint
-from kvtide.models.errors import CheckpointError
+from kvtide.models.model_errors import CheckpointError
 from kvtide.spec.families import KVDType
 from tests.models.playing import Player
 from tests.models.tiny import oracle, prompt

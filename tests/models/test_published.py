@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtide.models import build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
-from kvtide.models.errors import CheckpointError
+from kvtide.models.model_errors import CheckpointError
 from kvtide.spec.families import KVDType
 from tests.models.playing import Player
 from tests.models.tiny import Tensors, oracle, prompt

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.engine.reachable import tensors
-from kvtide.layers.ranks import TensorRanks
+from kvtide.engine.reachable_tensors import tensors
+from kvtide.layers.tensor_ranks import TensorRanks
 from kvtide.spec import SpecError
 from tests.engine.restoring import ALL_NAMES
 from tests.models.playing import Player

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from kvtide.models.chat import ChatTemplate, Conversation
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
-from kvtide.models.errors import CheckpointError, TemplateError
 from kvtide.models.gguf import Metadata
 from kvtide.models.gguf.vocabulary import Vocabulary, build
-from kvtide.models.spelling import byte_level, piece
+from kvtide.models.model_errors import CheckpointError, TemplateError
+from kvtide.models.token_bytes import byte_level, piece
 from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from tests.models.gguf_files import f32, write
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtide.planner import traces, workloads
-from kvtide.planner.capacity import HitCurve, hit_curve
+from kvtide.planner.hit_curve import HitCurve, hit_curve
 from kvtide.planner.replay import Setup, replay
-from kvtide.planner.traces import Request
+from kvtide.planner.traces import TraceRequest
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -24,8 +24,8 @@ FULL = ModelMemory(
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=25)
 
 
-def requests(given_prompts: list[list[int]]) -> list[Request]:
-    return [Request(0.0, np.array(p, dtype=np.int32), 0) for p in given_prompts]
+def requests(given_prompts: list[list[int]]) -> list[TraceRequest]:
+    return [TraceRequest(0.0, np.array(p, dtype=np.int32), 0) for p in given_prompts]
 
 
 def brute_force_hits(given_prompts: list[list[int]], page: int, capacity: int) -> int:

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtide.planner.charts import ChartError, html, png, write
-from kvtide.planner.curve import (
+from kvtide.planner.chart_data import (
     Curve,
     Mark,
     Series,
@@ -27,7 +26,8 @@ from kvtide.planner.curve import (
     x_ticks,
     y_range,
 )
-from kvtide.planner.page import html_page, svg
+from kvtide.planner.charts import ChartError, html, png, write
+from kvtide.planner.html_page import html_page, svg
 
 DEVICE = Series("device", (1.0, 10.0, 100.0), (5.0, 42.5, 71.25))
 HOST = Series("host", (1.0, 100.0), (60.0, 72.0))

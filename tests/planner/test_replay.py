@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.index import Arrival, Index, Lease
+from kvtide.index import Arrival, Index, IndexLease
 from kvtide.planner import traces, workloads
-from kvtide.planner.capacity import hit_curve
+from kvtide.planner.hit_curve import hit_curve
 from kvtide.planner.replay import LINKS, Rates, Report, Setup, replay, size_tiers
-from kvtide.planner.traces import Request
+from kvtide.planner.traces import TraceRequest
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, Tier, catalog
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -40,8 +40,8 @@ def prompt(text: str) -> list[int]:
     return [ord(letter) * PAGE + i for letter in text for i in range(PAGE)]
 
 
-def requests(*prompts: list[int]) -> list[Request]:
-    return [Request(0.0, np.array(p, dtype=np.int32), 0) for p in prompts]
+def requests(*prompts: list[int]) -> list[TraceRequest]:
+    return [TraceRequest(0.0, np.array(p, dtype=np.int32), 0) for p in prompts]
 
 
 def serve(memory: ModelMemory, pages: tuple[int, ...], *texts: str) -> Report:
@@ -106,7 +106,7 @@ def test_fetch_without_room_is_counted_and_the_prompt_served_without_it(
 ) -> None:
     copy = Index.copy
 
-    def no_fetch(self: Index, lease: Lease, source: Tier, target: Tier) -> Arrival | None:
+    def no_fetch(self: Index, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
         return None if source is Tier.STORAGE else copy(self, lease, source, target)
 
     monkeypatch.setattr(Index, "copy", no_fetch)

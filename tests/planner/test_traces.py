@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvtide.planner.traces import (
     BLOCK_TOKENS,
-    Request,
     Trace,
     TraceError,
+    TraceRequest,
     block_tokens,
     footprint_tokens,
     load,
@@ -48,7 +48,7 @@ def prompts(trace: Trace) -> list[list[int]]:
 
 
 def of_prompts(*given_prompts: list[int]) -> Trace:
-    requests = [Request(0.0, np.array(p, dtype=np.int32), 0) for p in given_prompts]
+    requests = [TraceRequest(0.0, np.array(p, dtype=np.int32), 0) for p in given_prompts]
     total = sum(map(len, given_prompts))
     return Trace("made", len(requests), total, lambda: iter(requests))
 

@@ -8,21 +8,21 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvtide.planner.traces import Request, Trace, TraceError, footprint_tokens
+from kvtide.planner.traces import Trace, TraceError, TraceRequest, footprint_tokens
 from kvtide.planner.workloads import WORKLOADS, make, parse
 
 SMALL = ["chat:users=5,turns=3", "agent:sessions=4,turns=5,branch_percent=50", "rag:requests=20"]
 
 
-def shared_tokens(a: Request, b: Request) -> int:
+def shared_tokens(a: TraceRequest, b: TraceRequest) -> int:
     """How many leading tokens two prompts have in common."""
     length = min(len(a.prompt), len(b.prompt))
     differs = np.flatnonzero(a.prompt[:length] != b.prompt[:length])
     return int(differs[0]) if len(differs) else length
 
 
-def by_session(trace: Trace) -> dict[str, list[Request]]:
-    sessions: dict[str, list[Request]] = defaultdict(list)
+def by_session(trace: Trace) -> dict[str, list[TraceRequest]]:
+    sessions: dict[str, list[TraceRequest]] = defaultdict(list)
     for request in trace:
         sessions[str(request.session)].append(request)
     return sessions

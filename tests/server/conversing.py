@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvtide.engine import Ask, Engine, Sampling
-from kvtide.server.opening import open_engine
+from kvtide.engine import Engine, RequestParams, SamplingParams
+from kvtide.server.engine_setup import open_engine
 from kvtide.server.settings import Settings
 from kvtide.spec import ALL
 from tests.models.tiny import VOCABULARY
@@ -72,8 +72,8 @@ def told(answer: Json) -> Told:
 
 def computed(engine: Engine, tokens: Sequence[int]) -> Told:
     """What an engine says that uses nothing it has kept."""
-    sampling = Sampling(logprobs=LIKELIEST)
-    request = engine.submit(Ask(tuple(tokens), ANSWER, sampling, recompute=True))
+    sampling = SamplingParams(logprobs=LIKELIEST)
+    request = engine.submit(RequestParams(tuple(tokens), ANSWER, sampling, recompute=True))
     while not engine.idle:
         engine.step()
     return [

@@ -24,8 +24,8 @@ from aiohttp import web
 
 from kvtide.engine import Engine
 from kvtide.server.app import App
-from kvtide.server.opening import Serving, open_engine
-from kvtide.server.orders import Leader
+from kvtide.server.engine_commands import Leader
+from kvtide.server.engine_setup import Serving, open_engine
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
 from tests.server.talking import Client
@@ -129,7 +129,7 @@ class InProcess:
         return future.result(timeout=30)
 
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
-        service = Service(Leader(self.serving.post), self.settings.most_requests)
+        service = Service(Leader(self.serving.post), self.settings.max_requests)
         app = App(self.settings, self.serving, service)
         runner = app.runner()
         await runner.setup()
@@ -182,7 +182,7 @@ class Child:
     """How long it may take until it listens."""
 
     def __enter__(self) -> Self:
-        code = f"{self.before}\nimport sys\nfrom kvtide.server.cli import main\nsys.exit(main())"
+        code = f"{self.before}\nimport sys\nfrom kvtide.cli.main import main\nsys.exit(main())"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", *self.arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},

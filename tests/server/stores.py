@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvtide.storage import Removed, Store, StoreStatus, open_store
-from kvtide.storage.memory import MemoryStore
+from kvtide.storage.memory_store import MemoryStore
 from kvtide.storage.url import StoreURL
 
 

@@ -71,7 +71,7 @@ def test_the_report_says_how_the_cache_stands(serve: Any) -> None:
     client = server.client
     client.complete([5] * (3 * PAGE), max_tokens=1)
     report = server.settled()
-    assert (report["page_tokens"], report["requests"]["most_tokens"]) == (PAGE, 256)
+    assert (report["page_tokens"], report["requests"]["max_sequence_tokens"]) == (PAGE, 256)
     assert report["settings"]["eviction"] == "lru"
     assert report["tiers"]["device"]["kv"]["capacity_pages"] == 16
     assert report["tiers"]["device"]["kv"]["resident_pages"] == 3

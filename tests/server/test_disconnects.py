@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.engine import Engine, Seat
+from kvtide.engine import Engine, RankTopology
 from kvtide.spec import Tier
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client, Json, joined
@@ -333,8 +333,8 @@ def test_an_engine_that_breaks_is_told_to_everybody(
     assert "the engine broke" in caplog.text
 
 
-class Heard(Seat):
-    """A seat whose words reach nobody."""
+class Heard(RankTopology):
+    """A topology whose words reach nobody."""
 
     def tell(self, words: bytes) -> None:
         pass
@@ -343,10 +343,10 @@ class Heard(Seat):
 def test_a_leader_that_fails_where_others_may_not_have_serves_no_more(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An order that only the leader could not carry out leaves its ranks with different books."""
+    """An order that only the leader could not carry out leaves its ranks with different tree."""
     server = serve()
     leader = server.service._leader
-    monkeypatch.setattr(leader, "seat", Heard(stages=2))
+    monkeypatch.setattr(leader, "topology", Heard(stages=2))
 
     def break_down(tier: Tier) -> int:
         raise MemoryError

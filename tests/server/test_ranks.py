@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvtide.engine import Seat
-from kvtide.server.cli import main
+from kvtide.cli.main import main
+from kvtide.engine import RankTopology
+from kvtide.server.rank_processes import RankProcesses, WorkerLostError
 from kvtide.server.settings import Settings
-from kvtide.server.workers import WorkerLostError, Workers
 from tests.processes import freeze
 from tests.server.serving import PAGE, Child, InProcess
 from tests.server.talking import Client
@@ -178,8 +178,8 @@ def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
 def test_one_rank_starts_nobody_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr(tempfile, "mkdtemp", None)
-    with Workers(Settings()) as nobody:
-        assert nobody.seat(Settings()) == (Settings(), Seat())
+    with RankProcesses(Settings()) as nobody:
+        assert nobody.topology(Settings()) == (Settings(), RankTopology())
 
 
 class EndsAtOnce(subprocess.Popen[str]):
@@ -193,7 +193,7 @@ def test_a_worker_that_ends_before_it_is_told_anything_is_missed(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", EndsAtOnce)
     with (
-        Workers(Settings(tp=2)) as workers,
+        RankProcesses(Settings(tp=2)) as workers,
         pytest.raises(WorkerLostError, match="rank 1 ended with 1; all ranks end with it"),
     ):
         workers.check()

@@ -84,7 +84,7 @@ def test_a_body_that_is_no_gzip_is_refused(client: Client) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused(client: Client) -> None:
-    reply = client.send("POST", PATH, b'{"prompt": "%s"}' % (b"a" * app.MOST_BODY_BYTES))
+    reply = client.send("POST", PATH, b'{"prompt": "%s"}' % (b"a" * app.MAX_BODY_BYTES))
     assert reply.status == 413
     assert reply.problem == "the body has more than 64 MiB; send a smaller one"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.server.client import Server, serving
+from kvtide.cli.client import Server, serving
 from tests.engine.restoring import FORMS
 from tests.models.tiny import oracle
 from tests.server.conversing import FLAGS, PAGE, Talks, acknowledged, complete, get

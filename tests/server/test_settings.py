@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache, Tokens
-from kvtide.engine import Ask, Engine, Finish
-from kvtide.server import cli, settings
-from kvtide.server.console import CommandError
-from kvtide.server.opening import gpu_sizes, open_engine
+from kvtide.cli import main
+from kvtide.engine import Engine, Finish, RequestParams
+from kvtide.server import settings
+from kvtide.server.command_error import CommandError
+from kvtide.server.engine_setup import gpu_sizes, open_engine
 from kvtide.server.settings import Settings, read
-from kvtide.server.storage import default_url
+from kvtide.server.store_setup import default_url
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory
 from tests.models.tiny import oracle
@@ -42,7 +43,7 @@ def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
 
     def run(*flags: str, model: Path | str = model_folder) -> str:
         capfd.readouterr()
-        assert cli.main(["serve", str(model), *flags]) == 2
+        assert main.main(["serve", str(model), *flags]) == 2
         said, told = capfd.readouterr()
         *before, last = told.splitlines()
         assert said == "" and "Traceback" not in told
@@ -228,7 +229,7 @@ def test_bad_flags_are_refused_with_the_remedy(
 def test_flags_that_are_none_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for flag in ("--ports", "--por=1"):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", "model", flag])
+            main.main(["serve", "model", flag])
         assert ended.value.code == 2
     assert "unrecognized arguments: --ports" in capfd.readouterr().err
 
@@ -346,7 +347,7 @@ def test_the_smallest_device_tier_that_is_taken_serves_what_it_says(
     oracle(family).save_pretrained(tmp_path)
     chosen = Settings(model=str(tmp_path), page_tokens=16, host_ratio=0, device_tokens=1024)
     engine = open_engine(chosen).engine
-    request = engine.submit(Ask(tuple(range(3, 203)) * 3, 20))
+    request = engine.submit(RequestParams(tuple(range(3, 203)) * 3, 20))
     for _ in range(100):
         engine.step()
     assert request.finish is Finish.LENGTH
@@ -376,7 +377,11 @@ def test_sizes_layouts_and_names_reach_the_cache(model_folder: Path) -> None:
     )
     serving = open_engine(chosen)
     config, memory = serving.engine.cache.config, serving.engine.cache.memory
-    assert (memory.page_tokens, serving.engine.most_tokens, serving.name) == (32, 256, "tiny-0.1")
+    assert (memory.page_tokens, serving.engine.max_sequence_tokens, serving.name) == (
+        32,
+        256,
+        "tiny-0.1",
+    )
     assert (config.layout.value, config.write_policy, config.eviction) == (
         "layer_first",
         "write_back",
@@ -485,9 +490,9 @@ def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
 
 def test_patience_is_as_told() -> None:
     usual = Settings().patience
-    assert (usual.policy, usual.most_s, usual.complete_s) == ("timeout", 10.0, 60.0)
-    assert (usual.base_s, usual.per_1k_s, usual.least_tokens) == (1.0, 0.25, 64)
-    assert Settings(storage="redis://there").patience.least_tokens == 256, "asking takes longer"
+    assert (usual.policy, usual.max_s, usual.complete_s) == ("timeout", 10.0, 60.0)
+    assert (usual.base_s, usual.per_1k_s, usual.min_tokens) == (1.0, 0.25, 64)
+    assert Settings(storage="redis://there").patience.min_tokens == 256, "asking takes longer"
     told = Settings(
         storage="redis://there",
         prefetch_policy="wait_complete",
@@ -516,6 +521,6 @@ def test_beside_a_gpu_tiers_take_what_is_free_and_never_more_than_they_may(ranks
     given = Settings(device="cuda", tp=ranks)
     assert gpu_sizes(given, gpu, machine) == (Bytes(48 * GB), Bytes(150 * GB // ranks))
     full = MachineMemory(80 * GB, 14 * GB)
-    assert gpu_sizes(given, full, machine)[0] == Bytes(full.most_bytes) != Bytes(int(11.2 * GB))
+    assert gpu_sizes(given, full, machine)[0] == Bytes(full.max_bytes) != Bytes(int(11.2 * GB))
     said = replace(given, device_tokens=1000, host_ratio=3.0)
     assert gpu_sizes(said, gpu, machine) == (Tokens(1000), Ratio(3.0))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.server.client import serving
+from kvtide.cli.client import serving
 from tests.models.tiny import oracle
 from tests.server.conversing import FLAGS, PAGE, Talks, acknowledged
 from tests.storage.mooncake_pool import Master

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtide.server import cmd_serve, settings
-from kvtide.server.cmd_serve import _serve_until
+from kvtide.cli import serve_command
+from kvtide.cli.serve_command import _serve_until
+from kvtide.server import settings
 from tests.server.serving import Child
 from tests.server.talking import Client, Json
 
@@ -26,7 +27,8 @@ from kvtide.engine import Engine
 step = Engine.step
 def slow_step(engine):
     time.sleep(0.01)
-    assert all(request.ask.priority != 13 for request in engine.scheduler.running), "told to break"
+    assert all(request.params.priority != 13 for request in engine.scheduler.running), "told to
+    break"
     return step(engine)
 Engine.step = slow_step
 """
@@ -138,13 +140,13 @@ def test_what_a_server_has_opened_is_not_searched_for_garbage(
         frozen.append(gc.get_freeze_count())
         return 0, True
 
-    monkeypatch.setattr(cmd_serve, "open_engine", lambda *chosen: chosen)
-    monkeypatch.setattr(cmd_serve, "_tell", lambda *_: None)
-    monkeypatch.setattr(cmd_serve, "_serve", serve)
+    monkeypatch.setattr(serve_command, "open_engine", lambda *chosen: chosen)
+    monkeypatch.setattr(serve_command, "_tell", lambda *_: None)
+    monkeypatch.setattr(serve_command, "_serve", serve)
     parser = argparse.ArgumentParser()
     settings.add_flags(parser)
     try:
-        assert cmd_serve._run(parser.parse_args([])) == 0
+        assert serve_command._run(parser.parse_args([])) == 0
     finally:
         gc.unfreeze()
     assert frozen[0] > 10_000

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtide.server import orders, storage_routes
+from kvtide.server import engine_commands, storage_routes
 from kvtide.storage import open_store
-from kvtide.storage.opening import STORES
+from kvtide.storage.registry import STORES
 from tests.server import stores
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client, Json, Reply
@@ -222,14 +222,14 @@ def test_waits_without_an_end_are_refused(server: InProcess) -> None:
 def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
     server: InProcess, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy, at_it, done = threading.Event(), threading.Event(), orders.Attach.done
+    busy, at_it, done = threading.Event(), threading.Event(), engine_commands.Attach.done
 
-    def slowly(order: orders.Attach, post: orders.Post) -> None:
+    def slowly(order: engine_commands.Attach, post: engine_commands.Post) -> None:
         at_it.set()
         assert busy.wait(10)
         done(order, post)
 
-    monkeypatch.setattr(orders.Attach, "done", slowly)
+    monkeypatch.setattr(engine_commands.Attach, "done", slowly)
     said = json.dumps({"url": url}).encode()
     head = f"PUT {ROUTE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(said)}\r\n\r\n".encode()
     with socket.create_connection((server.address, server.port), timeout=10) as raw:

@@ -16,7 +16,7 @@ from kvtide.spec import (
     with_draft,
 )
 from kvtide.spec.families import declare
-from kvtide.spec.families.parts import KVDType, scaled
+from kvtide.spec.families.pool_parts import KVDType, scaled
 
 HEADS = Entry(tuple(Field(name, (4, 16), DType.BF16, sharded=True) for name in ("k", "v")))
 KEYS = Entry((Field("index_key", (32,), DType.BF16),))
@@ -210,7 +210,7 @@ def test_a_draft_with_more_pools_keeps_their_names_apart(hybrid):
 
 def test_a_draft_goes_to_the_last_stage(hybrid):
     first, last = with_draft(hybrid, draft(3)).stages(2)
-    assert first.pool("draft").layers == ()  # In the books of all, in the memory of one.
+    assert first.pool("draft").layers == ()  # In the tree of all, in the memory of one.
     assert last.pool("draft").layers == (4, 5, 6)
 
 

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from kvtide.storage import open_store
-from kvtide.storage.file import store as file_store
+from kvtide.storage.file import file_store as file_store
 from kvtide.storage.store import MISSING, Store
 
 SPACES = [bytes([number]) * 32 for number in (1, 2)]
 LARGE_CAP, SMALL_CAP = 1 << 30, 3 << 20
 ROUNDS_PER_FOLDER = 8
-MOST_OBJECTS = 400
+MAX_OBJECTS = 400
 
 
 def content(key: bytes) -> bytes:
@@ -58,7 +58,7 @@ def use(folder: Path, cap: int, number: int, seed: int, say: int) -> None:
     store = open_folder(folder, cap, number)
     os.write(say, b"= open\n")
     mine: list[bytes] = []
-    for _ in range(MOST_OBJECTS):
+    for _ in range(MAX_OBJECTS):
         keys = [dice.randbytes(32) for _ in range(dice.randint(1, 6))]
         done = store.write(keys, [memoryview(content(key)) for key in keys])
         new = [key for key, is_there in zip(keys, done, strict=True) if is_there]

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from kvtide.server.cli import main
+from kvtide.cli.main import main
 from kvtide.storage import conformance, open_store
-from kvtide.storage.memory import MemoryStore
+from kvtide.storage.memory_store import MemoryStore
 from kvtide.storage.store import MISSING, Removed, StoreError, StoreStatus
 from kvtide.storage.url import StoreURL
 

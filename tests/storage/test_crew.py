@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from kvtide.storage.redis.crew import Crew, shares
+from kvtide.storage.redis.redis_threads import RedisThreads, shares
 
 
 @pytest.fixture
 def crew():
-    one = Crew(3, "test")
+    one = RedisThreads(3, "test")
     yield one
     one.close()
 
@@ -52,7 +52,7 @@ def test_a_failure_is_raised_after_all_pieces_have_ended(crew, which):
 
 
 def test_pieces_that_have_not_begun_by_the_deadline_never_do():
-    crew, begun = Crew(2, "test"), []
+    crew, begun = RedisThreads(2, "test"), []
 
     def piece(n):
         begun.append(n)

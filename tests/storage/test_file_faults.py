@@ -17,7 +17,7 @@ import pytest
 
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.file import FileStore, segments
-from kvtide.storage.file.records import RECORD, RECORD_BYTES, VERSION, Kind, head, sealed
+from kvtide.storage.file.records import RECORD, RECORD_BYTES, VERSION, RecordKind, head, sealed
 from kvtide.storage.store import Store
 from tests.storage.test_file_store import KIB, OTHER, SPACE, body, got, key, put
 
@@ -127,7 +127,8 @@ def fill(path: Path) -> None:
 
 AS_NOBODY = (
     "from tests.storage.test_file_faults import *\n"
-    "import kvtide.storage.file.store, numpy.ma, numpy.random; os.setgid(65534); os.setuid(65534)\n"
+    "import kvtide.storage.file.file_store, numpy.ma, numpy.random; os.setgid(65534); "
+    "os.setuid(65534)\n"
     "folder = Path(sys.argv[1])\n"
 )
 
@@ -462,7 +463,7 @@ def test_a_crash_between_merging_and_deleting_brings_nothing_back(tmp_path: Path
     old = {path: path.read_bytes() for path in journals(folder)}
     opened(folder).close()
     for path, was in old.items():
-        if (np.frombuffer(was, RECORD)["kind"] == Kind.PUT).any():
+        if (np.frombuffer(was, RECORD)["kind"] == RecordKind.PUT).any():
             path.write_bytes(was)
     living = opened(folder)
     assert living.exists([key(1), key(2)]) == [False, True]
@@ -512,7 +513,7 @@ def test_opening_a_million_objects_takes_less_than_2_s(tmp_path: Path) -> None:
         path.touch()
         os.truncate(path, per_segment * 4096)
         parts.append(segment_of(n + 1, SPACE))
-    puts = blank(count, Kind.PUT)
+    puts = blank(count, RecordKind.PUT)
     puts["segment"] = np.arange(count) // per_segment + 1
     puts["block"], puts["length"] = np.arange(count) % per_segment, 4096
     puts["key"] = np.random.Generator(np.random.PCG64(1)).integers(0, 2**63, (count, 4))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.storage.file.putting import Putter
+from kvtide.storage.file.appends import Putter
 from tests.storage import kill_loop
 from tests.storage.test_file_faults import data, opened
 from tests.storage.test_file_store import KIB, body, got, key, put
@@ -36,7 +36,7 @@ LIARS = {
         "Writer.commit = lie\n"
     ),
     "writes the record before the bytes": (
-        "from kvtide.storage.file.moving import Mover\n"
+        "from kvtide.storage.file.file_io import Mover\n"
         "Mover.write = lambda self, ranges: [None] * len(ranges)\n"
     ),
 }
@@ -62,19 +62,19 @@ def test_a_segment_finished_while_another_opens_is_left_alone(
 ) -> None:
     """Its last objects are committed, and its lock given back, after the opener has read journals
     and before it clears away."""
-    from kvtide.storage.file import opening
+    from kvtide.storage.file import recovery
 
     living = opened(tmp_path)
     put(living, [1])
     living._base.writer.renew_journal()  # So that the segment's record is in a finished journal.
-    clear_away = opening._clear_away
+    clear_away = recovery._clear_away
 
     def late(*arguments: object) -> None:
         put(living, [2])
         living._base.writer._retire()
         clear_away(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(opening, "_clear_away", late)
+    monkeypatch.setattr(recovery, "_clear_away", late)
     other = opened(tmp_path)
     assert len(data(tmp_path)) == 1
     for store in (living, other):

@@ -16,9 +16,9 @@ import pytest
 
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.file import FileStore
-from kvtide.storage.file import store as file_store
-from kvtide.storage.file.moving import address
-from kvtide.storage.file.workers import Workers
+from kvtide.storage.file import file_store as file_store
+from kvtide.storage.file.file_io import address
+from kvtide.storage.file.io_threads import IoThreads
 from kvtide.storage.store import MISSING, Store
 
 SPACE, OTHER = b"a" * 32, b"b" * 32
@@ -476,7 +476,7 @@ def test_a_closed_store_says_so(opened: Open) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_who_is_interrupted_waits_only_for_what_others_have_begun(threads: int) -> None:
-    workers = Workers(threads, "test")
+    workers = IoThreads(threads, "test")
     asker = threading.current_thread()
     interrupted = []
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable
 from kvtide.storage.file.records import (
     RECORD_BYTES,
-    Kind,
+    RecordKind,
     Words,
     blank,
     head,
@@ -19,14 +20,13 @@ from kvtide.storage.file.records import (
     parsed,
     sealed,
 )
-from kvtide.storage.file.table import NONE, Places, Table
 
 MILLION = 1_000_000
 
 
-def places(start: int, count: int, space: int = 0) -> Places:
+def places(start: int, count: int, space: int = 0) -> ObjectPlaces:
     at = np.arange(start, start + count)
-    return Places(at // 1000, at % 1000, np.full(count, space))
+    return ObjectPlaces(at // 1000, at % 1000, np.full(count, space))
 
 
 def random_keys(count: int, seed: int = 0) -> Words:
@@ -36,16 +36,16 @@ def random_keys(count: int, seed: int = 0) -> Words:
 
 
 @pytest.fixture(scope="module")
-def large() -> Table:
-    table = Table()
+def large() -> ObjectTable:
+    table = ObjectTable()
     keys = random_keys(MILLION)
     table.add(keys, places(0, MILLION), np.full(MILLION, 65536), np.arange(MILLION, dtype="u8"))
     return table
 
 
-def test_an_object_takes_at_most_100_bytes(large: Table) -> None:
+def test_an_object_takes_at_most_100_bytes(large: ObjectTable) -> None:
     assert large.nbytes / len(large) <= 100
-    grown = Table()
+    grown = ObjectTable()
     for start in range(0, 200_000, 1000):
         keys = random_keys(1000, start)
         grown.add(keys, places(start, 1000), np.ones(1000), np.ones(1000, "u8"))
@@ -54,7 +54,7 @@ def test_an_object_takes_at_most_100_bytes(large: Table) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["present", "missing"])
-def test_ten_thousand_keys_are_looked_up_within_5_ms(large: Table, seed: int) -> None:
+def test_ten_thousand_keys_are_looked_up_within_5_ms(large: ObjectTable, seed: int) -> None:
     keys = [row.tobytes() for row in random_keys(10_000, seed)]
     times = []
     for _ in range(10):
@@ -65,7 +65,7 @@ def test_ten_thousand_keys_are_looked_up_within_5_ms(large: Table, seed: int) ->
     assert min(times) < 0.005
 
 
-def test_the_oldest_come_in_order(large: Table) -> None:
+def test_the_oldest_come_in_order(large: ObjectTable) -> None:
     assert large.oldest(1000).tolist() == list(range(1000))
 
 
@@ -77,7 +77,7 @@ actions = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(actions)
 def test_a_table_is_a_dictionary(steps: list[tuple[str, int, int]]) -> None:
-    table, model, next_place = Table(), dict[tuple[int, int], int](), 0
+    table, model, next_place = ObjectTable(), dict[tuple[int, int], int](), 0
     for verb, number, space in steps:
         keys = np.full((1, 4), number, np.uint64)
         (row,) = table.find(keys, space).tolist()
@@ -94,7 +94,7 @@ def test_a_table_is_a_dictionary(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_rows_of_one_key_at_two_places_are_kept_apart() -> None:
-    table, keys = Table(), np.zeros((1, 4), np.uint64)
+    table, keys = ObjectTable(), np.zeros((1, 4), np.uint64)
     for place in (1, 2):
         table.add(keys, places(place, 1), np.array([place]), np.array([1], np.uint64))
     table.drop(table.find_at(keys, places(1, 1)))
@@ -104,7 +104,7 @@ def test_rows_of_one_key_at_two_places_are_kept_apart() -> None:
 
 @given(st.integers(0, RECORD_BYTES * 8 - 1), st.binary(min_size=32, max_size=32))
 def test_a_flipped_bit_makes_a_record_bad(bit: int, key: bytes) -> None:
-    record = blank(1, Kind.PUT)
+    record = blank(1, RecordKind.PUT)
     record["key"] = np.frombuffer(key, "<u8")
     data = bytearray(sealed(record))
     assert parsed(bytes(data))[1].all()

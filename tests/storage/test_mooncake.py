@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtide.storage import StoreError, conformance, open_store
-from kvtide.storage.mooncake.store import THREADS, StuckError
+from kvtide.storage.mooncake.mooncake_store import THREADS, StuckError
 from kvtide.storage.store import MISSING, LingeringError
 from tests.processes import free_port
 from tests.storage.mooncake_pool import (
@@ -31,7 +31,7 @@ SHARES = 4
 TIMEOUT_S = 3.0
 """The library counts in seconds, and waits for a frozen member up to twice: until the bytes are
 taken, and until they are acknowledged. Two seconds would be the very moment of that answer."""
-MOST_S = TIMEOUT_S + 0.8
+MAX_S = TIMEOUT_S + 0.8
 """What a call may take on a busy machine."""
 
 
@@ -152,7 +152,7 @@ def test_a_killed_member_takes_its_objects_with_it_and_nothing_else():
     one, target = key(), memoryview(bytearray(100_000))
     assert store.write([one], [content()]) == [True]
     lost.kill()
-    with within(MOST_S):
+    with within(MAX_S):
         assert store.read([one], [target]) == [MISSING]
     Member(master)
     eventually(lambda: store.exists([one]) == [False])
@@ -177,9 +177,9 @@ def test_a_frozen_member_costs_its_objects_and_no_more_than_the_time_out():
     keys = [key() for _ in range(8)]
     assert store.write(keys, [block[:100_000]] * 8) == [True] * 8
     member.freeze()
-    with within(MOST_S):
+    with within(MAX_S):
         assert store.read(keys[:2], [block[:100_000]] * 2) == [MISSING] * 2
-    with within(MOST_S):
+    with within(MAX_S):
         assert store.write([key()], [content()]) == [False]
     member.thaw()
     eventually(lambda: store.write([key()], [content()]) == [True])
@@ -259,7 +259,7 @@ def test_a_frozen_master_costs_no_more_than_the_time_out_and_stops_no_thread():
             store.clear,
             store.status,
         ):
-            with within(MOST_S), pytest.raises(StoreError) as raised:
+            with within(MAX_S), pytest.raises(StoreError) as raised:
                 call()
             assert not isinstance(raised.value, LingeringError)
     assert pause() < 0.5
@@ -280,7 +280,7 @@ def test_closing_waits_for_no_master():
     master = Master()
     store = master.open("32MB", timeout=TIMEOUT_S)
     master.freeze()
-    with longest_pause() as pause, within(MOST_S):
+    with longest_pause() as pause, within(MAX_S):
         store.close()
     assert pause() < 0.5
     with within(1):
@@ -314,7 +314,7 @@ sys.exit(7)
 def test_opening_waits_for_no_master():
     master = Master()
     master.freeze()
-    with within(MOST_S), pytest.raises(StoreError, match="mooncake_master"):
+    with within(MAX_S), pytest.raises(StoreError, match="mooncake_master"):
         master.open(timeout=TIMEOUT_S)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtide.storage.mooncake.crew import Crew, GivenUpError, RefusedError
+from kvtide.storage.mooncake.library_threads import CallRefusedError, GivenUpError, LibraryThreads
 
 
 def in_(seconds: float) -> float:
@@ -32,7 +32,7 @@ class Gate:
         assert self.over.wait(10)
 
 
-def stick(crew: Crew) -> Gate:
+def stick(crew: LibraryThreads) -> Gate:
     gate = Gate()
     with pytest.raises(GivenUpError) as raised:
         crew.run(gate, in_(0.05), gate.over.set)
@@ -40,7 +40,7 @@ def stick(crew: Crew) -> Gate:
     return gate
 
 
-def eventually_free(crew: Crew) -> None:
+def eventually_free(crew: LibraryThreads) -> None:
     deadline = in_(10)
     while crew.stuck:
         assert time.monotonic() < deadline
@@ -48,7 +48,7 @@ def eventually_free(crew: Crew) -> None:
 
 
 def test_answers_and_errors_come_back():
-    crew, after = Crew("test", 2), []
+    crew, after = LibraryThreads("test", 2), []
     assert crew.run(lambda: 7, in_(5), lambda: after.append("answer")) == 7
     with pytest.raises(KeyError, match="what went wrong"):
         crew.run(lambda: {}["what went wrong"], in_(5), lambda: after.append("error"))
@@ -58,7 +58,7 @@ def test_answers_and_errors_come_back():
 
 
 def test_a_stuck_call_does_not_block_others_and_is_followed_up_when_it_ends():
-    crew = Crew("test", 2)
+    crew = LibraryThreads("test", 2)
     gate = stick(crew)
     assert crew.stuck == 1
     assert [crew.run(lambda n=n: n, in_(5)) for n in range(10)] == list(range(10))
@@ -68,10 +68,10 @@ def test_a_stuck_call_does_not_block_others_and_is_followed_up_when_it_ends():
 
 
 def test_when_all_are_stuck_calls_are_refused_at_once_until_one_comes_back():
-    crew, after = Crew("test", 3), []
+    crew, after = LibraryThreads("test", 3), []
     gates = [stick(crew) for _ in range(3)]
     start = time.monotonic()
-    with pytest.raises(RefusedError, match="3 calls are stuck in the library"):
+    with pytest.raises(CallRefusedError, match="3 calls are stuck in the library"):
         crew.run(lambda: None, in_(5), lambda: after.append("refused"))
     assert time.monotonic() - start < 0.5
     assert after == ["refused"]
@@ -86,7 +86,7 @@ def test_when_all_are_stuck_calls_are_refused_at_once_until_one_comes_back():
 
 
 def test_a_call_that_no_thread_began_never_runs():
-    crew, after, ran = Crew("test", 1), [], []
+    crew, after, ran = LibraryThreads("test", 1), [], []
     gate = Gate()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(crew.run, gate, in_(5), gate.over.set)
@@ -103,13 +103,13 @@ def test_a_call_that_no_thread_began_never_runs():
 
 
 def test_finishing_goes_on_by_itself_while_calls_are_stuck():
-    crew, ended = Crew("test", 2), threading.Event()
+    crew, ended = LibraryThreads("test", 2), threading.Event()
     gate = stick(crew)
     start = time.monotonic()
     assert not crew.finish(ended.set, 0.05)
     assert time.monotonic() - start < 1
     assert not ended.is_set()
-    with pytest.raises(RefusedError, match="closed"):
+    with pytest.raises(CallRefusedError, match="closed"):
         crew.run(lambda: None, in_(5))
     gate.let_go()
     assert ended.wait(5)
@@ -119,7 +119,7 @@ def test_every_call_is_followed_up_once_whatever_the_order():
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    crew, lock, ends = Crew("test", 4), threading.Lock(), [0] * 400
+    crew, lock, ends = LibraryThreads("test", 4), threading.Lock(), [0] * 400
     durations = [chance.choice((0, 0, 0.001, 0.01)) for _ in ends]
     patience = [chance.choice((0, 0.002, 0.005, 5)) for _ in ends]
 
@@ -133,7 +133,7 @@ def test_every_call_is_followed_up_once_whatever_the_order():
                      lambda: end(number))  # fmt: skip
         except GivenUpError as error:
             return f"given up, began {error.began}"
-        except RefusedError:
+        except CallRefusedError:
             return "refused"
         return "answered"
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from kvtide.storage.mooncake.staging import Range, Staging, where
+from kvtide.storage.mooncake.registered_memory import MemoryRange, RegisteredBuffers, where
 
 
 def test_where_memory_lies():
     block = memoryview(bytearray(100))
     start = where(block).start
-    assert where(block[10:30]) == Range(start + 10, 20)
+    assert where(block[10:30]) == MemoryRange(start + 10, 20)
     assert where(block).holds(where(block[10:30]))
     assert not where(block[10:30]).holds(where(block))
     assert where(memoryview(b"read only")).bytes == 9
@@ -23,7 +23,7 @@ def test_where_memory_lies():
 
 
 def test_a_loan_takes_what_there_is_room_for():
-    staging = Staging(4096)
+    staging = RegisteredBuffers(4096)
     loan = staging.borrow([2000, 2000, 2000], time.monotonic())
     assert loan is not None and len(loan.pieces) == 2
     loan.memory(0)[:5] = b"bytes"
@@ -34,7 +34,7 @@ def test_a_loan_takes_what_there_is_room_for():
 
 
 def test_a_loan_waits_for_another_to_come_back():
-    staging = Staging(4096)
+    staging = RegisteredBuffers(4096)
     first = staging.borrow([4096], time.monotonic())
     threading.Timer(0.05, first.drop).start()
     second = staging.borrow([4096], time.monotonic() + 5)
@@ -42,7 +42,7 @@ def test_a_loan_waits_for_another_to_come_back():
 
 
 def test_a_loan_comes_back_when_the_last_holder_drops_it():
-    staging = Staging(4096)
+    staging = RegisteredBuffers(4096)
     loan = staging.borrow([4096], time.monotonic())
     loan.hold()
     loan.drop()
@@ -53,7 +53,7 @@ def test_a_loan_comes_back_when_the_last_holder_drops_it():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_never_meet_and_all_comes_back(seed):
-    chance, staging, loans = random.Random(seed), Staging(1 << 16), []
+    chance, staging, loans = random.Random(seed), RegisteredBuffers(1 << 16), []
     for _ in range(500):
         if loans and chance.random() < 0.5:
             loans.pop(chance.randrange(len(loans))).drop()
@@ -69,4 +69,4 @@ def test_pieces_never_meet_and_all_comes_back(seed):
         assert all(one.end < two.start for one, two in pairwise(staging._free))
     for loan in loans:
         loan.drop()
-    assert staging._free == [Range(0, 1 << 16)]
+    assert staging._free == [MemoryRange(0, 1 << 16)]

@@ -259,5 +259,5 @@ def test_secrets_are_never_shown(server, open_here):
 
 def test_a_missing_extra_is_refused_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "kvtide.storage.s3", raising=False)
+    monkeypatch.delitem(sys.modules, "kvtide.storage.s3_store", raising=False)
     assert "pip install 'kvtide[s3]'" in _refusal("s3://pages")

@@ -36,7 +36,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class FakeCudart:
-    """Keeps the books that CUDA would keep, and reads what it is told to let go of."""
+    """Keeps the tree that CUDA would keep, and reads what it is told to let go of."""
 
     def __init__(self, answer: int = 0) -> None:
         self.answer = answer

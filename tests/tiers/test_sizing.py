@@ -10,7 +10,7 @@ import pytest
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, catalog
 from kvtide.spec.sizing import bytes_for, pages_for
 from kvtide.tiers.arena import TierError
-from kvtide.tiers.sizing import Bytes, Ratio, TierSize, Tokens, capacity_pages, tier_bytes
+from kvtide.tiers.tier_size import Bytes, Ratio, TierSize, Tokens, capacity_pages, tier_bytes
 
 GB = 10**9
 ENTRY = Entry((Field("x", (16,), DType.UINT8),))

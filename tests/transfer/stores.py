@@ -15,8 +15,8 @@ from kvtide.storage.objects import DIRECT_BYTES
 from kvtide.testing.faulty_store import FaultyStore
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
-from kvtide.transfer.errands import StoredPage
-from kvtide.transfer.places import tails
+from kvtide.transfer.host_pages import tails
+from kvtide.transfer.storage_requests import StoredPage
 from kvtide.transfer.store_link import StoreLink, object_key
 
 SPACE = bytes(range(32))

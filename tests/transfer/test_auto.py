@@ -11,7 +11,7 @@ import torch
 from kvtide.spec import PageMove
 from kvtide.tiers.layout import Layout, Piece
 from kvtide.transfer import auto
-from kvtide.transfer.auto import LENGTHS_BYTES, Auto, Measured, measure, shortest_direct
+from kvtide.transfer.auto import LENGTHS_BYTES, Auto, LinkMeasurement, measure, shortest_direct
 from kvtide.transfer.backends import open_backend
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.kernel import Kernel
@@ -138,10 +138,10 @@ def test_what_two_backends_copy_together_is_all_of_it(
 # -- the measurement ------------------------------------------------------------------------
 
 
-def measured(way: Way, *direct_wins: bool) -> list[Measured]:
+def measured(way: Way, *direct_wins: bool) -> list[LinkMeasurement]:
     """One result per length, shortest first."""
     return [
-        Measured(way, length, 2.0 if wins else 1.0, 1.5)
+        LinkMeasurement(way, length, 2.0 if wins else 1.0, 1.5)
         for length, wins in zip(LENGTHS_BYTES, direct_wins, strict=False)
     ]
 
@@ -168,7 +168,7 @@ def test_the_copy_engine_takes_over_where_it_wins_from_then_on(
 
 @pytest.mark.parametrize(("direct_bytes_s", "wins"), [(1.2, True), (0.86, True), (0.84, False)])
 def test_the_copy_engine_wins_what_is_nearly_even(direct_bytes_s: float, wins: bool) -> None:
-    assert Measured(Way.LOAD, 4096, direct_bytes_s, 1.0).direct_wins is wins
+    assert LinkMeasurement(Way.LOAD, 4096, direct_bytes_s, 1.0).direct_wins is wins
 
 
 def test_lengths_are_in_order() -> None:

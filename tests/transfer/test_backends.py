@@ -14,8 +14,8 @@ from kvtide.tiers.layout import Layout, Piece
 from kvtide.transfer import backends, direct
 from kvtide.transfer.backends import CELLS, DEFAULTS, check, open_backend, open_copier
 from kvtide.transfer.direct import (
-    MOST_COPIES,
-    MOST_IN_FLIGHT,
+    MAX_COPIES,
+    MAX_IN_FLIGHT,
     Direct,
     DirectUnavailableError,
 )
@@ -142,7 +142,7 @@ class FakeDriver:
             for target, source, size in zip(*columns, strict=True):
                 ctypes.memmove(target, source, size)
             self.batches.append(count)
-            assert sum(self.batches) - self.done <= MOST_IN_FLIGHT
+            assert sum(self.batches) - self.done <= MAX_IN_FLIGHT
         return self.status
 
     def event(self, blocking: bool) -> FakeEvent:
@@ -180,7 +180,7 @@ def test_direct_hands_over_every_run_in_batches_that_do_not_cross_a_leg(
     # None of the pieces fills its slots, so none of the runs are joined.
     near, far = Piece(0, 64, 0, 32, 32), Piece(20000, 64, 9000, 48, 32)
     last = Piece(60000, 48, 60000, 48, 40)
-    slots = 2 * MOST_COPIES // 3
+    slots = 2 * MAX_COPIES // 3
     order = tuple(np.random.default_rng(2).permutation(slots).tolist())
     one = Sketch(((near, far), (), (last,)), order, tuple(range(slots)))
     rng = np.random.default_rng(1)
@@ -190,7 +190,7 @@ def test_direct_hands_over_every_run_in_batches_that_do_not_cross_a_leg(
         naive = one.naive(leg)
         wanted[list(naive)] = source[list(naive.values())]
         assert torch.equal(target, wanted)
-    assert driver.batches == [MOST_COPIES, 2 * slots - MOST_COPIES, slots]
+    assert driver.batches == [MAX_COPIES, 2 * slots - MAX_COPIES, slots]
 
 
 def test_direct_waits_itself_before_the_drivers_queue_is_full(
@@ -198,7 +198,7 @@ def test_direct_waits_itself_before_the_drivers_queue_is_full(
 ) -> None:
     driver = FakeDriver()
     engine = direct_over(driver, monkeypatch)
-    slots = tuple(range(3 * MOST_IN_FLIGHT + 5))
+    slots = tuple(range(3 * MAX_IN_FLIGHT + 5))
     block = torch.zeros(2 * 32 * len(slots), dtype=torch.uint8)
     far = block.data_ptr() + 32 * len(slots)
     work = Sketch(((Piece(0, 32, 0, 32, 32),),), slots, slots[::-1]).work(block.data_ptr(), far)
@@ -206,7 +206,7 @@ def test_direct_waits_itself_before_the_drivers_queue_is_full(
         list(engine.issue([work], 1))
     assert sum(driver.batches) == 2 * len(slots)
     # It let the queue run low only to make room: the engine had work all the time.
-    assert driver.done >= sum(driver.batches) - MOST_IN_FLIGHT > 0
+    assert driver.done >= sum(driver.batches) - MAX_IN_FLIGHT > 0
     assert driver.done < sum(driver.batches)
 
 

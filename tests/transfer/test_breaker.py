@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvtide.transfer.breaker import MOST_FAILURES, REST_S, Breaker
+from kvtide.transfer.breaker import MAX_FAILURES, REST_S, Breaker
 from tests.transfer.stores import Clock
 
 
 def _opened() -> tuple[Breaker, Clock]:
     clock = Clock()
     breaker = Breaker(clock)
-    for _ in range(MOST_FAILURES):
+    for _ in range(MAX_FAILURES):
         assert breaker.allows()
         breaker.failed()
     return breaker, clock
@@ -22,7 +22,7 @@ def test_it_opens_after_failures_in_a_row() -> None:
 
 def test_a_success_between_failures_keeps_it_closed() -> None:
     breaker = Breaker(Clock())
-    for _ in range(3 * MOST_FAILURES):
+    for _ in range(3 * MAX_FAILURES):
         breaker.failed()
         breaker.succeeded()
     assert not breaker.open and breaker.allows() and breaker.trips == 0
@@ -61,7 +61,7 @@ def test_a_probe_that_works_closes_it() -> None:
     assert breaker.allows()
     breaker.succeeded()
     assert not breaker.open and all(breaker.allows() for _ in range(5))
-    for _ in range(MOST_FAILURES):
+    for _ in range(MAX_FAILURES):
         breaker.failed()
     assert breaker.open and breaker.trips == 2
 

@@ -20,8 +20,8 @@ from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.transfer.copier import (
     GROUP_PAGE_BYTES,
-    LEAST_GROUPS,
-    MOST_GROUPS,
+    MAX_GROUPS,
+    MIN_GROUPS,
     Copier,
     layer_groups,
 )
@@ -332,7 +332,7 @@ GROUPED = dict(whole_and_slices())
 def test_groups_cover_the_layers_in_order_and_none_twice(name: str) -> None:
     memory = GROUPED[name]
     layers = range(memory.end_layer) if memory.part is None else memory.part.layers
-    for most in (1, 2, 5, MOST_GROUPS, 1000):
+    for most in (1, 2, 5, MAX_GROUPS, 1000):
         groups = layer_groups(memory, most)
         assert [layer for group in groups for layer in group] == list(layers)
         assert all(len(group) for group in groups)
@@ -357,7 +357,7 @@ def test_groups_bring_about_the_same_number_of_bytes(name: str) -> None:
     sizes = [sum(map(of_layer, group)) for group in groups]
     largest = max(of_layer(layer) for group in groups for layer in group)
     assert max(sizes) <= sum(sizes) / len(sizes) + largest
-    if len(groups) > LEAST_GROUPS:
+    if len(groups) > MIN_GROUPS:
         assert sum(sizes) / len(sizes) >= GROUP_PAGE_BYTES
 
 

@@ -16,8 +16,8 @@ import pytest
 from kvtide.storage import open_store
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
 from kvtide.tiers.layout import Layout
-from kvtide.transfer.breaker import MOST_FAILURES, REST_S
-from kvtide.transfer.errands import Lookup, Paging, Reading, StoredPage
+from kvtide.transfer.breaker import MAX_FAILURES, REST_S
+from kvtide.transfer.storage_requests import Lookup, Paging, Reading, StoredPage
 from kvtide.transfer.store_link import READERS, STUCK_S
 from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Desk, until
 
@@ -447,9 +447,9 @@ def test_a_store_that_fails_again_and_again_is_left_alone_and_tried_later(desks)
     desk.stored(desk.pages(2))
     calls = desk.store.calls["exists"]
     desk.store.always["exists"] = Fault.RAISE
-    for _ in range(MOST_FAILURES + 4):
+    for _ in range(MAX_FAILURES + 4):
         assert found(desk, desk.pages(2)) is None
-    assert desk.store.calls["exists"] == calls + MOST_FAILURES
+    assert desk.store.calls["exists"] == calls + MAX_FAILURES
     assert not desk.link.available and desk.link.counts["spared"] == 4
     desk.clock.now += REST_S
     assert desk.link.available
@@ -466,7 +466,7 @@ def test_reads_and_writes_spare_a_store_too(desks) -> None:
     desk = desks()
     desk.stored(desk.pages(2))
     desk.store.always = {"exists": Fault.RAISE, "read": Fault.RAISE}
-    for _ in range(MOST_FAILURES):
+    for _ in range(MAX_FAILURES):
         found(desk, desk.pages(2))
         read(desk, desk.pages(2))
     before = sum(desk.store.calls.values())
@@ -483,14 +483,14 @@ def test_a_store_that_answers_and_cannot_do_it_is_left_alone(desks, call: str) -
     desk.stored(desk.pages(2))
     desk.store.always[call] = Fault.RAISE
     before = desk.store.calls[call]
-    for number in range(MOST_FAILURES + 4):
+    for number in range(MAX_FAILURES + 4):
         found(desk, desk.pages(2))
         if call == "read":
             read(desk, desk.pages(2))
         else:
             pages = [StoredPage("kv", bytes([number]) * 32, 0)]
             ended(desk.link.write(pages, LONG_S))
-    assert desk.store.calls[call] == before + MOST_FAILURES
+    assert desk.store.calls[call] == before + MAX_FAILURES
 
 
 def test_a_crew_that_does_not_return_counts_as_gone(desks) -> None:

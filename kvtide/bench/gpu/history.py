@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvtide.bench.gpu.bed import Bed
 from kvtide.bench.gpu.ceilings import timed
-from kvtide.engine.recording import Recording, Row, Size
-from kvtide.engine.studio import studio
+from kvtide.bench.gpu.engine_bed import Bed
+from kvtide.engine.cuda_graphs import GraphRow, GraphSize, StepGraph
+from kvtide.engine.graph_capture import graph_capture
 from kvtide.layers.packing import packing
 from kvtide.spec import ALL, ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -24,8 +24,8 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
     block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=bed.device)
     buffers = Buffers(arrangement, block)
     _fill(memory, buffers)
-    size = Size(batch, batch, 0, context + 1)
-    recording = Recording(model, buffers.view, studio(bed.device), size, batch)
+    size = GraphSize(batch, batch, 0, context + 1)
+    recording = StepGraph(model, buffers.view, graph_capture(bed.device), size, batch)
     order = np.random.default_rng(0)
     free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
     rows = []
@@ -34,7 +34,7 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
         for name, count in held.items():
             table[name] = np.full(pages, -1, dtype=np.int32)
             table[name][pages - count :] = free[name][number * count : (number + 1) * count]
-        rows.append(Row([number % model.vocabulary], context, number, (0, 0, 0), table))
+        rows.append(GraphRow([number % model.vocabulary], context, number, (0, 0, 0), table))
     return timed(lambda: recording.play(rows, lambda layer: None), bed.device, 20)
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from kvtide.models.gguf.file import GGUF, StoredTensor
+from kvtide.models.gguf.gguf_file import GGUF, StoredTensor
 from kvtide.models.gguf.metadata import Metadata
 
 __all__ = ["GGUF", "Metadata", "StoredTensor"]

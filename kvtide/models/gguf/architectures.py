@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtide.models.gguf.file import GGUF
+from kvtide.models.gguf.gguf_file import GGUF
 from kvtide.models.gguf.metadata import Metadata
 
 Change = Callable[[torch.Tensor], torch.Tensor]

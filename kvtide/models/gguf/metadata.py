@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtide.models.errors import CheckpointError
+from kvtide.models.model_errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)

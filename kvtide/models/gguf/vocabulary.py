@@ -25,7 +25,7 @@ from tokenizers import (
 )
 
 from kvtide.models.gguf.metadata import Metadata
-from kvtide.models.spelling import SPACE
+from kvtide.models.token_bytes import SPACE
 
 END_OF_TURN = frozenset({
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>",
@@ -34,7 +34,7 @@ END_OF_TURN = frozenset({
 """Control tokens after which a model has nothing more to say. Metadata names only one or two."""
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     """What a token is, in the metadata's numbers."""
 
     NORMAL = 1
@@ -59,7 +59,7 @@ class Vocabulary:
         if said.text("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
             return None
         tokens = said.texts("tokenizer.ggml.tokens")
-        kinds: Sequence[int] = [Kind.NORMAL] * len(tokens)
+        kinds: Sequence[int] = [TokenKind.NORMAL] * len(tokens)
         if said.has("tokenizer.ggml.token_type"):
             kinds = [int(kind) for kind in said.numbers("tokenizer.ggml.token_type")]
         if len(kinds) != len(tokens):
@@ -69,14 +69,14 @@ class Vocabulary:
             )
         return cls(said, tokens, kinds)
 
-    def of_kind(self, *kinds: Kind) -> dict[int, str]:
+    def of_kind(self, *kinds: TokenKind) -> dict[int, str]:
         wanted = set(kinds)
         return {i: self.tokens[i] for i, kind in enumerate(self.kinds) if kind in wanted}
 
     @property
     def special(self) -> dict[int, str]:
         """Tokens that are no text."""
-        return self.of_kind(Kind.CONTROL, Kind.UNKNOWN)
+        return self.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN)
 
     def named(self, role: str) -> int | None:
         """The id of a role such as `bos`, if this vocabulary has one."""
@@ -128,7 +128,7 @@ def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) 
 
 def _cut_out_user_defined(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """These come before any merge. They are written as in a text, a space as a space."""
-    added = vocabulary.of_kind(Kind.USER_DEFINED).values()
+    added = vocabulary.of_kind(TokenKind.USER_DEFINED).values()
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
 
 
@@ -238,7 +238,7 @@ def _pieces(vocabulary: Vocabulary) -> Tokenizer:
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a piece out of two, the pieces with the highest scores first."""
     scores = vocabulary.said.numbers("tokenizer.ggml.scores")
-    normal = vocabulary.of_kind(Kind.NORMAL)
+    normal = vocabulary.of_kind(TokenKind.NORMAL)
     if len(scores) != len(vocabulary.tokens):
         raise vocabulary.said.refusal(
             f"the tokenizer has {len(vocabulary.tokens)} tokens and {len(scores)} scores; "

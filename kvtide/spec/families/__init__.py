@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtide.spec.config import Config
-from kvtide.spec.families import attention as att
-from kvtide.spec.families import recurrent as rec
+from kvtide.spec.families import attention_families as att
+from kvtide.spec.families import recurrent_families as rec
 from kvtide.spec.families.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
-from kvtide.spec.families.layers import language_model, layer_count
-from kvtide.spec.families.parts import Choices, KVDType, by_head
+from kvtide.spec.families.layer_kinds import language_model, layer_count
+from kvtide.spec.families.pool_parts import Choices, KVDType, by_head
 from kvtide.spec.memory import ModelMemory
 from kvtide.spec.pool import NOTHING, DType, PoolSpec, SpecError
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtide.spec.config import Config
-from kvtide.spec.families.layers import layer_count
-from kvtide.spec.families.parts import Choices, KVDType, packed, scaled, windowed
+from kvtide.spec.families.layer_kinds import layer_count
+from kvtide.spec.families.pool_parts import Choices, KVDType, packed, scaled, windowed
 from kvtide.spec.pool import NOTHING, DType, Entry, Field, PoolSpec, Reuse
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"

@@ -51,6 +51,6 @@ start; after a kill the order of up to a minute is lost. Two processes that writ
 same moment keep both copies until one of them, being used no more, is evicted.
 """
 
-from kvtide.storage.file.store import FileStore
+from kvtide.storage.file.file_store import FileStore
 
 __all__ = ["FileStore"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from kvtide.storage.file.catalog import Catalog
-from kvtide.storage.file.counts import Counts
+from kvtide.storage.file.counts import StoreCounts
+from kvtide.storage.file.file_settings import FileSettings
 from kvtide.storage.file.folder import Folder
-from kvtide.storage.file.settings import Settings
+from kvtide.storage.file.folder_catalog import Catalog
 from kvtide.storage.file.writer import Writer
 from kvtide.storage.store import StoreError
 
@@ -19,10 +19,10 @@ class Base:
 
     name: str
     folder: Folder
-    settings: Settings
+    settings: FileSettings
     catalog: Catalog
     writer: Writer
-    counts: Counts
+    counts: StoreCounts
     space: int
     """The number that the catalog has for the store's own space."""
     lock: threading.RLock = field(default_factory=threading.RLock)

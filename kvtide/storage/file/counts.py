@@ -24,7 +24,7 @@ SENTENCES = {
 }
 
 
-class Counts:
+class StoreCounts:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._last: dict[str, str] = {}

@@ -19,7 +19,7 @@ from kvtide.storage.file.records import (
     RECORD,
     RECORD_BYTES,
     VERSION,
-    Kind,
+    RecordKind,
     Records,
     head,
     parsed,
@@ -32,7 +32,7 @@ AHEAD_BYTES = 256 << 10
 """Allocated ahead, so that a disk that others filled still has room for records of removals."""
 
 
-MOST_READ_BYTES = 1 << 30
+MAX_READ_BYTES = 1 << 30
 HEAD_BYTES = 1 << 20
 """Where a merged journal names what it replaces."""
 
@@ -107,19 +107,19 @@ class Tail:
     def read(self) -> Records:
         """What is new. A record at the very end that does not check may still be being written:
         it is waited for."""
-        return self._read(MOST_READ_BYTES, waits=True)
+        return self._read(MAX_READ_BYTES, waits=True)
 
     def read_whole(self) -> Records:
         """All the rest of a journal that nobody writes any more."""
         parts = [nothing()]
-        while len(part := self._read(MOST_READ_BYTES, waits=False)) or self._passed:
+        while len(part := self._read(MAX_READ_BYTES, waits=False)) or self._passed:
             parts.append(part)
         return np.concatenate(parts) if len(parts) > 2 else parts[-1]
 
     def replaced(self) -> set[int]:
         """The journals that a merged one was made of, which it names first."""
         records, good = parsed(os.pread(self._fd, HEAD_BYTES, 0))
-        named = good & (records["kind"] == Kind.REPLACES)
+        named = good & (records["kind"] == RecordKind.REPLACES)
         return set(records["segment"][named].tolist())
 
     def _read(self, most: int, waits: bool) -> Records:
@@ -143,7 +143,7 @@ class Tail:
 
     def _check_head(self, first: Records, good: NDArray[np.bool_]) -> None:
         """A head that does not check is one more corrupt record; one that does must be ours."""
-        if len(first) and good[0] and first["kind"][0] == Kind.HEAD:
+        if len(first) and good[0] and first["kind"][0] == RecordKind.HEAD:
             version = int(first["length"][0])
             if first["key"][0].tobytes() == MAGIC and version != VERSION:
                 raise StoreError(

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from kvtide.storage.file.folder import Folder, sync_folder
 from kvtide.storage.file.journal import Tail, nothing
-from kvtide.storage.file.records import Kind, Records, head, replaces, sealed
+from kvtide.storage.file.records import RecordKind, Records, head, replaces, sealed
 from kvtide.storage.file.segments import lock
 
 LAST_REMOVALS = 4096
 """As many of a journal's last removals may not have been punched out when its process ended."""
 MERGED_SHARE = 4
-MOST_FINISHED = 8
+MAX_FINISHED = 8
 
 
 @dataclass(slots=True)
@@ -49,7 +49,9 @@ def merge(folder: Folder) -> Merged:
     for path in folder.journals.glob("*.tmp"):
         path.unlink()
     finished, living = _finished(folder)
-    replaced = {int(id) for each in finished for id in _of(each.records, Kind.REPLACES)["segment"]}
+    replaced = {
+        int(id) for each in finished for id in _of(each.records, RecordKind.REPLACES)["segment"]
+    }
     for each in finished:
         if each.tail.id in replaced:
             each.tail.path.unlink(missing_ok=True)
@@ -57,8 +59,8 @@ def merge(folder: Folder) -> Merged:
     recent = [each for each in finished if not each.tail.is_merged]
     merged = Merged(corrupt=sum(each.tail.corrupt for each in finished))
     for each in recent:
-        merged.segments.update(map(int, _of(each.records, Kind.SEGMENT)["segment"]))
-        last = _of(each.records, Kind.DEL)[-LAST_REMOVALS:]
+        merged.segments.update(map(int, _of(each.records, RecordKind.SEGMENT)["segment"]))
+        last = _of(each.records, RecordKind.DEL)[-LAST_REMOVALS:]
         merged.removals += zip(
             last["segment"].tolist(), last["block"].tolist(), last["length"].tolist(), strict=True
         )
@@ -72,7 +74,7 @@ def _is_due(finished: list[_Finished], recent: list[_Finished]) -> bool:
     """A long journal is not written anew for the sake of a few short ones."""
     new = sum(len(each.records) for each in recent)
     old = sum(len(each.records) for each in finished) - new
-    return bool(recent) and (new * MERGED_SHARE > old or len(finished) > MOST_FINISHED)
+    return bool(recent) and (new * MERGED_SHARE > old or len(finished) > MAX_FINISHED)
 
 
 def _finished(folder: Folder) -> tuple[list[_Finished], set[int] | None]:
@@ -86,14 +88,14 @@ def _finished(folder: Folder) -> tuple[list[_Finished], set[int] | None]:
             if lock(tail.fileno()):
                 finished.append(_Finished(tail, tail.read_whole()))
                 continue
-            named = _of(tail.read(), Kind.SEGMENT)
+            named = _of(tail.read(), RecordKind.SEGMENT)
         except OSError:
             pass  # Unreadable for us: left to who can read it.
         living = (living or set()) | set(named["segment"].tolist())
     return finished, living
 
 
-def _of(records: Records, kind: Kind) -> Records:
+def _of(records: Records, kind: RecordKind) -> Records:
     found: Records = records[records["kind"] == kind]
     return found
 
@@ -110,17 +112,17 @@ def _compact(journals: list[Records], segments: set[int], living: set[int] | Non
     is_there = np.array([id in segments for id in ids.tolist()])
     numbers = np.searchsorted(ids[:-1], records["segment"])
     kinds = np.where(ids[numbers] == records["segment"], records["kind"], 0)
-    kinds[(kinds != Kind.DEL) & ~is_there[numbers]] = 0
+    kinds[(kinds != RecordKind.DEL) & ~is_there[numbers]] = 0
     codes = numbers.astype(np.uint64) << np.uint64(32) | records["block"]
 
-    of_segments = records[kinds == Kind.SEGMENT]
+    of_segments = records[kinds == RecordKind.SEGMENT]
     of_segments = of_segments[np.unique(of_segments["segment"], return_index=True)[1]]
-    puts = np.flatnonzero(kinds == Kind.PUT)
+    puts = np.flatnonzero(kinds == RecordKind.PUT)
     put_codes = codes[puts]
     if (put_codes[1:] <= put_codes[:-1]).any():
         put_codes, first = np.unique(put_codes, return_index=True)
         puts = puts[first]
-    dels, uses = np.flatnonzero(kinds == Kind.DEL), np.flatnonzero(kinds == Kind.USE)
+    dels, uses = np.flatnonzero(kinds == RecordKind.DEL), np.flatnonzero(kinds == RecordKind.USE)
     stamps = _latest(records["stamp"], puts, put_codes, uses, codes[uses])
     alive = ~np.isin(put_codes, codes[dels])
     order = np.argsort(stamps[alive], kind="stable")

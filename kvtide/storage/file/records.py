@@ -50,7 +50,7 @@ Records = NDArray[Any]
 Words = NDArray[np.uint64]
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     HEAD = 1
     REPLACES = 2
     SEGMENT = 3
@@ -59,27 +59,27 @@ class Kind(IntEnum):
     USE = 6
 
 
-def blank(count: int, kind: Kind) -> Records:
+def blank(count: int, kind: RecordKind) -> Records:
     records = np.zeros(count, RECORD)
     records["kind"] = kind
     return records
 
 
 def head() -> Records:
-    record = blank(1, Kind.HEAD)
+    record = blank(1, RecordKind.HEAD)
     record["key"] = np.frombuffer(MAGIC, "<u8")
     record["length"] = VERSION
     return record
 
 
 def replaces(journals: list[int]) -> Records:
-    records = blank(len(journals), Kind.REPLACES)
+    records = blank(len(journals), RecordKind.REPLACES)
     records["segment"] = journals
     return records
 
 
 def segment_of(segment: int, space: bytes) -> Records:
-    record = blank(1, Kind.SEGMENT)
+    record = blank(1, RecordKind.SEGMENT)
     record["segment"] = segment
     record["key"] = np.frombuffer(space, "<u8")
     return record

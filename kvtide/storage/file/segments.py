@@ -6,7 +6,7 @@ so its blocks go back to the file system at once, and reading there finds a hole
 reader learns that what it has just read was being removed, by whichever process. A segment in
 which nothing lives and that nobody appends to is deleted.
 
-`Segment`  a file open for reading and punching; closed when the last to use it lets go
+`SegmentFile`  a file open for reading and punching; closed when the last to use it lets go
 `Appender` the segment this process appends to
 """
 
@@ -25,7 +25,7 @@ from kvtide.storage.file.records import BLOCK_BYTES
 
 CHUNK_BYTES = 64 << 20
 """Blocks are asked of the file system in steps of this: one call for many objects."""
-MOST_OPEN = 256
+MAX_OPEN = 256
 """Segments kept open for reading; others are opened again when needed."""
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
@@ -80,7 +80,7 @@ def delete(path: Path) -> None:
     path.unlink()
 
 
-class Segment:
+class SegmentFile:
     def __init__(self, path: Path) -> None:
         self._fd = -1
         try:
@@ -112,19 +112,19 @@ class OpenSegments:
     """The segments that are open, by path; the longest unused are let go of."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, Segment] = OrderedDict()
+        self._open: OrderedDict[Path, SegmentFile] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: Path) -> Segment:
+    def get(self, path: Path) -> SegmentFile:
         with self._lock:
             found = self._open.get(path)
             if found is not None:
                 self._open.move_to_end(path)
                 return found
-        opened = Segment(path)
+        opened = SegmentFile(path)
         with self._lock:
             found = self._open.setdefault(path, opened)
-            while len(self._open) > MOST_OPEN:
+            while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
         return found
 

@@ -20,18 +20,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtide.storage.file.catalog import Catalog
-from kvtide.storage.file.counts import Counts
+from kvtide.storage.file.counts import StoreCounts
+from kvtide.storage.file.file_io import padded
 from kvtide.storage.file.folder import Folder
+from kvtide.storage.file.folder_catalog import Catalog
 from kvtide.storage.file.journal import Journal
-from kvtide.storage.file.moving import padded
-from kvtide.storage.file.records import BLOCK_BYTES, Kind, Words, blank, blocks_of, segment_of
+from kvtide.storage.file.object_table import ObjectPlaces, Rows
+from kvtide.storage.file.records import BLOCK_BYTES, RecordKind, Words, blank, blocks_of, segment_of
 from kvtide.storage.file.segments import Appender, OpenSegments, delete, lock
-from kvtide.storage.file.table import Places, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SegmentPlace:
     """Where an object is being written."""
 
     appender: Appender
@@ -50,7 +50,7 @@ class Hole:
 
 class Writer:
     def __init__(
-        self, folder: Folder, space: bytes, catalog: Catalog, journal: Journal, counts: Counts
+        self, folder: Folder, space: bytes, catalog: Catalog, journal: Journal, counts: StoreCounts
     ) -> None:
         self._folder, self._space, self._catalog = folder, space, catalog
         self.journal, self._counts = journal, counts
@@ -62,13 +62,13 @@ class Writer:
 
     # ── appending ─────────────────────────────────────────────────────────────────────────────
 
-    def take(self, length: int, segment_bytes: int, spare: int) -> Place:
+    def take(self, length: int, segment_bytes: int, spare: int) -> SegmentPlace:
         """A place for an object; OSError if the file system has none."""
         count = padded(length)
         appender = self._appender
         if appender is None or not appender.has_room(count):
             appender = self._next_segment(max(segment_bytes, count))
-        return Place(appender, appender.take(count, spare), count)
+        return SegmentPlace(appender, appender.take(count, spare), count)
 
     def look(self) -> None:
         """Leave a segment whose file was deleted."""
@@ -111,18 +111,18 @@ class Writer:
                 self._counts.add("punch", error=error)
 
     def commit(
-        self, places: Sequence[Place], keys: Words, lengths: Sequence[int], stamps: Words
+        self, places: Sequence[SegmentPlace], keys: Words, lengths: Sequence[int], stamps: Words
     ) -> None:
         """Let objects live whose bytes are written; OSError and nothing changed otherwise."""
         if not places:
             return
         space = self._catalog.space(self._space)
-        at = Places(
+        at = ObjectPlaces(
             np.array([place.appender.number for place in places]),
             np.array([place.offset // BLOCK_BYTES for place in places]),
             np.full(len(places), space),
         )
-        records = blank(len(places), Kind.PUT)
+        records = blank(len(places), RecordKind.PUT)
         segments = self._catalog.segments
         records["segment"] = [segments[place.appender.number].id for place in places]
         records["block"], records["length"], records["key"] = at.block, lengths, keys
@@ -135,7 +135,7 @@ class Writer:
         self.unsynced.add(self.journal.path)
         self._finish()
 
-    def give_up(self, places: Sequence[Place]) -> list[Hole]:
+    def give_up(self, places: Sequence[SegmentPlace]) -> list[Hole]:
         """Places that nothing came to."""
         for place in places:
             place.appender.in_flight -= 1
@@ -149,7 +149,7 @@ class Writer:
         """Let objects die; the caller punches them out. OSError and nothing changed otherwise."""
         if not len(rows):
             return []
-        self.journal.append(self._catalog.told(Kind.DEL, rows))
+        self.journal.append(self._catalog.told(RecordKind.DEL, rows))
         table, segments = self._catalog.table, self._catalog.segments
         holes = [
             Hole(segments[segment].path, block * BLOCK_BYTES, count * BLOCK_BYTES)
@@ -202,7 +202,7 @@ class Writer:
         table = self._catalog.table
         rows = np.flatnonzero(table.fresh & table.alive)
         if len(rows):
-            self.journal.append(self._catalog.told(Kind.USE, rows))
+            self.journal.append(self._catalog.told(RecordKind.USE, rows))
             table.fresh[rows] = False
 
     def renew_journal(self) -> None:
@@ -222,7 +222,7 @@ class Writer:
         self.opened.close()
 
 
-def sync(paths: Iterable[Path], counts: Counts) -> None:
+def sync(paths: Iterable[Path], counts: StoreCounts) -> None:
     """Make files and folders outlive a loss of power: objects before journals that tell of them."""
     for path in sorted(paths, key=lambda path: path.suffix != ".data"):
         try:

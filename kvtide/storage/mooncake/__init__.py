@@ -7,6 +7,6 @@
 `staging`   registered memory for objects that lie elsewhere
 """
 
-from kvtide.storage.mooncake.store import MooncakeStore
+from kvtide.storage.mooncake.mooncake_store import MooncakeStore
 
 __all__ = ["MooncakeStore"]

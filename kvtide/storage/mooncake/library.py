@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol, cast
 
-from kvtide.storage.mooncake.settings import Settings
+from kvtide.storage.mooncake.mooncake_settings import MooncakeSettings
 from kvtide.storage.store import StoreError
 
 PROBE_EVERY_S = 1.0
@@ -30,7 +30,7 @@ class Code(IntEnum):
 MASTER_AWAY = frozenset({Code.MASTER_GONE, Code.MASTER_SILENT})
 
 
-class Client(Protocol):
+class MooncakeClient(Protocol):
     """What we use of `MooncakeDistributedStore`. Calling a closed one crashes the process."""
 
     def setup(
@@ -56,7 +56,7 @@ PACKAGES = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libc
 """Debian's packages of what the library needs and does not bring with it."""
 
 
-def load(settings: Settings) -> Callable[[], Client]:
+def load(settings: MooncakeSettings) -> Callable[[], MooncakeClient]:
     """Load the library; what makes clients, which are not set up yet."""
     settings.set_environment()
     try:
@@ -64,20 +64,20 @@ def load(settings: Settings) -> Callable[[], Client]:
     except ImportError as error:
         raise StoreError(f"storage {settings.name}: {_remedy(error)}") from error
 
-    def new_client() -> Client:
-        client = cast(Client, MooncakeDistributedStore())
+    def new_client() -> MooncakeClient:
+        client = cast(MooncakeClient, MooncakeDistributedStore())
         _OPEN.append(client)
         return client
 
     return new_client
 
 
-def close(client: Client) -> None:
+def close(client: MooncakeClient) -> None:
     client.close()
     _OPEN.remove(client)
 
 
-_OPEN: list[Client] = []
+_OPEN: list[MooncakeClient] = []
 """Clients that were not closed, perhaps because calls are stuck in them."""
 
 
@@ -102,7 +102,7 @@ def _remedy(error: ImportError) -> str:
     return f"the Mooncake library is not there ({error}); pip install 'kvtide[mooncake]'"
 
 
-def set_up(client: Client, settings: Settings) -> int:
+def set_up(client: MooncakeClient, settings: MooncakeSettings) -> int:
     return client.setup(
         settings.local,
         "P2PHANDSHAKE",
@@ -121,7 +121,7 @@ class Master:
     master does, and mounts this process's segment again.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
         self._doubted = True

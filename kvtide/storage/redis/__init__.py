@@ -7,6 +7,6 @@
 `crew`         threads that share the work of a call
 """
 
-from kvtide.storage.redis.store import RedisStore
+from kvtide.storage.redis.redis_store import RedisStore
 
 __all__ = ["RedisStore"]

@@ -18,7 +18,7 @@ AHEAD_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ReadCommand:
     """A request, and where its answer goes; None for the length of a large object."""
 
     request: bytes
@@ -29,19 +29,19 @@ class Ask:
         return 0 if self.target is None else len(self.target)
 
 
-def asks_for(name: bytes, target: memoryview) -> list[Ask]:
+def asks_for(name: bytes, target: memoryview) -> list[ReadCommand]:
     if len(target) <= PIECE_BYTES:
-        return [Ask(command(b"GET", name), target)]
-    asks = [Ask(command(b"STRLEN", name), None)]
+        return [ReadCommand(command(b"GET", name), target)]
+    asks = [ReadCommand(command(b"STRLEN", name), None)]
     for start in range(0, len(target), PIECE_BYTES):
         piece = target[start : start + PIECE_BYTES]
         ends = (b"%d" % start, b"%d" % (start + len(piece) - 1))
-        asks.append(Ask(command(b"GETRANGE", name, *ends), piece))
+        asks.append(ReadCommand(command(b"GETRANGE", name, *ends), piece))
     return asks
 
 
 def read(
-    connection: Connection, batch: Sequence[list[Ask]], deadline: float
+    connection: Connection, batch: Sequence[list[ReadCommand]], deadline: float
 ) -> tuple[list[int], Said | None]:
     """The length of every object, or MISSING; and what the server complained of, if it did."""
     replies = _answers(connection, [ask for asks in batch for ask in asks], deadline)
@@ -56,7 +56,7 @@ def read(
     return lengths, fault
 
 
-def _length(asks: list[Ask], answers: Sequence[int | Said | None]) -> int:
+def _length(asks: list[ReadCommand], answers: Sequence[int | Said | None]) -> int:
     sizes = [one for one in answers if isinstance(one, int)]
     if len(sizes) < len(answers):
         return MISSING
@@ -68,7 +68,7 @@ def _length(asks: list[Ask], answers: Sequence[int | Said | None]) -> int:
 
 
 def _answers(
-    connection: Connection, asks: Sequence[Ask], deadline: float
+    connection: Connection, asks: Sequence[ReadCommand], deadline: float
 ) -> list[int | Said | None]:
     """One window of requests is always on its way while another is being answered."""
     windows = _windows([ask.bytes for ask in asks])
@@ -85,7 +85,7 @@ def _answers(
     return answers
 
 
-def _send(connection: Connection, asks: Sequence[Ask], deadline: float) -> None:
+def _send(connection: Connection, asks: Sequence[ReadCommand], deadline: float) -> None:
     connection.send([b"".join(ask.request for ask in asks)], deadline)
 
 

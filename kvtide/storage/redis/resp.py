@@ -18,7 +18,7 @@ Buffer = bytes | bytearray | memoryview
 Reply = Any
 
 _BUFFER_BYTES = 64 << 10
-_MOST_PARTS = 512
+_MAX_PARTS = 512
 """How many pieces of memory a single send takes; the limit of Linux is 1024."""
 
 
@@ -72,9 +72,9 @@ class Connection:
                 self._arm(deadline)
                 self._socket.sendall(part)
             return
-        for start in range(0, len(parts), _MOST_PARTS):
+        for start in range(0, len(parts), _MAX_PARTS):
             self._send_together(
-                [memoryview(p) for p in parts[start : start + _MOST_PARTS]], deadline
+                [memoryview(p) for p in parts[start : start + _MAX_PARTS]], deadline
             )
 
     def _send_together(self, parts: list[memoryview], deadline: float) -> None:

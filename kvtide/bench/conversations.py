@@ -1,0 +1,237 @@
+"""What a server's cache is worth to people who talk: a load of conversations, and its figures.
+
+Every user has a conversation, and all have one system prompt. A turn's prompt is the whole history
+and a new question; the answer's own tokens become history. The same conversations are held with the
+cache and without it, in turns, on one server: rounds go on, off, off, on, … so that a machine that
+becomes slower does so for both. How a server is asked is the caller's business (`Ask`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+IDS = range(32, 200)
+"""Token ids that every vocabulary has, and that are special in none we know."""
+
+WARM_UP = -1
+"""The round before the first: nobody counts it."""
+
+
+class Phase(Enum):
+    ON = "on"
+    OFF = "off"
+
+
+# -- the load ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`at_once`: how many users wait for an answer at the same time; the others think."""
+
+    users: int
+    turns: int
+    system_tokens: int
+    question_tokens: int
+    answer_tokens: int
+    at_once: int
+    think_s: float = 0.0
+    seed: int = 0
+
+    @property
+    def longest_tokens(self) -> int:
+        """A conversation at its end."""
+        return self.system_tokens + self.turns * (self.question_tokens + self.answer_tokens)
+
+    def system(self, round_: int) -> list[int]:
+        return self._drawn("system", round_, count=self.system_tokens)
+
+    def question(self, round_: int, user: int, turn: int) -> list[int]:
+        return self._drawn("question", round_, user, turn, count=self.question_tokens)
+
+    def _drawn(self, *what: object, count: int) -> list[int]:
+        return random.Random(f"{self.seed} {what}").choices(IDS, k=count)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one user asks. Turns and rounds count from 0."""
+
+    phase: Phase
+    round: int
+    user: int
+    number: int
+    prompt: tuple[int, ...]
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back, and when, in seconds of one clock. `by_tier`: prompt tokens not computed."""
+
+    tokens: tuple[int, ...]
+    began_s: float
+    first_s: float
+    ended_s: float
+    by_tier: Mapping[str, int]
+
+
+Ask = Callable[[Turn], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A turn that was answered. `tpot_ms`, the time per token after the first, needs two."""
+
+    phase: Phase
+    round: int
+    user: int
+    turn: int
+    prompt_tokens: int
+    generated_tokens: int
+    ttft_ms: float
+    tpot_ms: float | None
+    by_tier: Mapping[str, int]
+
+    @classmethod
+    def of(cls, turn: Turn, reply: Reply) -> StreamEvent:
+        count = len(reply.tokens)
+        spoken_ms = 1e3 * (reply.ended_s - reply.first_s)
+        return cls(
+            turn.phase,
+            turn.round,
+            turn.user,
+            turn.number,
+            len(turn.prompt),
+            count,
+            1e3 * (reply.first_s - reply.began_s),
+            spoken_ms / (count - 1) if count > 1 else None,
+            dict(reply.by_tier),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "phase": self.phase.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One phase of one round: its turns, and the seconds from the first question to the end."""
+
+    phase: Phase
+    seconds: float
+    events: tuple[StreamEvent, ...]
+
+
+async def measure(
+    load: Load, rounds: int, ask: Ask, told: Callable[[StreamEvent], None] = lambda event: None
+) -> list[Held]:
+    """Both phases in every round, after a warm-up of one turn. `told` hears of every answer."""
+    short = replace(load, users=load.at_once, turns=1)
+    for phase in Phase:
+        await _hold(short, phase, WARM_UP, ask, lambda event: None)
+    found = []
+    for round_ in range(rounds):
+        for phase in reversed(Phase) if round_ % 2 else Phase:
+            found.append(await _hold(load, phase, round_, ask, told))
+    return found
+
+
+async def _hold(
+    load: Load, phase: Phase, round_: int, ask: Ask, told: Callable[[StreamEvent], None]
+) -> Held:
+    """All conversations of a round; the first problem ends them all."""
+    room = asyncio.Semaphore(load.at_once)
+    events: list[StreamEvent] = []
+
+    async def talk(user: int) -> None:
+        history = load.system(round_)
+        for number in range(load.turns):
+            if number:
+                await asyncio.sleep(load.think_s)
+            history += load.question(round_, user, number)
+            async with room:
+                turn = Turn(phase, round_, user, number, tuple(history), load.answer_tokens)
+                reply = await ask(turn)
+            history += reply.tokens
+            events.append(StreamEvent.of(turn, reply))
+            told(events[-1])
+
+    began = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for user in range(load.users):
+                group.create_task(talk(user))
+    except ExceptionGroup as problems:
+        raise problems.exceptions[0] from None
+    return Held(phase, time.perf_counter() - began, tuple(events))
+
+
+# -- the figures ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles, with straight lines between the values that there are."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        return cls(*map(float, np.percentile(values, (50, 90, 99)))) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One phase, all rounds together. `hits`: the share of prompt tokens by tier."""
+
+    phase: Phase
+    requests: int
+    seconds: float
+    ttft_ms: Spread
+    tpot_ms: Spread | None
+    ttft_ms_by_turn: tuple[Spread, ...]
+    requests_s: float
+    prompt_tokens_s: float
+    generated_tokens_s: float
+    hits: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "phase": self.phase.value}
+
+
+def figures(phase: Phase, held: Iterable[Held]) -> Figures:
+    """What a phase's rounds come to."""
+    mine = [one for one in held if one.phase is phase]
+    events = [event for one in mine for event in one.events]
+    seconds = sum(one.seconds for one in mine)
+    prompt = sum(event.prompt_tokens for event in events)
+    tiers = dict.fromkeys(tier for event in events for tier in event.by_tier)
+    turns = range(1 + max(event.turn for event in events))
+    return Figures(
+        phase=phase,
+        requests=len(events),
+        seconds=seconds,
+        ttft_ms=_ttft(events),
+        tpot_ms=Spread.of([event.tpot_ms for event in events if event.tpot_ms is not None]),
+        ttft_ms_by_turn=tuple(_ttft([e for e in events if e.turn == turn]) for turn in turns),
+        requests_s=len(events) / seconds,
+        prompt_tokens_s=prompt / seconds,
+        generated_tokens_s=sum(event.generated_tokens for event in events) / seconds,
+        hits={tier: sum(e.by_tier.get(tier, 0) for e in events) / prompt for tier in tiers},
+    )
+
+
+def _ttft(events: Sequence[StreamEvent]) -> Spread:
+    spread = Spread.of([event.ttft_ms for event in events])
+    assert spread is not None, "every turn was answered"
+    return spread

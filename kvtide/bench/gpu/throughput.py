@@ -1,0 +1,178 @@
+"""Prompts and single tokens, beside what they must compute and read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from kvtide.bench.gpu.ceilings import Ceilings
+from kvtide.bench.gpu.engine_bed import Bed, first_token_s, forget, median_s
+from kvtide.bench.gpu.history import recorded
+from kvtide.engine import Engine, RequestParams, SamplingParams
+from kvtide.engine.sampler import GREEDY
+from kvtide.engine.scheduler import BESIDE_TOKENS
+from kvtide.spec import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """`share`: of what the machine can do at best, in products or in bytes read."""
+
+    what: str
+    seconds: float
+    work: float
+    share: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prefill(bed: Bed, config: Mapping[str, Any], tokens: int, ceilings: Ceilings) -> Speed:
+    """A prompt in one step, from asking to its first token."""
+    page = bed.model.memory.page_tokens
+    with bed.engine(2 * tokens + 4 * page, chunk_tokens=tokens) as engine:
+        seeds = count(1001)
+
+        def once() -> float:
+            forget(engine, Tier.DEVICE)
+            return first_token_s(engine, bed.prompt(tokens, next(seeds)))[0]
+
+        once()
+        seconds = median_s(once, 5)
+    flops = prompt_flops(config, tokens)
+    return Speed(f"prompt of {tokens:,} tokens", seconds, flops, flops / seconds / ceilings.flops)
+
+
+def decode(
+    bed: Bed, config: Mapping[str, Any], batch: int, context: int, ceilings: Ceilings, steps: int
+) -> Speed:
+    """A step in which every sequence of a batch gets a token, in the midst of generating."""
+    page = bed.model.memory.page_tokens
+    longest = context + steps + 2 * page + 64
+    with bed.engine(batch * (longest + page), max_running=batch) as engine:
+        generating_s(bed, engine, batch, context, steps)  # To warm up.
+        seconds = generating_s(bed, engine, batch, context, steps)
+    read = weight_bytes(config) + batch * (context + steps // 2) * kv_bytes(config)
+    what = f"{batch} sequences of {context:,} tokens, one more each"
+    return Speed(what, seconds, read, read / seconds / ceilings.bytes_s)
+
+
+def generating_s(
+    bed: Bed,
+    engine: Engine,
+    batch: int,
+    context: int,
+    steps: int,
+    sampling: SamplingParams = GREEDY,
+) -> float:
+    """Seconds of a step, when all of the batch generate."""
+    lead = context * batch // min(engine.scheduler.chunk_tokens, BESIDE_TOKENS) + 16
+    for number in range(batch):
+        engine.submit(RequestParams(bed.prompt(context, 7000 + number), steps + lead, sampling))
+    running = engine.scheduler.running
+    while engine.scheduler.waiting or any(len(r.output) < 2 for r in running):
+        engine.step()
+    bed.finish()
+    start = time.perf_counter()
+    for _ in range(steps):
+        assert len(engine.step()) == batch
+    bed.finish()
+    seconds = (time.perf_counter() - start) / steps
+    for request in list(running):
+        engine.abort(request)
+    return seconds
+
+
+def prompt_flops(config: Mapping[str, Any], tokens: int) -> float:
+    """Products of a dense model: two for each weight and token, and attention to all before."""
+    heads, dim = config["num_attention_heads"], config["head_dim"]
+    attention = 4 * heads * dim * tokens * (tokens + 1) / 2
+    return float(config["num_hidden_layers"] * (2 * tokens * _layer_weights(config) + attention))
+
+
+def weight_bytes(config: Mapping[str, Any]) -> float:
+    """Of a dense model in half precision: all but the table of embeddings."""
+    head = config["vocab_size"] * config["hidden_size"]
+    return float(2 * (config["num_hidden_layers"] * _layer_weights(config) + head))
+
+
+def kv_bytes(config: Mapping[str, Any]) -> float:
+    """Of one token in half precision."""
+    entry = 2 * config["num_key_value_heads"] * config["head_dim"]
+    return float(2 * config["num_hidden_layers"] * entry)
+
+
+def _layer_weights(config: Mapping[str, Any]) -> int:
+    hidden, heads, dim = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "head_dim")
+    )
+    attention = 2 * hidden * dim * (heads + config["num_key_value_heads"])
+    return int(attention + 3 * hidden * config["intermediate_size"])
+
+
+# -- compressed history -----------------------------------------------------------------------
+
+
+def sparse_decode(
+    bed: Bed, config: Mapping[str, Any], batch: int, context: int, ceilings: Ceilings
+) -> Speed:
+    """DeepSeek-V4, recorded: a token for every sequence of a batch, over a history at random."""
+    seconds = recorded(bed, batch, context)
+    read = v4_bytes(config, bed, batch, context)
+    what = f"{batch} sequences of {context:,} tokens, one more each"
+    return Speed(what, seconds, read, read / seconds / ceilings.bytes_s)
+
+
+def v4_bytes(config: Mapping[str, Any], bed: Bed, batch: int, context: int) -> float:
+    """What a step must read: weights that are used, windows, chosen entries, all index keys.
+
+    As if no two tokens chose the same expert, until there are no others.
+    """
+    routed, shared = config["n_routed_experts"], config["n_shared_experts"]
+    touched = min(routed, batch * config["num_experts_per_tok"])
+    total = 0.0
+    for tensor in weights_of(bed.model):
+        if not tensor.is_floating_point():
+            continue  # Tables are looked up.
+        # Behind the experts that are chosen there may stand those that all tokens go to.
+        beside = len(tensor) - routed if tensor.dim() == 3 else -1
+        share = (touched + beside) / len(tensor) if 0 <= beside <= shared else 1.0
+        total += share * tensor.numel() * tensor.element_size()
+    total -= config["vocab_size"] * config["hidden_size"] * 2  # Embeddings are looked up.
+    for pool in bed.model.memory.pools:
+        each, seen = pool.entry.bytes, context // pool.tokens_per_entry
+        if pool.name == "swa":
+            seen = min(context, config["sliding_window"])
+        elif pool.tokens_per_entry == 4 and not pool.name.endswith("_index"):
+            seen = min(seen, config["index_topk"])
+        elif pool.tail_entries is not None:
+            seen = 1
+        total += batch * len(pool.layers) * each * seen
+    return float(total)
+
+
+def weights_of(model: object) -> list[torch.Tensor]:
+    """Every tensor that a model holds, once."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    left: list[object] = [model]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found[one.data_ptr()] = one
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+        elif type(one).__module__.startswith("kvtide."):
+            names = {*getattr(one, "__dict__", ()), *getattr(type(one), "__slots__", ())}
+            left += [getattr(one, name) for name in names if hasattr(one, name)]
+    return list(found.values())

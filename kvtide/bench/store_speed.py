@@ -1,0 +1,239 @@
+"""How fast objects get into a store and out of it, beside what its disk or its own library reaches.
+
+All drivers take turns in one run, each with objects of its own: write a batch, read it back, remove
+it. A rate is the median over the turns, a ratio the median of the ratios within a turn. Memory is
+page-aligned and lent to the store. What our store reads is compared with what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvtide.spec import catalog
+from kvtide.storage import ObjectFormat, Store, StoreError
+from kvtide.storage.store import SPACE_BYTES
+from kvtide.storage.trial import new_keys
+
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+
+BATCH_BYTES = 64 << 20
+"""What one call carries, or a single object."""
+ALIGN = 4096
+WAYS = ("write", "read")
+ASKED_KEYS, KEYS_THERE = 10_000, 1_000
+SMALL_BYTES = 64
+OPENING_BATCH = 10_000
+
+
+class Driver(Protocol):
+    """Something that keeps objects. Whatever does not work raises."""
+
+    name: str
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None: ...
+    def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None: ...
+    def remove(self, keys: Sequence[bytes]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCase:
+    """Objects of one size, as many as make up about so many bytes."""
+
+    name: str
+    object_bytes: int
+    objects: int
+
+    @property
+    def bytes(self) -> int:
+        return self.object_bytes * self.objects
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMeasurement:
+    """`beside`: the other drivers' rates; `ratio`: ours to theirs."""
+
+    case: str
+    object_bytes: int
+    objects: int
+    way: str
+    gb_s: float
+    beside: dict[str, float]
+    ratio: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A store opened anew by a new process, with so many objects in it."""
+
+    objects: int
+    seconds: float
+    bytes_per_object: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class MemoryBlocks:
+    """Memory to write from and to read into, for any case."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.source = memoryview(mmap.mmap(-1, max_bytes))
+        self.target = memoryview(mmap.mmap(-1, max_bytes))
+        noise = np.random.default_rng(0).integers(0, 256, max_bytes, np.uint8)
+        self.source[:] = noise.data
+        self.target[:] = noise.data  # Touched, so that no page is new when it is timed.
+
+    def cut(self, block: memoryview, case: StoreCase) -> list[memoryview]:
+        size = case.object_bytes
+        return [block[n * size : (n + 1) * size] for n in range(case.objects)]
+
+
+class Ours:
+    """The store under test, as a driver."""
+
+    name = "kvtide"
+
+    def __init__(self, store: Store, blocks: MemoryBlocks) -> None:
+        self._store = store
+        store.lend(blocks.source)
+        store.lend(blocks.target)
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
+        refused = self._store.write(keys, sources).count(False)
+        if refused:
+            raise StoreError(f"storage {self._store.name}: {refused} objects refused; give it room")
+
+    def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
+        lengths = self._store.read(keys, targets)
+        lost = sum(n != len(target) for n, target in zip(lengths, targets, strict=True))
+        if lost:
+            raise StoreError(f"storage {self._store.name}: {lost} objects lost; give it room")
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._store.remove(keys)
+
+    def close(self) -> None:
+        """The store is its opener's to close."""
+
+
+def cases(models: Sequence[str], total_bytes: int) -> list[StoreCase]:
+    """Pages of models, an anchor each, and round sizes."""
+    sizes: dict[str, int] = {}
+    for name in models:
+        memory = catalog.resolve(name).at_rest
+        for anchor in memory.anchors:
+            found = ObjectFormat(memory, anchor.name, bytes(SPACE_BYTES)).bytes
+            sizes[f"{name} {anchor.name}"] = -(-found // ALIGN) * ALIGN
+    sizes |= {"64 KiB": 64 << 10, "1 MiB": 1 << 20}
+    return [StoreCase(name, size, max(1, total_bytes // size)) for name, size in sizes.items()]
+
+
+def measure(
+    case: StoreCase, drivers: Sequence[Driver], blocks: MemoryBlocks, turns: int, progress: Progress
+) -> list[StoreMeasurement]:
+    """Both ways, the first driver beside the others."""
+    sources, targets = blocks.cut(blocks.source, case), blocks.cut(blocks.target, case)
+    rates: dict[tuple[str, str], list[float]] = {}
+    for turn in progress(range(turns + 1), turns + 1, case.name):
+        first = turn % len(drivers)
+        for driver in [*drivers[first:], *drivers[:first]]:
+            took = _turn(driver, case, sources, targets)
+            if turn:  # The first is for connections, threads and caches to warm up.
+                for way, seconds in zip(WAYS, took, strict=True):
+                    rates.setdefault((way, driver.name), []).append(case.bytes / seconds / 1e9)
+    return [_measured(case, way, rates, [driver.name for driver in drivers]) for way in WAYS]
+
+
+def _turn(
+    driver: Driver, case: StoreCase, sources: list[memoryview], targets: list[memoryview]
+) -> tuple[float, float]:
+    keys = new_keys(case.objects)
+    batches = list(_batches(case))
+    for target in targets:
+        target[:ALIGN] = bytes(min(ALIGN, len(target)))
+    start = time.perf_counter()
+    for batch in batches:
+        driver.write(keys[batch], sources[batch])
+    middle = time.perf_counter()
+    for batch in batches:
+        driver.read(keys[batch], targets[batch])
+    end = time.perf_counter()
+    driver.remove(keys)
+    if isinstance(driver, Ours) and any(s != t for s, t in zip(sources, targets, strict=True)):
+        raise StoreError("the store returned other bytes than were written to it")
+    return middle - start, end - middle
+
+
+def _batches(case: StoreCase) -> Iterator[slice]:
+    count = max(1, BATCH_BYTES // case.object_bytes)
+    for start in range(0, case.objects, count):
+        yield slice(start, min(start + count, case.objects))
+
+
+def _measured(
+    case: StoreCase, way: str, rates: dict[tuple[str, str], list[float]], names: list[str]
+) -> StoreMeasurement:
+    ours, *others = names
+    own = rates[way, ours]
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(own, rates[way, name], strict=True))
+        for name in others
+    }
+    beside = {name: statistics.median(rates[way, name]) for name in others}
+    gb_s = statistics.median(own)
+    return StoreMeasurement(case.name, case.object_bytes, case.objects, way, gb_s, beside, ratios)
+
+
+# -- looking and opening --------------------------------------------------------------------
+
+
+def existence_ms(store: Store, turns: int) -> float:
+    """Looking for ten thousand keys of which a thousand are there, in one call."""
+    there = new_keys(KEYS_THERE)
+    small = memoryview(bytearray(SMALL_BYTES))
+    store.write(there, [small] * len(there))
+    took = []
+    try:
+        for _ in range(turns):
+            keys = [*there, *new_keys(ASKED_KEYS - KEYS_THERE)]
+            start = time.perf_counter()
+            found = store.exists(keys)
+            took.append(1e3 * (time.perf_counter() - start))
+            assert sum(found) == KEYS_THERE
+    finally:
+        store.remove(there)
+    return statistics.median(took)
+
+
+def fill(store: Store, objects: int, progress: Progress) -> None:
+    """As many small objects, to see what opening the store then costs."""
+    sources = [memoryview(bytearray(SMALL_BYTES))] * OPENING_BATCH
+    starts = range(0, objects, OPENING_BATCH)
+    for start in progress(starts, len(starts), "objects to open with, by ten thousand"):
+        count = min(OPENING_BATCH, objects - start)
+        if not all(store.write(new_keys(count), sources[:count])):
+            raise StoreError(f"storage {store.name}: objects refused; give it room")
+
+
+def opened_anew(url: str, space: bytes, objects: int) -> Opened:
+    """A process of its own: what it takes is not mixed up with what this one has."""
+    command = [sys.executable, "-m", "kvtide.bench.store_opening", url, space.hex()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StoreError(f"opening it anew failed: {done.stderr.strip()[-300:]}")
+    found = json.loads(done.stdout)
+    return Opened(objects, found["seconds"], found["bytes"] / max(1, objects))

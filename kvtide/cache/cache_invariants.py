@@ -1,0 +1,156 @@
+"""What must hold between the index, the transfers, the leases and storage.
+
+docs/INVARIANTS.md says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvtide.cache.fetching import Fetch, Remains, Stage
+from kvtide.cache.inflight import InFlightTransfers
+from kvtide.cache.lease import Lease
+from kvtide.cache.storage_tier import Storage, StoredPresence
+from kvtide.index import Index
+from kvtide.transfer.transfer import TransferState
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParts:
+    """A cache, taken apart."""
+
+    index: Index
+    flights: InFlightTransfers
+    leases: Mapping[int, Lease]
+    storage: Storage
+
+
+Check = Callable[[CacheParts], Iterator[str]]
+
+
+def violations(parts: CacheParts) -> list[str]:
+    return [sentence for check in CHECKS for sentence in check(parts)]
+
+
+def every_arrival_has_one_transfer(parts: CacheParts) -> Iterator[str]:
+    arrivals = {id(arrival) for arrival in parts.index.tree.arrivals.values()}
+    held = [id(flight.holding) for flight in parts.flights if flight.holding is not None]
+    if len(held) != len(set(held)):
+        yield "two transfers bring the same arrival"
+    for _ in arrivals - set(held):
+        yield "an arrival is expected that no transfer brings"
+    for _ in set(held) - arrivals:
+        yield "a transfer brings an arrival that nobody expects"
+
+
+def transfers_in_flight_hold_something(parts: CacheParts) -> Iterator[str]:
+    for flight in parts.flights:
+        if (
+            flight.state not in (TransferState.RESERVED, TransferState.FLYING)
+            or flight.holding is None
+        ):
+            yield f"transfer {flight.number} is {flight.state.value} and still open"
+
+
+def leases_are_those_of_the_index(parts: CacheParts) -> Iterator[str]:
+    for number, lease in parts.leases.items():
+        if parts.index.tree.leases.get(number) is not lease.inner:
+            yield f"lease {number} is not known to the index"
+
+
+def leases_that_are_ready_are_on_the_device(parts: CacheParts) -> Iterator[str]:
+    for number, lease in parts.leases.items():
+        if lease.failed or lease.loading:
+            continue
+        if lease.pending:
+            yield f"lease {number} has a commit that nothing will make happen"
+        if not parts.index.on_device(lease.inner):
+            yield f"lease {number} counts as ready, yet its prefix is not on the device"
+
+
+def every_import_belongs_to_one_fetch(parts: CacheParts) -> Iterator[str]:
+    held = Counter(fetch.arriving.number for fetch in _fetches(parts) if fetch.arriving is not None)
+    imports = parts.index.tree.imports
+    for number in held:
+        if held[number] > 1:
+            yield f"import {number} belongs to {held[number]} fetches"
+        if number not in imports:
+            yield f"a fetch has import {number}, which is over"
+    for number in imports.keys() - held.keys():
+        yield f"import {number} belongs to no fetch: its slots never go back"
+
+
+def every_departure_is_in_line_or_with_the_store(parts: CacheParts) -> Iterator[str]:
+    held = Counter(departure.number for departure in parts.flights.departures)
+    for one in parts.storage.stores:
+        queued = list(one.storing.line)
+        queued += [departure for store in one.storing.at_work for departure in store.departures]
+        held.update(departure.number for departure in queued)
+        pages = sum(len(departure.pages) for departure in queued)
+        if len(one.storing) != pages:
+            yield f"{pages} pages wait to be stored, the line says {len(one.storing)}"
+    departures = parts.index.tree.departures
+    for number in held:
+        if held[number] > 1:
+            yield f"departure {number} is in line {held[number]} times"
+        if number not in departures:
+            yield f"departure {number} is in line, and over"
+    for number in departures.keys() - held.keys():
+        yield f"departure {number} is in no line: its pages stay for ever"
+
+
+def fetches_have_what_their_stage_says(parts: CacheParts) -> Iterator[str]:
+    for one in parts.storage.stores:
+        for fetch in one.fetches.open:
+            if fetch.over:
+                yield "a fetch is over, and still open"
+            if fetch.stage is Stage.BEHIND and fetch.leader is None:
+                yield "a fetch is behind another one, which is none"
+            if (fetch.stage is Stage.READING) != (fetch.arriving is not None):
+                yield f"a fetch is {fetch.stage.value} and has slots, or is reading without"
+        for remains in one.fetches.leaving:
+            if remains.arriving.lease.live:
+                yield "what a fetch left behind pins what nobody needs for it any more"
+
+
+def pages_that_come_are_those_being_read(parts: CacheParts) -> Iterator[str]:
+    for one in parts.storage.stores:
+        reading = [fetch for fetch in one.fetches.open if fetch.stage is Stage.READING]
+        expected = sum(len(fetch.order.pages) for fetch in reading if fetch.order is not None)
+        if set(one.fetches.coming.values()) - set(reading):
+            yield "pages are expected from a fetch that reads nothing"
+        if len(one.fetches.coming) != expected:
+            yield f"{len(one.fetches.coming)} pages are expected, {expected} are being read"
+
+
+def one_store_is_attached_at_most(parts: CacheParts) -> Iterator[str]:
+    stores = parts.storage.stores
+    attached = [one for one in stores if one.state is StoredPresence.ATTACHED]
+    if attached and attached != list(stores[-1:]):
+        yield "a store is attached that is not the last one"
+    if parts.flights.departs != bool(attached):
+        yield "what lands on the host goes on to a store that is not attached, or does not"
+    for one in stores:
+        if one.state is StoredPresence.CLOSING and one.at_work:
+            yield "a store is being closed, and somebody still needs it"
+
+
+def _fetches(parts: CacheParts) -> Iterator[Fetch | Remains]:
+    for one in parts.storage.stores:
+        yield from one.fetches.open
+        yield from one.fetches.leaving
+
+
+CHECKS: tuple[Check, ...] = (
+    every_arrival_has_one_transfer,
+    transfers_in_flight_hold_something,
+    leases_are_those_of_the_index,
+    leases_that_are_ready_are_on_the_device,
+    every_import_belongs_to_one_fetch,
+    every_departure_is_in_line_or_with_the_store,
+    fetches_have_what_their_stage_says,
+    pages_that_come_are_those_being_read,
+    one_store_is_attached_at_most,
+)

@@ -1,0 +1,69 @@
+"""What a cache has done and how it stands, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvtide.cache.storage_tier import StorageStats
+from kvtide.index import Stop
+from kvtide.spec import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class PageCount:
+    """Pages of one anchor in one tier."""
+
+    capacity: int
+    resident: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counted since the cache was made, except where it says "now".
+
+    prompt_tokens     of all leases but those of scratch prompts
+    cached_tokens     of these, found again, by tier
+    misses            leases by (pool, reason) that kept them from finding more
+    refused           calls of `reserve` for which there was no room
+    transfers         ended, by direction and end: ("load", "landed")
+    moved_bytes       by direction; `moved_pages` alike
+    in_flight         transfers now; `overdue` of these nobody waits for any more
+    lane_failures     jobs that raised, by direction
+    skipped_backups   copies to the host that found no room there
+    pages             by tier and anchor, now
+    sessions          pinned now
+    storage           how the attached store is used; None without one
+    """
+
+    prompt_tokens: int
+    cached_tokens: Mapping[Tier, int]
+    misses: Mapping[tuple[str, str], int]
+    refused: int
+    transfers: Mapping[tuple[str, str], int]
+    moved_bytes: Mapping[str, int]
+    moved_pages: Mapping[str, int]
+    in_flight: int
+    overdue: int
+    lane_failures: Mapping[str, int]
+    skipped_backups: int
+    pages: Mapping[tuple[Tier, str], PageCount]
+    sessions: int
+    storage: StorageStats | None = None
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What the cache itself counts."""
+
+    prompt_tokens: int = 0
+    cached_tokens: Counter[Tier] = field(default_factory=Counter)
+    misses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refused: int = 0
+
+    def leased(self, tokens: int, by_tier: Mapping[Tier, int], why: tuple[Stop, ...]) -> None:
+        self.prompt_tokens += tokens
+        self.cached_tokens.update(by_tier)
+        self.misses.update((stop.pool, stop.reason) for stop in why)

@@ -1,0 +1,101 @@
+"""Ranks that serve one model together keep the same tree, so they must see the same ends.
+
+Every rank makes the same calls in the same order and so has the same transfers in flight; only
+when one is done differs from rank to rank. In every `land` the ranks take the least of what each
+says about every transfer: pending if it is pending anywhere, failed if it failed anywhere, landed
+only if it landed everywhere. That is one small all-reduce, and none when nothing is in flight.
+What does not fit in it is agreed on when it comes up, by `common`: what stores have of a prompt,
+once per fetch, and whether a pass that waited for a prefix went well.
+
+What a rank learns by itself and in its own time (a copy that broke, a clock that ran out) may
+never decide what it does with its tree: it is said here first, and acted upon by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+WIDTH = 192
+"""Verdicts per exchange. Older transfers come first; the rest waits for the next."""
+
+
+class Agreement(Protocol):
+    def all_min(self, values: Sequence[int], clock: int = 0) -> list[int]:
+        """Of each value the least that any rank has; at most the first WIDTH values.
+
+        `clock` is the logical time of the rank's tree, which all ranks have in common.
+        """
+
+    def all_true(self, bits: Sequence[bool]) -> list[bool]:
+        """Which of these hold on every rank; all ranks ask about as many."""
+
+
+class Alone:
+    """One rank agrees with itself."""
+
+    def all_true(self, bits: Sequence[bool]) -> list[bool]:
+        return list(bits)
+
+    def all_min(self, values: Sequence[int], clock: int = 0) -> list[int]:
+        return list(values)
+
+
+class RanksDivergedError(RuntimeError):
+    """Ranks that should do the same did not: their caches can no longer be trusted together."""
+
+
+class Ranks:
+    """Agreement over a process group of torch.distributed (the default group if none is given).
+
+    The tensor has a fixed length, so ranks that diverged are told so instead of waiting for
+    ever: it begins with what must be alike, the number of values and the clock, and with their
+    negatives; the minima cancel if all agree. A rank that finds itself alone in an exchange,
+    because the others have nothing to agree on, is told so after `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._group = group
+        self._device = device or torch.device("cpu")
+        self._timeout_s = timeout_s
+
+    def all_min(self, values: Sequence[int], clock: int = 0) -> list[int]:
+        shown = list(values[:WIDTH])
+        padding = [0] * (WIDTH - len(shown))
+        count = len(values)
+        sent = [count, clock, -count, -clock, *shown, *padding]
+        fewest, earliest, most, latest, *found = self._reduce(sent)
+        if (fewest, earliest) != (-most, -latest):
+            raise RanksDivergedError(
+                f"this rank has {count} transfers in flight at step {clock} of its tree, others "
+                f"from {fewest} to {-most} at steps {earliest} to {-latest}: they were not given "
+                "the same calls; restart all ranks"
+            )
+        return found[: len(shown)]
+
+    def all_true(self, bits: Sequence[bool]) -> list[bool]:
+        if not bits:
+            return []
+        return [bool(bit) for bit in self._reduce([int(bit) for bit in bits])]
+
+    def _reduce(self, sent: list[int]) -> list[int]:
+        tensor = torch.tensor(sent, device=self._device)
+        try:
+            work = dist.all_reduce(tensor, dist.ReduceOp.MIN, self._group, async_op=True)
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise RanksDivergedError(
+                f"other ranks did not answer within {self._timeout_s:g} s ({error}): they have "
+                "nothing in flight, or are gone; restart all ranks"
+            ) from error
+        found: list[int] = tensor.tolist()
+        return found

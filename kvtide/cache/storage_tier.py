@@ -1,0 +1,364 @@
+"""The cache's storage tier: which store is attached, what is fetched from it and stored to it.
+
+    ATTACHED ──leave──▶ LEAVING ──nothing in flight──▶ CLOSING ──workers ended──▶ gone
+
+Leaving is never waited for: what is in line, or on its way to the host to get there, goes to the
+store until the deadline, then is given up; slots that a call still has in its hands stay taken
+until it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from kvtide.cache.cache_config import CacheConfig
+from kvtide.cache.fetching import Fetch, Fetches
+from kvtide.cache.hardware import Hardware, formats, space
+from kvtide.cache.inflight import InFlightTransfers
+from kvtide.cache.rank_agreement import Agreement
+from kvtide.cache.store_removals import Removal, Removals
+from kvtide.cache.write_behind import Storing
+from kvtide.index import Departure, Index, Prompt
+from kvtide.index.keys import Hidden
+from kvtide.storage import Store, StoreError
+from kvtide.tiers import TierError
+from kvtide.transfer.store_link import StoreLink
+
+T = TypeVar("T")
+
+CLOSE_S = 30.0
+
+
+class StoredPresence(Enum):
+    ATTACHED = "attached"
+    LEAVING = "leaving"
+    CLOSING = "closing"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageStats:
+    """How a store is used, counted since it was attached, except where it says "now".
+
+    name, state     what it is, and whether it is attached or leaving, now
+    answers         whether calls go through, now; `last_error` is what the last failed one said
+    trips           how often it was left alone for a while, since calls failed
+    fetches         by outcome; `fetching` now
+    fetched_pages   brought to the host
+    stored_pages    written or there already; `dropped_pages` left the line unwritten, and
+                    `failed_pages` were not taken; `waiting_pages` in line now
+    objects         by what happened to them (`transfer.store_link`)
+    read_bytes_s    as last measured; None before anything was read
+    """
+
+    name: str
+    state: str
+    answers: bool
+    last_error: str
+    trips: int
+    fetches: Mapping[str, int]
+    fetching: int
+    fetched_pages: int
+    stored_pages: int
+    dropped_pages: int
+    failed_pages: int
+    waiting_pages: int
+    objects: Mapping[str, int] = field(default_factory=dict)
+    read_bytes_s: float | None = None
+
+
+class Storage:
+    """What `TieredCache.storage` offers. At most one store is attached; others may be leaving."""
+
+    def __init__(
+        self,
+        index: Index,
+        flights: InFlightTransfers,
+        hardware: Hardware,
+        config: CacheConfig,
+        agreement: Agreement,
+    ) -> None:
+        self.space = space(index.memory, config)
+        self._index = index
+        self._flights = flights
+        self._hardware = hardware
+        self._config = config
+        self._agreement = agreement
+        self._stores: list[Attachment] = []
+        self._unremoved: list[Removal] = []
+
+    # -- for callers of the cache -----------------------------------------------------------
+
+    def link(self, store: Store) -> StoreLink:
+        """Make a store ready to be attached: it is lent the host's memory, which may take long.
+
+        The one call that may come from any thread. A link that is not attached is to be closed.
+        """
+        host = self._hardware.host
+        if not any(host.arrangement.slots.values()):
+            raise TierError("storage is reached through a host tier, and there is none; size one")
+        return StoreLink(store, formats(self._index.memory, self._config), host)
+
+    def attach(self, store: Store | StoreLink) -> None:
+        """Keep pages in this store from now on, and look for them there.
+
+        It must have been opened for this cache's `space`, which stands for weights, precision,
+        page size, pools and slice. One that was attached before is detached. All ranks attach one,
+        or none does.
+        """
+        self._attach(lambda: store if isinstance(store, StoreLink) else self.link(store))
+
+    def attach_opened(self, opening: Future[StoreLink], leave_s: float = 10.0) -> None:
+        """As `attach`, where this rank's store or another's may not have opened: raises then.
+
+        The one that was attached before has `leave_s` to write what is in line.
+        """
+        self._attach(opening.result, leave_s)
+
+    def _attach(self, opened: Callable[[], StoreLink], leave_s: float = 10.0) -> None:
+        link = self._linked(opened)
+        self.detach(leave_s)
+        self._stores.append(Attachment(link, self._index, self._config, self._agreement))
+        self._flights.departs = True
+        self._hand_over()
+
+    def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:
+        """Workers for a store; raises if a rank has none, since what lands would part them."""
+        link, error = None, None
+        try:
+            link = opened()
+        except Exception as raised:
+            error = raised
+        if all(self._agreement.all_true([link is not None])) and link is not None:
+            return link
+        if link is not None:
+            link.close(CLOSE_S)
+        raise error or StoreError("another rank could not attach its store; see its log")
+
+    def detach(self, timeout_s: float = 10.0) -> bool:
+        """Leave the attached store: pages in line are written until the time is up, and so are
+        those that are on their way to the host.
+
+        It happens while `poll` is called, and is over when `stats` says None; False if none was
+        attached.
+        """
+        attached = self._attached
+        if attached is None:
+            return False
+        self._flights.departs = False
+        attached.leave(timeout_s)
+        return True
+
+    def fetch(self, prompt: Prompt, token_s: float = 0.0) -> Fetch | None:
+        """Begin to bring what storage has of a prompt to the host; None if there is no need.
+
+        A request that can wait does so until the fetch is `over`; others `stop` it, and go on after
+        the next `poll`. Nothing has to be released. `token_s` is how long it takes to compute a
+        token: what would take longer to fetch than to compute is not fetched.
+        """
+        attached = self._attached
+        if attached is None or isinstance(prompt.namespace, Hidden):
+            return None
+        # A store that is leaving may be the same one, and write what the other has removed.
+        if any(one.removals.forbid(prompt) for one in self._stores):
+            return None
+        return attached.fetches.begin(prompt, token_s)
+
+    def ask(self, function: Callable[[Store], T]) -> Future[T] | None:
+        """Have a worker ask the attached store something; None if there is none."""
+        return self._attached.link.ask(function) if self._attached is not None else None
+
+    def stats(self) -> StorageStats | None:
+        """How the store that is attached, or leaving, is used; None without one."""
+        return self._stores[-1].stats() if self._stores else None
+
+    # -- for the cache ----------------------------------------------------------------------
+
+    @property
+    def stores(self) -> Sequence[Attachment]:
+        """What was attached and is not gone, oldest first; the last as long as there is another."""
+        return self._stores
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a poll has, or will have, something to do."""
+        return bool(self._flights.departures) or any(one.unsettled for one in self._stores)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether anything is on its way to or from a store: the same on every rank."""
+        return bool(self._flights.departures) or any(one.at_work for one in self._stores)
+
+    def remove(self, prompt: Prompt) -> None:
+        """Let nobody find again what shares the prompt's first page, as far as it is known."""
+        if isinstance(prompt.namespace, Hidden):
+            return
+        known = self._index.keys_below(prompt) if self._stores else []
+        for one in self._stores:
+            one.remove(prompt, known)
+
+    def verdicts(self) -> list[int]:
+        """How everything stands on this rank, for all ranks to agree on."""
+        return [value for one in self._stores for value in one.verdicts()]
+
+    def settle(self, agreed: Sequence[int]) -> None:
+        """Act on what all ranks said, and take in what has landed on the host."""
+        at = 0
+        for one in self._stores:
+            count = len(one.verdicts())
+            one.settle(agreed[at : at + count])
+            at += count
+        landed, self._flights.departures = self._flights.departures, []
+        for departure in landed:
+            self._depart(departure)
+        for one in self._stores:
+            one.go_on(more=self._flights.departing and one is self._stores[-1])
+        self._hand_over()
+        self._stores = self._staying()
+
+    def _staying(self) -> list[Attachment]:
+        """All but those that are gone. The last one stays as long as any other does: what lands
+        then goes by it, and ranks find in their own time that it is gone."""
+        left = [one for one in self._stores if not one.gone]
+        return [*left, *(one for one in self._stores[-1:] if left and one.gone)]
+
+    def _depart(self, departure: Departure) -> None:
+        """Pages landed on the host: they go on to the last store, if it still takes any."""
+        last = self._stores[-1] if self._stores else None
+        if last is None or last.state is StoredPresence.CLOSING:
+            self._index.departed(departure)
+        else:
+            last.storing.queue(departure)
+
+    def _hand_over(self) -> None:
+        """What a store did not remove before it left, the next one has to: it may be the same."""
+        for one in self._stores:
+            if one.state is StoredPresence.CLOSING:
+                self._unremoved += one.removals.give_up()
+        if self._attached is not None:
+            unremoved, self._unremoved = self._unremoved, []
+            for removal in unremoved:
+                self._attached.removals.begin(removal.prompt, removal.keys)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of stores that are leaving; False if a call did not return."""
+        deadline = time.monotonic() + timeout_s
+        left = (one.join(max(0.0, deadline - time.monotonic())) for one in self._stores)
+        return all([*left])
+
+    @property
+    def _attached(self) -> Attachment | None:
+        last = self._stores[-1] if self._stores else None
+        return last if last is not None and last.state is StoredPresence.ATTACHED else None
+
+
+class Attachment:
+    """One store, from attaching it to its end."""
+
+    def __init__(
+        self, link: StoreLink, index: Index, config: CacheConfig, agreement: Agreement
+    ) -> None:
+        self.state = StoredPresence.ATTACHED
+        self.link = link
+        self.fetches = Fetches(index, link, agreement, config.patience)
+        self.storing = Storing(index, link, config.transfer_timeout_s)
+        self.removals = Removals(index, link)
+        self._index = index
+        self._deadline = 0.0
+        self._in_time = True
+        self._closer: threading.Thread | None = None
+        self._ended = False
+
+    @property
+    def unsettled(self) -> bool:
+        return self.at_work or self.state is not StoredPresence.ATTACHED
+
+    @property
+    def at_work(self) -> bool:
+        busy = len(self.fetches) + len(self.storing) + len(self.removals) > 0
+        return busy or self.state is StoredPresence.LEAVING
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it is left; each rank may find that in its own time."""
+        return self._closer is not None and not self._closer.is_alive()
+
+    def leave(self, timeout_s: float) -> None:
+        """Take nothing new; write what is in line until the time is up."""
+        assert self.state is StoredPresence.ATTACHED
+        self.state = StoredPresence.LEAVING
+        self._deadline = time.monotonic() + timeout_s
+        self.fetches.stop_all()
+
+    def verdicts(self) -> list[int]:
+        """How everything stands on this rank, for all ranks to agree on."""
+        if not self.at_work:
+            return []
+        in_time = self.state is StoredPresence.ATTACHED or time.monotonic() <= self._deadline
+        parts = (self.storing, self.removals, self.fetches)
+        return [in_time, *(verdict for part in parts for verdict in part.verdicts())]
+
+    def settle(self, agreed: Sequence[int]) -> None:
+        """Act on what all ranks said."""
+        if not agreed:
+            return
+        self._in_time = bool(agreed[0])
+        at = 1
+        for part in (self.storing, self.removals, self.fetches):
+            count = len(part.verdicts())
+            part.settle(agreed[at : at + count])
+            at += count
+
+    def go_on(self, *, more: bool) -> None:
+        """Hand over what is in line, or close the store when nothing is left, nor comes in time."""
+        leaving = self.state is StoredPresence.LEAVING
+        if leaving and not self._in_time:
+            self.storing.give_up()
+        self.storing.tick()
+        left = len(self.fetches) + len(self.storing) + len(self.removals)
+        awaited = (more and self._in_time) or left > 0
+        if leaving and not awaited:
+            self.state = StoredPresence.CLOSING
+            self._closer = threading.Thread(target=self._close, daemon=True)
+            self._closer.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of a store that is leaving; False if a call did not return."""
+        if self._closer is None:
+            return False
+        self._closer.join(timeout_s)
+        return self.gone and self._ended
+
+    def remove(self, prompt: Prompt, known: list[bytes]) -> None:
+        """Have the prompt's pages, and those known by key, neither read nor kept by the store."""
+        if self.state is StoredPresence.CLOSING:
+            return
+        self.fetches.discard(prompt)
+        self.storing.withhold(self.removals.begin(prompt, known))
+
+    def stats(self) -> StorageStats:
+        link, storing = self.link, self.storing
+        return StorageStats(
+            name=link.store.name,
+            state=self.state.value,
+            answers=link.available,
+            last_error=link.last_error,
+            trips=sum(breaker.trips for breaker in link.breakers.values()),
+            fetches=dict(self.fetches.ended),
+            fetching=len(list(self.fetches.open)),
+            fetched_pages=self.fetches.fetched_pages,
+            stored_pages=storing.stored,
+            dropped_pages=storing.dropped,
+            failed_pages=storing.failed,
+            waiting_pages=len(storing),
+            objects=dict(link.counts),
+            read_bytes_s=link.read_bytes_s,
+        )
+
+    def _close(self) -> None:
+        self._ended = self.link.close(CLOSE_S)

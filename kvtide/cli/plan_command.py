@@ -1,0 +1,373 @@
+"""`kvtide plan`: replay traffic against tiers, and say what they find, move and save.
+
+Everything is checked, the whole trace included, before the first replay; files are written last,
+each of them whole. A refusal leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvtide.cli import plan_report
+from kvtide.cli.console import progress, table
+from kvtide.cli.plan_report import PlanReport
+from kvtide.index import DEFAULT_POLICY, POLICIES
+from kvtide.planner import charts, study, traces, workloads
+from kvtide.planner.hit_curve import hit_curve
+from kvtide.planner.html_page import HtmlTable
+from kvtide.planner.replay import Rates
+from kvtide.planner.study import (
+    BRANCH,
+    COST,
+    LAST,
+    Checkpoints,
+    Study,
+    has_checkpoints,
+    sweep_sizes,
+)
+from kvtide.planner.traces import Trace, TraceRequest
+from kvtide.server.byte_sizes import format_bytes, parse_bytes
+from kvtide.server.command_error import CommandError
+from kvtide.spec import ModelMemory, Tier, catalog
+from kvtide.spec.families import KVDType
+from kvtide.spec.sizing import bytes_for
+
+_MODEL = "deepseek-v4-flash"
+_WORKLOAD = "chat:users=600,turns=8,question=400,answer=500,users_per_minute=30,think_s=60"
+_SIZES = {Tier.DEVICE: "2GB", Tier.HOST: "8GB", Tier.STORAGE: "64GB"}
+_OUT = "kvtide-plan"
+_POINTS = 8
+_EFFECTIVE_FLOPS = 400e12
+_SMALL_TRACE_TOKENS = 50_000_000
+"""Up to here checkpoint placements are compared unasked: it takes a few seconds."""
+
+_EPILOG = """\
+sizes are written 80GB, 512GiB or 4096; a tier of 0 is left out.
+workloads: chat, agent, rag, with options as in chat:users=64,turns=5
+traces: one JSON object a line, either Mooncake's (timestamp, input_length, output_length,
+hash_ids) or token ids (tokens or prompt_token_ids)"""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="replay a trace against tiers: hit rates, time saved, bytes moved, with plots",
+        description="Replay traffic through the index the cache uses, and report what every tier "
+        "finds, what moves, what it saves, and how the hit rate depends on capacity.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_traffic(parser)
+    _add_tiers(parser)
+    _add_assumptions(parser)
+    parser.add_argument("--sweep", metavar="TIER", help="vary device, host or storage")
+    parser.add_argument("--points", type=int, metavar="N", help=f"sizes to try ({_POINTS})")
+    parser.add_argument(
+        "--placements", action="store_true", help="compare checkpoint placements on long traces too"
+    )
+    parser.add_argument("--out", metavar="DIR", help=f"folder for plots and pages (./{_OUT})")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON; files only if --out is given"
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help=f"a built-in name or a folder ({_MODEL})")
+    traffic = parser.add_mutually_exclusive_group()
+    traffic.add_argument("--trace", metavar="FILE", help="a recorded trace")
+    traffic.add_argument("--workload", metavar="W", help=f"a made-up one ({_WORKLOAD})")
+    parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page")
+    parser.add_argument("--kv-dtype", help=f"one of {', '.join(kind.value for kind in KVDType)}")
+
+
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
+    for tier, size in _SIZES.items():
+        parser.add_argument(
+            f"--{tier.name.lower()}", metavar="SIZE", help=f"cache memory there ({size})"
+        )
+    parser.add_argument(
+        "--eviction", metavar="NAME", help=f"{', '.join(POLICIES)} ({DEFAULT_POLICY})"
+    )
+    parser.add_argument(
+        "--checkpoints", metavar="P", help=f"last, branch, cost or every:TOKENS ({COST.name})"
+    )
+
+
+def _add_assumptions(parser: argparse.ArgumentParser) -> None:
+    rates = Rates(1.0)
+    for option, default in (
+        ("link", rates.link_bytes_s),
+        ("storage-read", rates.storage_read_bytes_s),
+        ("storage-write", rates.storage_write_bytes_s),
+    ):
+        parser.add_argument(
+            f"--{option}-gbps", type=float, metavar="GB/S", help=f"({default / 1e9:g})"
+        )
+    parser.add_argument(
+        "--prefill-rate",
+        type=float,
+        metavar="TOKENS/S",
+        help=f"(2 FLOPs per active parameter at {_EFFECTIVE_FLOPS / 1e12:g} TFLOP/s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    out = None if args.json and args.out is None else _writable(Path(args.out or _OUT))
+    plan = _computed(_Inputs(args), args)
+    files = _drawn(plan, out) if out is not None else {}
+    if args.json:
+        described = plan_report.describe(plan) | {"files": [str(path) for path in files]}
+        text = json.dumps(described, indent=2)
+    else:
+        text = _told(plan, list(files))
+    if out is not None:
+        _make(out)
+        charts.write(files)
+    print(text)
+    return 0
+
+
+# -- what was asked -------------------------------------------------------------------------
+
+
+class _Inputs:
+    """The arguments, checked, with every default filled in and named in `settings`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.settings: dict[str, str] = {}
+        self._args = args
+        model = self._value("model", _MODEL)
+        self.memory = catalog.resolve(model, args.page_tokens, args.kv_dtype)
+        self._note("page tokens", f"{self.memory.page_tokens:,}", args.page_tokens)
+        self._note("KV dtype", args.kv_dtype or "the model's own", args.kv_dtype)
+        self.tier_bytes = {tier: self._size(tier) for tier in Tier}
+        self._check_tiers()
+        self.eviction = self._eviction()
+        checkpoints = self._value("checkpoints", COST.name)
+        self.checkpoints = parse_checkpoints(checkpoints, self.memory.page_tokens)
+        self.rates = self._rates(model)
+        self.swept, self.points = self._sweep()
+        self._check_placements()
+        self.trace = self._trace()
+
+    def study(self) -> Study:
+        return Study(self.memory, self.trace, self.tier_bytes, self.eviction, self.checkpoints)
+
+    def _value(self, name: str, default: str) -> str:
+        given: str | None = getattr(self._args, name)
+        self._note(name, default if given is None else given, given)
+        return default if given is None else given
+
+    def _note(self, name: str, value: str, given: object) -> None:
+        self.settings[name] = value if given is not None else f"{value} (default)"
+
+    def _size(self, tier: Tier) -> int:
+        name = tier.name.lower()
+        size = parse_bytes(self._value(name, _SIZES[tier]))
+        if size:
+            _fits_a_page(self.memory, name, size)
+        return size
+
+    def _check_tiers(self) -> None:
+        if not self.tier_bytes[Tier.DEVICE]:
+            raise CommandError("--device 0: prompts are computed there; give it a size")
+        if self.tier_bytes[Tier.STORAGE] and not self.tier_bytes[Tier.HOST]:
+            raise CommandError(
+                "--host 0: pages reach storage through the host; give it a size, or --storage 0"
+            )
+
+    def _eviction(self) -> str:
+        name = self._value("eviction", DEFAULT_POLICY)
+        if name not in POLICIES:
+            raise CommandError(f"--eviction {name}: no such policy; use {', '.join(POLICIES)}")
+        return name
+
+    def _rates(self, model: str) -> Rates:
+        usual = Rates(1.0)
+        return Rates(
+            self._prefill_tokens_s(model),
+            1e9 * self._gbps("link_gbps", usual.link_bytes_s),
+            1e9 * self._gbps("storage_read_gbps", usual.storage_read_bytes_s),
+            1e9 * self._gbps("storage_write_gbps", usual.storage_write_bytes_s),
+        )
+
+    def _prefill_tokens_s(self, model: str) -> float:
+        given = self._args.prefill_rate
+        if given is not None:
+            rate = _positive("--prefill-rate", given)
+            self._note("prefill rate", f"{rate:,.0f} tokens/s", given)
+            return rate
+        active = catalog.active_params(model)
+        if active is None:
+            raise CommandError(
+                f"{model}: its active parameters are not known, so neither is how fast it "
+                "prefills; give --prefill-rate in tokens per second"
+            )
+        rate = _EFFECTIVE_FLOPS / (2 * active)
+        how = f"{active / 1e9:g}G active parameters at {_EFFECTIVE_FLOPS / 1e12:g} TFLOP/s"
+        self._note("prefill rate", f"{rate:,.0f} tokens/s: {how}", None)
+        return rate
+
+    def _gbps(self, name: str, default_bytes_s: float) -> float:
+        given = getattr(self._args, name)
+        option = name.replace("_", "-")
+        value = default_bytes_s / 1e9 if given is None else _positive(f"--{option}", given)
+        self._note(option.removesuffix("-gbps").replace("-", " "), f"{value:g} GB/s", given)
+        return value
+
+    def _sweep(self) -> tuple[Tier | None, int]:
+        name, points = self._args.sweep, self._args.points
+        if name is None:
+            if points is not None:
+                raise CommandError("--points says how many sizes a --sweep tries; name its tier")
+            return None, 0
+        tiers = {tier.name.lower(): tier for tier in Tier}
+        if name not in tiers:
+            raise CommandError(f"--sweep {name}: no such tier; use {', '.join(tiers)}")
+        if points is not None and not 2 <= points <= 64:
+            raise CommandError(f"--points {points}: use 2 to 64")
+        if tiers[name] is Tier.STORAGE and not self.tier_bytes[Tier.HOST]:
+            raise CommandError("--sweep storage: pages reach it through the host; give --host")
+        self.settings["sweep"] = name
+        self._note("points", f"{points or _POINTS}", points)
+        return tiers[name], points or _POINTS
+
+    def _check_placements(self) -> None:
+        if self._args.placements and not has_checkpoints(self.memory):
+            raise CommandError(
+                f"--placements: every pool of {self.memory.model} keeps the whole history, so it "
+                "resumes anywhere; leave the option out"
+            )
+
+    def _trace(self) -> Trace:
+        if self._args.trace is not None:
+            self.settings["trace"] = self._args.trace
+            return traces.load(self._args.trace)
+        return workloads.parse(self._value("workload", _WORKLOAD))
+
+
+def parse_checkpoints(text: str, page_tokens: int) -> Checkpoints:
+    """'last', 'branch', 'cost' or 'every:8192'."""
+    for way in (LAST, BRANCH, COST):
+        if text == way.name:
+            return way
+    word, _, tokens = text.partition(":")
+    if word != "every" or not tokens.isdecimal():
+        raise CommandError(f"--checkpoints {text}: use last, branch, cost or every:TOKENS")
+    pages, rest = divmod(int(tokens), page_tokens)
+    if rest or not pages:
+        raise CommandError(
+            f"--checkpoints {text}: checkpoints stand at page ends; "
+            f"use a multiple of {page_tokens} tokens"
+        )
+    return study.every(pages, page_tokens)
+
+
+def _fits_a_page(memory: ModelMemory, name: str, size: int) -> None:
+    least = bytes_for(memory, 1)
+    if size < least:
+        raise CommandError(
+            f"--{name} {format_bytes(size)}: does not hold a page of every pool of "
+            f"{memory.model}; use at least {format_bytes(least)}, or 0 to leave the tier out"
+        )
+
+
+def _positive(option: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise CommandError(f"{option} {value:g}: use a number above 0")
+    return value
+
+
+def _writable(out: Path) -> Path:
+    """Refuse now what would fail after minutes of replaying."""
+    charts.check_png()
+    nearest = next((p for p in (out, *out.absolute().parents) if p.exists()), Path("/"))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise CommandError(f"--out {out}: cannot write to {nearest}; name a folder you can write")
+    return out
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise CommandError(
+            f"--out {out}: {failure.strerror}; name a folder you can write"
+        ) from None
+
+
+# -- what is computed -----------------------------------------------------------------------
+
+
+def _walk(trace: Trace, label: str) -> Iterable[TraceRequest]:
+    return progress(trace, len(trace), label)
+
+
+def _computed(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
+    asked = inputs.study()
+    curve = hit_curve(_walk(asked.trace, "stack distances"), asked.memory.page_tokens)
+    report = study.run(asked, _walk)
+    placements = []
+    if has_checkpoints(asked.memory) and (
+        args.placements or asked.trace.prompt_tokens <= _SMALL_TRACE_TOKENS
+    ):
+        placements = study.placements(asked, report, _walk)
+    points = []
+    if inputs.swept is not None:
+        given = getattr(args, inputs.swept.name.lower()) is not None
+        size = asked.tier_bytes[inputs.swept] if given else 0
+        around = size or bytes_for(asked.memory, max(1, curve.footprint_pages))
+        sizes = sweep_sizes(asked.memory, around, inputs.points)
+        points = study.sweep(asked, inputs.swept, sizes, _walk)
+    return PlanReport(
+        asked,
+        asked.setup(),
+        inputs.rates,
+        inputs.settings,
+        report,
+        curve,
+        placements,
+        inputs.swept,
+        points,
+    )
+
+
+# -- what is told ---------------------------------------------------------------------------
+
+
+def _told(plan: PlanReport, files: list[Path]) -> str:
+    trace = plan.study.trace
+    parts = [
+        f"{plan.memory.model}: {trace.requests:,} requests with {trace.prompt_tokens:,} prompt "
+        f"tokens from {trace.name}",
+        table(("setting", "value"), list(plan.settings.items())),
+        *(_section(found) for found in plan_report.tables(plan)),
+        "\n".join(plan_report.sentences(plan)),
+    ]
+    if files:
+        parts.append("Written: " + ", ".join(map(str, files)))
+    return "\n\n".join(parts)
+
+
+def _section(found: HtmlTable) -> str:
+    return f"{found.title}\n\n{table(found.header, found.rows)}"
+
+
+def _drawn(plan: PlanReport, out: Path) -> dict[Path, bytes]:
+    """Every file's bytes, so that nothing is written before all of them exist."""
+    drawings = {"plan": plan_report.capacity_chart(plan)}
+    if plan.swept is not None:
+        drawings[f"sweep-{plan.swept.name.lower()}"] = plan_report.sweep_chart(plan)
+    files: dict[Path, bytes] = {}
+    for name, curve in drawings.items():
+        tables = plan_report.tables(plan) if name == "plan" else []
+        files[out / f"{name}.png"] = charts.png(curve)
+        files[out / f"{name}.html"] = charts.html(curve, plan.settings, tables)
+    return files

@@ -1,0 +1,141 @@
+"""Refuses a model that keeps something between steps and has not declared it.
+
+Such a thing would be missing from every prefix that is restored, and the answer would be another.
+So before it serves, a model runs three tiny steps over memory made for this alone. In the first two
+it is free to make constant tables. The third, in which a sequence begins, one goes on and one
+generates, must add no tensor to what the model refers to and change none. All of them may ask only
+for declared pools, and have to ask for each: one that nobody writes is declared wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvtide.engine.reachable_tensors import Sighting, tensors
+from kvtide.layers import Rows, Step
+from kvtide.models import Model
+from kvtide.spec import ModelMemory
+from kvtide.tiers import Arrangement, Buffers, Layout
+
+_GUIDE = "docs/ADDING_A_MODEL.md says how"
+_SEQUENCES = 3
+
+
+class EngineError(ValueError):
+    """A model that cannot be served. The message names the remedy."""
+
+
+def check_kept(model: Model, device: torch.device) -> None:
+    """Raises `EngineError` where what the model keeps is not what it declares."""
+    # Long enough to complete an entry of every pool.
+    prompt = 2 + max(pool.tokens_per_entry for pool in model.memory.pools)
+    probe = Probe(model, device, prompt + 3)
+    probe.step((prompt, 1))
+    probe.step((1, 2))
+    before = tensors(model, "model")
+    probe.step((2, 1, prompt))
+    _refuse_strays(model.memory.model, before, tensors(model, "model"))
+    _refuse_unused(model.memory, probe.asked)
+
+
+class Probe:
+    """A few sequences of up to so many tokens, over pages of their own.
+
+    `asked`: the pools that the model has asked for, and for which of its layers.
+    """
+
+    def __init__(self, model: Model, device: torch.device, tokens: int) -> None:
+        self.asked: set[tuple[str, int]] = set()
+        self._model, self._memory, self._device = model, model.memory, device
+        self._pages = -(-tokens // self._memory.page_tokens)
+        self._past = [0] * _SEQUENCES
+        slots = {anchor.name: _SEQUENCES * self._pages for anchor in self._memory.anchors}
+        arrangement = Arrangement(self._memory, slots, Layout.LAYER_FIRST)
+        block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=device)
+        self._buffers = Buffers(arrangement, block)
+
+    def step(self, counts: tuple[int, ...]) -> None:
+        """The next so many tokens of each sequence."""
+        positions: list[int] = []
+        sequences = []
+        for number, count in enumerate(counts):
+            past, start = self._past[number], len(positions)
+            sequences.append(Rows(start, start + count, past, self._slots(number)))
+            positions += range(past, past + count)
+            self._past[number] += count
+        at = torch.tensor(positions, device=self._device)
+        tokens, page = at % self._model.vocabulary, self._memory.page_tokens
+        step = Step(tokens, at, tuple(sequences), page, self._view, lambda layer: None)
+        try:
+            self._pass(step)
+        except (RuntimeError, IndexError) as flaw:
+            raise EngineError(
+                f"{self._memory.model}: a first step fails ({flaw}); the weights are not those "
+                "that the config describes: download both again"
+            ) from flaw
+
+    def _pass(self, step: Step) -> None:
+        """As a stage sees it: what the one before would give is as good as any."""
+        before = None
+        if not self._memory.is_first_stage:
+            before = self._model.carried(step.tokens).fill_(1)
+        hidden = self._model.forward(step, before)
+        if self._memory.is_last_stage:
+            self._model.logits(hidden[-1:])
+
+    def _slots(self, sequence: int) -> Mapping[str, Tensor]:
+        first = sequence * self._pages
+        table = torch.arange(first, first + self._pages, device=self._device)
+        return _Tables({anchor.name: table for anchor in self._memory.anchors})
+
+    def _view(self, pool: str, layer: int) -> Mapping[str, Tensor]:
+        if not any(p.name == pool and layer in p.layers for p in self._memory.pools):
+            raise _undeclared(f"{pool} for layer {layer}")
+        self.asked.add((pool, layer))
+        return self._buffers.view(pool, layer)
+
+
+class _Tables(dict[str, Tensor]):
+    """A sequence's page tables."""
+
+    def __missing__(self, anchor: str) -> Tensor:
+        raise _undeclared(f"{anchor} with slots of its own")
+
+
+def _undeclared(pool: str) -> EngineError:
+    return EngineError(
+        f"the forward pass asks for a pool {pool}, which the model's memory does not declare; "
+        f"declare it ({_GUIDE})"
+    )
+
+
+def _refuse_strays(
+    name: str, before: Mapping[int, Sighting], after: Mapping[int, Sighting]
+) -> None:
+    found = []
+    for identity, now in after.items():
+        if identity not in before:
+            found.append(f"{now.path} holds a new tensor {list(now.shape)} after a step")
+        elif now.state != before[identity].state:
+            found.append(f"{now.path} was changed in place by a step")
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise EngineError(
+            f"{name}: {found[0]}{more}, and no pool keeps it, so a restored prefix would be "
+            f"without it; declare a pool for it and keep it there ({_GUIDE}), or let it go"
+        )
+
+
+def _refuse_unused(memory: ModelMemory, asked: set[tuple[str, int]]) -> None:
+    """A draft's pools are not required and are another model's to fill."""
+    for pool in memory.pools:
+        unused = [layer for layer in pool.layers if (pool.name, layer) not in asked]
+        if unused and pool.reuse.required and pool.row_bytes(memory.page_tokens):
+            raise EngineError(
+                f"{memory.model}: pool {pool.name} is declared for layers {unused}, and the "
+                "forward pass never asked for it there; take them out of the declaration, or keep "
+                "their state in it"
+            )

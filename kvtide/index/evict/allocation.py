@@ -1,0 +1,111 @@
+"""Making room in a cell: promise slots, evicting what the policy gives up first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtide.index.evict.eviction_queue import in_reach
+from kvtide.index.tree.node import Node
+from kvtide.index.tree.tree import Tree
+
+
+class Allocator:
+    """`keeps`: the cells where room is not made by dropping the only copy of a page.
+
+    `missing` is what the last refusal lacked, by cell.
+    """
+
+    def __init__(self, tree: Tree, keeps: frozenset[int] = frozenset()) -> None:
+        self._tree = tree
+        self._keeps = keeps
+        self.missing: dict[int, int] = {}
+
+    def reserve(self, needs: Mapping[int, int]) -> bool:
+        """Promise slots in several cells, in all or in none; evicts only if it seems to help."""
+        cells = self._tree.cells
+        self.missing = self._lacking(needs)
+        if any(needs[cell] > self.most(cell) for cell in self.missing):
+            return False
+        for cell in self.missing:
+            # Making room in one cell may have made some in the next.
+            missing = needs[cell] - cells[cell].slots.available
+            wanted = max(missing, cells[cell].batch_pages)
+            if missing > 0 and self.evict(cell, wanted, cell in self._keeps) < missing:
+                self.missing = self._lacking(needs)
+                return False
+        for cell, count in needs.items():
+            promised = cells[cell].slots.reserve(count)
+            assert promised, "room was made, yet there is none"
+        return True
+
+    def most(self, cell: int) -> int:
+        """The most slots that can be promised in a cell, if all that is not pinned goes."""
+        tree = self._tree.cells[cell]
+        return tree.slots.available + tree.resident_pages - tree.pinned_pages
+
+    def _lacking(self, needs: Mapping[int, int]) -> dict[int, int]:
+        cells = self._tree.cells
+        return {
+            cell: count - cells[cell].slots.available
+            for cell, count in needs.items()
+            if count > cells[cell].slots.available
+        }
+
+    def evict(self, cell: int, pages: int, sparing: bool = False) -> int:
+        """Drop at least `pages` pages from a cell if so many are evictable; how many it were.
+
+        Nodes that follow each other and were always used together go together. `sparing` ends at
+        the first victim that is worth keeping and has no copy below.
+        """
+        tree, queue = self._tree, self._tree.cells[cell].queue
+        dropped = 0
+        node = queue.pop()
+        while node is not None:
+            if sparing and self.would_be_lost(node, cell):
+                queue.offer(node)
+                break
+            used, parent = (node.last, node.hits), node.parent
+            count = self.share(node, cell, pages - dropped)
+            dropped += count
+            if count == node.pages:
+                tree.drop(node, cell)
+            elif self._alone(node, cell):
+                tree.truncate(node, node.pages - count, cell)
+            else:
+                tree.drop(self.tail(node, count), cell)
+            if dropped >= pages:
+                break
+            if parent is None or (parent.last, parent.hits) != used or not queue.evictable(parent):
+                parent = queue.pop()
+            node = parent
+        return dropped
+
+    def would_be_lost(self, node: Node, cell: int) -> bool:
+        """Whether the cell has the only copy of pages from which somebody may resume."""
+        tree = self._tree.cells[cell]
+        below = tree.anchor_bits & -(tree.bit << 1)
+        if node.resident & below:
+            return False
+        return tree.reach is None or in_reach(node, tree.reach)
+
+    def share(self, node: Node, cell: int, pages: int) -> int:
+        """How many pages to take off a victim's end when `pages` are wanted.
+
+        Runs are cut in multiples of a batch. A window or a state is of no use in part, so those
+        go whole.
+        """
+        tree = self._tree.cells[cell]
+        if tree.reach is not None or node.pages <= tree.batch_pages:
+            return node.pages
+        return min(node.pages, -(-pages // tree.batch_pages) * tree.batch_pages)
+
+    def tail(self, node: Node, pages: int) -> Node:
+        """The last `pages` pages of the node as a node of their own."""
+        if pages < node.pages:
+            self._tree.split(node, node.pages - pages)
+        return node
+
+    @staticmethod
+    def _alone(node: Node, cell: int) -> bool:
+        """Whether this cell is all that keeps the node in the tree."""
+        return node.resident == 1 << cell and not (node.arriving or node.children or any(node.pins))

@@ -1,0 +1,325 @@
+"""Copies between tiers as the index sees them: begun, then landed or failed.
+
+Nothing is readable in the target until it landed. Until then the arrival owns the target's slots
+and pins the source, so whichever way it ends, ending it is a walk over what it recorded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtide.index.evict.allocation import Allocator
+from kvtide.index.leases.leasing import Leasing
+from kvtide.index.leases.quarantine import hidden_roots, sweep
+from kvtide.index.tree.holds import Arrival, ArrivalPart, Departing, Departure, IndexLease, Pin
+from kvtide.index.tree.node import Node
+from kvtide.index.tree.tree import Tree
+from kvtide.spec import PageMove, Slots, Tier
+
+Run = list[Node]
+"""Nodes that follow each other on one path, topmost first."""
+
+
+class Arrivals:
+    def __init__(self, tree: Tree, room: Allocator, leasing: Leasing) -> None:
+        self._tree = tree
+        self._room = room
+        self._leasing = leasing
+
+    def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
+        """Begin to copy the lease's path; None when the target has no room.
+
+        Upwards (a load, a fetch) goes what the lease needs to resume and no faster tier has.
+        Downwards (a backup, a store) goes all that the path has in the source, checkpoints on
+        the way included, but not what serves the lease only to go on; and nothing of what is
+        hidden, since nobody will find it there.
+        """
+        tree = self._tree
+        assert lease.live and self._leasing.owns(lease) and source is not target
+        tree.tick += 1
+        guards = self._guard(lease, target)
+        if target < source:
+            self._cut_at_reaches(lease, source)
+        runs = self._runs(lease, source, target)
+        needs = {tree.cell(target, anchor): _pages(of_anchor) for anchor, of_anchor in runs.items()}
+        arrival = None
+        if self._room.reserve(needs):
+            arrival = self._begin(runs, source, target)
+            if target < source:
+                # Nobody waits for a copy downwards, and it does not move what a lease pins.
+                arrival.leases.append(lease)
+                arrival.behind = self._awaited(lease, arrival)
+        for pin in guards:
+            tree.pins.unpin(pin)
+        return arrival
+
+    def needs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[str, int]:
+        """How many slots of the target a copy of the lease's path would take, by anchor."""
+        tree, needs = self._tree, {}
+        for anchor, runs in self._runs(lease, source, target).items():
+            reach, before = tree.cells[tree.cell(source, anchor)].reach, 0
+            if reach is not None and target < source:
+                before = max(0, lease.boundary - reach - runs[0][0].depth)
+            needs[tree.anchor_names[anchor]] = _pages(runs) - before
+        return needs
+
+    def demote(self, source: Tier, target: Tier, anchor: int, pages: int) -> Arrival | None:
+        """Begin to move the next victims of a cell down, as many of them as fit there.
+
+        What has a copy below already, or is of no use to anybody, is dropped at once.
+
+        None when nothing is evictable or the target has no room. Landing frees the source. An
+        arrival without parts has nothing to move.
+        """
+        tree = self._tree
+        tree.tick += 1
+        here, there = tree.cell(source, anchor), tree.cell(target, anchor)
+        victims, found = self._victims(here, there, pages)
+        runs = {anchor: [[pin.node] for pin in victims]} if victims else {}
+        arrival = None
+        if found and self._room.reserve({there: sum(pin.node.pages for pin in victims)}):
+            arrival = self._begin(runs, source, target)
+            arrival.leaves_source = True
+        for pin in victims:
+            tree.pins.unpin(pin)
+        return arrival
+
+    def land(self, arrival: Arrival, departs: bool) -> Departure | None:
+        """The bytes are there: the pages become readable in the target.
+
+        If it `departs`, what is new there stays until the departure is over; None if it is nothing.
+        """
+        tree = self._tree
+        hidden = hidden_roots(pin.node for pin in arrival.pins)
+        self._close(arrival)
+        for part in arrival.parts:
+            for node, slots in self._slices(part):
+                if self._expects(node, part.cell, arrival):
+                    tree.hold(node, part.cell, slots.copy())
+                    tree.cells[part.cell].queue.offer(node)
+                else:
+                    tree.cells[part.cell].slots.free(slots)
+        departure = self._depart(arrival) if departs else None
+        for pin in arrival.pins:
+            nodes = list(pin.nodes())
+            tree.pins.unpin(pin)
+            if arrival.leaves_source:
+                self._leave(nodes, pin.cell)
+        for pin in arrival.guards:
+            tree.pins.unpin(pin)
+        for lease in arrival.leases:
+            if lease.live:
+                self._leasing.repin(lease)
+        sweep(tree, hidden)
+        return departure
+
+    def fail(self, arrival: Arrival) -> None:
+        """The bytes will not come: every slot goes back, nothing was ever readable."""
+        tree = self._tree
+        hidden = hidden_roots(pin.node for pin in arrival.pins)
+        self._close(arrival)
+        for part in arrival.parts:
+            for node, slots in self._slices(part):
+                tree.cells[part.cell].slots.free(slots)
+                if self._expects(node, part.cell, arrival):
+                    tree.give_up(node, part.cell)
+        for pin in (*arrival.pins, *arrival.guards):
+            tree.pins.unpin(pin)
+        sweep(tree, hidden)
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _depart(self, arrival: Arrival) -> Departure | None:
+        """Pin what the arrival brought: a history with all above it, which cannot go before."""
+        tree = self._tree
+        departure = Departure(tree.next_number(), [], [])
+        for part in arrival.parts:
+            history, anchor = tree.cells[part.cell].reach is None, part.cell % tree.anchors
+            for node, slots in self._slices(part):
+                if node.hidden or node.slots[part.cell] is None:
+                    continue
+                if not np.array_equal(node.resident_slots(part.cell), slots):
+                    continue
+                pins = tree.pins
+                departure.pins.append(
+                    pins.upwards(part.cell, node)
+                    if history
+                    else pins.span(part.cell, node, node.depth)
+                )
+                departure.pages += self._departing(node, anchor, slots)
+        if not departure.pages:
+            return None
+        tree.departures[departure.number] = departure
+        return departure
+
+    def _departing(self, node: Node, anchor: int, slots: Slots) -> list[Departing]:
+        name, presence = self._tree.anchor_names[anchor], self._tree.presence
+        return [
+            Departing(name, key, slot, presence.absent(Tier.HOST, name, slot))
+            for key, slot in zip(self._tree.page_keys(node), slots.tolist(), strict=True)
+        ]
+
+    def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
+        """The next victims, pinned, that have to be copied; and how many pages leave in all."""
+        tree, room, queue = self._tree, self._room, self._tree.cells[here].queue
+        fits = room.most(there)
+        victims: list[Pin] = []
+        found = 0
+        while found < pages and (node := queue.pop()) is not None:
+            count = room.share(node, here, pages - found)
+            lost = not node.arriving >> there & 1 and room.would_be_lost(node, here)
+            if lost and tree.cells[here].reach is None:
+                count = min(count, fits)
+            if lost and not 0 < count <= fits:
+                queue.offer(node)
+                break
+            node = room.tail(node, count)
+            found += count
+            if lost:
+                fits -= count
+                victims.append(tree.pins.span(here, node, node.depth))
+            else:
+                tree.drop(node, here)
+        return victims, found
+
+    def _guard(self, lease: IndexLease, target: Tier) -> list[Pin]:
+        """Keep what the path already has in the target while room is made there."""
+        tree = self._tree
+        cells = range(tree.cell(target, 0), tree.cell(target, tree.anchors))
+        return [pin for cell in cells for pin in tree.pins.resident(cell, lease.node)]
+
+    def _cut_at_reaches(self, lease: IndexLease, source: Tier) -> None:
+        """Part the nodes in which a reach begins, so that windows before it stay where they are."""
+        tree = self._tree
+        for anchor in range(tree.anchors):
+            cell = tree.cell(source, anchor)
+            reach = tree.cells[cell].reach
+            start = 0 if reach is None else lease.boundary - reach
+            for node in tree.path(lease.node) if start > 0 else ():
+                if node.depth < start < node.end and node.resident >> cell & 1:
+                    tree.split(node, start - node.depth)
+
+    def _runs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[int, list[Run]]:
+        """Per anchor, the runs of nodes to copy: in the source, not held by the target."""
+        tree = self._tree
+        if lease.hidden and target > source:
+            return {}
+        path = tree.path(lease.node)
+        runs: dict[int, list[Run]] = {}
+        for anchor in range(tree.anchors):
+            here = tree.cell(source, anchor)
+            reach, start, held_by = tree.cells[here].reach, 0, 1 << tree.cell(target, anchor)
+            if target < source:
+                start = 0 if reach is None else lease.boundary - reach
+                held_by = sum(1 << tree.cell(tier, anchor) for tier in Tier if tier < source)
+            found: list[Run] = []
+            joined = False
+            for node in path:
+                held = (node.resident | node.arriving) & held_by
+                wanted = not held and node.resident >> here & 1 and node.end > start
+                if wanted and target > source and reach is not None:
+                    wanted = not lease.passing(node, reach)
+                if wanted and joined:
+                    found[-1].append(node)
+                elif wanted:
+                    found.append([node])
+                joined = bool(wanted)
+            if found:
+                runs[anchor] = found
+        return runs
+
+    def _awaited(self, lease: IndexLease, own: Arrival) -> tuple[Arrival, ...]:
+        """The other arrivals that bring pages of the lease's path to the same tier.
+
+        The lease is told to them, so that it is pinned there as soon as they land.
+        """
+        tree, numbers = self._tree, dict[int, None]()
+        for anchor in range(tree.anchors):
+            cell = tree.cell(own.target, anchor)
+            reach = tree.cells[cell].reach
+            start = 0 if reach is None else lease.boundary - reach
+            for node in tree.path(lease.node):
+                coming = node.arriving >> cell & 1 and node.end > start
+                if coming and node.arrivals is not None:
+                    numbers[node.arrivals[cell]] = None
+        others = tuple(tree.arrivals[n] for n in numbers if n != own.number)
+        for other in others:
+            other.leases.append(lease)
+        return others
+
+    def _begin(self, runs: dict[int, list[Run]], source: Tier, target: Tier) -> Arrival:
+        """Take the promised slots, mark the pages ARRIVING, pin their source."""
+        tree = self._tree
+        number = tree.next_number()
+        parts: list[ArrivalPart] = []
+        pins: list[Pin] = []
+        guards: list[Pin] = []
+        moves: list[PageMove] = []
+        for anchor, of_anchor in runs.items():
+            here, there = tree.cell(source, anchor), tree.cell(target, anchor)
+            for run in of_anchor:
+                start, end = run[0].depth, run[-1].depth + run[-1].pages
+                slots = tree.cells[there].slots.take(end - start)
+                for node in run:
+                    tree.arrive(node, there, number)
+                parts.append(ArrivalPart(there, run[-1], start, end, slots))
+                pins.append(tree.pins.span(here, run[-1], start))
+                guards += self._pin_above(here, run[0]) + self._pin_above(there, run[0])
+            move = self._move(anchor, source, target, of_anchor, parts)
+            name, sources, targets = move.anchor, move.source_slots, move.target_slots
+            tree.presence.copy(name, source, sources, target, targets)
+            moves.append(move)
+        arrival = Arrival(number, source, target, parts, pins, guards, tuple(moves))
+        tree.arrivals[number] = arrival
+        return arrival
+
+    def _pin_above(self, cell: int, node: Node) -> list[Pin]:
+        """A history cannot lose the pages above others: they count as needed, too."""
+        above = node.parent
+        if above is None or self._tree.cells[cell].reach is not None:
+            return []
+        return [self._tree.pins.upwards(cell, above)] if above.resident >> cell & 1 else []
+
+    def _move(
+        self, anchor: int, source: Tier, target: Tier, runs: list[Run], parts: list[ArrivalPart]
+    ) -> PageMove:
+        here = self._tree.cell(source, anchor)
+        there = self._tree.cell(target, anchor)
+        return PageMove(
+            self._tree.anchor_names[anchor],
+            source,
+            target,
+            np.concatenate([node.resident_slots(here) for run in runs for node in run]),
+            np.concatenate([part.slots for part in parts if part.cell == there]),
+        )
+
+    def _close(self, arrival: Arrival) -> None:
+        known = self._tree.arrivals.pop(arrival.number, None)
+        assert arrival.live and known is arrival, "this arrival is over, or another index's"
+        arrival.live = False
+        self._tree.tick += 1
+
+    @staticmethod
+    def _expects(node: Node, cell: int, arrival: Arrival) -> bool:
+        """False when the pages were computed here in the meantime: then ours are doubles."""
+        return node.arrivals is not None and node.arrivals.get(cell) == arrival.number
+
+    @staticmethod
+    def _slices(part: ArrivalPart) -> list[tuple[Node, Slots]]:
+        """The part's nodes as they are now, topmost first, each with its share of the slots."""
+        nodes = list(Pin(part.cell, part.node, part.start).nodes())
+        return [
+            (node, part.slots[node.depth - part.start : node.depth + node.pages - part.start])
+            for node in reversed(nodes)
+        ]
+
+    def _leave(self, nodes: list[Node], cell: int) -> None:
+        """Drop the source copies of a demotion, deepest first, unless somebody needs them again."""
+        queue = self._tree.cells[cell].queue
+        for node in nodes:
+            if queue.evictable(node):
+                self._tree.drop(node, cell)
+
+
+def _pages(runs: list[Run]) -> int:
+    return sum(node.pages for run in runs for node in run)

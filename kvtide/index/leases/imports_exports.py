@@ -1,0 +1,236 @@
+"""Pages that come from outside the tiers the index knows, and pages that go there.
+
+What a store holds is not in the tree: others write to it and take from it. So a fetch is an
+*import*: host slots taken for pages of a prompt, outside the tree and readable by nobody, until
+those that arrived are adopted. And a store is a *departure*: pages that landed on the host and must
+not go before they are written (`Moving.land` begins it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.index.evict.allocation import Allocator
+from kvtide.index.keys import Prompt
+from kvtide.index.leases.leasing import Leasing
+from kvtide.index.leases.quarantine import hidden_roots, sweep
+from kvtide.index.match.match import Matcher
+from kvtide.index.match.stored_boundaries import Bits
+from kvtide.index.tree.holds import Departure, Import, IndexLease, Pin, Taken
+from kvtide.index.tree.node import Node
+from kvtide.index.tree.tree import Tree
+from kvtide.spec import Slots, Tier
+
+
+class WantedPages(NamedTuple):
+    """One page of one anchor."""
+
+    anchor: str
+    page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Which pages of a prompt the device and the host have.
+
+    limit  the deepest boundary that would leave a token to compute
+    held   per anchor, for the pages before the limit
+    """
+
+    limit: int
+    held: Mapping[str, Bits]
+
+
+class ImportsExports:
+    def __init__(self, tree: Tree, room: Allocator, matcher: Matcher, leasing: Leasing) -> None:
+        self._tree = tree
+        self._room = room
+        self._matcher = matcher
+        self._leasing = leasing
+
+    # -- coming in --------------------------------------------------------------------------
+
+    def outline(self, prompt: Prompt) -> Outline:
+        tree = self._tree
+        hit = self._matcher.match(prompt, Tier.HOST)
+        held = {name: np.zeros(hit.limit, bool) for name in tree.anchor_names}
+        end = 0
+        for number, node in enumerate(hit.nodes, 1):
+            start, end = end, end + (node.pages if number < len(hit.nodes) else hit.last_pages)
+            for anchor, name in enumerate(tree.anchor_names):
+                cells = (tree.cell(tier, anchor) for tier in (Tier.DEVICE, Tier.HOST))
+                held[name][start:end] = any(node.resident >> cell & 1 for cell in cells)
+        return Outline(hit.limit, held)
+
+    def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
+        """Host slots for pages of the lease's prompt; None when the host has no room.
+
+        What the pages follow on is there when they come: the import has the lease, and guards what
+        there is beyond its boundary.
+        """
+        tree = self._tree
+        assert lease.live and self._leasing.owns(lease)
+        guards = self._guard(lease.prompt, max((want.page + 1 for want in wanted), default=0))
+        tree.tick += 1
+        cell_of = {name: tree.cell(Tier.HOST, n) for n, name in enumerate(tree.anchor_names)}
+        cells = [cell_of[want.anchor] for want in wanted]
+        needs = {cell: cells.count(cell) for cell in sorted(set(cells))}
+        if not self._room.reserve(needs):
+            self._unguard(guards)
+            return None
+        slots = {c: iter(tree.cells[c].slots.take(n).tolist()) for c, n in needs.items()}
+        taken = [
+            Taken(cell, want.page, next(slots[cell]))
+            for cell, want in zip(cells, wanted, strict=True)
+        ]
+        arriving = Import(tree.next_number(), lease, taken, guards)
+        tree.imports[arriving.number] = arriving
+        return arriving
+
+    def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
+        """The first `count` pages are there: they can be found on the host from now on.
+
+        `absent` names, for each of them, the optional sidecars that did not come with it.
+        """
+        tree = self._tree
+        assert arriving.live and arriving.lease.live and len(absent) == count
+        tree.tick += 1
+        here, arriving.taken = arriving.taken[:count], arriving.taken[count:]
+        if arriving.lease.hidden:
+            self._free(here)
+            return
+        if tree.presence.needed:
+            self._mark(here, absent)
+        for start, end, slots in _uniform(here):
+            self._insert(arriving.lease.prompt, start, end, slots)
+
+    def abandon(self, arriving: Import) -> None:
+        """Nothing more is adopted: only the slots stay taken, until nothing writes to them."""
+        guards, arriving.guards = arriving.guards, []
+        self._unguard(guards)
+        self._leasing.release(arriving.lease)
+
+    def forgo(self, arriving: Import) -> None:
+        """Nothing writes to the import's slots any more: what was not adopted goes back."""
+        assert arriving.live
+        self.abandon(arriving)
+        arriving.live = False
+        del self._tree.imports[arriving.number]
+        self._free(arriving.taken)
+
+    def _guard(self, prompt: Prompt, end: int) -> list[Pin]:
+        """Pin what the device and the host have of the pages that a resume at `end` needs.
+
+        Nobody holds what lies beyond the deepest boundary, and room is being made.
+        """
+        tree = self._tree
+        path = [node for node in self._matcher.match(prompt, Tier.HOST).nodes if node.depth < end]
+        if not path:
+            return []
+        return [
+            pin
+            for anchor in range(tree.anchors)
+            for pin in tree.pins.fastest(anchor, path[-1], self._first(anchor, end), Tier.HOST)
+        ]
+
+    def _first(self, anchor: int, end: int) -> int:
+        reach = self._tree.cells[anchor].reach
+        return 0 if reach is None else max(0, end - reach)
+
+    def _unguard(self, guards: Sequence[Pin]) -> None:
+        hidden = hidden_roots(pin.node for pin in guards)
+        for pin in guards:
+            self._tree.pins.unpin(pin)
+        sweep(self._tree, hidden)
+
+    def _mark(self, taken: Sequence[Taken], absent: Sequence[Collection[str]]) -> None:
+        """Note what came with each page; mostly the same with all."""
+        alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for one, without in zip(taken, absent, strict=True):
+            alike.setdefault((one.cell, tuple(without)), []).append(one.slot)
+        for (cell, without), slots in alike.items():
+            anchor = self._tree.anchor_names[cell % self._tree.anchors]
+            self._tree.presence.mark(Tier.HOST, anchor, np.array(slots, np.int32), without)
+
+    def _free(self, taken: Sequence[Taken]) -> None:
+        slots: dict[int, list[int]] = {}
+        for one in taken:
+            slots.setdefault(one.cell, []).append(one.slot)
+        for cell, mine in slots.items():
+            self._tree.cells[cell].slots.free(np.array(mine, np.int32))
+
+    def _insert(self, prompt: Prompt, start: int, end: int, slots: dict[int, Slots]) -> None:
+        """Give the prompt's pages [start, end) these slots, where they have none.
+
+        Pages above that nobody has become nodes that hold nothing: they are held by those below.
+        """
+        tree, body, size = self._tree, prompt.body, self._tree.page_bytes
+        node: Node = tree.root(prompt)
+        at = 0
+        while at < end:
+            stop = start if at < start else end
+            child = node.children.get(body[at * size : (at + 1) * size])
+            if child is None:
+                child = tree.add_leaf(node, body[at * size : stop * size], stop - at)
+                child.stop = end
+            else:
+                pages = self._matcher.shared(child, body, at, stop)
+                if pages < child.pages:
+                    child = tree.split(child, pages)
+            if at >= start:
+                first = at - start
+                self._fill(child, {c: s[first : first + child.pages] for c, s in slots.items()})
+            node = child
+            at += child.pages
+
+    def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
+        tree = self._tree
+        for cell, mine in slots.items():
+            if node.resident >> cell & 1:
+                tree.cells[cell].slots.free(mine)
+                continue
+            coming = node.arrivals.get(cell) if node.arrivals else None
+            tree.hold(node, cell, mine.copy())
+            tree.cells[cell].queue.offer(node)
+            # Who waits for these pages to be brought has them now, and must not lose them.
+            for lease in tree.arrivals[coming].leases if coming is not None else ():
+                if lease.live:
+                    self._leasing.repin(lease)
+
+    # -- going out --------------------------------------------------------------------------
+
+    def departed(self, departure: Departure) -> None:
+        """Written, or given up: its pages may go."""
+        tree = self._tree
+        assert departure.live and tree.departures.pop(departure.number) is departure
+        departure.live = False
+        tree.tick += 1
+        hidden = hidden_roots(pin.node for pin in departure.pins)
+        for pin in departure.pins:
+            tree.pins.unpin(pin)
+        sweep(tree, hidden)
+
+
+def _uniform(taken: Sequence[Taken]) -> list[tuple[int, int, dict[int, Slots]]]:
+    """Runs of pages [start, end) that came for the same cells, with their slots per cell."""
+    by_page: dict[int, dict[int, int]] = {}
+    for one in taken:
+        by_page.setdefault(one.page, {})[one.cell] = one.slot
+    runs: list[tuple[int, int, dict[int, list[int]]]] = []
+    for page in sorted(by_page):
+        cells = by_page[page]
+        if runs and runs[-1][1] == page and runs[-1][2].keys() == cells.keys():
+            start, _, slots = runs.pop()
+        else:
+            start, slots = page, {cell: [] for cell in sorted(cells)}
+        for cell, slot in cells.items():
+            slots[cell].append(slot)
+        runs.append((start, page + 1, slots))
+    return [
+        (start, end, {cell: np.array(found, np.int32) for cell, found in slots.items()})
+        for start, end, slots in runs
+    ]

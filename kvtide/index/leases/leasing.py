@@ -1,0 +1,429 @@
+"""The life of a lease: pin a prefix, reserve what comes after it, commit it, release it all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+
+import numpy as np
+
+from kvtide.index.evict.allocation import Allocator
+from kvtide.index.keys import Prompt
+from kvtide.index.leases.quarantine import hidden_roots, sweep
+from kvtide.index.match.match import Hit, Matcher
+from kvtide.index.placement.placement import Placement, PlannedSegment, plan
+from kvtide.index.tree.holds import IndexLease, Pin, Segment
+from kvtide.index.tree.node import Node
+from kvtide.index.tree.tree import MAX_NODE_PAGES, Tree
+from kvtide.spec import ModelMemory, Slots, Tier
+
+_TIERS = tuple(Tier)
+
+
+class Leasing:
+    def __init__(
+        self,
+        memory: ModelMemory,
+        tree: Tree,
+        matcher: Matcher,
+        room: Allocator,
+        placement: Placement,
+    ) -> None:
+        self._tree = tree
+        self._matcher = matcher
+        self._room = room
+        self._placement = placement
+        self._page = memory.page_tokens
+        self._holdback = memory.holdback
+        self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
+        self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
+        self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
+        self._finite = frozenset(reach for reach in self._reaches if reach is not None)
+
+    def owns(self, lease: IndexLease) -> bool:
+        return self._tree.leases.get(lease.number) is lease
+
+    # -- pinning ----------------------------------------------------------------------------
+
+    def pin(self, hit: Hit, priority: int) -> IndexLease:
+        tree = self._tree
+        assert hit.tick == tree.tick, "the index changed since this hit; match again"
+        tree.tick += 1
+        node = self._node_ending(hit) if hit.boundary else tree.root(hit.prompt)
+        node.leases += 1
+        lease = IndexLease(tree.next_number(), hit.prompt, node, hit.boundary, priority)
+        lease.begun = hit.boundary
+        if tree.finite_cells and hit.nodes:
+            lease.branches = hit.branches
+            if len(hit.nodes[-1].children) < 2:
+                self._placement.parted(hit.matched, hit.nodes[-1].stop)
+        tree.leases[lease.number] = lease
+        self._pin_prefix(lease)
+        if tree.betting and not node.hidden:
+            tree.asked(hit.prompt.tokens // self._page)
+        tree.use(node, priority, hits=1)
+        return lease
+
+    def _node_ending(self, hit: Hit) -> Node:
+        """The node that ends at the hit's boundary, cut to do so if the match ended inside it."""
+        boundary, node = hit.boundary, hit.nodes[-1]
+        if boundary < hit.matched:
+            node = next(node for node in hit.nodes if node.depth + node.pages >= boundary)
+        if node.depth + node.pages > boundary:
+            node = self._tree.split(node, boundary - node.depth)
+        return node
+
+    def _pin_prefix(self, lease: IndexLease) -> None:
+        for anchor, reach in enumerate(self._reaches):
+            start = 0 if reach is None else max(0, lease.boundary - reach)
+            lease.pins += self._tree.pins.fastest(anchor, lease.node, start)
+
+    def repin(self, lease: IndexLease) -> None:
+        """Pin what the lease needs where it is now, then let go of what it had."""
+        before, lease.pins = lease.pins, []
+        self._pin_prefix(lease)
+        for pin in before:
+            self._tree.pins.unpin(pin)
+
+    def slowest(self, lease: IndexLease) -> Tier:
+        """The slowest tier from which the lease's prefix has to come."""
+        anchors = self._tree.anchors
+        cells = [pin.cell for pin in lease.pins if pin.cell % anchors in self._required]
+        return _TIERS[max(cells, default=0) // anchors]
+
+    def on_device(self, lease: IndexLease) -> bool:
+        """Whether all that the lease needs to resume is readable on the device."""
+        anchors = self._tree.anchors
+        below = [pin.cell for pin in lease.pins if pin.cell >= anchors]
+        return not below or self.slowest(lease) is Tier.DEVICE
+
+    # -- reserving --------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        lease: IndexLease,
+        tokens: int,
+        checkpoints: Iterable[int] | None,
+        growth: int,
+        running: bool,
+    ) -> bool:
+        assert lease.live and self.owns(lease), "reserving with a lease that is not this index's"
+        tree = self._tree
+        tree.tick += 1
+        start = lease.reserved
+        open_end = max(start, -(-tokens // self._page))
+        end = max(start, min(open_end, (tokens - self._holdback) // self._page))
+        planned = end
+        fresh = checkpoints is None and self._unplaced(lease, tokens, end, running)
+        if fresh:
+            planned = max(end, self._full_pages(lease.prompt))
+            begun = lease.boundary
+            checkpoints = tuple(self._placement.checkpoints(begun, planned, lease.branches))
+        stops = tuple(lease.wanted if checkpoints is None else checkpoints)
+        segments = plan(start, end, open_end, (*stops, end) if running else stops, self._reaches)
+        if running and self._finite:
+            segments = self._told_apart(segments, stops)
+        if not self._promise(lease, segments, growth):
+            return False
+        if fresh:
+            self._placement.placed(lease.boundary, planned, len(set(stops)))
+            lease.placed = planned
+        if checkpoints is not None:
+            others = (stop for stop in lease.wanted if not start < stop <= end)
+            lease.wanted = (*others, *stops)
+        lease.planned = max(lease.planned, planned)
+        lease.running = lease.running or running
+        for first, last, anchors in segments:
+            segment = Segment(first, last, {})
+            for anchor in anchors:
+                segment.slots[anchor] = tree.cells[anchor].slots.take(last - first)
+            lease.segments.append(segment)
+        return True
+
+    def _unplaced(self, lease: IndexLease, tokens: int, end: int, running: bool) -> bool:
+        """Whether the placement has yet to say where this request leaves checkpoints.
+
+        It is asked once, about all of the prompt, however small the parts in which that is
+        computed: less than a page each, if need be. A request that goes on beyond its prompt knows
+        no end: while it is `running` it has what it needs, and what it has last is its checkpoint.
+        """
+        if not self._tree.finite_cells:
+            return False
+        if running:
+            full = (min(tokens, lease.prompt.tokens) - self._holdback) // self._page
+            return not lease.placed and lease.boundary < full
+        return max(lease.reserved, lease.placed) < end
+
+    def _told_apart(
+        self, segments: list[PlannedSegment], stops: Iterable[int]
+    ) -> list[PlannedSegment]:
+        """The segments, cut where a checkpoint's pages begin and end: others pass, these stay."""
+        cuts = sorted({stop - reach for stop in stops for reach in (0, *self._finite)})
+        parts: list[PlannedSegment] = []
+        for first, last, anchors in segments:
+            at = [first, *(cut for cut in cuts if first < cut < last), last]
+            parts += [(low, high, anchors) for low, high in pairwise(at)]
+        return parts
+
+    def _full_pages(self, prompt: Prompt) -> int:
+        return (prompt.tokens - self._holdback) // self._page
+
+    def _promise(self, lease: IndexLease, segments: list[PlannedSegment], growth: int) -> bool:
+        """Have promised what the segments need, out of the lease's growth first, and new growth."""
+        needs: dict[int, int] = {}
+        for first, last, anchors in segments:
+            for anchor in anchors:
+                needs[anchor] = needs.get(anchor, 0) + last - first
+        if not growth and not lease.growth:
+            return self._room.reserve(needs)
+        return self._grow(lease, needs, growth)
+
+    def _grow(self, lease: IndexLease, needs: dict[int, int], growth: int) -> bool:
+        """Cover `needs` from what the lease was promised, and top that up to `growth` pages."""
+        left: dict[int, int] = {}
+        missing: dict[int, int] = {}
+        for anchor, reach in enumerate(self._reaches):
+            count, had = needs.get(anchor, 0), lease.growth.get(anchor, 0)
+            wanted = growth if reach is None else min(growth, 2 * reach)
+            left[anchor] = max(had - count, wanted)
+            missing[anchor] = max(0, count + left[anchor] - had)
+        if not self._room.reserve(missing):
+            return False
+        lease.growth = left
+        return True
+
+    def shrink(self, lease: IndexLease, pages: int) -> None:
+        """Give back the slots beyond a page; as many stay promised to the lease."""
+        assert lease.live and self.owns(lease) and pages >= lease.boundary
+        self._tree.tick += 1
+        while lease.segments and lease.segments[-1].end > pages:
+            segment = lease.segments.pop()
+            if segment.start < pages:
+                lease.segments.append(segment)
+                segment = self._cut(segment, pages)
+            for anchor, slots in segment.slots.items():
+                pool = self._tree.cells[anchor].slots
+                pool.free(slots)
+                promised = pool.reserve(len(slots))
+                assert promised, "what was just freed is free"
+                lease.growth[anchor] = lease.growth.get(anchor, 0) + len(slots)
+
+    # -- committing -------------------------------------------------------------------------
+
+    def commit(self, lease: IndexLease, tokens: int, without: Collection[str]) -> None:
+        tree = self._tree
+        upto = (tokens - self._holdback) // self._page
+        assert lease.live and self.owns(lease), "committing with a lease that is not this index's"
+        assert upto <= lease.reserved, "committing pages that were not reserved"
+        assert tokens <= lease.prompt.tokens, "committing pages whose tokens are not known"
+        assert self.on_device(lease), "committing on top of pages that are not on the device"
+        if upto <= lease.boundary:
+            return
+        tree.tick += 1
+        self._find_root(lease)
+        before, stood = lease.node, lease.boundary
+        while lease.boundary < upto:
+            segment = lease.segments.pop(0)
+            if segment.end > upto:
+                lease.segments.insert(0, self._cut(segment, upto))
+            if tree.presence.needed:
+                for anchor, slots in segment.slots.items():
+                    tree.presence.mark(Tier.DEVICE, tree.anchor_names[anchor], slots, without)
+            self._insert(lease, segment, before)
+            lease.boundary = segment.end
+        lease.node.leases += 1
+        if tree.finite_cells:
+            self._note_stop(lease, before)
+        self._move_pins(lease, before)
+        before.leases -= 1
+        if lease.running:
+            self._pass_on(lease, stood)
+        sweep(tree, hidden_roots([lease.node]))
+
+    def _find_root(self, lease: IndexLease) -> None:
+        """A prompt shorter than the holdback has no root of its own until it has grown."""
+        if self._holdback and lease.boundary == 0:
+            root, before = self._tree.root(lease.prompt), lease.node
+            root.leases += 1
+            before.leases -= 1
+            lease.node = root
+            self._tree.prune(before)
+
+    @staticmethod
+    def _cut(segment: Segment, at: int) -> Segment:
+        """Shorten a segment to end at page `at`; the rest is returned."""
+        kept, slots = at - segment.start, segment.slots
+        segment.slots = {anchor: taken[:kept].copy() for anchor, taken in slots.items()}
+        rest = Segment(at, segment.end, {a: taken[kept:].copy() for a, taken in slots.items()})
+        segment.end = at
+        return rest
+
+    def _insert(self, lease: IndexLease, segment: Segment, stand: Node) -> None:
+        """Hang the segment's pages below `lease.node`, which ends where the segment begins.
+
+        `stand` is the node at which the lease stood before.
+        """
+        tree, body, page_bytes = self._tree, lease.prompt.body, self._tree.page_bytes
+        at, slots = segment.start, segment.slots
+        while at < segment.end:
+            offset = at * page_bytes
+            child = lease.node.children.get(body[offset : offset + page_bytes])
+            if child is None:
+                tokens = body[offset : segment.end * page_bytes]
+                if lease.node is stand and self._can_extend(stand, tokens, slots):
+                    tree.extend(stand, tokens, slots)
+                else:
+                    self._append(lease, tokens, slots)
+                return
+            pages = self._matcher.shared(child, body, at, segment.end)
+            if pages < child.pages:
+                child = tree.split(child, pages)
+            child.priority = max(child.priority, lease.priority)
+            self._fill(child, slots)
+            slots = {cell: taken[pages:] for cell, taken in slots.items()}
+            lease.node = child
+            at += pages
+
+    def _append(self, lease: IndexLease, tokens: bytes, slots: dict[int, Slots]) -> None:
+        """New pages at the end of the path, in a node of their own."""
+        tree = self._tree
+        leaf = tree.add_leaf(lease.node, tokens, len(tokens) // tree.page_bytes)
+        leaf.priority = lease.priority
+        for cell, taken in slots.items():
+            self._hold(leaf, cell, taken)
+        lease.node = leaf
+
+    def _can_extend(self, node: Node, tokens: bytes, slots: dict[int, Slots]) -> bool:
+        """Whether the node a lease stands at may grow in place: a leaf, held alike, its alone.
+
+        The lease itself pins every cell of it once. Windows and states do not grow: their pages
+        must be able to go one by one.
+        """
+        pages = len(tokens) // self._tree.page_bytes
+        if node.children or node.arriving or not 0 < node.pages <= MAX_NODE_PAGES - pages:
+            return False
+        if node.leases > 1 or max(node.pins) > 1 or node.resident & self._tree.finite_bits:
+            return False
+        cells = 0
+        for cell in slots:
+            cells |= 1 << cell
+        return node.resident == cells
+
+    def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
+        """Give the node our pages where it has none; doubles go back."""
+        node.last = self._tree.tick
+        for cell, taken in slots.items():
+            mine = taken[: node.pages]
+            if node.resident >> cell & 1:
+                self._tree.cells[cell].slots.free(mine)
+            else:
+                self._hold(node, cell, mine.copy())
+
+    def _hold(self, node: Node, cell: int, slots: Slots) -> None:
+        """A history is pinned to its end when the commit is done; a checkpoint may stay behind.
+
+        Who waits for these pages to be brought has them now, and must not lose them before then.
+        """
+        coming = node.arrivals.get(cell) if node.arrivals else None
+        self._tree.hold(node, cell, slots)
+        if self._reaches[cell] is not None:
+            self._tree.cells[cell].queue.offer(node)
+        for lease in self._tree.arrivals[coming].leases if coming is not None else ():
+            if lease.live:
+                self.repin(lease)
+
+    @staticmethod
+    def _note_stop(lease: IndexLease, before: Node) -> None:
+        """What was committed belongs to a request that goes on to the end of its full pages."""
+        node = lease.node
+        stop = max(lease.boundary, lease.planned)
+        while True:
+            node.stop = max(node.stop, stop)
+            if node is before or node.parent is None:
+                return
+            node = node.parent
+
+    def _move_pins(self, lease: IndexLease, before: Node) -> None:
+        """Cover the committed pages: histories go on from `before`, windows and states move."""
+        tree = self._tree
+        old, lease.pins = lease.pins, []
+        for anchor, reach in enumerate(self._reaches):
+            if anchor in self._histories:
+                tree.pins.below(anchor, lease.node, before)
+                lease.pins.append(Pin(anchor, lease.node, 0))
+            else:
+                start = 0 if reach is None else max(0, lease.boundary - reach)
+                lease.pins += tree.pins.fastest(anchor, lease.node, start, Tier.DEVICE)
+        for pin in old:
+            if pin.cell not in self._histories:
+                tree.pins.unpin(pin)
+
+    def _pass_on(self, lease: IndexLease, stood: int) -> None:
+        """Drop the windows and states that only served to go on from page `stood`."""
+        tree = self._tree
+        for cell in range(tree.anchors):
+            reach = self._reaches[cell]
+            if reach is None:
+                continue
+            passed = []
+            node = lease.node
+            while node.parent is not None and node.end > stood - reach:
+                unused = node.resident >> cell & 1 and not node.pins[cell]
+                if node.end <= stood and unused and lease.passing(node, reach):
+                    passed.append(node)
+                node = node.parent
+            for node in passed:
+                tree.drop(node, cell)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def retain(self, lease: IndexLease) -> None:
+        """Make a checkpoint of where the lease stands, whether or not one was wanted there."""
+        assert lease.live and self.owns(lease)
+        lease.wanted = (*lease.wanted, lease.boundary)
+
+    def release(self, lease: IndexLease) -> None:
+        if not lease.live:
+            return
+        tree = self._tree
+        assert self.owns(lease), "releasing a lease that is not this index's"
+        tree.tick += 1
+        lease.live = False
+        del tree.leases[lease.number]
+        tree.use(lease.node, lease.priority, hits=0)
+        for segment in lease.segments:
+            for anchor, slots in segment.slots.items():
+                tree.cells[anchor].slots.free(slots)
+        for anchor, count in lease.growth.items():
+            tree.cells[anchor].slots.forfeit(count)
+        for pin in lease.pins:
+            tree.pins.unpin(pin)
+        if lease.running and lease.boundary <= lease.placed:
+            self._pass_on(lease, lease.boundary)
+        sweep(tree, hidden_roots([lease.node]))
+        lease.node.leases -= 1
+        tree.prune(lease.node)
+
+    def page_table(self, lease: IndexLease, anchor: int, coming: bool) -> Slots:
+        """The device slot of every page up to `lease.reserved`; -1 where there is none.
+
+        `coming` includes the slots into which pages are on their way.
+        """
+        table = np.full(lease.reserved, -1, np.int32)
+        for node in self._tree.path(lease.node):
+            slots = node.slots[anchor]
+            if slots is None and coming and node.arriving >> anchor & 1:
+                slots = self._coming(node, anchor)
+            if slots is not None:
+                table[node.depth : node.depth + node.pages] = slots
+        for segment in lease.segments:
+            if anchor in segment.slots:
+                table[segment.start : segment.end] = segment.slots[anchor]
+        return table
+
+    def _coming(self, node: Node, cell: int) -> Slots:
+        """The slots that an arrival has for the node's pages. Arrivals here follow one path."""
+        assert node.arrivals is not None
+        arrival = self._tree.arrivals[node.arrivals[cell]]
+        part = next(p for p in arrival.parts if p.cell == cell and p.start <= node.depth < p.end)
+        return part.slots[node.depth - part.start : node.depth - part.start + node.pages]

@@ -1,0 +1,179 @@
+"""Checkpoints where they pay: placement learned from where prompts parted before.
+
+The model is one table. A page boundary has an alignment (the power of two that divides its number)
+and a zone: its distance from the end of the request that computes it or, if that is nearer, from
+the beginning, by powers of two. For each pair of both the policy counts how many boundaries it has
+seen and at how many of them a prompt parted: a rate. Chat templates, block-wise traces and shared
+documents all show up in it, as rates that are high at certain places, alignments or both. Only the
+first prompt that parts somewhere counts, since it leaves a checkpoint for all that come after.
+
+What is not known yet is taken from what is alike: a kind of boundary from all that are at least as
+aligned, these from those that are a little less so, and a whole zone from the assumption that
+prompts part in each zone equally often. So the budget is spent from the first request on.
+
+A checkpoint at c saves a prompt that parts at m ≥ c the pages from the checkpoint before up to c.
+Checkpoints are taken greedily, most expected pages saved first, as long as one is worth its price.
+The price follows the budget: it rises while more than `per_request` checkpoints are kept per
+request, and falls while fewer are, but never so far that a checkpoint is bought that hardly helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.index.placement.placement import Placement
+
+ALIGNMENTS = 8
+ZONES = 16
+"""On each side: distances from the end, then distances from the beginning."""
+
+_ASSUMED_REQUESTS = 50.0
+"""How many requests the assumption about a zone counts for."""
+
+_ASSUMED_PARTINGS = 0.1
+_ASSUMED_AT_END = 1.0
+"""Prompts that are assumed to part from a request in each zone, and to go on from its end."""
+
+_ASSUMED_ALIKE = 8.0
+"""How many boundaries the rate of those that are alike counts for."""
+
+_FIRST_PRICE = 1.0
+_MIN_PRICE = 0.25
+_PRICE_STEP = 0.02
+_FORGET_AFTER = 4096
+_FIT_SHARE = 8
+_FIT_AFTER = 256
+
+Floats = npt.NDArray[np.float64]
+Kinds = npt.NDArray[np.intp]
+
+
+class CostBased(Placement):
+    """See the module. `per_request`: how many checkpoints to spend on a request, on average."""
+
+    def __init__(self, per_request: float = 2.0) -> None:
+        self._per_request = per_request
+        self._price = _FIRST_PRICE
+        self._requests = 0
+        self._next_fit = 0
+        self._parted: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._seen: Floats = np.zeros((2 * ZONES, ALIGNMENTS))
+        self._rates: Floats = np.zeros(2 * ZONES * ALIGNMENTS)
+        self._fit()
+
+    def parted(self, at: int, stop: int) -> None:
+        if at:
+            self._parted[divmod(kind(at, max(at, stop)), ALIGNMENTS)] += 1.0
+
+    def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
+        taken = [stop for stop in branches if start < stop <= end]
+        return taken + self._choose(start, end, taken)
+
+    def placed(self, start: int, end: int, count: int) -> None:
+        self._requests += 1
+        seen = np.bincount(kinds(start, end), minlength=self._rates.size)
+        self._seen += seen.reshape(self._seen.shape)
+        if self._requests >= self._next_fit:
+            self._fit()
+        change = math.exp(_PRICE_STEP * (count - self._per_request))
+        self._price = max(_MIN_PRICE, self._price * change)
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def _fit(self) -> None:
+        """Turn counts into rates; often at first, then ever more rarely."""
+        self._next_fit = self._requests + min(self._requests // _FIT_SHARE + 1, _FIT_AFTER)
+        if self._requests // _FORGET_AFTER < self._next_fit // _FORGET_AFTER:
+            self._parted /= 2
+            self._seen /= 2
+        rates = np.empty_like(self._seen)
+        parted, seen = _at_least_as_aligned(self._parted), _at_least_as_aligned(self._seen)
+        rate = (parted[:, 0] + _PARTED_BEFORE) / (seen[:, 0] + _SEEN_BEFORE)
+        for alignment in range(ALIGNMENTS):
+            if alignment:
+                rate = _blended(parted[:, alignment], seen[:, alignment], rate)
+            own = self._parted[:, alignment], self._seen[:, alignment]
+            rates[:, alignment] = _blended(*own, rate)
+        self._rates = rates.reshape(-1)
+
+    # -- choosing ---------------------------------------------------------------------------
+
+    def _choose(self, start: int, end: int, taken: Sequence[int]) -> list[int]:
+        """The boundaries that save most, each worth its price, between those that are taken.
+
+        What one saves depends only on its neighbours, so each gap between two is seen to alone.
+        """
+        expected = self._rates[kinds(start, end)]
+        beyond = np.zeros(end - start + 1)
+        beyond[:-1] = expected[::-1].cumsum()[::-1]
+        chosen: list[int] = []
+        gaps = list(pairwise([start, *sorted(set(taken)), end + 1]))
+        while gaps:
+            low, high = gaps.pop()
+            first, last = low - start, high - start - 1
+            if (beyond[first] - beyond[last]) * (last - first) <= self._price:
+                continue  # Not even if all prompts parted at the very end.
+            saved = (beyond[first:last] - beyond[last]) * np.arange(1, last - first + 1)
+            best = int(saved.argmax())
+            if saved[best] > self._price:
+                stop = low + 1 + best
+                chosen.append(stop)
+                gaps += [(low, stop), (stop, high)]
+        return chosen
+
+
+@lru_cache(maxsize=4)
+def kinds(start: int, end: int) -> Kinds:
+    """The kinds of the boundaries in (start, end] of a request that ends at page `end`.
+
+    A request asks twice: when it chooses and when it has placed.
+    """
+    octaves, alignments = _tables(end.bit_length())
+    from_end = octaves[: end - start][::-1]
+    from_start = octaves[start + 1 : end + 1]
+    zones = np.where(from_end <= from_start, from_end, from_start + ZONES)
+    return zones * ALIGNMENTS + alignments[start + 1 : end + 1]
+
+
+def kind(boundary: int, end: int) -> int:
+    """The kind of one of them."""
+    from_end, from_start = _octave(end - boundary), _octave(boundary)
+    zone = from_end if from_end <= from_start else ZONES + from_start
+    return zone * ALIGNMENTS + _alignment(boundary)
+
+
+def _octave(pages: int) -> int:
+    """0 for 0, 1 for 1, 2 for 2–3, 3 for 4–7, …"""
+    return min(pages.bit_length(), ZONES - 1)
+
+
+def _alignment(boundary: int) -> int:
+    return min((boundary & -boundary).bit_length() - 1, ALIGNMENTS - 1)
+
+
+@cache
+def _tables(bits: int) -> tuple[Kinds, Kinds]:
+    """Octave and alignment of every number of so many bits."""
+    numbers = range(1 << bits)
+    alignments = [0, *map(_alignment, numbers[1:])]
+    return np.array([*map(_octave, numbers)], np.intp), np.array(alignments, np.intp)
+
+
+def _at_least_as_aligned(counts: Floats) -> Floats:
+    tails: Floats = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
+    return tails
+
+
+def _blended(parted: Floats, seen: Floats, alike: Floats) -> Floats:
+    return (parted + _ASSUMED_ALIKE * alike) / (seen + _ASSUMED_ALIKE)
+
+
+_PARTED_BEFORE = np.full(2 * ZONES, _ASSUMED_REQUESTS * _ASSUMED_PARTINGS)
+_PARTED_BEFORE[0] = _ASSUMED_REQUESTS * _ASSUMED_AT_END
+_SEEN_BEFORE = _ASSUMED_REQUESTS * np.tile(np.maximum(1.0, 2.0 ** (np.arange(ZONES) - 1)), 2)

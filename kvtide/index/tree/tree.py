@@ -1,0 +1,473 @@
+"""The tree, and every count that must agree with it. Only this module changes a node.
+
+`Tree` offers the small steps (hold, drop, pin, split …) and each leaves all counters right; the
+verbs of `Index` are made of them. What must hold between them is tabled in `invariants`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from kvtide.index.events import Event, EventKind, Listener
+from kvtide.index.keys import TOKEN_BYTES, Hidden, Namespace, Prompt, chain, unlike_any_prompt
+from kvtide.index.tree.cells import cells_of
+from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
+from kvtide.index.tree.node import Node, Root, RootName
+from kvtide.index.tree.pins import Pins
+from kvtide.index.tree.presence import Presence
+from kvtide.spec import ModelMemory, Slots, Tier
+
+MAX_NODE_PAGES = 256
+"""Nodes are lengthened up to here, so that growing page by page stays cheap."""
+
+
+class Tree:
+    """The tree of every namespace and the cells its pages lie in."""
+
+    def __init__(
+        self,
+        memory: ModelMemory,
+        capacity_pages: Mapping[Tier, Mapping[str, int]],
+        eviction: str,
+        fingerprint: bytes,
+    ) -> None:
+        self.page_bytes = memory.page_tokens * TOKEN_BYTES
+        self.fingerprint = fingerprint
+        self.anchor_names = tuple(pool.name for pool in memory.anchors)
+        self.anchors = len(self.anchor_names)
+        self.cells = cells_of(memory, capacity_pages, eviction)
+        self.pins = Pins(self.cells, self.anchors)
+        self.finite_cells = [n for n, cell in enumerate(self.cells) if cell.reach is not None]
+        self.finite_bits = sum(1 << n for n in self.finite_cells)
+        self._rises = all(cell.policy.rises for cell in self.cells)
+        self.betting = [n for n, cell in enumerate(self.cells) if cell.policy.bets]
+        self._longest_reach = max((cell.reach or 0 for cell in self.cells), default=0)
+        self.presence = Presence(memory, capacity_pages)
+        self.roots: dict[RootName, Root] = {}
+        self.leases: dict[int, IndexLease] = {}
+        self.arrivals: dict[int, Arrival] = {}
+        self.imports: dict[int, Import] = {}
+        self.departures: dict[int, Departure] = {}
+        self.listeners: list[Listener] = []
+        self.nodes = 0
+        self.tick = 0
+        self._numbers = 0
+
+    def cell(self, tier: Tier, anchor: int) -> int:
+        return tier * self.anchors + anchor
+
+    def next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    # -- structure --------------------------------------------------------------------------
+
+    def root(self, prompt: Prompt) -> Root:
+        """The root of the prompt's namespace, made if need be; of a hidden one, always anew."""
+        if isinstance(prompt.namespace, Hidden):
+            return self._hidden_root()
+        name = (prompt.namespace, prompt.head)
+        root = self.roots.get(name)
+        if root is None:
+            root = self.roots[name] = Root(name, len(self.cells))
+        return root
+
+    def _hidden_root(self) -> Root:
+        name = (Hidden(self.next_number()), b"")
+        root = self.roots[name] = Root(name, len(self.cells))
+        return root
+
+    def add_leaf(self, parent: Node, tokens: bytes, pages: int) -> Node:
+        node = Node(parent, tokens, pages, parent.depth + parent.pages, len(self.cells))
+        node.last = node.born = self.tick
+        if self.betting:
+            node.marks = [0] * len(self.cells)
+        parent.children[tokens[: self.page_bytes]] = node
+        self.nodes += 1
+        if self.finite_cells:
+            self._reach_changed(parent)
+        return node
+
+    def split(self, node: Node, pages: int) -> Node:
+        """Cut the run after `pages` pages; the new upper part is returned, `node` is the lower."""
+        assert 0 < pages < node.pages, f"cannot split {node.pages} pages after {pages}"
+        parent = node.parent
+        assert parent is not None
+        cut = pages * self.page_bytes
+        upper = Node(parent, node.tokens[:cut], pages, node.depth, len(self.cells))
+        parent.children[node.tokens[: self.page_bytes]] = upper
+        node.tokens = node.tokens[cut:]
+        upper.children[node.tokens[: self.page_bytes]] = node
+        node.parent = upper
+        node.depth += pages
+        node.pages -= pages
+        self._split_cells(upper, node)
+        upper.last, upper.born = node.last, node.born
+        upper.hits, upper.priority, upper.stop = node.hits, node.priority, node.stop
+        self.nodes += 1
+        for cell in self.finite_cells:
+            self.cells[cell].queue.offer(upper)
+        return upper
+
+    def _split_cells(self, upper: Node, lower: Node) -> None:
+        upper.resident, upper.arriving = lower.resident, lower.arriving
+        upper.pins = list(lower.pins)
+        if self.betting:
+            upper.marks = list(lower.marks)
+        if lower.arrivals is not None:
+            upper.arrivals = dict(lower.arrivals)
+        held = lower.resident | lower.arriving
+        for cell in range(len(self.cells)):
+            if held >> cell & 1:
+                upper.kids[cell] = 1
+            slots = lower.slots[cell]
+            if slots is not None:
+                upper.slots[cell] = slots[: upper.pages].copy()
+                lower.slots[cell] = slots[upper.pages :].copy()
+
+    def extend(self, node: Node, tokens: bytes, slots: Mapping[int, Slots]) -> None:
+        """Lengthen a leaf in place. `slots` names exactly the cells it is resident in."""
+        pages = len(tokens) // self.page_bytes
+        assert not node.children and not node.arriving
+        assert node.parent is not None
+        node.tokens += tokens
+        node.pages += pages
+        node.key = None
+        node.last = self.tick
+        if self.finite_cells:
+            self._reach_changed(node.parent)
+        for cell, added in slots.items():
+            node.slots[cell] = np.concatenate((node.resident_slots(cell), added))
+            tree = self.cells[cell]
+            tree.resident_pages += pages
+            if node.pins[cell]:
+                tree.pinned_pages += pages
+            self._tell_stored(node, cell, node.pages - pages)
+
+    def join(self, node: Node) -> None:
+        """Make one node of this one and its neighbours above and below, where nothing differs.
+
+        Paths stay short that way: a conversation leaves a node behind at the end of every turn,
+        and needs it only as long as the checkpoint there is kept.
+        """
+        if len(node.children) == 1:
+            (below,) = node.children.values()
+            if self._alike(node, below):
+                self._absorb(node, below)
+                node = below
+        if node.parent is not None and self._alike(node.parent, node):
+            self._absorb(node.parent, node)
+
+    def _alike(self, upper: Node, lower: Node) -> bool:
+        """Held in the same cells, and neither in use nor a checkpoint, whose pages go singly."""
+        return (
+            upper.resident == lower.resident
+            and not upper.resident & self.finite_bits
+            and len(upper.children) == 1
+            and 0 < upper.pages <= MAX_NODE_PAGES - lower.pages
+            and not (upper.arriving or lower.arriving or upper.leases)
+            and not (any(upper.pins) or any(lower.pins))
+        )
+
+    def _absorb(self, upper: Node, lower: Node) -> None:
+        """The lower node takes the upper one's pages in front of its own."""
+        parent = upper.parent
+        assert parent is not None
+        parent.children[upper.tokens[: self.page_bytes]] = lower
+        for cell in range(len(self.cells)):
+            if lower.resident >> cell & 1:
+                self.cells[cell].policy.merged(upper, lower)
+                slots = (upper.resident_slots(cell), lower.resident_slots(cell))
+                lower.slots[cell] = np.concatenate(slots)
+        lower.last = max(lower.last, upper.last)
+        lower.hits = max(lower.hits, upper.hits)
+        lower.priority = max(lower.priority, upper.priority)
+        lower.stop = max(lower.stop, upper.stop)
+        lower.parent = parent
+        lower.tokens = upper.tokens + lower.tokens
+        lower.pages += upper.pages
+        lower.depth = upper.depth
+        upper.resident = 0
+        upper.parent = None
+        self.nodes -= 1
+
+    def truncate(self, node: Node, pages: int, cell: int) -> None:
+        """Drop all but the first `pages` pages of a leaf that is held in `cell` alone."""
+        self._tell_removed(node, cell, pages)
+        slots = node.resident_slots(cell)
+        tree = self.cells[cell]
+        tree.slots.free(slots[pages:])
+        tree.resident_pages -= node.pages - pages
+        node.slots[cell] = slots[:pages].copy()
+        node.tokens = node.tokens[: pages * self.page_bytes]
+        node.pages = pages
+        node.key = None
+        tree.queue.offer(node)
+
+    def prune(self, node: Node) -> None:
+        """Remove the node, and ancestors it alone kept alive, where nothing is held any more."""
+        while not (node.resident or node.arriving or node.children or node.leases):
+            parent = node.parent
+            if parent is None:
+                assert isinstance(node, Root)
+                del self.roots[node.name]
+                return
+            assert not any(node.pins), "a pinned node lost its pages"
+            del parent.children[node.tokens[: self.page_bytes]]
+            self.nodes -= 1
+            if self.finite_cells:
+                self._reach_changed(parent)
+            node.parent = None
+            node = parent
+
+    def hide(self, top: Node) -> int:
+        """Take a whole branch from its root: how many pages nobody finds any more.
+
+        It stays in one piece under a root of its own, for those who hold something in it, and they
+        may go on below.
+        """
+        above, first = top.parent, top.tokens[: self.page_bytes]
+        assert isinstance(above, Root) and not above.hidden
+        pages = sum(self._withdraw(node) for node in reversed([top, *self.below(top)]))
+        del above.children[first]
+        root = top.parent = self._hidden_root()
+        root.children[top.tokens[: self.page_bytes]] = top
+        held = top.resident | top.arriving
+        for cell in range(len(self.cells)):
+            above.kids[cell] -= held >> cell & 1
+            root.kids[cell] += held >> cell & 1
+        self.prune(above)
+        return pages
+
+    def _withdraw(self, node: Node) -> int:
+        """Tell everybody that the node's pages are gone, though some may have to stay a while.
+
+        The children come first: a page's key takes the tokens above it. In the tree the node gets
+        a name that no prompt has, since who computes such a page anew must not be given this one.
+        """
+        resident = [number for number, cell in enumerate(self.cells) if node.resident & cell.bit]
+        for cell in resident:
+            self.cells[cell].policy.withdrawn(node)
+            if self.listeners:
+                self._emit(EventKind.REMOVED, cell, node, 0)
+        children = node.children.values()
+        node.children = {child.tokens[: self.page_bytes]: child for child in children}
+        node.tokens = unlike_any_prompt(node.tokens)
+        node.hidden = True
+        return node.pages * len(resident)
+
+    def _reach_changed(self, parent: Node) -> None:
+        """A child came or went. With one child left, what was in reach may be out of it now."""
+        if len(parent.children) != 1:
+            return
+        node, end = parent, parent.depth + parent.pages
+        while node.parent is not None and end - node.depth - node.pages < self._longest_reach:
+            for cell in self.finite_cells:
+                if node.resident >> cell & 1:
+                    self.cells[cell].queue.offer_again(node)
+            node = node.parent
+
+    # -- cells ------------------------------------------------------------------------------
+
+    def hold(self, node: Node, cell: int, slots: Slots) -> None:
+        """The pages are RESIDENT in these slots from now on, whatever was on its way.
+
+        The caller pins them or offers them for eviction.
+        """
+        bit = 1 << cell
+        assert not node.resident & bit and len(slots) == node.pages
+        if node.arriving & bit:
+            self._forget_arrival(node, cell)
+        elif node.parent is not None:
+            node.parent.kids[cell] += 1
+        node.resident |= bit
+        node.slots[cell] = slots
+        self.cells[cell].resident_pages += node.pages
+        self._tell_stored(node, cell, 0)
+
+    def drop(self, node: Node, cell: int) -> None:
+        """Forget the pages' copy in this cell, and the node if it was the last one.
+
+        A history that is in no tier any more takes the windows and states there with it: nothing
+        could resume with them.
+        """
+        self._forget(node, cell)
+        where = self.cells[cell]
+        if where.reach is None and not node.resident & where.anchor_bits:
+            for other in self.finite_cells:
+                if node.resident >> other & 1 and not node.pins[other]:
+                    self._forget(node, other)
+        if not node.resident:
+            self.prune(node)
+        elif where.reach is not None:
+            self.join(node)
+
+    def _forget(self, node: Node, cell: int) -> None:
+        assert node.resident >> cell & 1 and not node.pins[cell]
+        self._tell_removed(node, cell, 0)
+        tree = self.cells[cell]
+        tree.slots.free(node.resident_slots(cell))
+        tree.resident_pages -= node.pages
+        node.slots[cell] = None
+        node.resident &= ~tree.bit
+        self._lost_kid(node, cell)
+
+    def arrive(self, node: Node, cell: int, number: int) -> None:
+        """The pages are ARRIVING: promised to the cell by arrival `number`, not readable."""
+        bit = 1 << cell
+        assert not (node.resident | node.arriving) & bit and node.parent is not None
+        node.arriving |= bit
+        if node.arrivals is None:
+            node.arrivals = {}
+        node.arrivals[cell] = number
+        node.parent.kids[cell] += 1
+
+    def give_up(self, node: Node, cell: int) -> None:
+        """ARRIVING pages will not come: ABSENT again. The caller prunes."""
+        self._forget_arrival(node, cell)
+        self._lost_kid(node, cell)
+
+    def _forget_arrival(self, node: Node, cell: int) -> None:
+        assert node.arrivals is not None
+        del node.arrivals[cell]
+        if not node.arrivals:
+            node.arrivals = None
+        node.arriving &= ~(1 << cell)
+
+    def _lost_kid(self, node: Node, cell: int) -> None:
+        parent = node.parent
+        assert parent is not None
+        parent.kids[cell] -= 1
+        if not parent.kids[cell] and parent.pages:
+            self.cells[cell].queue.offer(parent)
+
+    # -- recency ----------------------------------------------------------------------------
+
+    def asked(self, pages: int) -> None:
+        """A request with a prompt of so many pages begins."""
+        for cell in self.betting:
+            self.cells[cell].policy.asked(pages)
+
+    def use(self, node: Node, priority: int, hits: int) -> None:
+        """Everything on the path to here was used now, `hits` times more than before."""
+        tick = self.tick
+        above = node
+        while above.parent is not None:
+            above.last = tick
+            above.hits += hits
+            if priority > above.priority:
+                above.priority = priority
+            above = above.parent
+        if not self._rises:
+            self._offer_path(node)
+        if hits:
+            for cell in self.betting:
+                self._tell_used(node, cell)
+
+    def _offer_path(self, node: Node) -> None:
+        """Keys on the path may have fallen, in every cell."""
+        for above in self.path(node):
+            for number, cell in enumerate(self.cells):
+                if above.resident >> number & 1:
+                    cell.queue.offer(above)
+
+    def _tell_used(self, node: Node, cell: int) -> None:
+        used = self.cells[cell].policy.used
+        above = node
+        while above.parent is not None:
+            if above.resident >> cell & 1:
+                used(above)
+            above = above.parent
+
+    # -- keys and events --------------------------------------------------------------------
+
+    def key(self, node: Node) -> bytes:
+        """The key of the node's last page; for a root, the namespace's fingerprint."""
+        path = []
+        above = node
+        while above.key is None and above.parent is not None:
+            path.append(above)
+            above = above.parent
+        key = above.key if above.key is not None else self._root_key(above)
+        for below in reversed(path):
+            *_, key = chain(key, below.tokens, self.page_bytes)
+            below.key = key
+        return key
+
+    def page_keys(self, node: Node) -> list[bytes]:
+        """The keys of all pages of the node."""
+        assert node.parent is not None
+        return list(chain(self.key(node.parent), node.tokens, self.page_bytes))
+
+    def _root_key(self, root: Node) -> bytes:
+        assert isinstance(root, Root)
+        root.key = self.name_key(root.name)
+        return root.key
+
+    def name_key(self, name: RootName) -> bytes:
+        """What the page keys of a root's prompts begin with."""
+        namespace, head = name
+        assert isinstance(namespace, Namespace), "nobody is told of hidden pages"
+        (key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
+        return key
+
+    def _tell_stored(self, node: Node, cell: int, first: int) -> None:
+        """Pages from number `first` on became readable: for the policy, and for who listens."""
+        if node.hidden:
+            return
+        if self.betting:
+            self.cells[cell].policy.inserted(node, first)
+        if self.listeners:
+            self._emit(EventKind.STORED, cell, node, first)
+
+    def _tell_removed(self, node: Node, cell: int, first: int) -> None:
+        """Pages from number `first` on are about to leave the cell."""
+        if node.hidden:
+            return
+        if self.betting:
+            self.cells[cell].policy.removed(node, first)
+        if self.listeners:
+            self._emit(EventKind.REMOVED, cell, node, first)
+
+    def _emit(self, kind: EventKind, cell: int, node: Node, first: int) -> None:
+        assert node.parent is not None
+        keys = [self.key(node.parent), *self.page_keys(node)]
+        where = self.cells[cell]
+        event = Event(
+            kind,
+            where.tier,
+            self.anchor_names[where.anchor],
+            keys[first],
+            tuple(keys[first + 1 :]),
+            node.tokens[first * self.page_bytes :],
+        )
+        for listener in self.listeners:
+            listener(event)
+
+    # -- looking around ---------------------------------------------------------------------
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the roots, parents first, in insertion order."""
+        for root in self.roots.values():
+            yield from self.below(root)
+
+    @staticmethod
+    def below(node: Node) -> Iterator[Node]:
+        """Every node below this one, parents first."""
+        pending = list(node.children.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from below the root to `node`."""
+        nodes = []
+        above = node
+        while above.parent is not None:
+            nodes.append(above)
+            above = above.parent
+        nodes.reverse()
+        return nodes

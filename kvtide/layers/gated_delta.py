@@ -1,0 +1,91 @@
+"""The gated delta rule over one sequence's new tokens, in two orders of the same sums.
+
+    state ← decay ⊙ state        state ← state + strength · key ⊗ (value − keyᵀ state)
+    y = queryᵀ state
+
+`delta_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
+result depends on nothing but its history. `delta_chunks` takes tokens together: what each writes
+depends on what those before it wrote, which is one triangular system, and the rest are matrix
+products; it is faster, and equal but for rounding.
+
+Shapes: query and key (tokens, heads, keys), value (tokens, heads, values), strength (tokens,
+heads), state (heads, keys, values); all fp32. The decay's logarithm is (tokens, heads, 1) where a
+head forgets evenly (gated delta), (tokens, heads, keys) where each of its channels does by itself
+(KDA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.ssd_scan import decay_between
+
+_CHUNK_TOKENS = 64
+_CHUNK_TOKENS_BY_CHANNEL = 16
+"""Fewer: a decay for each pair of tokens is then one for each channel of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInput:
+    """What one sequence's new tokens feed into the recurrence."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    strength: Tensor
+
+    def span(self, start: int, end: int) -> DeltaInput:
+        return DeltaInput(*(getattr(self, name)[start:end] for name in self.__slots__))
+
+    def by_head(self) -> DeltaInput:
+        """Heads first, for matrix products."""
+        return DeltaInput(*(getattr(self, name).transpose(0, 1) for name in self.__slots__))
+
+
+def delta_tokens(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (tokens, heads, values) and the state after the last token."""
+    outputs = []
+    for i in range(len(tokens.query)):
+        query, key = tokens.query[i, :, :, None], tokens.key[i, :, :, None]
+        state = torch.exp(tokens.log_decay[i])[:, :, None] * state
+        missed = tokens.value[i] - (state * key).sum(1)
+        state = state + key * (missed * tokens.strength[i, :, None])[:, None]
+        outputs.append((state * query).sum(1))
+    return torch.stack(outputs), state
+
+
+def delta_chunks(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
+    """As `delta_tokens`."""
+    even = tokens.log_decay.shape[-1] == 1
+    size = _CHUNK_TOKENS if even else _CHUNK_TOKENS_BY_CHANNEL
+    outputs = []
+    for start in range(0, len(tokens.query), size):
+        output, state = _delta_chunk(tokens.span(start, start + size).by_head(), state)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs), state
+
+
+def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads first throughout."""
+    between = decay_between(tokens.log_decay.mT)
+    from_before, to_end = between[..., 0].mT, between[..., -1, 1:].mT
+    between, strength = between[..., 1:], tokens.strength[..., None]
+    seen = strength * _products(tokens.key, tokens.key, between)
+    first = strength * (tokens.value - (tokens.key * from_before) @ state)
+    # Only what lies below the diagonal is read: ones are taken to stand on it.
+    written = torch.linalg.solve_triangular(seen, first, upper=False, unitriangular=True)
+    output = (tokens.query * from_before) @ state
+    output = output + _products(tokens.query, tokens.key, between) @ written
+    state = from_before[:, -1, :, None] * state + (tokens.key * to_end).mT @ written
+    return output, state
+
+
+def _products(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
+    """Σ over channels of row · column · what is left of the column's at the row's token."""
+    if between.shape[1] == 1:
+        return (rows @ columns.mT) * between[:, 0]
+    return torch.einsum("hic,hjc,hcij->hij", rows, columns, between)

@@ -1,0 +1,135 @@
+"""Attention by head over pages.
+
+What a layer has is what its checkpoint and its pool say: biases, norms of queries and keys, and
+sinks if there are such weights; a window if the pool that keeps its keys reaches only so far.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.attention import Attending, attend
+from kvtide.layers.blueprint import Blueprint
+from kvtide.layers.dense import Linear
+from kvtide.layers.elementwise import sigmoid
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.qkv import Heads, Preparing
+from kvtide.layers.rope import Rope
+
+
+class Attention:
+    """Queries, keys and values by head; keys are kept after their rotation, if there is one.
+
+    `cap`: the limit of scores, where a model has one. `key_gain`: what it multiplies keys by.
+    """
+
+    QUERY_NORM: ClassVar[str] = "q_norm"
+    KEY_NORM: ClassVar[str] = "k_norm"
+    OUT: ClassVar[str] = "o_proj"
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        layer: int,
+        rope: Rope | None,
+        scale: float | None = None,
+        cap: float | None = None,
+        key_gain: float = 1.0,
+    ) -> None:
+        self.arithmetic = blueprint.arithmetic
+        self.place = blueprint.place(layer, "k")
+        self.kv_heads, self.head_dim = self.place.field("k").shape
+        self.rope = rope
+        self.qkv = self.projection(blueprint)
+        self.out = blueprint.rows(self.OUT, unit=self.head_dim)
+        query_norm, key_norm = (
+            blueprint.norm(name) if blueprint.has(f"{name}.weight") else None
+            for name in (self.QUERY_NORM, self.KEY_NORM)
+        )
+        self.preparing = Preparing(self.kv_heads, query_norm, key_norm, key_gain)
+        sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
+        sinks = None if sinks is None else blueprint.share(sinks)
+        self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
+
+    def projection(self, blueprint: Blueprint) -> Linear:
+        """Queries, keys and values, side by side."""
+        return blueprint.columns("q_proj", "k_proj", "v_proj", unit=self.head_dim)
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        return self.out(self.attended(by_head, run))
+
+    def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
+        """What the heads of a projection saw, side by side: (tokens, heads · dim)."""
+        turns = None
+        if (rope := self.rope) is not None:
+            turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
+        if self.arithmetic.runs_programs(by_head.device):
+            # Only who has such a device needs the compiler.
+            from kvtide.layers.kernels.attention_prefill import attend_paged
+            from kvtide.layers.kernels.qkv import keep_heads
+
+            queries, kept = keep_heads(run, self.place, by_head, turns, self.preparing)
+            return attend_paged(run, self.place, queries, kept, self.how).flatten(1)
+        heads, block = self.preparing(by_head, turns), self.arithmetic.query_block
+        return attend_over_pages(run, self.place, heads, self.how, block).flatten(1)
+
+
+class GatedAttention(Attention):
+    """Every head's output passes a gate, which is projected beside its query."""
+
+    def projection(self, blueprint: Blueprint) -> Linear:
+        """Queries, keys, values and gates, side by side."""
+        whole = blueprint.linear("q_proj")
+        keys_values = blueprint.columns("k_proj", "v_proj", unit=self.head_dim)
+        weight = self._beside(blueprint, whole.weight, keys_values.weight)
+        if whole.bias is None and keys_values.bias is None:
+            return Linear(self.arithmetic, weight)
+        bias = self._beside(blueprint, whole.bias_or_zeros, keys_values.bias_or_zeros)
+        return Linear(self.arithmetic, weight, bias)
+
+    def _beside(self, blueprint: Blueprint, whole: Tensor, keys_values: Tensor) -> Tensor:
+        """With this rank's share of the queries and gates, which lie by turns in `whole`."""
+        parts = _neighbours(whole, self.head_dim)
+        queries, gates = (blueprint.share(part, self.head_dim) for part in parts)
+        return torch.cat([queries, keys_values, gates])
+
+    def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
+        by_head = self.qkv(x).view(len(x), -1, self.head_dim)
+        heads = (by_head.shape[1] - 2 * self.kv_heads) // 2
+        attending, gates = by_head.split((heads + 2 * self.kv_heads, heads), dim=1)
+        attended = self.attended(attending, run)
+        opened = self.arithmetic.rowwise(sigmoid, gates.flatten(1))
+        return self.out(attended * opened.to(x.dtype))
+
+
+def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Heads that lie by turns, query, gate, query, gate: all queries, and all gates."""
+    by_turns = weight.unflatten(0, (-1, 2, head_dim))
+    return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)
+
+
+def attend_over_pages(
+    run: ForwardPass,
+    place: Place,
+    heads: Heads,
+    how: Attending,
+    query_block: int,
+) -> Tensor:
+    """Keeps the step's keys and values, and attends with its queries: (tokens, heads, dim).
+
+    Keys and values of the step's own tokens come from the step: a page that is no longer needed
+    when the step ends has no slot.
+    """
+    queries, keys, values = heads
+    kept = run.keep(place, {"k": keys, "v": values})
+    mixed = []
+    for rows in run.sequences:
+        new = slice(rows.start, rows.end)
+        past = run.entries(place, rows, how.first_seen(rows.past))
+        context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
+        mixed.append(attend(queries[new], context["k"], context["v"], how, query_block))
+    return torch.cat(mixed)

@@ -1,0 +1,112 @@
+"""A folder of safetensors: its tensors by name, as they lie there, in one file or in shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from kvtide.models.model_errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight as it lies on disk: what it is, its bytes, and how many of them make a row."""
+
+    form: str
+    data: NDArray[np.uint8]
+    row_bytes: int
+
+
+class _Shard(Protocol):
+    """A mapped safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class SafetensorsWeights:
+    """The weights of a folder, in one file or in shards. Every shard is there and can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._homes: dict[str, _Shard] = {}
+        for file in _weight_files(folder):
+            shard = _opened(file)
+            self._homes.update(dict.fromkeys(shard.keys(), shard))
+
+    def names(self) -> Collection[str]:
+        return self._homes.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._homes
+
+    def get(self, name: str) -> torch.Tensor:
+        if name not in self._homes:
+            raise missing(self._folder, name)
+        return self._homes[name].get_tensor(name)
+
+    def stored(self, name: str) -> Stored:
+        tensor = self.get(name)
+        data = tensor.reshape(-1).view(torch.uint8).numpy()
+        rows = max(1, tensor.shape[:-1].numel())
+        return Stored(f"{tensor.dtype} {tuple(tensor.shape)}", data, data.size // rows)
+
+
+def missing(path: Path, name: str) -> CheckpointError:
+    """What to say where a tensor is not."""
+    return CheckpointError(
+        f"{path}: there is no tensor {name}, which the config asks for; use the config.json that "
+        "the weights were saved with"
+    )
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as flaw:
+        raise CheckpointError(f"{path}: not readable as JSON ({flaw}); download it again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(
+            f"{path}: holds a {type(values).__name__}, not a JSON object; download it again"
+        )
+    return values
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index.is_file():
+        raise CheckpointError(
+            f"{folder}: neither model.safetensors nor {index.name} is here; save the model with "
+            "save_pretrained, which writes safetensors"
+        )
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{index}: there is no `weight_map` in it; download it again")
+    shards = sorted({str(shard) for shard in places.values()})
+    if gone := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise CheckpointError(
+            f"{folder}: {len(gone)} of {len(shards)} shards are missing, {gone[0]} first; "
+            "download them"
+        )
+    return [folder / shard for shard in shards]
+
+
+def _opened(file: Path) -> _Shard:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as flaw:
+        raise CheckpointError(
+            f"{file}: not readable as safetensors ({flaw}); download it again"
+        ) from None

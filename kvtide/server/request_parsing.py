@@ -1,0 +1,316 @@
+"""What clients send, read into what the engine is asked. Bad input is refused in a sentence.
+
+The bodies are those of OpenAI's API, with a few names of our own: `top_k`, `min_p`,
+`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
+`recompute`, `return_token_ids`, `return_cached_tokens_details`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from kvtide.cache import Namespace
+from kvtide.engine import Engine, RequestError, RequestParams, SamplingParams
+from kvtide.models.chat import Conversation
+from kvtide.models.tokenizer import Tokenizer
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_PRIORITY = 1_000_000
+ANSWER_TOKENS = 1024
+"""How long a chat's answer may become, if nothing is said: room for it is reserved at once."""
+COMPLETION_TOKENS = 16
+
+UNSUPPORTED = {
+    "best_of": "ask for n choices instead",
+    "suffix": "put it into the prompt",
+    "logit_bias": "use temperature, top_p or penalties",
+    "tools": "describe them in a message",
+    "functions": "describe them in a message",
+    "audio": "send text",
+    "modalities": "send text",
+    "prediction": "leave it out",
+}
+"""What OpenAI's API has and this server has not, with what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A body, read: what to ask the engine, and how to answer.
+
+    asks        one per choice, the choices of one prompt next to each other
+    logprobs    how many of the likeliest tokens to show beside each; None to show none
+    """
+
+    asks: tuple[RequestParams, ...]
+    choices: int
+    chat: bool
+    echo: bool = False
+    logprobs: int | None = None
+    stream: bool = False
+    stream_usage: bool = False
+    token_ids: bool = False
+    cache_details: bool = False
+
+
+class RequestParser:
+    """Reads bodies for one engine. `seeded`: requests that name no seed all have the same."""
+
+    def __init__(self, engine: Engine, name: str, *, seeded: bool) -> None:
+        self._engine = engine
+        self._tokenizer = engine.tokenizer
+        self._name = name
+        self._seeded = seeded
+
+    def completion(self, body: Fields) -> ParsedRequest:
+        """The body of `/v1/completions`."""
+        self._check(body)
+        prompts = _prompts(body, self._tokenizer)
+        logprobs = body.integer("logprobs", None, 0, MAX_LOGPROBS)
+        echo = body.flag("echo")
+        common = self._common(body, body.integer("max_tokens", COMPLETION_TOKENS, 0), logprobs)
+        scored = replace(common, score=logprobs) if echo else common
+        asks = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
+        return self._wanted(body, asks, chat=False, echo=echo, logprobs=logprobs)
+
+    def chat(self, body: Fields) -> ParsedRequest:
+        """The body of `/v1/chat/completions`."""
+        self._check(body)
+        if self._tokenizer is None:
+            raise RequestError(
+                "this model came without a tokenizer; send token ids to /v1/completions"
+            )
+        prompt = self._tokenizer.encode_chat(_conversation(body))
+        shown = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
+        logprobs = shown if body.flag("logprobs") else None
+        most = body.integer("max_completion_tokens", None, 0)
+        if most is None:
+            most = body.integer("max_tokens", None, 0)
+        if most is None:
+            most = max(1, min(ANSWER_TOKENS, self._engine.max_sequence_tokens - len(prompt)))
+        params = replace(self._common(body, most, logprobs), tokens=tuple(prompt))
+        return self._wanted(body, [params], chat=True, logprobs=logprobs)
+
+    def _check(self, body: Fields) -> None:
+        asked = body.text("model", self._name)
+        if asked != self._name:
+            raise RequestError(f"there is no model '{asked}' here; use '{self._name}'")
+        for name, remedy in UNSUPPORTED.items():
+            if body.get(name):
+                raise RequestError(f"{name} is not supported; {remedy}")
+        form = body.get("response_format")
+        if form is not None and form != {"type": "text"}:
+            raise RequestError("response_format is not supported; ask for JSON in the prompt")
+
+    def _common(self, body: Fields, most: int | None, logprobs: int | None) -> RequestParams:
+        """All but the tokens."""
+        assert most is not None
+        ends = frozenset[int]()
+        if self._tokenizer is not None and not body.flag("ignore_eos"):
+            ends = self._tokenizer.special.stop_ids
+        return RequestParams(
+            tokens=(),
+            max_tokens=most,
+            sampling=self._sampling(body, logprobs or 0),
+            stop_ids=ends | frozenset(body.integers("stop_token_ids")),
+            stop=body.texts("stop", MAX_STOPS),
+            recompute=body.flag("recompute"),
+            namespace=Namespace(cache_salt=body.text("cache_salt", "")),
+            priority=body.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
+            session=body.text("session_id", "") or None,
+        )
+
+    def _sampling(self, body: Fields, logprobs: int) -> SamplingParams:
+        drawn = 0 if self._seeded else secrets.randbits(62)
+        seed = body.integer("seed", drawn, -(2**63), 2**63)
+        return SamplingParams(
+            temperature=body.number("temperature", 1.0),
+            top_p=body.number("top_p", 1.0),
+            top_k=max(0, body.integer("top_k", 0, -1) or 0),
+            min_p=body.number("min_p", 0.0),
+            seed=(seed or 0) % 2**62,
+            presence_penalty=body.number("presence_penalty", 0.0),
+            frequency_penalty=body.number("frequency_penalty", 0.0),
+            repetition_penalty=body.number("repetition_penalty", 1.0),
+            logprobs=logprobs,
+        )
+
+    def _wanted(self, body: Fields, asks: Sequence[RequestParams], **said: Any) -> ParsedRequest:
+        """A choice draws with a seed of its own, so that choices differ."""
+        for params in asks:
+            self._engine.check(params)
+        choices = body.integer("n", 1, 1, MAX_CHOICES) or 1
+        if len(asks) * choices > MAX_CHOICES:
+            raise RequestError(
+                f"{len(asks)} prompts with {choices} choices each; ask for at most {MAX_CHOICES} "
+                "answers at once"
+            )
+        options = body.object("stream_options")
+        return ParsedRequest(
+            asks=tuple(_choice(params, n) for params in asks for n in range(choices)),
+            choices=choices,
+            stream=body.flag("stream"),
+            stream_usage=options.flag("include_usage"),
+            token_ids=body.flag("return_token_ids"),
+            cache_details=body.flag("return_cached_tokens_details"),
+            **said,
+        )
+
+
+def _choice(params: RequestParams, number: int) -> RequestParams:
+    sampling = params.sampling
+    return replace(params, sampling=replace(sampling, seed=sampling.seed + number))
+
+
+# -- prompts ----------------------------------------------------------------------------------
+
+
+def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """A text, token ids, or a list of either."""
+    given = body.get("prompt")
+    if isinstance(given, str) or (isinstance(given, list) and _are_ids(given)):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise RequestError("prompt is missing; send a text, a list of token ids, or several")
+    return [_tokens(prompt, tokenizer) for prompt in given]
+
+
+def _are_ids(given: Sequence[object]) -> bool:
+    return bool(given) and all(type(item) is int for item in given)
+
+
+def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("this model came without a tokenizer; send token ids as the prompt")
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, list) and _are_ids(prompt):
+        return prompt
+    raise RequestError("a prompt is neither a text nor a list of token ids; send one of them")
+
+
+def _conversation(body: Fields) -> Conversation:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages is missing; send a list of messages with role and content")
+    options = body.object("chat_template_kwargs")
+    return Conversation([_message(m) for m in messages], variables=dict(options.values))
+
+
+def _message(message: object) -> Mapping[str, object]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError("a message has no role; send objects with role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part) for part in content)
+    if not isinstance(content, str):
+        raise RequestError("a message's content is not text; send a text or parts of type text")
+    return {**message, "content": content}
+
+
+def _part(part: object) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RequestError(f"content of type {kind} is not supported; send parts of type text")
+
+
+# -- fields -----------------------------------------------------------------------------------
+
+
+def read_json(raw: bytes) -> Fields:
+    """A body. Python's JSON knows numbers and characters that others do not: not here."""
+    try:
+        values = json.loads(raw.decode(), parse_constant=_no_number)
+        if b"\\u" in raw:
+            json.dumps(values, ensure_ascii=False).encode()
+    except RecursionError:
+        raise RequestError("the body is nested too deeply; send less of it") from None
+    except UnicodeError:
+        raise RequestError("the body has halves of characters; send UTF-8") from None
+    except ValueError as flaw:
+        raise RequestError(f"the body is not JSON ({flaw}); send a JSON object") from None
+    return Fields(values)
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number in JSON")
+
+
+class Fields:
+    """A JSON object whose fields are read with their types. `null` is as good as missing."""
+
+    def __init__(self, values: object, name: str = "the body") -> None:
+        if not isinstance(values, dict):
+            raise RequestError(f"{name} is not a JSON object; send one")
+        self.values: Mapping[str, object] = values
+
+    def get(self, name: str) -> object:
+        return self.values.get(name)
+
+    def object(self, name: str) -> Fields:
+        value = self.get(name)
+        return Fields({} if value is None else value, name)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            raise RequestError(f"{name} is {_shown(value)}; send true or false")
+        return bool(value)
+
+    def integer(
+        self, name: str, default: int | None, least: int, most: int | None = None
+    ) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) is not int or value < least or (most is not None and value > most):
+            span = f"from {least} to {most}" if most is not None else f"of at least {least}"
+            raise RequestError(f"{name} is {_shown(value)}; send a whole number {span}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float):
+            raise RequestError(f"{name} is {_shown(value)}; send a number")
+        assert isinstance(value, int | float)
+        try:
+            return float(value)
+        except OverflowError:
+            raise RequestError(f"{name} is {_shown(value)}; send a smaller number") from None
+
+    def text(self, name: str, default: str) -> str:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise RequestError(f"{name} is {_shown(value)}; send a text")
+        return value
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """A text or several."""
+        value = self.get(name)
+        given = [] if value is None else value if isinstance(value, list) else [value]
+        if len(given) > most or not all(isinstance(item, str) and item for item in given):
+            raise RequestError(f"{name} is not a text or a list of up to {most} that are not empty")
+        return tuple(given)
+
+    def integers(self, name: str) -> list[int]:
+        value = self.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise RequestError(f"{name} is {_shown(value)}; send a list of whole numbers")
+        return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,283 @@
+"""The file store itself: the calls of the protocol, room for what is new, and background work."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtide.storage.file.appends import Putter, Slice
+from kvtide.storage.file.base import Base
+from kvtide.storage.file.capacity import Capacity
+from kvtide.storage.file.counts import StoreCounts
+from kvtide.storage.file.file_io import FileRange, HoleError, Mover, ShortError
+from kvtide.storage.file.file_settings import FileSettings, Sync, folder_of
+from kvtide.storage.file.folder import Folder
+from kvtide.storage.file.folder_catalog import Catalog
+from kvtide.storage.file.io_threads import IoThreads
+from kvtide.storage.file.merging import LAST_REMOVALS, merge
+from kvtide.storage.file.object_table import NONE, ObjectPlaces, Rows
+from kvtide.storage.file.records import BLOCK_BYTES, RECORD_BYTES, Words, key_words
+from kvtide.storage.file.recovery import enter
+from kvtide.storage.file.segments import SegmentFile
+from kvtide.storage.file.writer import Hole, Writer, sync
+from kvtide.storage.store import MISSING, Removed, StoreError, StoreStatus
+from kvtide.storage.url import StoreURL
+
+SYNC_EVERY_S = 1.0
+TELL_EVERY_S = 60.0
+LONGEST_JOURNAL_BYTES = 64 << 20
+DESCRIBED_SHARE = 2
+"""A journal is renewed when it is longer than this, and than so many records for every object."""
+
+
+class FileStore:
+    def __init__(self, url: StoreURL, space: bytes) -> None:
+        self.name = str(url)
+        counts, folder = StoreCounts(), Folder(folder_of(url))
+        catalog = Catalog(folder, counts)
+        journal = enter(folder, catalog, counts)
+        _give_back_memory()
+        try:
+            settings = FileSettings.of(url, folder, catalog.blocks * BLOCK_BYTES)
+        except StoreError:
+            journal.close()
+            raise
+        writer = Writer(folder, space, catalog, journal, counts)
+        number = catalog.space(space)
+        self._base = Base(self.name, folder, settings, catalog, writer, counts, number)
+        self._workers = IoThreads(settings.threads, "kvtide file store")
+        self._mover = Mover(self._workers)
+        self._room = Capacity(self._base)
+        self._putter = Putter(self._base, self._room, self._mover)
+        self._stop = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="kvtide file keeper", daemon=True)
+        self._keeper.start()
+
+    def lend(self, block: memoryview) -> None:
+        """Nothing to register: any page-aligned memory is read and written in place."""
+
+    # ── looking up and reading ────────────────────────────────────────────────────────────────
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._base.lock:
+            found: list[bool] = (self._find(key_words(keys)) != NONE).tolist()
+        return found
+
+    def _find(self, words: Words) -> Rows:
+        """Rows of keys, after a look at what others did. Under the lock."""
+        self._base.look()
+        return self._base.catalog.table.find(words, self._base.space)
+
+    def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[int]:
+        words = key_words(keys)
+        views = [_flat(target) for target in targets]
+        assert len(keys) == len(views)
+        with self._base.lock:
+            rows = self._find(words)
+            table, asked = self._base.catalog.table, np.flatnonzero(rows != NONE)
+            rows = rows[asked]
+            at, lengths = table.places(rows), table.length[rows].tolist()
+            self._base.catalog.use(rows)
+        results = [MISSING] * len(views)
+        fits = [n for n, i in enumerate(asked.tolist()) if lengths[n] <= len(views[i])]
+        ranges, failures = self._ranges(at, lengths, [views[i] for i in asked.tolist()], fits)
+        outcomes = self._mover.read([each for _, each in ranges])
+        for (n, _), outcome in zip(ranges, outcomes, strict=True):
+            if outcome is None:
+                results[asked[n]] = lengths[n]
+            else:
+                failures[n] = outcome
+        if failures:
+            self._lost(words[asked], at, failures)
+        return results
+
+    def _ranges(
+        self, at: ObjectPlaces, lengths: list[int], views: list[memoryview], chosen: list[int]
+    ) -> tuple[list[tuple[int, FileRange]], dict[int, OSError]]:
+        """What to read from which files, and those whose file cannot be opened."""
+        ranges, failures = [], {}
+        segments, blocks = at.segment.tolist(), at.block.tolist()
+        files = {number: self._open(number) for number in set(segments)}
+        for n in chosen:
+            file = files[segments[n]]
+            if isinstance(file, OSError):
+                failures[n] = file
+            else:
+                offset = blocks[n] * BLOCK_BYTES
+                each = FileRange(file.fileno(), offset, views[n], lengths[n], file)
+                ranges.append((n, each))
+        return ranges, failures
+
+    def _open(self, number: int) -> SegmentFile | OSError:
+        try:
+            return self._base.writer.opened.get(self._base.catalog.segments[number].path)
+        except OSError as error:
+            return error
+
+    def _lost(self, words: Words, at: ObjectPlaces, failures: dict[int, OSError]) -> None:
+        """Objects that could not be read: forget those that are gone, and count."""
+        holes: list[Hole] = []
+        with self._base.lock:
+            self._base.look()
+            table = self._base.catalog.table
+            for n, error in failures.items():
+                one = np.array([n])
+                row = table.find_at(words[one], at[one])
+                if row[0] == NONE:
+                    continue  # Another process removed it meanwhile, as it may.
+                self._base.counts.add(_why(error), error=error)
+                if isinstance(error, HoleError | ShortError):
+                    holes += self._remove(row)
+                elif isinstance(error, FileNotFoundError | PermissionError):
+                    self._base.catalog.drop(row)
+        self._room.give_back(holes)
+
+    # ── writing ───────────────────────────────────────────────────────────────────────────────
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[bool]:
+        words = key_words(keys)
+        views = [_flat(source) for source in sources]
+        assert len(keys) == len(views)
+        catalog = self._base.catalog
+        with self._base.lock:
+            rows = self._find(words)
+            catalog.use(rows[rows != NONE])
+            seen, stamps = catalog.additions, catalog.clock.stamps(len(keys))
+        there = dict(zip(keys, (rows != NONE).tolist(), strict=True))
+        new = {key: n for n, key in enumerate(keys) if not there[key]}
+        chosen = list(new.values())
+        slices = list(self._putter.slices([views[n] for n in chosen]))
+        for some in slices:
+            numbers = [chosen[n] for n in some]
+            part = Slice(words[numbers], [views[n] for n in numbers], stamps[numbers], seen)
+            for n, done in zip(numbers, self._putter.put(part), strict=True):
+                there[keys[n]] = done
+            seen = part.seen
+        # A batch larger than the cap may have evicted its own end.
+        return [there[key] for key in keys] if len(slices) < 2 else self.exists(keys)
+
+    # ── removing ──────────────────────────────────────────────────────────────────────────────
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        words = key_words(list(dict.fromkeys(map(bytes, keys))))
+        removed = np.zeros(len(words), np.bool_)
+        while True:
+            with self._base.lock:
+                rows = self._find(words)
+                removed |= rows != NONE
+                rows = rows[rows != NONE][:LAST_REMOVALS]
+                holes = self._remove(rows)
+            if not len(rows):
+                return int(removed.sum())
+            self._room.give_back(holes)
+
+    def clear(self) -> Removed:
+        objects = count = 0
+        while True:
+            with self._base.lock:
+                self._base.look()
+                rows = self._base.catalog.of_space(self._base.space)[:LAST_REMOVALS]
+                objects += len(rows)
+                count += int(self._base.catalog.table.length[rows].sum())
+                holes = self._remove(rows)
+            if not len(rows):
+                return Removed(objects, count)
+            self._room.give_back(holes)
+
+    def _remove(self, rows: Rows) -> list[Hole]:
+        try:
+            return self._base.writer.remove(rows)
+        except OSError as error:
+            raise self._base.folder.refusal(error) from error
+
+    # ── the others, and the background ────────────────────────────────────────────────────────
+
+    def _keep(self) -> None:
+        told = time.monotonic()
+        while not self._stop.wait(SYNC_EVERY_S):
+            try:
+                self._sync()
+                if time.monotonic() - told > TELL_EVERY_S:
+                    told = time.monotonic()
+                    self._tell()
+                self._renew()
+            except Exception as error:
+                self._base.counts.add("keeping", error=error)
+
+    def _sync(self) -> None:
+        with self._base.lock:
+            paths, self._base.writer.unsynced = self._base.writer.unsynced, set()
+        if self._base.settings.sync is Sync.BATCH:
+            sync(paths, self._base.counts)
+
+    def _tell(self) -> None:
+        with self._base.lock:
+            self._base.look()
+            self._base.writer.tell_uses()
+            self._base.writer.delete_empty(range(len(self._base.catalog.segments)))
+
+    def _renew(self) -> None:
+        described = len(self._base.catalog.table) * RECORD_BYTES * DESCRIBED_SHARE
+        if self._base.writer.journal.bytes > max(LONGEST_JOURNAL_BYTES, described):
+            with self._base.lock:
+                self._base.writer.renew_journal()
+            with self._base.folder.alone():
+                merge(self._base.folder)
+
+    def status(self) -> StoreStatus:
+        with self._base.lock:
+            self._base.look()
+            space, segments = self._base.space, self._base.catalog.segments
+            ours = [known for known in segments if known.space == space]
+            buffered = "the file system refuses direct I/O, so the page cache is used"
+            return StoreStatus(
+                sum(known.objects for known in ours),
+                sum(known.bytes for known in ours),
+                self._base.catalog.blocks * BLOCK_BYTES,
+                self._base.settings.cap_bytes,
+                (() if self._base.writer.direct else (buffered,)) + self._base.counts.sentences(),
+            )
+
+    def close(self) -> None:
+        with self._base.lock:
+            if self._base.closed:
+                return
+            self._base.closed = True
+        self._stop.set()
+        self._keeper.join()
+        self._workers.close()
+        try:
+            with self._base.lock:
+                self._base.writer.tell_uses()
+            self._sync()
+        except OSError as error:
+            self._base.counts.add("journal", error=error)
+        finally:
+            self._base.writer.close()
+
+
+def _flat(memory: memoryview) -> memoryview:
+    """As bytes in a row."""
+    flat = memoryview(memory)
+    return flat if flat.format == "B" and flat.ndim == 1 else flat.cast("B")
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, ShortError):
+        return "short"
+    if isinstance(error, HoleError):
+        return "hole"
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return "gone"
+    return "read"
+
+
+def _give_back_memory() -> None:
+    """Reading journals takes more memory than what they say; libc would keep the rest."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

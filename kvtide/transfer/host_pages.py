@@ -1,0 +1,96 @@
+"""Host pages as the objects that a store keeps.
+
+Where a host page is one run with room for a label behind it, it is an object as it lies, and a
+store reads and writes it in place. Otherwise its rows are gathered into a staging buffer in
+canonical order, or scattered from there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtide.storage.objects import DIRECT_ALIGN, DIRECT_BYTES, ObjectFormat
+from kvtide.tiers.buffers import Buffers
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def tails(formats: Mapping[str, ObjectFormat]) -> dict[str, int]:
+    """What to leave free behind a host page so that it can be an object as it lies.
+
+    Small pages are copied instead: the room would be large beside them.
+    """
+    return {
+        anchor: one.bytes - one.payload_bytes
+        for anchor, one in formats.items()
+        if one.payload_bytes >= DIRECT_BYTES
+    }
+
+
+class BounceBuffers:
+    """Memory of one worker for objects that do not lie in one run; grows with what is asked."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._memory: memoryview | None = None
+        self._lingering: list[tuple[float, memoryview]] = []
+        self._clock = clock
+
+    def linger(self, seconds: float) -> None:
+        """Somebody may write to this memory for so long: it is not used again, nor given back."""
+        now = self._clock()
+        self._lingering = [(until, memory) for until, memory in self._lingering if until > now]
+        if self._memory is not None:
+            self._lingering.append((now + seconds, self._memory))
+            self._memory = None
+
+    def parts(self, sizes: list[int]) -> list[memoryview]:
+        """A place for each of these sizes, aligned for disks."""
+        ends = np.cumsum([-(-size // DIRECT_ALIGN) * DIRECT_ALIGN for size in sizes])
+        total = int(ends[-1]) if len(ends) else 0
+        if self._memory is None or len(self._memory) < total:
+            self._memory = memoryview(mmap.mmap(-1, max(total, DIRECT_ALIGN)))
+        memory = self._memory
+        starts = [0, *(int(end) for end in ends[:-1])]
+        return [memory[s : s + size] for s, size in zip(starts, sizes, strict=False)]
+
+
+class HostPages:
+    """The host's pages, by anchor and slot. `block` is all of the host's memory."""
+
+    def __init__(self, host: Buffers, formats: Mapping[str, ObjectFormat]) -> None:
+        self._data: Bytes = host.data.numpy()
+        self.block = memoryview(self._data)  # type: ignore[arg-type]
+        self._arrangement = host.arrangement
+        self._formats = formats
+        self._rows = {anchor: host.arrangement.rows(anchor) for anchor in formats}
+
+    def in_place(self, anchor: str, slot: int) -> memoryview | None:
+        """The page with its tail, if that can hold an object."""
+        run, size = self._arrangement.run(anchor), self._formats[anchor].bytes
+        if run is None or run.stride < size:
+            return None
+        start = run.offset + slot * run.stride
+        return self.block[start : start + size]
+
+    def gather(self, anchor: str, slot: int, target: memoryview) -> None:
+        """Copy a page's rows, in canonical order, to the beginning of `target`."""
+        there: Bytes = np.frombuffer(target, np.uint8)
+        at = 0
+        for row in self._rows[anchor]:
+            start = row.offset + slot * row.stride
+            there[at : at + row.bytes] = self._data[start : start + row.bytes]
+            at += row.bytes
+
+    def scatter(self, anchor: str, slot: int, source: memoryview) -> None:
+        """Copy a payload in canonical order to a page's rows."""
+        here: Bytes = np.frombuffer(source, np.uint8)
+        at = 0
+        for row in self._rows[anchor]:
+            start = row.offset + slot * row.stride
+            self._data[start : start + row.bytes] = here[at : at + row.bytes]
+            at += row.bytes

@@ -1,0 +1,175 @@
+"""What is asked of a store, and how far it has come. Made by `StoreLink`, done by its workers.
+
+An errand is *over* when nothing more will come of it, and *quiet* when nothing of it touches host
+memory any more: only then do its slots belong to somebody else. One that was stopped, or whose
+deadline passed, may be neither for as long as a store keeps a call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvtide.storage.objects import ObjectFormat
+
+
+class StoredPage(NamedTuple):
+    """One page of one anchor: its key, and its slot on the host."""
+
+    anchor: str
+    key: bytes
+    slot: int
+    absent: tuple[str, ...] = ()
+
+
+class StorageRequest:
+    """`error` says why nothing came, if nothing did."""
+
+    def __init__(self, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.deadline = deadline
+        self.error: BaseException | None = None
+        self.stopped = False
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._at_work = 0
+        self._lingers_until = 0.0
+
+    @property
+    def late(self) -> bool:
+        return self._clock() > self.deadline
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of it is being done, nor will be."""
+        with self._lock:
+            return not self._at_work and self._no_more() and self._clock() >= self._lingers_until
+
+    def stop(self) -> None:
+        """No more is wanted: what is being done ends, nothing else begins."""
+        self.stopped = True
+
+    def linger(self, seconds: float) -> None:
+        self._lingers_until = max(self._lingers_until, self._clock() + seconds)
+
+    def _no_more(self) -> bool:
+        raise NotImplementedError
+
+
+class Lookup(StorageRequest):
+    """For every key, whether the store has it; `found` is None until it is known."""
+
+    def __init__(
+        self,
+        keys: Callable[[], Sequence[bytes]],
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(deadline, clock)
+        self.keys = keys
+        self.found: list[bool] | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.found is not None or self.error is not None
+
+    def _no_more(self) -> bool:
+        return self.over or self.stopped
+
+
+class PageBatch(NamedTuple):
+    """Pages [start, end) of an errand."""
+
+    start: int
+    end: int
+
+
+class Paging(StorageRequest):
+    """Pages to read or to write, in batches that several workers take.
+
+    ready   how many pages, from the first on, are done and whole
+    absent  of every page that was read, the optional sidecars it came without
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[StoredPage],
+        formats: Sequence[ObjectFormat],
+        batch_bytes: int,
+        deadline: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(deadline, clock)
+        self.pages = pages
+        self.formats = formats
+        self.ready = 0
+        self.absent: list[tuple[str, ...]] = [()] * len(pages)
+        self.batches = _batches(formats, batch_bytes)
+        self._next = 0
+        self._done: list[bool | None] = [None] * len(pages)
+
+    @property
+    def over(self) -> bool:
+        with self._lock:
+            return self._no_more() and not self._at_work
+
+    def claim(self) -> PageBatch | None:
+        """The next batch for a worker, who has to `finish` it; None if there is none."""
+        with self._lock:
+            if self._no_more():
+                return None
+            batch = self.batches[self._next]
+            self._next += 1
+            self._at_work += 1
+            return batch
+
+    def finish(self, batch: PageBatch, whole: Sequence[bool]) -> None:
+        with self._lock:
+            self._at_work -= 1
+            self._done[batch.start : batch.end] = whole
+            while self.ready < len(self.pages) and self._done[self.ready]:
+                self.ready += 1
+
+    def fail(self, batch: PageBatch, error: BaseException) -> None:
+        self.error = error
+        self.finish(batch, [False] * (batch.end - batch.start))
+
+    @property
+    def count(self) -> int:
+        """How many pages are done and whole, wherever they stand."""
+        return sum(done is True for done in self._done)
+
+    def _no_more(self) -> bool:
+        """What comes behind a page that failed is of no use to who reads."""
+        done = self._next == len(self.batches)
+        return done or self.stopped or self.late or self._gave_up()
+
+    def _gave_up(self) -> bool:
+        return False
+
+
+class Reading(Paging):
+    def _gave_up(self) -> bool:
+        return self.ready < len(self.pages) and self._done[self.ready] is False
+
+
+class Writing(Paging):
+    """Every page counts for itself. `unwanted` pages, by key, are not written."""
+
+    unwanted: frozenset[bytes] = frozenset()
+
+    def withhold(self, keys: frozenset[bytes]) -> None:
+        """No batch that is begun from now on has these pages."""
+        self.unwanted |= keys
+
+
+def _batches(formats: Sequence[ObjectFormat], max_bytes: int) -> list[PageBatch]:
+    batches: list[PageBatch] = []
+    start = size = 0
+    for number, one in enumerate(formats):
+        if number > start and size + one.bytes > max_bytes:
+            batches.append(PageBatch(start, number))
+            start, size = number, 0
+        size += one.bytes
+    return [*batches, PageBatch(start, len(formats))] if formats else []

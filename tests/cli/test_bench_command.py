@@ -1,0 +1,130 @@
+"""`kvtide bench`: tables and JSON from one run, refusals in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtide.bench.contestants import Full, Handle, Timings
+from kvtide.cli.main import main
+from kvtide.tiers import Layout
+
+SMALL = ["--workload", "chat:users=6,turns=3", "--repetitions", "1"]
+
+
+def test_index_prints_a_table_with_a_row_per_contestant(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--contestants", "full,window", "--growth", "1000", "--growth-requests", "20"]
+    assert main(["bench", "index", *SMALL, *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "| full " in printed and "| window " in printed
+    assert "bytes of index per cached token" in printed
+    assert "1,000" in printed
+
+
+class Slower(Full):
+    """A contestant of another project, with an operation that ours do not have."""
+
+    def finish(self, handle: Handle, timings: Timings) -> None:
+        super().finish(handle, timings)
+        timings["hash"].append(1000)
+
+
+def test_contestants_may_differ_in_their_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    names = f"{__name__}:Slower,full"
+    assert main(["bench", "index", *SMALL, "--contestants", names, "--growth", ""]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "hash p50/p99 µs" in printed and "1.0/1" in printed and "| –" in printed.replace("  ", "")
+    )
+
+
+def test_index_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "index", *SMALL, "--growth", "", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["workloads"]
+    assert len(result["contestants"]) == 4
+    assert result["capacity_tokens"] > 0
+
+
+def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--workload", "chat:users=6,turns=3", "--capacities", "0.3,1.2"]
+    assert main(["bench", "hitrate", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "offline optimum" in printed
+    assert "default: gap closed" in printed
+    assert main(["bench", "hitrate", *arguments, "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [row["share"] for row in result["rows"]] == [0.3, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["index", "--contestants", "nobody"], "no contestant named nobody; use full"),
+        (["index", "--growth", "many"], "--growth takes numbers separated by commas"),
+        (
+            ["hitrate", "--policies", "best"],
+            "no eviction policy named best; use default, tide, lru",
+        ),
+        (["hitrate", "--trace", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["index", "--workload", "tea"], "tea"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+# -- transfer -------------------------------------------------------------------------------
+
+
+def test_transfer_measures_every_goal_both_ways_and_every_cell(capsys) -> None:
+    options = ["--device", "cpu", "--tokens", "256", "--repetitions", "1", "--cells", "--json"]
+    assert main(["bench", "transfer", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {row["way"] for row in result["goals"]} == {"load", "backup"}
+    assert {row["layout"] for row in result["cells"]} == {layout.value for layout in Layout}
+    for row in result["goals"] + result["cells"]:
+        assert row["bytes"] > 0 and row["gb_s"] > 0 and row["alone"] > 0 and row["back_to_back"] > 0
+    assert {"µs", "share"} == {row["unit"] for row in result["beside"]}
+
+
+def test_transfer_prints_tables_with_the_goals(capsys) -> None:
+    assert (
+        main(["bench", "transfer", "--device", "cpu", "--tokens", "256", "--repetitions", "1"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "DeepSeek-V4-Flash, page 256" in text and "≥ 92%" in text and "< 200 µs" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (["--tokens", "10"], "256 or more"),
+        (["--repetitions", "0"], "of 1"),
+        (["--device", "tpu"], "cpu or cuda"),
+    ],
+)
+def test_transfer_refuses_what_cannot_be_measured(capsys, options, remedy) -> None:
+    assert main(["bench", "transfer", *options]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+# -- step -----------------------------------------------------------------------------------
+
+
+def test_step_measures_every_kind_of_memory(capsys) -> None:
+    options = ["--batch", "4", "--prompt-tokens", "100", "--steps", "20"]
+    assert main(["bench", "step", *options, "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert [cost["memory"] for cost in costs] == ["full", "window", "recurrent"]
+    assert all(0 < cost["p50_ms"] <= cost["p99_ms"] for cost in costs)
+    assert main(["bench", "step", *options]) == 0
+    assert "< 1 ms" in capsys.readouterr().out
+
+
+def test_step_refuses_an_empty_batch(capsys) -> None:
+    assert main(["bench", "step", "--batch", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err

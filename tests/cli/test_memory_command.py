@@ -1,0 +1,181 @@
+"""`kvtide memory` prints what a model keeps, for people and for programs."""
+
+import argparse
+import json
+
+import pytest
+
+from kvtide.cli import memory_command
+from kvtide.cli.memory_command import context_bytes, layer_ranges, resume_rule
+from kvtide.server.command_error import CommandError
+from kvtide.spec import SpecError, catalog
+
+
+@pytest.fixture
+def command(capsys):
+    """Run the command and return what it printed."""
+
+    def run(*argv: str) -> str:
+        parser = argparse.ArgumentParser()
+        memory_command.add(parser.add_subparsers())
+        args = parser.parse_args(["memory", *argv])
+        assert args.run(args) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def cells(text: str, pool: str) -> list[str]:
+    row = next(line for line in text.splitlines() if line.startswith(f"| {pool} "))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_every_pool_has_a_row_with_slots_layers_sizes_and_rule(command):
+    text = command("deepseek-v4-flash")
+    c4 = ["c4", "follows kv", "2–42 by 2", "64 entries × 584 B", "786,240", "3,071.2", "all pages"]
+    assert cells(text, "c4") == c4
+    assert cells(text, "kv") == ["kv", "own", "–", "–", "0", "0.0", "all pages"]
+    assert cells(text, "swa")[-1] == "last 127 tokens (1 page)"
+    assert cells(text, "c4_state")[3:6] == ["1 entry × 6,144 B", "129,024", "–"]
+    assert cells(text, "c128_open")[-1] == "nothing: within a page only"
+
+
+def test_the_summary_says_what_a_page_a_resume_and_a_context_cost(command):
+    text = command("deepseek-v4-flash")
+    assert "One page of kv with c4, c4_index, c128: 998,208 B" in text
+    assert "History grows by 3,899.2 B per token" in text
+    assert "To resume at a page's end: every page of kv, the last page of swa; 6.60 MB" in text
+    assert "A context of 128k tokens: 517.68 MB" in text
+
+
+def test_a_hybrid_resumes_at_a_checkpoint(command):
+    text = command("qwen3-next-80b")
+    assert cells(text, "state")[-1] == "checkpoint (every 64 tokens)"
+    assert "every page of kv, a checkpoint of state there" in text
+
+
+def test_a_model_that_keeps_its_whole_history_needs_nothing_beside_it(command):
+    text = command("llama-3.1-8b")
+    assert "To resume at a page's end: every page of kv\n" in text
+
+
+def test_page_size_and_dtype_are_options(command):
+    text = command("llama-3.1-8b", "--page-tokens", "16", "--kv-dtype", "fp8")
+    assert "pages of 16 tokens" in text
+    assert cells(text, "kv")[3] == "16 entries × 2,048 B"
+
+
+def test_json_says_the_same(command):
+    facts = json.loads(command("deepseek-v4-pro", "--json"))
+    assert facts["slot_bytes"]["kv"] == 1_430_208
+    assert facts["model_layers"] == 61
+    assert facts["ranks"] == []
+    window = next(pool for pool in facts["pools"] if pool["name"] == "swa")
+    assert (window["reach"], window["required"], window["follows"]) == (127, True, None)
+    assert window["page_bytes"] == 9_135_360
+    assert facts["pools"][0]["reach"] == "all"
+    assert facts["context_bytes"]["131072"] == 512 * 1_430_208 + facts["resume_bytes"]
+
+
+def test_a_tensor_rank_shows_its_share(command):
+    text = command("qwen3-8b", "--tp", "4")
+    assert "layers 0–35, each of 4 tensor ranks" in text
+    assert cells(text, "kv")[3] == "64 entries × 1,024 B"
+
+
+def test_pipeline_stages_are_shown_one_by_one(command):
+    text = command("gpt-oss-120b", "--pp", "2")
+    assert "layers 0–17\n" in text
+    assert "layers 18–35\n" in text
+    ranks = json.loads(command("gpt-oss-120b", "--pp", "3", "--tp", "2", "--json"))["ranks"]
+    assert [rank["part"]["first_layer"] for rank in ranks] == [0, 12, 24]
+    assert {rank["part"]["tensor_ranks"] for rank in ranks} == {2}
+
+
+def test_a_draft_is_optional_and_numbered_after_the_model(command):
+    text = command("qwen3-8b", "--draft-layers", "3")
+    assert cells(text, "draft")[1:3] == ["follows kv", "36–38"]
+    assert cells(text, "draft")[-1] == "optional (all pages)"
+    facts = json.loads(command("qwen3-8b", "--draft-layers", "3", "--json"))
+    assert facts["holdback"] == 1
+
+
+def test_without_a_model_the_names_are_listed(command):
+    text = command()
+    for name in catalog.names():
+        assert f"| {name} " in text
+    assert json.loads(command("--json")) == catalog.names()
+
+
+def test_a_folder_with_a_config_is_a_model(command, tmp_path):
+    config = {
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "sliding_window": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = command(str(tmp_path), "--page-tokens", "16")
+    assert cells(text, "swa")[-1] == "last 31 tokens (2 pages)"
+    assert "the last 2 pages of swa" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["gpt-9"], "the built-in models are deepseek-v3.2"),
+        (["deepseek-v4-flash", "--page-tokens", "96"], "use a multiple of 128"),
+        (["qwen3-8b", "--page-tokens", "0"], "a page of 0 tokens; use at least 1"),
+        (["qwen3-8b", "--kv-dtype", "int4"], "use one of bf16, fp16, fp32, fp8"),
+        (["qwen3-8b", "--tp", "3"], "do not divide over 3 tensor ranks"),
+        (["qwen3-8b", "--tp", "0"], "use at least 1 for each"),
+        (["qwen3-8b", "--pp", "37"], "36 layers over 37 pipeline ranks; use 1 to 36"),
+        (["qwen3-8b", "--draft-layers", "0"], "0 layers; use at least 1, or no draft"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(command, argv, sentence):
+    with pytest.raises((CommandError, SpecError), match=sentence):
+        command(*argv)
+
+
+def test_a_refusal_exits_with_2_and_no_traceback(capsys):
+    from kvtide.cli.main import main
+
+    assert main(["memory", "gpt-9"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("kvtide memory: 'gpt-9' is neither a built-in model nor a folder")
+    assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((), "–"),
+        ((7,), "7"),
+        ((0, 1), "0–1"),
+        ((0, 1, 2, 5), "0–2, 5"),
+        ((3, 5), "3, 5"),
+        ((2, 4, 6), "2–6 by 2"),
+        ((0, 1, 3, 4, 6), "0–1, 3–4, 6"),
+        (tuple(i for i in range(62) if (i + 1) % 6), "0–4, 6–10, … 60–61 (52)"),
+    ],
+)
+def test_layers_are_written_as_ranges(layers, words):
+    assert layer_ranges(layers) == words
+
+
+def test_a_short_context_needs_no_more_pages_than_it_has():
+    memory = catalog.resolve("gemma-3-27b")
+    page = memory.slot_bytes("kv") + memory.slot_bytes("swa")
+    assert context_bytes(memory, 64) == page
+    assert context_bytes(memory, 65) == 2 * page
+    many = 100 * memory.slot_bytes("kv") + 16 * memory.slot_bytes("swa")
+    assert context_bytes(memory, 6400) == many
+
+
+def test_a_rule_counts_the_pages_it_touches():
+    pool = catalog.resolve("gpt-oss-120b").pool("swa")
+    assert resume_rule(pool, 128) == "last 127 tokens (1 page)"
+    assert resume_rule(pool, 64) == "last 127 tokens (2 pages)"

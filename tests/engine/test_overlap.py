@@ -1,0 +1,295 @@
+"""Passes that are begun before the host knows their tokens, beside copies, with traffic at random.
+
+Everybody is answered as if alone. And no copy meets a pass: a pass that was begun after all that a
+load waits for has none of the pages that it brings, and writes none that a backup reads.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import (
+    Engine,
+    Request,
+    RequestParams,
+    SamplingParams,
+    cuda_graphs,
+    sampler,
+    scheduler,
+)
+from kvtide.engine.graph_capture import Wait
+from kvtide.engine.runner import Runner
+from kvtide.spec import PageMove
+from kvtide.transfer.copier import Copier
+from kvtide.transfer.lane import Ticket
+from kvtide.transfer.strided import Way
+from kvtide.transfer.timeline import HostTimeline
+from tests.engine.test_engine import PAGE, VOCABULARY, Stand, complete, words
+from tests.models.with_kernels import by_program, in_torch
+
+STEPS = 120
+
+
+class Pages(NamedTuple):
+    """Of a pass: those it has, and those it writes."""
+
+    had: set[int]
+    written: set[int]
+
+
+class Watch:
+    """A fence is the number of passes that were begun before it, and one more."""
+
+    def __init__(self) -> None:
+        self.passes: list[Pages] = []
+        self.met: list[str] = []
+        self.beside = 0
+
+    def begin(self, rows: list[list[int]], tables: list[list[int]]) -> None:
+        had, written = set[int](), set[int]()
+        for (start, end, past), table in zip(rows, tables, strict=True):
+            had |= {slot for slot in table if slot >= 0}
+            written |= {table[at // PAGE] for at in range(past, past + end - start)} - {-1}
+        self.passes.append(Pages(had, written))
+
+    def copy(self, way: Way, moves: Sequence[PageMove], after: int | None) -> None:
+        later = self.passes[(after or len(self.passes) + 1) - 1 :]
+        self.beside += len(later)
+        for move, each in ((move, each) for move in moves for each in later):
+            loads = way is Way.LOAD
+            slots = {*(move.target_slots if loads else move.source_slots).tolist()}
+            if slots & (each.had if loads else each.written):
+                self.met.append(f"{way.name} of {sorted(slots)} beside {each}")
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    seen = Watch()
+    played, copy = cuda_graphs.StepGraph._played, Copier.copy
+
+    def playing(self: cuda_graphs.StepGraph, wait: Wait) -> Tensor:
+        seen.begin(self._batch.rows.tolist(), self._batch.slots["kv"].tolist())
+        return played(self, wait)
+
+    def copying(
+        self: Copier, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Any = None
+    ) -> Ticket:
+        seen.copy(way, moves, after)
+        return copy(self, way, moves, timeout_s, after)
+
+    monkeypatch.setattr(cuda_graphs, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(cuda_graphs.StepGraph, "_played", playing)
+    monkeypatch.setattr(Copier, "copy", copying)
+    monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.passes) + 1)
+    return seen
+
+
+def asked(rng: random.Random, at: Stand, number: int) -> Request:
+    """With a beginning that others have too; half are drawn, often by a second look."""
+    tokens = [*words(rng.randrange(3), rng.choice((4, 8, 12)))]
+    tokens += rng.choices(range(VOCABULARY), k=rng.randint(1, 14))
+    settings = rng.choice(
+        (
+            SamplingParams(temperature=40.0, seed=number, top_p=rng.choice((1.0, 0.9))),
+            SamplingParams(logprobs=rng.choice((0, 3)), repetition_penalty=rng.choice((1.0, 1.3))),
+        )
+    )
+    stops = rng.sample(range(VOCABULARY), rng.choice((0, 6)))
+    return at.submit(
+        tokens,
+        rng.choice((0, 1, 2, 5, 12, 20)),
+        sampling=settings,
+        stop_ids=frozenset(stops),
+        priority=rng.choice((0, 0, 0, 1, 2)),
+        score=rng.choice((None, None, None, None, 1)),
+    )
+
+
+def told(request: Request) -> tuple[Any, ...]:
+    said = [(chosen.token, round(chosen.logprob, 4), len(chosen.top)) for chosen in request.output]
+    return said, request.finish, [chosen.token for chosen in request.scores]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
+    seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "CANDIDATES", 4)
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 6 if seed % 2 else 1024)
+    rng, late = random.Random(seed), random.Random(seed)
+    at = Stand(
+        recorded=True,
+        device=rng.choice((11, 16, 24)),
+        host=rng.choice((16, 40)),
+        max_running=rng.choice((2, 4, 8)),
+        chunk_tokens=rng.choice((8, 16, 64)),
+        write_policy=rng.choice(("write_through", "write_back")),
+    )
+    at.engine.scheduler.lets_land = rng.random() < 0.7
+    requests: list[Request] = []
+    aborted: set[int] = set()
+    ahead = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTimeline, "passed", lambda self, event: late.random() < 0.4)
+        deadline, step = time.monotonic() + 60, 0
+        while step < STEPS or not at.engine.idle:
+            assert time.monotonic() < deadline, "somebody is stuck"
+            if step < STEPS and rng.random() < 0.35:
+                requests.append(asked(rng, at, len(requests)))
+            if requests and rng.random() < 0.06:
+                gone = rng.choice(requests)
+                aborted |= set() if gone.finish else {gone.number}
+                at.engine.abort(gone)
+            if rng.random() < 0.03:
+                at.break_load(rng.randrange(3))
+            at.step()
+            step += 1
+            ahead += at.engine._runner.is_ahead
+    at.end()
+    assert not watch.met
+    assert ahead > 5 and watch.beside > 0
+    alone = Stand(recorded=False)
+    for request in requests:
+        said, *rest = told(request)
+        ask = request.params
+        more = {"sampling": ask.sampling, "stop_ids": ask.stop_ids, "score": ask.score}
+        wanted, *others = told(alone.ask(ask.tokens, ask.max_tokens, **more))
+        if request.number in aborted:
+            assert said == wanted[: len(said)]
+        else:
+            assert (said, rest) == (wanted, others)
+    alone.end()
+
+
+def prompts_begun(at: Stand) -> list[Request]:
+    """Whose prompts are in the pass that was begun beforehand, if one was."""
+    begun = at.engine._runner._begun
+    shares = begun.laid.shares if begun is not None else ()
+    return [share.request for share in shares if share.tokens > 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "late", "begun"), [(26, True, True), (26, False, False), (80, True, False)]
+)
+def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
+    device: int, late: bool, begun: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And most of a pass is done: whose prefix lands before would wait for no good reason."""
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 6)
+    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", 6)
+    if not late:
+        monkeypatch.setattr(Runner, "linger", lambda self: False)
+    at = Stand(recorded=True, device=device)
+    requests = [at.submit(words(number, 25), 6) for number in range(8)]
+    prompts = 0
+    while not at.engine.idle:
+        at.step()
+        prompts += len(prompts_begun(at))
+    assert complete(*requests) and not watch.met
+    assert prompts > 5 if begun else prompts == 0
+    at.end()
+
+
+def test_whose_prefix_lands_in_the_course_of_a_pass_is_in_the_next(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 8)
+    at = Stand(recorded=True, device=26)
+    at.engine.scheduler.lets_land = True
+    at.remember_on_host(words(2, 20))
+    first = at.submit(words(1, 3), 20)
+    at.step()
+    at.let_by()
+    long, loading, waiting = (
+        at.submit(words(n, count), 2) for n, count in ((3, 40), (2, 24), (4, 9))
+    )
+    lands = near = False
+    timeline, linger = at.cache.hardware.copier.lanes[Way.LOAD].timeline, Runner.linger
+    passed = timeline.passed
+    monkeypatch.setattr(timeline, "passed", lambda event: lands and passed(event))
+
+    def lingering(self: Runner) -> bool:
+        nonlocal lands
+        lands = near and loading.held.loading
+        while lands and not all(each.ticket.done() for each in loading.held.transfers):
+            time.sleep(0.001)
+        return linger(self)
+
+    monkeypatch.setattr(Runner, "linger", lingering)
+    for _ in range(3):
+        at.step()
+        assert loading.held.loading and waiting.lease is None
+    assert prompts_begun(at) == [long]
+    while long.length - long.computed > 12:
+        at.step()
+    near = True
+    at.step()
+    assert prompts_begun(at) == [loading, long]
+    at.finish()
+    assert complete(first, long, loading, waiting) and not watch.met
+    at.end()
+
+
+def test_it_can_be_told_when_most_is_done_of_recorded_passes_with_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "SIZES", (16,))
+    at = Stand(recorded=True, device=32)
+    at.model.tried = False
+    at.submit(words(1, 40), 3)
+    for kind, told in (("computed", False), ("single", False)):
+        at.step()
+        assert at.engine.passes[kind] and at.engine._runner.linger() is told
+    at.submit(words(2, 9), 3)
+    at.let_by()
+    at.step()
+    assert at.engine.passes["several"] and at.engine._runner.linger()
+    at.finish()
+    at.submit(words(3, 40), 3)
+    at.step()
+    assert not at.engine._runner.linger()
+    at.finish()
+    at.end()
+
+
+def test_a_family_draws_the_same_in_passes_begun_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows and sinks, by programs in an interpreter beside torch; some end unexpectedly."""
+    monkeypatch.setattr(cuda_graphs, "SHORTEST", 32)
+    monkeypatch.setattr(cuda_graphs, "SIZES", (16,))
+    models = (in_torch("gpt_oss"), by_program("gpt_oss", monkeypatch))
+    rng = random.Random(1)
+    vocabulary = models[0].vocabulary
+    asks = [
+        RequestParams(tuple(rng.choices(range(vocabulary), k=count)), 7, settings, stop_ids=stops)
+        for count, settings, stops in (
+            (4, SamplingParams(), frozenset[int]()),
+            (5, SamplingParams(temperature=0.8, seed=3), frozenset(range(0, vocabulary, 4))),
+            (6, SamplingParams(temperature=0.8, seed=4), frozenset[int]()),
+        )
+    ]
+    answers: list[list[Request]] = []
+    for model in models:
+        cache = TieredCache(model.memory, CacheConfig(Tokens(1024)))
+        engine = Engine(model, cache, chunk_tokens=16, max_running=3)
+        answers.append([engine.submit(ask) for ask in asks])
+        ahead = 0
+        while not engine.idle:
+            engine.step()
+            ahead += engine._runner.is_ahead
+        cache.close()
+    assert ahead >= 5
+    lengths = [len(request.output) for request in answers[0]]
+    assert lengths[0] == lengths[2] == 7 > lengths[1], "it would not have shown"
+    for one, other in zip(*answers, strict=True):
+        assert [chosen.token for chosen in one.output] == [chosen.token for chosen in other.output]
+        for ours, theirs in zip(one.output, other.output, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)

@@ -1,0 +1,185 @@
+"""Mixing of streams by program: what the torch code gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtide.layers import Blueprint, choose
+from kvtide.layers.arithmetic import Arithmetic, Batched
+from kvtide.layers.dense import RMSNorm
+from kvtide.layers.hyper_connections import Around, Joined
+from kvtide.layers.kernels import hyper_connections as programs
+from kvtide.spec import ModelMemory, PoolSpec
+from kvtide.spec.config import Config
+from kvtide.spec.pool import NOTHING
+from tests.layers.kernels.repeating import same_again
+
+MEMORY = ModelMemory("toy", 1, (PoolSpec("kv", (), NOTHING),), 1)
+
+
+class Everywhere(Batched):
+    """Programs, whatever the device."""
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return True
+
+
+class Nowhere(Batched):
+    def runs_programs(self, device: torch.device) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Case:
+    count: int
+    width: int
+    rounds: int = 20
+
+
+CASES = {"four": Case(4, 96), "two": Case(2, 40, rounds=3), "long": Case(4, 520, rounds=2)}
+LARGE = {"published": Case(4, 4096), "pro": Case(4, 7168)}
+
+
+@dataclass(frozen=True)
+class Given:
+    """Weights of both, and streams."""
+
+    case: Case
+    tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def some(self, *shape: int, seed: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        count, inner = self.case.count, self.case.count * self.case.width
+        outputs = count * (2 + count)
+        return {
+            "hc_fn": self.some(outputs, inner, seed=1) * 2 * inner**-0.5,
+            "hc_scale": self.some(3, seed=2).abs() + 0.5,
+            "hc_base": self.some(outputs, seed=3),
+            "end_fn": self.some(count, inner, seed=4) * 2 * inner**-0.5,
+            "end_scale": self.some(1, seed=5).abs() + 0.5,
+            "end_base": self.some(count, seed=6),
+        }
+
+    def get(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def made(self, kind: Callable, arithmetic: Arithmetic, dtype: torch.dtype):
+        names = {"hc_mult": self.case.count, "hc_sinkhorn_iters": self.case.rounds}
+        config = Config("toy", {**names, "hc_eps": 1e-6, "rms_norm_eps": 1e-6})
+        blueprint = Blueprint(config, self, MEMORY, arithmetic, dtype)
+        return kind(blueprint, "hc_" if kind is Around else "end_")
+
+    @property
+    def streams(self) -> Tensor:
+        shape = (self.tokens, self.case.count, self.case.width)
+        return (self.some(*shape, seed=7) * self.some(*shape[:2], 1, seed=8)).to(self.dtype)
+
+    @property
+    def norm(self) -> RMSNorm:
+        weight = (1 + 0.2 * self.some(self.case.width, seed=9)).to(self.dtype)
+        return RMSNorm(choose(False), weight, 1e-5)
+
+
+def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """In half precision what comes out is rounded once or twice, each time perhaps otherwise."""
+    if dtype is torch.float32:
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+    else:
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2**-6, atol=1e-2)
+        assert (found.float() - wanted.float()).abs().mean() < 2e-3 * wanted.float().abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+@pytest.mark.parametrize("tokens", [1, 3, 18, 1500])
+def test_programs_give_what_the_torch_code_gives(
+    tokens: int, case: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    slow = case in LARGE or tokens > (20 if case == "two" else 3)
+    if device.type != "cuda" and slow:
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    if device.type != "cuda" and dtype is torch.bfloat16:
+        pytest.skip("an interpreter knows no products in bf16: --device cuda")
+    given = Given({**CASES, **LARGE}[case], tokens, dtype, device)
+    program, plain = (given.made(Around, how(), dtype) for how in (Everywhere, Nowhere))
+    assert program.mixing is not None and plain.mixing is None
+    streams = given.streams
+    x, weights = same_again(lambda: program.normed(streams, given.norm))
+    wanted_x, wanted_weights = plain.normed(streams, given.norm)
+    torch.testing.assert_close(weights, wanted_weights, rtol=2e-4, atol=2e-5)
+    assert_near(x, wanted_x, dtype)
+    sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
+    spread = same_again(lambda: program.spread(sublayer, streams, wanted_weights))
+    assert_near(spread, plain.spread(sublayer, streams, wanted_weights), dtype)
+    end, plain_end = (given.made(Joined, how(), dtype) for how in (Everywhere, Nowhere))
+    assert_near(same_again(lambda: end(streams)), plain_end(streams), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("tokens", [600, 1024, 4096])
+def test_many_tokens_have_the_same_bits_every_time(
+    tokens: int, case: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Where a loop races few elements differ, and not every time."""
+    if device.type != "cuda":
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    given = Given(LARGE[case], tokens, dtype, device)
+    program, streams, norm = given.made(Around, Everywhere(), dtype), given.streams, given.norm
+    sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
+    _, weights = same_again(lambda: program.normed(streams, norm), 20)
+    same_again(lambda: program.passed(sublayer, streams, weights, program, norm), 20)
+
+
+@pytest.mark.parametrize("case", ["four", "whole parts", *LARGE])
+def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: torch.device) -> None:
+    """By one program where there are few tokens and each has a part of one stream."""
+    if device.type != "cuda" and case in LARGE:
+        pytest.skip("an interpreter would take minutes: --device cuda")
+    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+        given = Given(
+            {**CASES, **LARGE, "whole parts": Case(4, 256, rounds=2)}[case], 3, dtype, device
+        )
+        program, plain = (given.made(Around, how(), dtype) for how in (Everywhere, Nowhere))
+        sublayer = given.some(3, given.case.width, seed=10).to(dtype)
+        _, weights = plain.gathered(given.streams)
+        at = sublayer, given.streams, weights
+        found = same_again(partial(program.passed, *at, program, given.norm))
+        wanted = plain.passed(*at, plain, given.norm)
+        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+            assert_near(ours, theirs, dtype)
+        loose = dtype is torch.bfloat16
+        torch.testing.assert_close(found[2], wanted[2], rtol=5e-3 if loose else 1e-4, atol=1e-4)
+
+
+def test_two_halves_are_one_projection(device: torch.device) -> None:
+    given = Given(CASES["four"], 5, torch.float32, device)
+    whole = given.made(Around, Everywhere(), torch.float32)
+    high = whole.mixing.project.bfloat16().float()
+    both = torch.cat([high, whole.mixing.project - high])
+    found = programs.gathered(replace(whole.mixing, project=both), given.streams, given.norm)
+    for ours, theirs in zip(found, whole.normed(given.streams, given.norm), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_larger_tiles_give_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "MANY_TOKENS", 8)
+    given = Given(CASES["two"], 70, torch.float32, device)
+    program, plain = (given.made(Around, how(), torch.float32) for how in (Everywhere, Nowhere))
+    found, wanted = (one.normed(given.streams, given.norm) for one in (program, plain))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,231 @@
+"""Row-wise device programs give what the torch code gives, and round where it rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtide.layers.arithmetic import Batched, Deterministic
+from kvtide.layers.dense import GatedMLP, LayerNorm, Linear, RMSNorm, opened
+from kvtide.layers.elementwise import (
+    Activation,
+    gelu_tanh,
+    layer_norm,
+    relu_squared,
+    rms_norm,
+    sigmoid,
+    swish,
+)
+from kvtide.layers.kernels import rows
+from kvtide.layers.kernels.rows import added, gated, layer_normed, likeliest, normed
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+TYPES = [torch.float32, torch.bfloat16]
+SHAPES = {
+    "tokens": (5, 96),
+    "odd width": (3, 119),
+    "one wide row": (1, 4096),
+    "heads": (7, 3, 32),
+    "one token": (1, 64),
+}
+LARGE = {
+    "decoding": (64, 4096),
+    "prompt": (8192, 4096),
+    "widest": (300, 16384),
+    "heads": (2048, 32, 128),
+    "odd": (1000, 5120 + 3),
+}
+
+
+def some(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+    return drawn.to(device, dtype)
+
+
+def weights(width: int, device: torch.device, seed: int = 9) -> Tensor:
+    return 1 + some((width,), device, torch.float32, seed) / 4
+
+
+def alike(found: Tensor, wanted: Tensor) -> None:
+    """In bf16 on a device most are equal, and none is off by more than one step of its precision;
+    the interpreter cuts off where a device rounds. What is next to nothing is left of a difference
+    of numbers that are nearly equal, and has no digits to compare."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    if found.dtype == torch.float32:
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-5)
+        return
+    step = 2**-7 if found.is_cuda else 2**-6
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=1e-6)
+    something = wanted.abs() > 1e-2
+    assert not found.is_cuda or (found == wanted)[something].float().mean() > 0.99
+
+
+def shapes(device: torch.device) -> list[tuple[int, ...]]:
+    return [*SHAPES.values(), *(LARGE.values() if device.type == "cuda" else ())]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_norms(dtype: torch.dtype, device: torch.device) -> None:
+    for shape in shapes(device):
+        x, weight = some(shape, device, dtype), weights(shape[-1], device)
+        alike(normed(x, weight, 1e-3), rms_norm(x, weight, 1e-3))
+        bias = weights(shape[-1], device, 3)
+        alike(layer_normed(x + 1, weight, bias, 1e-3), layer_norm(x + 1, weight, bias, 1e-3))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_sum_is_rounded_and_then_normed(dtype: torch.dtype, device: torch.device) -> None:
+    for shape in shapes(device):
+        x, y = some(shape, device, dtype), some(shape, device, dtype, 1)
+        kept, weight = x.clone(), weights(shape[-1], device)
+        total, result = added(x, y, weight, 1e-6)
+        alike(total, x + y)
+        assert not x.is_cuda or torch.equal(total, x + y)
+        alike(result, rms_norm(total, weight, 1e-6))
+        assert torch.equal(x, kept), "what comes in stays as it was"
+
+
+def test_programs_that_take_several_rows(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "PROGRAMS", 2)
+    monkeypatch.setattr(rows, "TILE", 64)
+    for shape in ((13, 24), (3, 7, 16), (5, 100)):
+        x, y, weight = (some(s, device, torch.float32) for s in (shape, shape, shape[-1:]))
+        alike(normed(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
+        alike(added(x, y, weight, 1e-6)[1], rms_norm(x + y, weight, 1e-6))
+
+
+def test_parts_of_a_wider_tensor(device: torch.device) -> None:
+    """Heads of a product with queries, keys and values side by side; every other element."""
+    wide = some((5, 9, 32), device, torch.float32)
+    part, weight = wide[:, 2:6], weights(32, device)
+    alike(normed(part, weight, 1e-6), rms_norm(part, weight, 1e-6))
+    alike(added(part, wide[:, :4], weight, 1e-6)[1], rms_norm(part + wide[:, :4], weight, 1e-6))
+    flat = wide.flatten(1)
+    for strided in (flat[:, 8:40], flat[:, :64:2], flat[::2, 5:37]):
+        alike(normed(strided, weight, 1e-6), rms_norm(strided, weight, 1e-6))
+
+
+def exact(activation: Activation, x: Tensor) -> Tensor:
+    """In fp32 the torch code has few digits left where a GELU is next to nothing."""
+    if activation is gelu_tanh:
+        return functional.gelu(x.double(), approximate="tanh")
+    return activation(x)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("activation", [swish, gelu_tanh, relu_squared, sigmoid])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_gates(
+    dtype: torch.dtype, activation: Activation, limit: float | None, device: torch.device
+) -> None:
+    widths = [(3, 40), (1, 2100)]
+    widths += [(64, 12288), (4096, 12288)] if device.type == "cuda" else []
+    for tokens, width in widths:
+        both = some((tokens, 2 * width), device, dtype) * 3
+        gate, up = both.chunk(2, dim=-1)
+        found = gated(gate, up, activation, limit)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        alike(found, exact(activation, gate).to(dtype) * up)
+
+
+def test_gates_of_many_rows(device: torch.device) -> None:
+    gate, up = some((70, 16), device, torch.float32).chunk(2, dim=-1)
+    alike(gated(gate, up, swish), swish(gate) * up)
+
+
+def test_gates_far_from_zero_are_open_or_shut(device: torch.device) -> None:
+    gate = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 1e4]], device=device)
+    for activation in (swish, gelu_tanh, sigmoid):
+        found = gated(gate, torch.ones_like(gate), activation)
+        torch.testing.assert_close(found, activation(gate), rtol=1e-6, atol=1e-30)
+
+
+def test_one_gate_for_all_of_a_row(device: torch.device) -> None:
+    x, gate = some((5, 70), device, torch.bfloat16), some((5, 1), device, torch.bfloat16, 1)
+    alike(gated(gate, x, sigmoid), sigmoid(gate).to(x.dtype) * x)
+
+
+# -- layers ------------------------------------------------------------------------------------
+
+
+class ByPrograms(Batched):
+    def runs_programs(self, device: torch.device) -> bool:
+        return True
+
+
+def test_layers_leave_it_to_programs(device: torch.device) -> None:
+    """Which give what their torch code gives."""
+    x, y = (some((5, 24), device, torch.float32, seed) for seed in (1, 2))
+    weight, bias, gates = (some((n,), device, torch.float32, n) for n in (24, 24, 5))
+    up = some((80, 24), device, torch.float32, 3)
+    down = some((24, 40), device, torch.float32, 4)
+
+    def results(arithmetic: Batched | Deterministic) -> list[Tensor]:
+        norm = RMSNorm(arithmetic, weight, 1e-5)
+        linears = (Linear(arithmetic, up), Linear(arithmetic, down))
+        return [
+            norm(x),
+            *norm.added(x, y),
+            LayerNorm(arithmetic, weight, bias, 1e-5)(x),
+            GatedMLP(arithmetic, *linears, swish)(x),
+            GatedMLP(arithmetic, *linears, gelu_tanh, limit=1.0)(x),
+            opened(arithmetic, gates[:, None], x),
+            opened(arithmetic, y, x),
+        ]
+
+    for found, wanted in zip(results(ByPrograms()), results(Deterministic()), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_without_programs_a_sum_and_its_norm_are_what_they_are_apart() -> None:
+    x, y = (some((5, 24), torch.device("cpu"), torch.bfloat16, seed) for seed in (1, 2))
+    norm = RMSNorm(Deterministic(), weights(24, torch.device("cpu")), 1e-5)
+    total, result = norm.added(x, y)
+    assert torch.equal(total, x + y) and torch.equal(result, norm(x + y))
+
+
+# -- the likeliest column ----------------------------------------------------------------------
+
+
+def check(logits: Tensor, scales: Tensor | None = None) -> None:
+    found, wide = likeliest(logits, scales), logits.double()
+    highest = wide.amax(-1)
+    assert found[:, 0].tolist() == [row.index(max(row)) for row in wide.tolist()]
+    assert torch.equal(found[:, 1], highest)
+    scaled = wide if scales is None else wide * scales[:, None]
+    torch.testing.assert_close(found[:, 2], scaled.logsumexp(-1), rtol=0, atol=3e-6)
+
+
+def test_the_likeliest_and_the_sum_of_all(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "COLUMNS", 64)
+    for shape in ((1, 5), (3, 64), (2, 65), (2, 300)):
+        logits = some(shape, device, torch.float32) * 5
+        check(logits)
+        check(logits.repeat(1, 2)[:, 3:])
+        check(logits, torch.rand(len(logits), device=device) + 0.1)
+
+
+def test_of_equals_the_first_is_likeliest(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "COLUMNS", 16)
+    logits = torch.zeros(3, 70, device=device)
+    logits[1, [20, 25, 60]] = 3.0
+    logits[2, 69] = 1.0
+    check(logits)
+    logits[1, 32:48] = -torch.inf
+    check(logits)
+
+
+def test_vocabularies_as_published(device: torch.device) -> None:
+    sizes = [(1, 9000)] if device.type == "cpu" else [(64, 151_936), (1, 262_208), (300, 32_000)]
+    for size in sizes:
+        check(some(size, device, torch.float32) * 4)

@@ -1,0 +1,207 @@
+"""Families in recorded passes: the logits of passes that are computed as they come.
+
+Here they run in an interpreter, as `test_kernels`. A recording knows nothing of a step but its
+tensors, and what nobody needs is in them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+from kvtide.engine import cuda_graphs
+from kvtide.engine.cuda_graphs import GraphRow, StepGraphs
+from kvtide.engine.graph_capture import graph_capture
+from kvtide.layers import Step
+from kvtide.layers.forward import ForwardPass
+from kvtide.models import Model
+from tests.models import tiny
+from tests.models.playing import Player
+from tests.models.with_kernels import by_program, in_torch
+
+NAMES = (
+    "deepseek_v4",
+    "falcon_h1",  # Mamba2 beside attention.
+    "gemma2",  # Windows.
+    "glm_moe_dsa-shared",  # Latents, an indexer, experts.
+    "gpt_oss",  # Sinks.
+    "kimi_linear",  # KDA beside latents.
+    "lfm2",  # A convolution between gates.
+    "qwen3_next",  # Gated delta.
+)
+CLOSE = 1e-4
+
+
+class Unasked(TorchDispatchMode):
+    """Refuses what a device would have to be asked for: it could not be recorded."""
+
+    ASKS = (
+        *("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique", "equal"),
+        *("bincount", "repeat_interleave.Tensor"),
+    )
+    METHODS = ("tolist", "numpy", "cpu", "__iter__", "__array__")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        masks = name in ("index.Tensor", "index_put_.default") and any(
+            one is not None and one.dtype is torch.bool for one in args[1]
+        )
+        assert not masks and not name.startswith(self.ASKS), f"{name} asks the device"
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    @contextmanager
+    def watching(cls) -> Iterator[None]:
+        """What an interpreter does for a program is none of the pass's doing."""
+        within, run = False, GridExecutor.__call__
+
+        def running(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal within
+            within = True
+            with _disable_current_modes():
+                try:
+                    return run(self, *args, **kwargs)
+                finally:
+                    within = False
+
+        def refusing(name: str) -> Callable[..., Any]:
+            usual = getattr(Tensor, name)
+
+            def asked(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+                assert within, f"{name} asks the device"
+                return usual(self, *args, **kwargs)
+
+            return asked
+
+        with pytest.MonkeyPatch.context() as patch, cls():
+            patch.setattr(GridExecutor, "__call__", running)
+            for name in cls.METHODS:
+                patch.setattr(Tensor, name, refusing(name))
+            yield
+
+
+class RecordedPlayer(Player):
+    """`sizes`: of the passes that were played; `loading`: as if a prefix were on its way."""
+
+    def __init__(self, model: Model, most: int) -> None:
+        super().__init__(model)
+        self.loading, self.sizes = False, []
+        forward, where = model.forward, graph_capture(torch.device("cpu"))
+
+        def watched(step: Step) -> Tensor:
+            with Unasked.watching():
+                return forward(step)
+
+        model.forward = watched
+        self._recordings = StepGraphs(model, self.buffers.view, where, most, 16)
+
+    def _logits(self, step: Step) -> Tensor:
+        rows = [
+            GraphRow(
+                step.tokens[one.start : one.end].tolist(),
+                one.past,
+                number,
+                (one.past, one.end, 0),
+                {name: slots.numpy() for name, slots in one.slots.items()},
+            )
+            for number, one in enumerate(step.sequences)
+        ]
+        found = self._recordings.fitting(rows, self.loading)
+        assert found is not None
+        self.sizes.append(found._size[:3])
+        given = found.play(rows, step.wait)
+        if found.single:
+            self.waited = list(self.memory.own_layers)
+            return given
+        return self.model.logits(given)
+
+
+Steps = list[tuple[tuple[int, int], ...]]
+"""Of each, which sequences have how many tokens in it."""
+EVERY: Steps = [
+    ((0, 15),),
+    ((0, 1), (1, 6)),
+    ((0, 2), (1, 5)),
+    ((1, 1), (0, 1)),
+    ((1, 1), (0, 1)),
+]
+
+
+def played(player: Player, steps: Steps) -> Tensor:
+    """All logits. During the last step a prefix is on its way."""
+    sequences = [player.begin(tiny.prompt(30, seed=seed)) for seed in range(3)]
+    logits: list[Tensor] = []
+    for number, step in enumerate(steps, 1):
+        player.loading = number == len(steps)
+        logits += player.step(*((sequences[which], count) for which, count in step))
+    return torch.cat(logits)
+
+
+def compared(
+    name: str, most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, ...]]:
+    """The sizes of recorded passes that give the logits of others."""
+    monkeypatch.setattr(cuda_graphs, "SIZES", (8, 16))
+    monkeypatch.setattr(cuda_graphs, "PROMPT_TOKENS", 8)
+    monkeypatch.setattr(cuda_graphs, "SHORTEST", 64)
+    wanted = played(Player(in_torch(name)), steps)
+    monkeypatch.setattr(ForwardPass, "writes_by_program", True)
+    player = RecordedPlayer(by_program(name, monkeypatch), most)
+    assert float((played(player, steps) - wanted).abs().max()) <= CLOSE
+    return player.sizes
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a device recordings are graphs: tests/engine/test_on_device")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_passes_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone, beside those who generate, and together; then single tokens."""
+    sizes = compared(name, 3, EVERY, monkeypatch)
+    assert sizes == [(16, 3, 3), (8, 3, 1), (16, 3, 3), (2, 2, 0), (8, 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("most", "steps"),
+    [
+        (1, [((0, 6),), ((0, 1),)]),
+        (2, [((0, 5),), ((0, 1), (1, 9)), ((0, 1), (1, 7)), ((0, 1), (1, 6))]),
+        (3, [((0, 8),), ((0, 1), (1, 6), (2, 1)), ((2, 1), (1, 6)), ((2, 5), (1, 3))]),
+        (3, [((0, 2), (1, 3), (2, 2)), ((0, 4), (1, 5), (2, 6))]),
+    ],
+)
+def test_full_passes_and_few_sequences(
+    most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token left over or none, and no more sequences than there may be."""
+    assert len(compared("gemma2", most, steps, monkeypatch)) == len(steps)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda some: some.sum().item(),
+        lambda some: some.nonzero(),
+        lambda some: torch.tensor([1]),
+        lambda some: some[some > 0],
+        lambda some: some.tolist(),
+        lambda some: some.cpu(),
+        lambda some: some.numpy(),
+        lambda some: list(some),
+        lambda some: some.long().bincount(),
+    ],
+)
+def test_what_could_not_be_recorded_is_noticed(asks: Callable[[Tensor], object]) -> None:
+    some = torch.ones(3)
+    with Unasked.watching(), pytest.raises(AssertionError, match="asks the device"):
+        asks(some)

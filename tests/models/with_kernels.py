@@ -1,0 +1,38 @@
+"""Models whose work is left to programs, as on a GPU; on a CPU they run in an interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtide.layers.arithmetic import Batched
+from kvtide.models import Model, build
+from kvtide.spec.families import KVDType
+from tests.models.tiny import checkpoint
+
+FEW = {
+    name: {"index_topk": 2, "hc_sinkhorn_iters": 3, "sliding_window": 7}
+    for name in ("deepseek_v4", "deepseek_v4-no-hash-other-shapes")
+}
+"""So that few tokens suffice for blocks to be left out, and rounds take no minutes."""
+
+
+class Programmed(Batched):
+    """Leaves its work to programs wherever it is."""
+
+    def runs_programs(self, device: torch.device) -> bool:
+        return True
+
+
+def in_torch(name: str, kv: KVDType = KVDType.FP32) -> Model:
+    saved = checkpoint(name)
+    config = {**saved.config, **FEW.get(name, {})}
+    return build(config, saved.weights, page_tokens=16, kv_dtype=kv)
+
+
+def by_program(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType.FP32) -> Model:
+    # An interpreter takes long for every program.
+    monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtide.models.choose", lambda deterministic: Programmed())
+        return in_torch(name, kv)
