@@ -138,9 +138,9 @@ class TieredCache:
         if lease is None:
             self._counts.refused += 1
             return None
-        if not lease.inner.hidden:
+        if not lease._index_lease.hidden:
             self._counts.leased(match.prompt.tokens, lease.by_tier, lease.why)
-        self._writing.found(lease.inner)
+        self._writing.found(lease._index_lease)
         return lease
 
     @property
@@ -156,22 +156,24 @@ class TieredCache:
         Checkpoints on the way are wishes of the placement: where they do not fit, the lease goes on
         without them.
         """
-        within = tokens <= lease.inner.reserved * self.memory.page_tokens
+        within = tokens <= lease._index_lease.reserved * self.memory.page_tokens
         if within and not growth_pages:
             return True
-        if self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True):
+        if self.index.reserve(lease._index_lease, tokens, growth=growth_pages, running=True):
             return True
         again = self._writing.make_room(self._missing())
-        if again and self.index.reserve(lease.inner, tokens, growth=growth_pages, running=True):
+        if again and self.index.reserve(
+            lease._index_lease, tokens, growth=growth_pages, running=True
+        ):
             return True
-        return self.index.reserve(lease.inner, tokens, (), growth_pages, running=True)
+        return self.index.reserve(lease._index_lease, tokens, (), growth_pages, running=True)
 
     def shrink(self, lease: Lease, tokens: int) -> None:
         """Give back slots beyond `tokens`, which stay promised: less was computed than planned.
 
         Where windows and states are kept is then decided anew by the next `grow`.
         """
-        self.index.shrink(lease.inner, tokens)
+        self.index.shrink(lease._index_lease, tokens)
 
     def load(self, lease: Lease) -> None:
         """Start the copies that bring the lease's prefix to the device.
@@ -201,7 +203,7 @@ class TieredCache:
         that fails. `without` names optional sidecars (a draft's KV) that were not computed.
         """
         assert lease.live, "committing with a lease that was released"
-        self._flights.unmark()
+        self._flights.drop_fence()
         if lease.loading:
             lease.pending.append((tokens, without))
         elif not lease.failed:
@@ -209,11 +211,11 @@ class TieredCache:
 
     def retain(self, lease: Lease) -> None:
         """Make a checkpoint of where the lease stands: somebody will go on from there."""
-        if not lease.inner.running or not self.index.has_checkpoints:
+        if not lease._index_lease.running or not self.index.has_checkpoints:
             return
-        self.index.retain(lease.inner)
+        self.index.retain(lease._index_lease)
         if not (lease.loading or lease.failed):
-            self._writing.committed(lease.inner)
+            self._writing.committed(lease._index_lease)
 
     def common(self, prompt: Prompt, lease: Lease) -> int:
         """Up to which page a prompt shares what a lease has yet to commit; 0 if it shares none.
@@ -221,21 +223,30 @@ class TieredCache:
         When `commit` has come there, `match` finds these pages, if what a resume there needs was
         kept.
         """
-        inner = lease.inner
+        inner = lease._index_lease
         return 0 if inner.hidden else self.index.common(prompt, inner.prompt, inner.boundary)
 
-    def release(self, lease: Lease, in_use: bool = True) -> None:
+    def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless.
 
-        Where it has gone on beyond its prompt, a next prompt will go on from its end. `in_use`:
-        maybe by a pass that was begun after the last `mark`; a load comes after it then.
+        A lease that has generated beyond its prompt keeps a checkpoint at its end: the next turn
+        resumes there. Later loads are ordered after all work queued so far.
         """
-        if in_use:
-            self._flights.unmark(Way.LOAD)
-        if lease.live and lease.inner.boundary > lease.inner.placed:
+        self._flights.drop_fence(Way.LOAD)
+        self._release(lease)
+
+    def release_idle(self, lease: Lease) -> None:
+        """Like `release`, for a lease whose slots no step launched since the last fence uses.
+
+        Loads into its slots need not wait for that step.
+        """
+        self._release(lease)
+
+    def _release(self, lease: Lease) -> None:
+        if lease.live and lease._index_lease.boundary > lease._index_lease.placed:
             self.retain(lease)
-        self._leases.pop(lease.inner.number, None)
-        self.index.release(lease.inner)
+        self._leases.pop(lease._index_lease.number, None)
+        self.index.release(lease._index_lease)
 
     def page_table(self, lease: Lease, pool: str) -> Slots:
         """The device slot of every page the lease has, -1 where the pool keeps none.
@@ -244,12 +255,12 @@ class TieredCache:
         """
         anchor = self.memory.pool(pool).follows or pool
         if lease.loading:
-            return self.index.coming_table(lease.inner, anchor)
-        return self.index.page_table(lease.inner, anchor)
+            return self.index.coming_table(lease._index_lease, anchor)
+        return self.index.page_table(lease._index_lease, anchor)
 
     def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the prefix on the device: has it this optional sidecar?"""
-        return self.index.carries(lease.inner, sidecar)
+        return self.index.carries(lease._index_lease, sidecar)
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """What a layer keeps on the device, by field: (slots, entries of a page, *shape)."""
@@ -257,14 +268,13 @@ class TieredCache:
 
     # -- beside requests --------------------------------------------------------------------
 
-    def mark(self) -> None:
-        """All that was committed is computed by what the device has been given to do so far, and
-        all that is free is free when that is done.
+    def fence(self) -> None:
+        """A fence: all work queued so far is ordered before any reuse of freed slots.
 
-        Before a pass that others are admitted beside and whose `poll` comes while it is under way:
-        copies then wait for nothing of it, unless something is committed in between.
+        For a caller that launches a step and then admits requests and polls while it runs. Copies
+        wait for the fence alone, not for that step, until the next `commit`, `release` or `poll`.
         """
-        self._flights.mark()
+        self._flights.fence()
 
     def poll(self) -> Progress:
         """Once per step: let land what is done everywhere, start copies that are due."""
@@ -272,7 +282,7 @@ class TieredCache:
         self._writing.tick()
         for way in Way:
             self._flights.submit(way)
-        self._flights.unmark()
+        self._flights.drop_fence()
         return progress
 
     def land(self) -> Progress:
@@ -282,7 +292,7 @@ class TieredCache:
             waiting = (self._leases.get(inner.number) for inner in inners)
             for lease in (lease for lease in waiting if lease is not None and not lease.failed):
                 if flight in lease.transfers:
-                    told[lease.inner.number] = lease
+                    told[lease._index_lease.number] = lease
                     if flight.state is not TransferState.LANDED:
                         lease.fail(_explained(flight))
         landed = [lease for lease in told.values() if not lease.failed and not lease.loading]
@@ -295,7 +305,7 @@ class TieredCache:
         """End what is done on every rank: one exchange for all that is in flight."""
         flights = self._flights.verdicts()[:MAX_FLIGHTS]
         mine = [*flights, *self.storage.verdicts()]
-        agreed = self.agreement.all_min(mine, self.index.tree.tick) if mine else []
+        agreed = self.agreement.all_min(mine, self.index.tick) if mine else []
         news = self._flights.settle(agreed[: len(flights)])
         self.storage.settle(agreed[len(flights) :])
         return news
@@ -457,14 +467,14 @@ class TieredCache:
         """The lease's load has landed: do what it was waiting for."""
         pending, lease.pending = lease.pending, []
         if pending:  # Of pages that others have too, one is free then. A pass may be at it.
-            self._flights.unmark(Way.LOAD)
+            self._flights.drop_fence(Way.LOAD)
         for tokens, without in pending:
             self._commit(lease, tokens, without)
 
     def _commit(self, lease: Lease, tokens: int, without: Collection[str]) -> None:
-        if self._full_pages(tokens) > lease.inner.boundary:
-            self.index.commit(lease.inner, tokens, without)
-            self._writing.committed(lease.inner)
+        if self._full_pages(tokens) > lease._index_lease.boundary:
+            self.index.commit(lease._index_lease, tokens, without)
+            self._writing.committed(lease._index_lease)
 
     def _full_pages(self, tokens: int) -> int:
         return (tokens - self.memory.holdback) // self.memory.page_tokens

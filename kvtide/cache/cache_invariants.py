@@ -35,7 +35,7 @@ def violations(parts: CacheParts) -> list[str]:
 
 
 def every_arrival_has_one_transfer(parts: CacheParts) -> Iterator[str]:
-    arrivals = {id(arrival) for arrival in parts.index.tree.arrivals.values()}
+    arrivals = {id(arrival) for arrival in parts.index.arrivals.values()}
     held = [id(flight.holding) for flight in parts.flights if flight.holding is not None]
     if len(held) != len(set(held)):
         yield "two transfers bring the same arrival"
@@ -56,7 +56,7 @@ def transfers_in_flight_hold_something(parts: CacheParts) -> Iterator[str]:
 
 def leases_are_those_of_the_index(parts: CacheParts) -> Iterator[str]:
     for number, lease in parts.leases.items():
-        if parts.index.tree.leases.get(number) is not lease.inner:
+        if parts.index.leases.get(number) is not lease._index_lease:
             yield f"lease {number} is not known to the index"
 
 
@@ -66,13 +66,13 @@ def leases_that_are_ready_are_on_the_device(parts: CacheParts) -> Iterator[str]:
             continue
         if lease.pending:
             yield f"lease {number} has a commit that nothing will make happen"
-        if not parts.index.on_device(lease.inner):
+        if not parts.index.on_device(lease._index_lease):
             yield f"lease {number} counts as ready, yet its prefix is not on the device"
 
 
 def every_import_belongs_to_one_fetch(parts: CacheParts) -> Iterator[str]:
     held = Counter(fetch.arriving.number for fetch in _fetches(parts) if fetch.arriving is not None)
-    imports = parts.index.tree.imports
+    imports = parts.index.imports
     for number in held:
         if held[number] > 1:
             yield f"import {number} belongs to {held[number]} fetches"
@@ -91,7 +91,7 @@ def every_departure_is_in_line_or_with_the_store(parts: CacheParts) -> Iterator[
         pages = sum(len(departure.pages) for departure in queued)
         if len(one.storing) != pages:
             yield f"{pages} pages wait to be stored, the line says {len(one.storing)}"
-    departures = parts.index.tree.departures
+    departures = parts.index.departures
     for number in held:
         if held[number] > 1:
             yield f"departure {number} is in line {held[number]} times"

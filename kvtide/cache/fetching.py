@@ -160,7 +160,7 @@ class Fetches:
         fetch.stage, fetch.leader = Stage.LOOKING, None
         fetch.asked = {name: np.flatnonzero(~held) for name, held in outline.held.items()}
         root, limit, asked = self._index.prompt_key(fetch.prompt), outline.limit, fetch.asked
-        size = self._index.tree.page_bytes
+        size = self._index.page_bytes
         body = fetch.prompt.body[: limit * size]
         of_pages = fetch.keys = list[bytes]()
 
@@ -237,7 +237,7 @@ class Fetches:
 
     def discard(self, prompt: Prompt) -> None:
         """What comes for prompts with this first page is not to be adopted."""
-        size = self._index.tree.page_bytes
+        size = self._index.page_bytes
         shared = (prompt.namespace, prompt.head, prompt.body[:size])
         for fetch in list(self._open):
             its = fetch.prompt
@@ -288,11 +288,10 @@ class Fetches:
 
     def _room(self) -> dict[str, float]:
         """What the host may take by anchor, beside other fetches and those that leave."""
-        tree = self._index.tree
-        taken = Counter(one.cell % tree.anchors for o in tree.imports.values() for one in o.taken)
+        index = self._index
         return {
-            name: MAX_HOST_SHARE * self._index.capacity(Tier.HOST, name) - taken[anchor]
-            for anchor, name in enumerate(tree.anchor_names)
+            name: MAX_HOST_SHARE * index.capacity(Tier.HOST, name) - index.importing_pages(name)
+            for name in index.anchor_names
         }
 
     def _worth(self, fetch: Fetch, order: Order, outline: Outline) -> bool:

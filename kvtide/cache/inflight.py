@@ -114,13 +114,13 @@ class InFlightTransfers:
             self._departing.add(arrival.number)
         return flight
 
-    def mark(self) -> None:
-        """Copies wait for nothing that the device is given to do from now on."""
-        self._traffic.mark()
+    def fence(self) -> None:
+        """Copies wait for the work queued so far, and for none that is queued later."""
+        self._traffic.fence()
 
-    def unmark(self, way: Way | None = None) -> None:
-        """They do again, in one direction or both."""
-        self._traffic.unmark(way)
+    def drop_fence(self, way: Way | None = None) -> None:
+        """Copies wait for all work queued when they leave, in one direction or both."""
+        self._traffic.drop_fence(way)
 
     # -- ending -----------------------------------------------------------------------------
 

@@ -41,9 +41,11 @@ class Lease:
     by_tier        how many of them came from which tier
     why            per pool, what kept the match from going deeper
     pending        commits that wait for the load, each with what it was made without
+
+    Only the cache reads `_index_lease`.
     """
 
-    inner: IndexLease
+    _index_lease: IndexLease
     cached_tokens: int
     by_tier: Mapping[Tier, int]
     why: tuple[Stop, ...]
@@ -53,11 +55,37 @@ class Lease:
 
     @property
     def prompt(self) -> Prompt:
-        return self.inner.prompt
+        return self._index_lease.prompt
 
     @property
     def live(self) -> bool:
-        return self.inner.live
+        return self._index_lease.live
+
+    @property
+    def number(self) -> int:
+        """Identifies the lease among all of this cache."""
+        return self._index_lease.number
+
+    @property
+    def hidden(self) -> bool:
+        """Whether no match finds what the lease stands on and commits."""
+        return self._index_lease.hidden
+
+    @property
+    def committed_pages(self) -> int:
+        """The page up to which the prompt is found or committed."""
+        return self._index_lease.boundary
+
+    @property
+    def reserved_pages(self) -> int:
+        """The page up to which the lease has slots."""
+        return self._index_lease.reserved
+
+    @property
+    def table_version(self) -> tuple[int, int, int]:
+        """Equal for as long as the lease's page tables are: they change only with it."""
+        in_flight = sum(not t.over for t in self.transfers) if self.transfers else 0
+        return self.committed_pages, self.reserved_pages, in_flight
 
     @property
     def loading(self) -> bool:
@@ -78,7 +106,7 @@ class Lease:
 
     def append(self, tokens: Tokens) -> None:
         """The model generated these tokens."""
-        self.inner.prompt.extend(tokens)
+        self._index_lease.prompt.extend(tokens)
 
     def fail(self, error: TransferError) -> None:
         """The prefix will not come, and so nothing can be committed on top of it."""

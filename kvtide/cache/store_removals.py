@@ -48,7 +48,7 @@ class Removals:
 
     def begin(self, prompt: Prompt, known: list[bytes]) -> list[bytes]:
         """Remove the prompt's pages, and those known by key; the keys of all these pages."""
-        root, size = self._index.prompt_key(prompt), self._index.tree.page_bytes
+        root, size = self._index.prompt_key(prompt), self._index.page_bytes
         body = prompt.body[: len(prompt.body) // size * size]
         keys = list(dict.fromkeys([*chain(root, body, size), *known]))
         if keys:
@@ -59,7 +59,7 @@ class Removals:
 
     def forbid(self, prompt: Prompt) -> bool:
         """Whether the store may still have what must not be found of the prompt."""
-        size = self._index.tree.page_bytes
+        size = self._index.page_bytes
         against = [one for one in self._removals if one.forbids(prompt, size)]
         for one in against:
             if one.answer is None:
@@ -86,7 +86,7 @@ class Removals:
         return [one for one in self._removals if one.answer is not None]
 
     def _ask(self, removal: Removal) -> None:
-        anchors = self._index.tree.anchor_names
+        anchors = self._index.anchor_names
         objects = [object_key(key, anchor) for key in removal.keys for anchor in anchors]
 
         def remove(store: Store) -> int:

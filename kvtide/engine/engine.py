@@ -131,7 +131,7 @@ class Engine:
         if not shares:
             return []
         if not self._runner.has_begun(shares):
-            self.cache.mark()
+            self.cache.fence()
         try:
             passed = self._runner.run(shares)
         except TransferError:
@@ -233,7 +233,7 @@ class Engine:
         self._runner.lay(self.scheduler.foresee(late))
         if self._runner.is_laid and self.scheduler.steady and self.oracle is None:
             choosing.keep()
-            self.cache.mark()
+            self.cache.fence()
             self._runner.go_ahead(requests, choosing.tokens)
             self.scheduler.began()
 

@@ -30,9 +30,7 @@ class PageTables:
 
     def of(self, lease: Lease) -> tuple[State, Table]:
         """The slots, and what they were made of: alike as long as that is."""
-        inner = lease.inner
-        coming = sum(not t.over for t in lease.transfers) if lease.transfers else 0
-        state = (inner.boundary, inner.reserved, coming)
+        state = lease.table_version
         known = self._known.get(lease)
         if known is None or known[0] != state:
             table = {

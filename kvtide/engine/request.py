@@ -79,7 +79,7 @@ class Ahead(NamedTuple):
     def over(self) -> bool:
         """Whether these pages can be found, or will not come from there."""
         lease = self.request.lease
-        return lease is None or lease.inner.hidden or lease.inner.boundary >= self.end
+        return lease is None or lease.hidden or lease.committed_pages >= self.end
 
 
 @dataclass(slots=True, eq=False)

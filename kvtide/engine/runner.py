@@ -268,7 +268,7 @@ class Runner:
         """With any token for one that is not known yet."""
         (request, end), lease = share, share.request.held
         tokens = request.tokens[request.computed : end] or (0,)
-        return GraphRow(tokens, request.computed, lease.inner.number, *self._tables.of(lease))
+        return GraphRow(tokens, request.computed, lease.number, *self._tables.of(lease))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The speaker's, on every rank."""

@@ -187,7 +187,7 @@ class Scheduler:
 
     def retract(self, request: Request) -> None:
         """Take its slots and let it wait again; what it committed stays in the cache."""
-        if request.held.inner.live:
+        if request.held.live:
             self._cache.retain(request.held)
         self.remove(request)
         self.queue(request)
@@ -197,7 +197,8 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self.leave_out(request)
-            self._cache.release(request.held, in_use=request in self._at_work)
+            in_use = request in self._at_work
+            (self._cache.release if in_use else self._cache.release_idle)(request.held)
             request.lease = None
         else:
             self._unqueue(request)

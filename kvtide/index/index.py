@@ -272,6 +272,40 @@ class Index:
         self.tree.listeners.append(listener)
 
     @property
+    def tick(self) -> int:
+        """The logical clock: it advances with every change."""
+        return self.tree.tick
+
+    @property
+    def page_bytes(self) -> int:
+        """The size of one page's tokens in `Prompt.body`."""
+        return self.tree.page_bytes
+
+    @property
+    def anchor_names(self) -> Sequence[str]:
+        return self.tree.anchor_names
+
+    @property
+    def leases(self) -> Mapping[int, IndexLease]:
+        """The leases that are not released, by number."""
+        return self.tree.leases
+
+    @property
+    def arrivals(self) -> Mapping[int, Arrival]:
+        """The arrivals that have neither landed nor failed, by number."""
+        return self.tree.arrivals
+
+    @property
+    def imports(self) -> Mapping[int, Import]:
+        """The imports that still own slots, by number."""
+        return self.tree.imports
+
+    @property
+    def departures(self) -> Mapping[int, Departure]:
+        """The departures that still pin host pages, by number."""
+        return self.tree.departures
+
+    @property
     def missing(self) -> dict[tuple[Tier, str], int]:
         """What the last refusal lacked: pages by tier and anchor."""
         names, anchors = self.tree.anchor_names, self.tree.anchors
@@ -288,6 +322,12 @@ class Index:
 
     def resident_pages(self, tier: Tier, anchor: str) -> int:
         return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].resident_pages
+
+    def importing_pages(self, anchor: str) -> int:
+        """Host slots of an anchor that imports took and that are not adopted yet."""
+        cell = self.tree.cell(Tier.HOST, self._anchor(anchor))
+        taken = (one for arriving in self.imports.values() for one in arriving.taken)
+        return sum(one.cell == cell for one in taken)
 
     def validate(self) -> list[str]:
         """Every violation of the invariants, in sentences; empty when all is well."""

@@ -40,7 +40,7 @@ class Traffic(Generic[H]):
         self._clock = clock
         self._open: dict[int, Transfer[H]] = {}
         self._numbers = 0
-        self._marks: dict[Way, Event] = {}
+        self._fences: dict[Way, Event] = {}
 
     def __iter__(self) -> Iterator[Transfer[H]]:
         return iter(self._open.values())
@@ -59,17 +59,16 @@ class Traffic(Generic[H]):
         transfer.to(TransferState.RESERVED)
         transfer.holding, transfer.moves = holding, moves
 
-    def mark(self) -> None:
-        """What leaves waits for what the device has been given to do so far, and not for what it
-        is given until then; up to `unmark`."""
-        self._marks = dict.fromkeys(Way, self._copier.fence(Way.BACKUP))
+    def fence(self) -> None:
+        """Copies submitted before `drop_fence` wait for the work queued so far, and no other."""
+        self._fences = dict.fromkeys(Way, self._copier.fence(Way.BACKUP))
 
-    def unmark(self, way: Way | None = None) -> None:
-        """In one direction, or both."""
+    def drop_fence(self, way: Way | None = None) -> None:
+        """Copies wait for all work queued when they leave, in one direction or both."""
         if way is None:
-            self._marks.clear()
+            self._fences.clear()
         else:
-            self._marks.pop(way, None)
+            self._fences.pop(way, None)
 
     def submit(self, way: Way) -> int:
         """Everything reserved in this direction leaves as one submission; how many it were.
@@ -82,7 +81,7 @@ class Traffic(Generic[H]):
         ticket = error = None
         try:
             moves = [move for transfer in leaving for move in transfer.moves]
-            ticket = self._copier.copy(way, moves, self._timeout_s, self._marks.get(way))
+            ticket = self._copier.copy(way, moves, self._timeout_s, self._fences.get(way))
         except Exception as raised:
             error = raised
         for transfer in leaving:

@@ -240,7 +240,7 @@ class Rig:
     ) -> None:
         """The model computes up to so many pages (all whole ones), and they are committed."""
         pages = len(page_names(lease.prompt)) if pages is None else pages
-        self.write(lease, lease.inner.boundary, pages, without)
+        self.write(lease, lease.committed_pages, pages, without)
         self.cache.commit(lease, pages * PAGE + self.memory.holdback, without)
 
     def write(self, lease: Lease, first: int, end: int, without: Collection[str] = ()) -> None:
@@ -284,7 +284,7 @@ class Rig:
         for lease in leases:
             for cell, anchor in enumerate(self.memory.anchors):
                 for slot in self.cache.page_table(lease, anchor.name).tolist():
-                    readers.setdefault((cell, slot), set()).add(lease.inner.number)
+                    readers.setdefault((cell, slot), set()).add(lease.number)
         for cell, slots in self._branch(prompt):
             pool = tree.cells[cell].slots
             assert isinstance(pool, PoisonedSlots)
@@ -326,7 +326,7 @@ class Rig:
     def misread(self, lease: Lease, layers: Collection[int] | None = None) -> list[str]:
         """What the model would read wrong of a lease's prefix, or miss of it."""
         return [
-            f"lease {lease.inner.number} would read a wrong {pool.name} of page {page}, {layer}"
+            f"lease {lease.number} would read a wrong {pool.name} of page {page}, {layer}"
             for pool, page, slot, name in self._prefix(lease)
             for layer in (pool.layers if layers is None else set(layers) & set(pool.layers))
             if slot < 0 or not self.rows[Tier.DEVICE].holds(pool, layer, slot, name)
@@ -334,7 +334,7 @@ class Rig:
 
     def _prefix(self, lease: Lease) -> Iterator[tuple[PoolSpec, int, int, PageName]]:
         """All that may be read of a lease's prefix: pool, page, slot, and who the page is."""
-        boundary, names = lease.inner.boundary, page_names(lease.prompt)
+        boundary, names = lease.committed_pages, page_names(lease.prompt)
         for anchor in self.memory.anchors:
             table = self.cache.page_table(lease, anchor.name)[:boundary].tolist()
             first = self._needed_from(lease, anchor)
@@ -349,7 +349,7 @@ class Rig:
 
     def _needed_from(self, lease: Lease, anchor: PoolSpec) -> int:
         """From which page on the prefix must be there; windows stay behind as the lease goes on."""
-        boundary = lease.inner.boundary
+        boundary = lease.committed_pages
         reach = anchor.reuse.reach_pages(PAGE)
         if not anchor.reuse.required:
             return boundary
@@ -400,7 +400,7 @@ class Rig:
             for cell, anchor in zip(cells, self.memory.anchors, strict=False):
                 assert isinstance(cell.slots, PoisonedSlots)
                 reach = anchor.reuse.reach_pages(PAGE)
-                first = 0 if reach is None else max(0, lease.inner.boundary - reach)
+                first = 0 if reach is None else max(0, lease.committed_pages - reach)
                 for slot in self.cache.page_table(lease, anchor.name)[first:].tolist():
                     if number not in cell.slots.quarantined.get(slot, {number}):
                         yield f"lease {number} came to read slot {slot}, in quarantine"

@@ -200,7 +200,7 @@ class Stand:
 
     def check(self, lease: Lease) -> None:
         """All bytes of the lease's prefix are those that were computed for these tokens."""
-        for page in range(lease.inner.boundary):
+        for page in range(lease.committed_pages):
             for pool, layer, slot in self._rows(lease, page):
                 expected = self._expected(lease, pool, layer, page)
                 assert torch.equal(self._row(pool, layer, slot), expected), (page, pool, layer)
@@ -211,7 +211,7 @@ class Stand:
         anchors = [anchor.name for anchor in self.memory.anchors]
         matches = [cache.match(prompt) for prompt in self.prompts[-12:]]
         return {
-            "clock": cache.index.tree.tick,
+            "clock": cache.index.tick,
             "pages": {(tier.name, name): n for (tier, name), n in cache.stats().pages.items()},
             "in flight": cache.stats().in_flight,
             "tables": [

@@ -215,11 +215,11 @@ def a_fetch_that_is_late_on_one_rank_is_over_on_all(world: World) -> None:
     free = storing.cache.stats().pages[Tier.HOST, "kv"].free
     storing.poll(3)
     assert storing.cache.stats().pages[Tier.HOST, "kv"].free == free
-    assert len(storing.cache.index.tree.imports) == 1, "nobody gives back what one may write to"
+    assert len(storing.cache.index.imports) == 1, "nobody gives back what one may write to"
     dist.barrier()
     storing.store.heal()
     storing.settle()
-    assert not storing.cache.index.tree.imports
+    assert not storing.cache.index.imports
     storing.close()
 
 
@@ -231,7 +231,7 @@ def a_lookup_that_is_late_on_one_rank_is_over_on_all(world: World) -> None:
         storing.store.next("exists", Fault.BLOCK)
     fetch = storing.fetch()
     storing.poll_until(lambda: fetch.over)
-    assert fetch.outcome == "late" and not storing.cache.index.tree.imports
+    assert fetch.outcome == "late" and not storing.cache.index.imports
     storing.close()
 
 
@@ -318,7 +318,7 @@ def a_slow_rank_keeps_pages_on_every_host_until_they_are_written(world: World) -
         storing.stand.idle_lanes()
         dist.barrier()
         storing.poll(2)
-    waiting = len(storing.cache.index.tree.departures)
+    waiting = len(storing.cache.index.departures)
     assert waiting > 0 and storing.cache.storage.stats().dropped_pages > 0
     storing.cache.flush(Tier.HOST)
     storing.stand.agree()
@@ -326,7 +326,7 @@ def a_slow_rank_keeps_pages_on_every_host_until_they_are_written(world: World) -
     dist.barrier()
     storing.store.heal()
     storing.settle()
-    assert not storing.cache.index.tree.departures
+    assert not storing.cache.index.departures
     storing.close()
 
 

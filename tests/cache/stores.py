@@ -93,7 +93,7 @@ def readable(rig: Rig, tokens: list[int]) -> int:
 
 def keys_of(rig: Rig, tokens: list[int], anchor: str = "kv") -> list[bytes]:
     """The keys under which a store has the whole pages of a prompt."""
-    prompt, size = rig.cache.prompt(tokens), rig.cache.index.tree.page_bytes
+    prompt, size = rig.cache.prompt(tokens), rig.cache.index.page_bytes
     body = prompt.body[: len(prompt.body) // size * size]
     pages = chain(rig.cache.index.prompt_key(prompt), body, size)
     return [object_key(page, anchor) for page in pages]

@@ -80,10 +80,10 @@ def test_a_match_changes_nothing(build):
     rig = build(WINDOW)
     rig.remember(text(1, 4))
     rig.settle()
-    before = rig.cache.stats(), rig.cache.index.tree.tick
+    before = rig.cache.stats(), rig.cache.index.tick
     rig.found(text(1, 4))
     rig.cache.why(rig.cache.prompt(text(2, 4)))
-    assert (rig.cache.stats(), rig.cache.index.tree.tick) == before
+    assert (rig.cache.stats(), rig.cache.index.tick) == before
 
 
 def test_a_match_that_is_out_of_date_is_made_again(build):
@@ -408,7 +408,7 @@ def test_a_prefetch_that_nobody_follows_holds_nothing(build):
     rig.remember_on_host(text(1, 4))
     assert rig.cache.prefetch(rig.cache.prompt(text(1, 4)))
     rig.settle()
-    assert not rig.cache.index.tree.leases
+    assert not rig.cache.index.leases
     assert rig.cache.flush(Tier.DEVICE) == 6
 
 
@@ -515,7 +515,7 @@ def damages(other: Lease) -> dict[str, dict[str, object]]:
         "a commit that nothing will make happen": {
             "lease": {"transfers": [], "pending": [(2 * PAGE, ())]}
         },
-        "is not known to the index": {"lease": {"inner": other.inner}},
+        "is not known to the index": {"lease": {"_index_lease": other._index_lease}},
     }
 
 

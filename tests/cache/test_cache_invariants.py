@@ -74,7 +74,7 @@ def _landed_and_open(rig: Rig) -> None:
 
 
 def _unknown_lease(rig: Rig) -> None:
-    rig.cache.index.tree.leases.pop(_ready(rig).inner.number)
+    rig.cache.index.tree.leases.pop(_ready(rig).number)
 
 
 def _pending_commit(rig: Rig) -> None:

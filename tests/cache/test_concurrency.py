@@ -141,8 +141,8 @@ class Traffic:
         if lease is None:
             return
         self._judge(self.cache.match(prompt, Tier.DEVICE))
-        assert set(page_names(prompt)[: lease.inner.boundary]) <= self.committed
-        self.running.append(Running(lease, lease.inner.boundary, hidden=scratch))
+        assert set(page_names(prompt)[: lease.committed_pages]) <= self.committed
+        self.running.append(Running(lease, lease.committed_pages, hidden=scratch))
         if chance.random() < 0.7:
             self.cache.load(lease)
 
@@ -161,7 +161,7 @@ class Traffic:
             lease.append(self._more(lease)[: chance.randrange(1, 2 * PAGE)])
         if not self.cache.grow(lease, lease.prompt.tokens, chance.choice((0, 0, 1))):
             return
-        left = min(lease.inner.reserved, len(page_names(lease.prompt))) - running.computed
+        left = min(lease.reserved_pages, len(page_names(lease.prompt))) - running.computed
         if left > 0 and not lease.failed:
             self._commit(running, running.computed + round(chance.choice((0.5, 1, 1)) * left))
         elif chance.random() < 0.5:
@@ -192,7 +192,7 @@ class Traffic:
         if not running.hidden:
             self.committed.update(running.pending)
         running.pending = []
-        assert running.lease.inner.boundary == running.computed
+        assert running.lease.committed_pages == running.computed
 
     def finish(self) -> None:
         """At any moment: done, aborted while loading, failed."""
@@ -212,15 +212,15 @@ class Traffic:
 
     def poll(self) -> None:
         progress = self.cache.poll()
-        known = {running.lease.inner.number: running for running in self.running}
+        known = {running.lease.number: running for running in self.running}
         for lease in (*progress.landed, *progress.failed):
-            running = known[lease.inner.number]
+            running = known[lease.number]
             assert not running.told, "a lease is told once how its load ended"
             running.told = True
             assert not lease.loading and not lease.pending
         for lease in progress.landed:
             assert not lease.failed
-            self._committed(known[lease.inner.number])
+            self._committed(known[lease.number])
         for lease in progress.failed:
             assert lease.failed
 
@@ -250,7 +250,7 @@ class Traffic:
         assert gone or not pages
         self.committed -= gone
         for running in self.running:
-            names = page_names(running.lease.prompt)[: running.lease.inner.boundary]
+            names = page_names(running.lease.prompt)[: running.lease.committed_pages]
             running.hidden = running.hidden or (bool(names) and names[:1] == first)
         assert self.cache.match(prompt).tokens == 0
 
@@ -428,9 +428,9 @@ def hidden_things(traffic: Traffic) -> Counter[str]:
         kind = "scratch" if isinstance(running.lease.prompt.namespace, Hidden) else "quarantine"
         met[kind if kind == "scratch" else "read in quarantine"] += running.computed > 0
         met["loading in quarantine"] += running.lease.loading
-        commits = running.lease.inner.boundary * PAGE > running.lease.cached_tokens
+        commits = running.lease.committed_pages * PAGE > running.lease.cached_tokens
         met["committed in quarantine"] += kind == "quarantine" and commits
-    for arrival in traffic.cache.index.tree.arrivals.values():
+    for arrival in traffic.cache.index.arrivals.values():
         met["in flight in quarantine"] += arrival.pointless
     return met
 

@@ -58,7 +58,7 @@ def left_in(rig: Rig, url: str) -> Store:
 
 def taken(rig: Rig) -> int:
     """Host slots that fetches have."""
-    return sum(len(one.taken) for one in rig.cache.index.tree.imports.values())
+    return sum(len(one.taken) for one in rig.cache.index.imports.values())
 
 
 def test_fetches_that_nobody_waits_for_count_among_those_that_share_half_of_the_host(

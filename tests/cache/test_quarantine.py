@@ -73,10 +73,10 @@ def test_the_rig_notices_when_somebody_comes_to_read_a_page_in_quarantine(build)
     rig.remember(text(1, 4))
     reader, other = rig.started(text(1, 4)), rig.started(text(2, 4))
     quarantine(rig, text(1, 4))
-    own = other.inner.segments[0].slots[0][0]
-    other.inner.segments[0].slots[0][0] = rig.cache.page_table(reader, "kv")[0]
+    own = other._index_lease.segments[0].slots[0][0]
+    other._index_lease.segments[0].slots[0][0] = rig.cache.page_table(reader, "kv")[0]
     assert any("in quarantine" in problem for problem in rig.problems())
-    other.inner.segments[0].slots[0][0] = own
+    other._index_lease.segments[0].slots[0][0] = own
 
 
 def test_a_match_made_before_is_made_again(build):
@@ -115,14 +115,14 @@ def test_a_load_under_way_ends_for_its_lease_and_leaves_nothing(build, memory, e
     lease = rig.started(text(1, 6))
     rig.hands[Way.LOAD].run_legs(min(1, len(rig.cache.hardware.copier.groups) - 1))
     quarantine(rig, text(1, 4))
-    rig.write(lease, lease.inner.boundary, 6 - bool(memory.holdback))
+    rig.write(lease, lease.committed_pages, 6 - bool(memory.holdback))
     rig.cache.commit(lease, 6 * PAGE)
     getattr(rig.hands[Way.LOAD], ending)()
     progress = rig.cache.poll()
     assert rig.problems() == []
     if lease in progress.landed:
         assert ending == "run" and rig.misread(lease) == []
-        assert rig.found(text(1, 6)) == 0 and lease.inner.boundary * PAGE > lease.cached_tokens
+        assert rig.found(text(1, 6)) == 0 and lease.committed_pages * PAGE > lease.cached_tokens
     else:
         assert lease in progress.failed
         with pytest.raises(TransferError):
@@ -201,7 +201,7 @@ def test_what_is_committed_in_quarantine_is_copied_nowhere(build, policy):
     assert rig.cache.grow(lease, lease.prompt.tokens)
     rig.compute(lease)
     rig.settle()
-    assert rig.misread(lease) == [] and lease.inner.boundary == 6
+    assert rig.misread(lease) == [] and lease.committed_pages == 6
     assert rig.cache.stats().moved_pages["backup"] == before and on_host(rig) == 0
     rig.cache.release(lease)
     assert rig.problems() == [] and empty(rig)
@@ -231,7 +231,7 @@ def test_scratch_is_computed_as_if_nothing_were_kept_and_leaves_nothing(build, m
         assert rig.cache.grow(lease, min(pages * PAGE + 1, lease.prompt.tokens))
         whole = min(pages, len(page_names(lease.prompt)))
         rig.compute(lease, whole)
-        rig.cache.shrink(lease, lease.inner.boundary * PAGE + 1)
+        rig.cache.shrink(lease, lease.committed_pages * PAGE + 1)
         for layer in range(memory.end_layer):
             rig.cache.wait(lease, layer)
         rig.settle()

@@ -191,7 +191,7 @@ def test_leaving_fetches_go_however_many_others_wait(url, rigs):
     others = [begun(rig, text(number, 8)) for number in range(2, MAX_OPEN + 10)]
     poll(rig, 4)
     assert fetch.over and not any(other.over for other in others)
-    assert not rig.cache.index.tree.imports, "it holds its slots and its lease no longer"
+    assert not rig.cache.index.imports, "it holds its slots and its lease no longer"
     faulty(rig).heal()
     settle(rig)
 
@@ -320,7 +320,7 @@ def test_a_write_that_goes_wrong_leaves_the_page_on_the_host(url, rigs, fault):
     stored(rig, text(1, 4))
     stats = rig.cache.storage.stats()
     assert (stats.stored_pages, stats.failed_pages, stats.waiting_pages) == (0, 4, 0)
-    assert rig.found(text(1, 4)) == 4 * PAGE and not rig.cache.index.tree.departures
+    assert rig.found(text(1, 4)) == 4 * PAGE and not rig.cache.index.departures
     stored(rig, text(2, 4))
     assert in_store(rig, url, text(2, 4)) == [True] * 4
 
@@ -373,7 +373,7 @@ def test_a_fetch_that_finds_no_room_is_over_and_holds_nothing(url, rigs):
     fetch = begun(rig, text(1, 4))
     until(lambda: bool(rig.cache.poll()) and fetch.over)
     assert fetch.outcome == "no_room" and rig.problems() == []
-    assert not rig.cache.index.tree.imports and not rig.cache.index.tree.leases
+    assert not rig.cache.index.imports and not rig.cache.index.leases
 
 
 def test_a_line_that_is_too_long_loses_its_oldest_pages(url, rigs):
@@ -412,7 +412,7 @@ def test_what_a_draft_did_not_compute_is_absent_through_a_store_and_back(url, ri
         lease = again.started(text(number, 6))
         again.settle()
         assert lease.cached_tokens > 0 and again.misread(lease) == []
-        assert again.cache.carries(lease, draft).tolist() == [carried] * lease.inner.boundary
+        assert again.cache.carries(lease, draft).tolist() == [carried] * lease.committed_pages
         again.cache.release(lease)
 
 

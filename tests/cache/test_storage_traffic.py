@@ -112,7 +112,7 @@ class StoredTraffic(Traffic):
             assert isinstance(namespace, Namespace)
             page = self.cache.prompt(packed, namespace)
         index = self.cache.index
-        root, size = index.prompt_key(page), index.tree.page_bytes
+        root, size = index.prompt_key(page), index.page_bytes
         return [root, *chain(root, page.body[: len(page.body) // size * size], size)]
 
     def _committed(self, running) -> None:

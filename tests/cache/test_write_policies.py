@@ -62,7 +62,7 @@ class Counted(HostTimeline):
         return self.fences
 
 
-def test_a_copy_waits_for_what_was_to_be_done_before_the_mark(build):
+def test_a_copy_waits_for_what_was_to_be_done_before_the_fence(build):
     rig = build()
     for hand in rig.hands.values():
         hand.timeline = Counted()
@@ -70,27 +70,27 @@ def test_a_copy_waits_for_what_was_to_be_done_before_the_mark(build):
     lease = rig.started(text(1, 6))
 
     def after(pages: int, more: int = 0) -> int:
-        """The fence that the copy of these pages comes after, if `more` follow after the mark."""
+        """The fence that the copy of these pages comes after, if `more` follow after the fence."""
         rig.compute(lease, pages)
-        rig.cache.mark()
+        rig.cache.fence()
         hand.timeline.fences += 100
         if more:
             rig.compute(lease, more)
         rig.cache.poll()
         return hand.jobs[-1].after
 
-    assert after(1) == 1, "all that is computed was marked"
-    assert after(2, 3) == 203, "page 3 came after the mark"
-    assert after(4) == 204, "a mark is for one submission"
+    assert after(1) == 1, "all that is computed is before the fence"
+    assert after(2, 3) == 203, "page 3 came after the fence"
+    assert after(4) == 204, "a fence is for one submission"
     rig.compute(lease, 5)
     hand.timeline.fences += 100
     rig.cache.poll()
-    assert hand.jobs[-1].after == 405, "there was no mark"
+    assert hand.jobs[-1].after == 405, "there was no fence"
     rig.settle()
     assert on_host(rig) == 5
 
 
-def test_a_page_that_is_given_up_after_the_mark_was_computed_before(build):
+def test_a_page_that_is_given_up_after_the_fence_was_computed_before(build):
     rig = build(device=8, write_policy="write_back", headroom=0.5)
     lease = rig.started(text(1, 6))
     rig.compute(lease)
@@ -98,13 +98,13 @@ def test_a_page_that_is_given_up_after_the_mark_was_computed_before(build):
     assert free(rig) < 4
     hand = rig.hands[Way.BACKUP]
     hand.timeline = Counted()
-    rig.cache.mark()
+    rig.cache.fence()
     hand.timeline.fences += 100
     rig.cache.poll()
     assert hand.jobs[-1].after == 1
 
 
-def test_what_was_computed_on_a_prefix_on_its_way_was_so_before_the_mark(build):
+def test_what_was_computed_on_a_prefix_on_its_way_was_so_before_the_fence(build):
     rig = build()
     rig.remember_on_host(text(1, 2))
     lease = rig.started(text(1, 4))
@@ -112,14 +112,14 @@ def test_what_was_computed_on_a_prefix_on_its_way_was_so_before_the_mark(build):
     rig.cache.commit(lease, 4 * PAGE)
     hand = rig.hands[Way.BACKUP]
     hand.timeline = Counted()
-    rig.cache.mark()
+    rig.cache.fence()
     hand.timeline.fences += 100
     rig.hands[Way.LOAD].run()
     rig.cache.poll()
     assert hand.jobs[-1].after == 1
 
 
-def test_a_load_comes_beside_what_was_begun_after_the_mark_unless_that_has_its_pages(build):
+def test_a_load_comes_beside_what_was_begun_after_the_fence_unless_that_has_its_pages(build):
     rig = build(device=32)
     for number in range(1, 6):
         rig.remember_on_host(text(number, 2))
@@ -133,15 +133,15 @@ def test_a_load_comes_beside_what_was_begun_after_the_mark_unless_that_has_its_p
         rig.started(text(number, 3))
         return hand.jobs[-1].after
 
-    assert after(1) == 100, "there was no mark"
+    assert after(1) == 100, "there was no fence"
     busy, done, idle = (rig.started(text(6 + number, 2)) for number in range(3))
-    rig.cache.mark()
+    rig.cache.fence()
     assert after(2) < 100
-    rig.cache.release(idle, in_use=False)
+    rig.cache.release_idle(idle)
     assert after(3) < 100, "what nobody computes with is free"
     rig.cache.release(done)
     assert after(4) == 100
-    rig.cache.mark()
+    rig.cache.fence()
     rig.compute(busy)
     assert after(5) == 100, "of a page that others have too, one is free when it is committed"
 
@@ -157,7 +157,7 @@ def test_a_load_comes_after_the_pass_whose_pages_a_landing_gave_back(build):
     hand.run()
     for each in rig.hands.values():
         each.timeline = Counted()
-    rig.cache.mark()
+    rig.cache.fence()
     rig.cache.land()
     assert not lease.loading and not lease.pending
     hand.timeline.fences = 99

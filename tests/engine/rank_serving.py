@@ -205,7 +205,7 @@ class Stand:
         """All in which ranks must not differ."""
         cache, scheduler = self.cache, self.engine.scheduler
         return (
-            cache.index.tree.tick,
+            cache.index.tick,
             [(tier.name, name, n) for (tier, name), n in cache.stats().pages.items()],
             cache.stats().in_flight,
             [(request.number, request.computed, request.tokens) for request in scheduler.running],

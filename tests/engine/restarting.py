@@ -105,7 +105,7 @@ class StoredCache(WatchedCache):
     def attach(self, past: Past) -> None:
         self.past = past
         self.ledger = past.ledger
-        for anchor in self.index.tree.anchor_names:
+        for anchor in self.index.anchor_names:
             kept = past.stored.setdefault(anchor, set())
             self.naive.readable[Tier.STORAGE, anchor] = set(kept)
         self.brought: dict[Prompt, set[tuple[str, bytes]]] = {}

@@ -247,7 +247,7 @@ class Ledger:
 
     def left(self, lease: Lease) -> None:
         """What the lease has computed up to here has the checkpoints that were wanted."""
-        inner, body = lease.inner, lease.prompt.body
+        inner, body = lease._index_lease, lease.prompt.body
         stops = (stop for stop in inner.wanted if inner.begun < stop <= inner.boundary)
         self.kept.update(_prefix(body, stop) for stop in stops)
 
@@ -256,7 +256,7 @@ class Ledger:
 
         Of `write_back`, which keeps none where nobody has parted yet.
         """
-        inner, body = lease.inner, lease.prompt.body
+        inner, body = lease._index_lease, lease.prompt.body
         branches = (branch for branch in inner.branches if before < branch <= inner.boundary)
         for branch in branches:
             if branch not in inner.wanted:
@@ -304,7 +304,7 @@ class WatchedCache(TieredCache):
         self.breaks = False
         self.hands = self.hardware.copier.lanes
         self.hands[Way.LOAD].timeline = self._device = AtWork()
-        self._marked = False
+        self._fenced = False
         self._rng, self._late = rng, copy.deepcopy(rng)
         self.index.subscribe(self._hear)
 
@@ -317,16 +317,16 @@ class WatchedCache(TieredCache):
         """Some of what was submitted is done by now."""
         for hand in self.hands.values():
             hand.run(self._rng.randint(0, len(hand.jobs)))
-        self._device.at_work, self._marked = self._marked and self._late.random() < 0.5, False
+        self._device.at_work, self._fenced = self._fenced and self._late.random() < 0.5, False
         try:
             return super().poll()
         finally:
             self._device.at_work = False
 
-    def mark(self) -> None:
+    def fence(self) -> None:
         """A pass comes, and a poll before it is over."""
-        super().mark()
-        self._marked = True
+        super().fence()
+        self._fenced = True
 
     def wait(self, lease: Lease, layer: int) -> None:
         """A layer's bytes come when it cannot go on without them, and none of the next layer's."""
@@ -352,7 +352,7 @@ class WatchedCache(TieredCache):
 
     def _commit(self, lease: Lease, tokens: int, without: Any) -> None:
         self.ledger.computed(lease.prompt.body, tokens)
-        before = lease.inner.boundary
+        before = lease.committed_pages
         super()._commit(lease, tokens, without)
         if self.config.write_policy == "write_back":
             self.ledger.passed(lease, before)
@@ -484,7 +484,7 @@ class Stand:
         for number, requests in enumerate(converse(self.family, self.engine, at_once, rounds)):
             assert number % validate_every or self.cache.validate() == []
             for request in self.engine.scheduler.running:
-                assert request.held.inner.boundary * PAGE <= request.computed, "found too early"
+                assert request.held.committed_pages * PAGE <= request.computed, "found too early"
             self.max_running = max(self.max_running, len(self.engine.scheduler.running))
             self.served += [request for request in requests if request not in self.served]
             yield requests

@@ -130,7 +130,7 @@ class Run:
                 assert (request.output, request.scores) == (wanted.output, wanted.scores)
         assert self.oracle.counts.diverged == 0
         self.cache.close()
-        assert not self.cache.index.tree.leases
+        assert not self.cache.index.leases
 
 
 @pytest.mark.parametrize("seed", SEEDS)

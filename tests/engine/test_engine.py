@@ -220,7 +220,7 @@ class Stand:
         self.cache._sessions.forget_all()
         assert self.cache.drain(10)
         assert self.cache.validate() == []
-        assert not self.cache._leases and not self.cache.index.tree.leases
+        assert not self.cache._leases and not self.cache.index.leases
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:
@@ -473,7 +473,7 @@ def test_an_aborted_request_gives_everything_back(stand):
     request = at.submit(words(1, 13), 9)
     at.step()
     at.engine.abort(request)
-    assert not at.cache.index.tree.leases
+    assert not at.cache.index.leases
     assert at.cache.drain(10)
     pages = at.cache.stats().pages[Tier.DEVICE, "kv"]
     assert pages.free + pages.resident == pages.capacity and pages.resident == 3
@@ -714,7 +714,7 @@ def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch)
     at.step()
     done = listed(
         monkeypatch,
-        (at.cache, "mark"),
+        (at.cache, "fence"),
         (at.engine._runner, "run"),
         (at.engine._runner, "go_ahead"),
         (Lease, "join"),
@@ -726,7 +726,7 @@ def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch)
     for _ in range(2):
         at.step()
         ahead = at.model.recorded
-        assert done == ([*during, "mark", "go_ahead"] if ahead else ["mark", *during])
+        assert done == ([*during, "fence", "go_ahead"] if ahead else ["fence", *during])
         done.clear()
     at.engine.abort(request)
     at.engine.step()

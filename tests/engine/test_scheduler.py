@@ -86,7 +86,7 @@ class Desk:
             self.scheduler.remove(request)
         assert not self.scheduler.running and not self.scheduler.waiting
         assert self.cache.validate() == []
-        assert not self.cache.index.tree.leases
+        assert not self.cache.index.leases
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         self.cache.close()
@@ -330,20 +330,23 @@ def test_what_is_left_of_a_pass_under_way_is_what_comes_next(desk, monkeypatch):
     assert at.scheduler.steady
     at.scheduler.began()
     late = at.queue(1, answer=20)
-    given: list[bool] = []
-    release = at.cache.release
+    given: list[str] = []
+    release, release_idle = at.cache.release, at.cache.release_idle
     monkeypatch.setattr(
-        at.cache, "release", lambda lease, in_use: (given.append(in_use), release(lease))
+        at.cache, "release", lambda lease: (given.append("release"), release(lease))
+    )
+    monkeypatch.setattr(
+        at.cache, "release_idle", lambda lease: (given.append("release_idle"), release_idle(lease))
     )
     at.scheduler.remove(second)
     at.scheduler.leave_out(third)
     assert [share.request for share in at.step()] == [first]
     at.scheduler.remove(third)
-    assert given == [True, True], "a pass is at its pages, of whatever use it is"
+    assert given == ["release"] * 2, "a pass is at its pages, of whatever use it is"
     assert late.lease is not None
     assert {share.request for share in at.step()} == {first, late}
     at.scheduler.remove(first)
-    assert given == [True, True, False]
+    assert given == ["release", "release", "release_idle"]
 
 
 def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk):
@@ -523,7 +526,7 @@ def test_a_retracted_request_holds_nothing(desk):
     request = at.queue(3)
     at.step()
     at.scheduler.retract(request)
-    assert not at.cache.index.tree.leases
+    assert not at.cache.index.leases
     at.cache.flush(Tier.DEVICE)
     assert all(
         count.free == count.capacity

@@ -98,7 +98,7 @@ def opened() -> Iterator[Opener]:
 
     yield open_one
     for served in found:
-        assert not served.cache.index.tree.leases
+        assert not served.cache.index.leases
         assert served.cache.close()
 
 

@@ -85,7 +85,7 @@ class Served:
     def close(self) -> None:
         self.store.gate.set()
         assert self.cache.close()
-        assert not self.cache.index.tree.imports and not self.cache.index.tree.departures
+        assert not self.cache.index.imports and not self.cache.index.departures
 
 
 Opener = Callable[..., Served]
@@ -259,7 +259,7 @@ def test_fetches_take_no_more_than_half_of_the_host(opened: Opener) -> None:
     host = 32
     served = opened("llama", stored(), sizes=(Tokens(1024), Tokens(host * PAGE)), gates=("read",))
     requests = [served.submit(prompt) for prompt in PROMPTS]
-    imports, most = served.cache.index.tree.imports, 0
+    imports, most = served.cache.index.imports, 0
     for _ in range(50):
         served.steps(1)
         most = max(most, sum(len(one.taken) for one in imports.values()))
