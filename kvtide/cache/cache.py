@@ -16,7 +16,7 @@ pages on their way are not readable; whatever fails gives back all it held.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +90,7 @@ class TieredCache:
         self._writing = writing(self.index, self._flights, config.headroom)
         self._sessions = Sessions(self.index, config.session_share)
         self._leases: dict[int, Lease] = {}
+        self._step_leases: frozenset[int] | None = None
         self._counts = CacheCounts()
         self.storage = Storage(self.index, self._flights, self.hardware, config, self.agreement)
 
@@ -230,19 +231,11 @@ class TieredCache:
         """Give back exactly what the lease holds. A second time is harmless.
 
         A lease that has generated beyond its prompt keeps a checkpoint at its end: the next turn
-        resumes there. Later loads are ordered after all work queued so far.
+        resumes there. If a step launched after the last fence uses its slots, later loads are
+        ordered behind that step.
         """
-        self._flights.drop_fence(Way.LOAD)
-        self._release(lease)
-
-    def release_idle(self, lease: Lease) -> None:
-        """Like `release`, for a lease whose slots no step launched since the last fence uses.
-
-        Loads into its slots need not wait for that step.
-        """
-        self._release(lease)
-
-    def _release(self, lease: Lease) -> None:
+        if self._step_leases is None or lease.number in self._step_leases:
+            self._flights.drop_fence(Way.LOAD)
         if lease.live and lease._index_lease.boundary > lease._index_lease.placed:
             self.retain(lease)
         self._leases.pop(lease._index_lease.number, None)
@@ -268,12 +261,14 @@ class TieredCache:
 
     # -- beside requests --------------------------------------------------------------------
 
-    def fence(self) -> None:
+    def fence(self, step: Iterable[Lease] | None = None) -> None:
         """A fence: all work queued so far is ordered before any reuse of freed slots.
 
         For a caller that launches a step and then admits requests and polls while it runs. Copies
-        wait for the fence alone, not for that step, until the next `commit`, `release` or `poll`.
+        wait for the fence alone, not for that step, until the next `commit` or `poll`, or until one
+        of its leases is released. `step` names these leases; without it they may be any.
         """
+        self._step_leases = None if step is None else frozenset(lease.number for lease in step)
         self._flights.fence()
 
     def poll(self) -> Progress:

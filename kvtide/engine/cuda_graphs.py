@@ -1,17 +1,18 @@
-"""Passes of few tokens, recorded once and played again.
+"""CUDA graphs of small steps: which sizes are captured, and filling one for a step.
 
-Such a pass is hundreds of launches that take little time each: a recording plays them with one, or
-with one a layer. It is for a number of tokens and of sequences, and for sequences up to a length.
-What is left of it is filled up with tokens that nobody needs, of sequences without slots, which
-write nothing.
+A small step is hundreds of short kernels; a graph launches them at once, or one graph per layer.
+Each graph is captured for a number of tokens, a number of sequences and a maximum sequence length.
+A step takes the smallest graph that fits. The rest of it is padding: tokens of sequences without
+slots, which write nothing.
 
-There are two kinds. Steps of single tokens have recordings for a number of sequences, which give
-logits. All other steps of up to some number of tokens (the rest of a prompt whose prefix was found,
-beside those who generate) have recordings for as many sequences as there may be, which give hidden
-states. These are cut before every layer: they can be played while a prefix is on its way.
+There are two kinds:
 
-Copies between device and host go on beside it: they are on streams of their own, and pages on
-their way are read by no layer that has not waited for them.
+decode graphs  one token per sequence, for a number of sequences; they give logits
+mixed graphs   prefill chunks beside decode tokens, up to 1,024 tokens; they give hidden states. Each
+               layer is a graph of its own, so that a step runs while its prefixes still load
+
+Loads and backups run on streams of their own beside a replay: a layer reads no loading page before
+it has waited for it.
 """
 
 from __future__ import annotations
@@ -23,105 +24,107 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from kvtide.engine.graph_capture import GraphCapture, Wait, nothing
-from kvtide.engine.page_tables import State, Table
+from kvtide.engine.graph_capture import GraphCapture, Wait, no_wait
+from kvtide.engine.page_tables import Table, TableVersion
 from kvtide.layers import Step
 from kvtide.layers.step import Batch, Bounds
 from kvtide.models import Model
 
-SHORTEST = 4096
-"""The length that the first recordings are for; each next one is for four times as many tokens."""
-SIZES = (64, 128, 192, 256, 384, 512, 576, 640, 768, 896, 1024)
-"""Tokens of steps that are not single ones. Launching a larger one takes less than computing it."""
-PROMPT_TOKENS = 64
-"""In a step of n times as many, n sequences may have several: for more, work is divided badly. In
-the largest all may, so that every step of no more tokens has a recording."""
+MIN_LENGTH = 4096
+"""Sequence length of the first graphs; the next ones take four times as many tokens each."""
+MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 576, 640, 768, 896, 1024)
+"""Sizes of mixed graphs. Larger steps take longer to compute than to launch kernel by kernel."""
+TOKENS_PER_PREFILL = 64
+"""A mixed graph of n times as many tokens takes n prefill chunks: attention work is divided badly
+over more. The largest takes any number, so that every step of its size has a graph."""
 
 
 class GraphRow(NamedTuple):
-    """One sequence's new tokens, how many it has before, and where: `lease` numbers whose pages."""
+    """One sequence of a step: new tokens, how many precede them, and its page table.
+
+    `lease` and `version` identify the table, so that an unchanged one is not written again.
+    """
 
     tokens: Sequence[int]
     past: int
     lease: int
-    state: State
+    version: TableVersion
     table: Table
 
 
 class GraphSize(NamedTuple):
-    """Of a pass: tokens in it, of how many sequences, how many of these may have several; and how
-    long a sequence may be."""
+    """What a graph is captured for; `prefills` sequences may have several tokens."""
 
     tokens: int
     sequences: int
-    prompts: int
+    prefills: int
     length: int
 
     @property
-    def single(self) -> bool:
-        return self.prompts == 0
+    def decode(self) -> bool:
+        return self.prefills == 0
 
     @property
     def bounds(self) -> Bounds:
-        if self.single:
+        if self.decode:
             return Bounds(1, self.length - 1, 0, singles=True)
-        # One more has what nobody needs.
-        return Bounds(self.tokens, self.length - 1, self.prompts + 1, singles=True)
+        # Padding is one more sequence.
+        return Bounds(self.tokens, self.length - 1, self.prefills + 1, singles=True)
 
 
 View = Callable[[str, int], Mapping[str, Tensor]]
 
 
-def widths(most: int) -> Iterator[int]:
-    """For how many single tokens there are recordings."""
-    yield from (width for width in (1, 2, 4) if width < most)
-    step, width = 8, 8
-    while width < most:
-        yield width
-        step = 8 if width < 64 else 32
-        width += step
-    yield most
+def decode_batches(max_sequences: int) -> Iterator[int]:
+    """Batch sizes of decode graphs."""
+    yield from (size for size in (1, 2, 4) if size < max_sequences)
+    step, size = 8, 8
+    while size < max_sequences:
+        yield size
+        step = 8 if size < 64 else 32
+        size += step
+    yield max_sequences
 
 
 def lengths() -> Iterator[int]:
-    """How long sequences may be that there are recordings for."""
-    return (SHORTEST * 4**number for number in count())
+    """Maximum sequence lengths of graphs."""
+    return (MIN_LENGTH * 4**number for number in count())
 
 
 class StepGraph:
-    """A pass of one size, of a kind that has no more than `most` tokens."""
+    """The captured pass of one size; its output buffer holds `max_rows` rows."""
 
     def __init__(
-        self, model: Model, view: View, studio: GraphCapture, size: GraphSize, most: int
+        self, model: Model, view: View, capture: GraphCapture, size: GraphSize, max_rows: int
     ) -> None:
-        memory, self._size, self._studio = model.memory, size, studio
-        # What nobody needs of a pass of several tokens is one more sequence.
-        self._sequences = size.sequences + (0 if size.single else 1)
+        memory, self._size, self._capture = model.memory, size, capture
+        # Padding of a mixed graph is one more sequence.
+        self._sequences = size.sequences + (0 if size.decode else 1)
         names = [anchor.name for anchor in memory.anchors]
         pages = -(-max(size.length, size.tokens) // memory.page_tokens)
-        room = 3 * size.tokens + self._sequences * (3 + len(names) * pages)
-        self._mirror = studio.mirror(room)
-        self._ours = self._parts(self._mirror.open(), names)
-        self._filled: list[tuple[int, State] | None] = [None] * self._sequences
+        numbers = 3 * size.tokens + self._sequences * (3 + len(names) * pages)
+        self._inputs = capture.input_buffer(numbers)
+        self._host = self._parts(self._inputs.open(), names)
+        self._filled: list[tuple[int, TableVersion] | None] = [None] * self._sequences
         self._used = 0
         self._fill(())
-        self._mirror.send()
-        tokens, at, owners, rows, tables = self._parts(self._mirror.there, names)
-        self._said = tokens
-        # A recording reads what it was made with: nobody else may get that memory.
+        self._inputs.send()
+        tokens, positions, owners, rows, tables = self._parts(self._inputs.on_device, names)
+        self._tokens = tokens
+        # The graph reads these tensors at every replay: the batch keeps their memory taken.
         self._batch = batch = Batch(rows, owners, tables, size.bounds)
 
         def forward(wait: Wait) -> Tensor:
-            step = Step(tokens.long(), at.long(), (), memory.page_tokens, view, wait, batch)
+            at = positions.long()
+            step = Step(tokens.long(), at, (), memory.page_tokens, view, wait, batch)
             hidden = model.forward(step)
-            return model.logits(hidden) if size.single else hidden
+            return model.logits(hidden) if size.decode else hidden
 
-        self._room = "logits" if size.single else "hidden"
-        self._take = studio.record(forward, self._room, most, cut=not size.single)
+        self._output = "logits" if size.decode else "hidden"
+        self._graph = capture.capture(forward, self._output, max_rows, per_layer=not size.decode)
 
     def _parts(self, flat: Any, names: Sequence[str]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Tokens, positions, owners, rows, and tables by anchor, in one run of numbers: of numpy
-        or of a device."""
+        """Tokens, positions, owners, rows, and page tables by anchor, in one run of numbers."""
         tokens, sequences = self._size.tokens, self._sequences
         each, rest = flat[: 3 * tokens].reshape(3, tokens), flat[3 * tokens :]
         rows = rest[: 3 * sequences].reshape(sequences, 3)
@@ -129,46 +132,46 @@ class StepGraph:
         return *each, rows, {name: tables[i] for i, name in enumerate(names)}
 
     @property
-    def single(self) -> bool:
-        return self._size.single
+    def decode(self) -> bool:
+        return self._size.decode
 
-    def play(self, rows: Sequence[GraphRow], wait: Wait) -> Tensor:
-        """What comes of these: logits after each token if all are single, else hidden states; until
-        something is played again."""
-        self.lay(rows)
-        self._mirror.send()
-        return self._played(wait)
+    def launch(self, rows: Sequence[GraphRow], wait: Wait) -> Tensor:
+        """Replay for these rows: logits of a decode graph, else hidden states; valid until the next
+        replay."""
+        self.prepare(rows)
+        self._inputs.send()
+        return self._replay(wait)
 
-    def lay(self, rows: Sequence[GraphRow]) -> None:
-        """Lay out what is to be played, on the host."""
+    def prepare(self, rows: Sequence[GraphRow]) -> None:
+        """Write the inputs on the host."""
         assert all(row.past + len(row.tokens) <= self._size.length for row in rows), "too long"
-        self._mirror.open()
+        self._inputs.open()
         self._fill(rows)
 
-    def play_laid(self, tokens: Sequence[int]) -> Tensor:
-        """What comes of what was laid out before it was known which its first tokens are."""
-        self._ours[0][: len(tokens)] = tokens
-        self._mirror.send()
-        return self._played(nothing)
+    def launch_prepared(self, tokens: Sequence[int]) -> Tensor:
+        """Replay what is prepared, with these as its first tokens."""
+        self._host[0][: len(tokens)] = tokens
+        self._inputs.send()
+        return self._replay(no_wait)
 
-    def linger(self) -> None:
-        """Wait until most of what was played last is done, if it is not of single tokens."""
-        self._take.linger()
+    def launch_ahead(self, sampled: Tensor, places: Sequence[int]) -> Tensor:
+        """Replay what is prepared; its first tokens are taken from `sampled`, on the device."""
+        first = self._tokens[: len(places)]
+        self._host[0][: len(places)] = places
+        self._inputs.send()
+        first.copy_(sampled.index_select(0, first))
+        return self._replay(no_wait)
 
-    def play_ahead(self, tokens: Tensor, places: Sequence[int]) -> Tensor:
-        """The same of tokens that the device alone knows yet, where they are to be found there."""
-        said = self._said[: len(places)]
-        self._ours[0][: len(places)] = places
-        self._mirror.send()
-        said.copy_(tokens.index_select(0, said))
-        return self._played(nothing)
+    def wait_until_late(self) -> None:
+        """Block until most of the last replay is done; for mixed graphs."""
+        self._graph.wait_until_late()
 
-    def _played(self, wait: Wait) -> Tensor:
-        self._take.play(wait)
-        return self._studio.left(self._room, self._used)
+    def _replay(self, wait: Wait) -> Tensor:
+        self._graph.replay(wait)
+        return self._capture.output(self._output, self._used)
 
     def _fill(self, rows: Sequence[GraphRow]) -> None:
-        tokens, at, owners, spans, _ = self._ours
+        tokens, positions, owners, spans, _ = self._host
         counts = [len(row.tokens) for row in rows]
         ends = np.cumsum(counts, dtype=np.int32)
         self._used = used = int(sum(counts))
@@ -178,83 +181,90 @@ class StepGraph:
         tokens[used:] = 0
         owners[:used] = np.repeat(np.arange(given, dtype=np.int32), counts)
         spans[:given] = np.stack([ends - counts, ends, past], 1)
-        at[:used] = np.arange(used) + np.repeat(past - spans[:given, 0], counts)
+        positions[:used] = np.arange(used) + np.repeat(past - spans[:given, 0], counts)
         spans[given:] = 0
-        left = np.arange(len(tokens) - used)
-        if self._size.single:
-            owners[used:], at[used:] = used + left, 0
-            spans[given:, 0], spans[given:, 1] = used + left, used + left + 1
-        elif len(left):
-            # One sequence has all of them, and those behind it have none.
-            owners[used:], at[used:] = given, left
+        padding = np.arange(len(tokens) - used)
+        if self._size.decode:
+            owners[used:], positions[used:] = used + padding, 0
+            spans[given:, 0], spans[given:, 1] = used + padding, used + padding + 1
+        elif len(padding):
+            # One sequence owns all padding; those behind it are empty.
+            owners[used:], positions[used:] = given, padding
             spans[given, :2] = (used, len(tokens))
         for number in range(self._sequences):
             self._fill_table(number, rows[number] if number < given else None)
 
     def _fill_table(self, number: int, row: GraphRow | None) -> None:
-        """If it is not there already."""
-        wanted = None if row is None else (row.lease, row.state)
+        """Write a page table, unless it stands there already."""
+        wanted = None if row is None else (row.lease, row.version)
         if self._filled[number] == wanted:
             return
         self._filled[number] = wanted
-        for name, ours in self._ours[-1].items():
+        for name, slots_of in self._host[-1].items():
             slots = () if row is None else row.table.get(name, ())
-            known = min(len(slots), ours.shape[1])
-            ours[number, :known] = slots[:known]
-            ours[number, known:] = -1
+            known = min(len(slots), slots_of.shape[1])
+            slots_of[number, :known] = slots[:known]
+            slots_of[number, known:] = -1
 
 
 class StepGraphs:
-    """Those of one model, made when they are first needed; for steps of up to `most` sequences and
-    `max_step_tokens` tokens."""
+    """The graphs of one model, captured when first needed; for steps of up to `max_sequences`
+    sequences and `max_step_tokens` tokens."""
 
     def __init__(
-        self, model: Model, view: View, studio: GraphCapture, most: int, max_step_tokens: int
+        self,
+        model: Model,
+        view: View,
+        capture: GraphCapture,
+        max_sequences: int,
+        max_step_tokens: int,
     ) -> None:
-        self._model, self._view, self._studio, self._most = model, view, studio, most
-        self._widths = sorted(set(widths(most)))
-        enough = next((size for size in SIZES if size >= max_step_tokens), SIZES[-1])
-        self._tokens = [size for size in SIZES if size <= enough]
-        self._made: dict[GraphSize, StepGraph] = {}
+        self._model, self._view, self._capture = model, view, capture
+        self._max_sequences = max_sequences
+        self._batches = sorted(set(decode_batches(max_sequences)))
+        enough = next((size for size in MIXED_TOKENS if size >= max_step_tokens), MIXED_TOKENS[-1])
+        self._tokens = [size for size in MIXED_TOKENS if size <= enough]
+        self._captured: dict[GraphSize, StepGraph] = {}
 
     @property
     def max_step_tokens(self) -> int:
-        """Steps of more have no recording."""
-        return max(self._most, self._tokens[-1])
+        """Larger steps have no graph."""
+        return max(self._max_sequences, self._tokens[-1])
 
     def fitting(self, rows: Sequence[GraphRow], loading: bool) -> StepGraph | None:
-        """One for such sequences, of which some may be `loading`; None for more than any has."""
-        several = sum(len(row.tokens) > 1 for row in rows)
-        length = max(row.past + len(row.tokens) for row in rows)
-        single = not several and not loading
-        for size in self._sizes(single, next(most for most in lengths() if most >= length)):
-            fits = len(rows) <= size.sequences and several <= size.prompts
+        """The smallest graph for these rows, of which some may be `loading` their prefix."""
+        prefills = sum(len(row.tokens) > 1 for row in rows)
+        longest = max(row.past + len(row.tokens) for row in rows)
+        decode = not prefills and not loading
+        for size in self._sizes(decode, next(length for length in lengths() if length >= longest)):
+            fits = len(rows) <= size.sequences and prefills <= size.prefills
             if fits and sum(len(row.tokens) for row in rows) <= size.tokens:
-                return self._of(size)
+                return self._graph(size)
         return None
 
-    def prepare(self, longest: int) -> None:
-        """Make those for sequences of up to so many tokens, so that nobody waits for them later.
+    def capture_all(self, longest: int) -> None:
+        """Capture every graph for sequences of up to `longest` tokens.
 
-        The largest come first: what they take of the shared memory is enough for all.
+        The largest come first: the memory pool they need is enough for all.
         """
         shorter = [*takewhile(lambda length: length < longest, lengths())]
         last = next(length for length in lengths() if length >= longest)
         for length in reversed([*shorter, last]):
-            for single in (False, True):
-                for size in reversed(self._sizes(single, length)):
-                    self._of(size)
+            for decode in (False, True):
+                for size in reversed(self._sizes(decode, length)):
+                    self._graph(size)
 
-    def _sizes(self, single: bool, length: int) -> list[GraphSize]:
-        if single:
-            return [GraphSize(width, width, 0, length) for width in self._widths]
-        most, last = self._most, self._tokens[-1]
-        prompts = {n: most if n == last else min(most, n // PROMPT_TOKENS) for n in self._tokens}
-        return [GraphSize(n, min(most, n), prompts[n], length) for n in self._tokens]
+    def _sizes(self, decode: bool, length: int) -> list[GraphSize]:
+        if decode:
+            return [GraphSize(batch, batch, 0, length) for batch in self._batches]
+        limit, last = self._max_sequences, self._tokens[-1]
+        prefills = {
+            n: limit if n == last else min(limit, n // TOKENS_PER_PREFILL) for n in self._tokens
+        }
+        return [GraphSize(n, min(limit, n), prefills[n], length) for n in self._tokens]
 
-    def _of(self, size: GraphSize) -> StepGraph:
-        if size not in self._made:
-            most = self._most if size.single else self._tokens[-1]
-            made = StepGraph(self._model, self._view, self._studio, size, most)
-            self._made[size] = made
-        return self._made[size]
+    def _graph(self, size: GraphSize) -> StepGraph:
+        if size not in self._captured:
+            max_rows = self._max_sequences if size.decode else self._tokens[-1]
+            self._captured[size] = StepGraph(self._model, self._view, self._capture, size, max_rows)
+        return self._captured[size]

@@ -14,10 +14,17 @@ from typing import NamedTuple
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.oracle import Oracle
+from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Finish, Request, RequestError, RequestParams, RequestState
 from kvtide.engine.runner import Runner, StepOutput
-from kvtide.engine.sampler import SampledToken, SamplingBatch, SamplingInput, score, warm_up
+from kvtide.engine.sampler import (
+    SampledToken,
+    SamplingBatch,
+    SamplingInput,
+    score,
+    warm_up_sampling,
+)
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
 from kvtide.engine.staging import Staging
 from kvtide.engine.state_check import check_kept
@@ -30,24 +37,21 @@ from kvtide.spec import Tier
 
 _ALONE = RankTopology()
 SCORED = 512
-"""So many tokens of a prompt are scored at a time: each takes a number for every word there is."""
+"""Prompt tokens scored at a time: each needs a row of logits."""
 
 
 class Update(NamedTuple):
     """A request got a token and some text; `finish` says why that was its last, if it was."""
 
     request: Request
-    chosen: SampledToken | None
+    sampled: SampledToken | None
     text: str
     finish: Finish | None
 
 
 class Engine:
-    """`computed`: how many tokens the last step took through the model.
-
-    `token_s`: how long computing a prompt's token takes, for those who know; 0 if nobody does.
-    `records`: whether passes of few tokens are recorded where a device can do that.
-    """
+    """`computed`: tokens of the last step. `cuda_graphs`: small steps run as CUDA graphs where the
+    device can. `token_s`: measured seconds to prefill a token, 0 while unknown."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Engine:
         max_running: int = 64,
         oracle: Oracle | None = None,
         topology: RankTopology = _ALONE,
-        records: bool = True,
+        cuda_graphs: bool = True,
     ) -> None:
         check_kept(model, cache.config.torch_device)
         self.model = model
@@ -71,9 +75,10 @@ class Engine:
         )
         self._staging = Staging(cache.config.torch_device)
         self._runner = Runner(
-            model, cache, topology, max_running, chunk_tokens, self._staging, records
+            model, cache, topology, max_running, chunk_tokens, self._staging, cuda_graphs
         )
-        self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.records)
+        self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.has_graphs)
+        self._overlap = Overlap(cache, self._runner)
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -89,14 +94,18 @@ class Engine:
         return min(self.cache.max_sequence_tokens, self._positions)
 
     @property
-    def passes(self) -> Counter[str]:
-        """How many passes there were, by kind, as the runner counts them."""
-        return self._runner.passes
+    def steps_by_kind(self) -> Counter[str]:
+        """Steps launched, by kind: decode_graph, mixed_graph, eager."""
+        return self._runner.launched
 
-    def prepare(self) -> None:
-        """Do beforehand what would keep the first requests waiting."""
-        self._runner.prepare(self.max_sequence_tokens)
-        warm_up(self.vocabulary, self._staging)
+    @property
+    def overlap_state(self) -> OverlapState:
+        return self._overlap.state
+
+    def warm_up(self) -> None:
+        """Capture CUDA graphs and compile kernels, so that no request waits for them."""
+        self._runner.warm_up(self.max_sequence_tokens)
+        warm_up_sampling(self.vocabulary, self._staging)
 
     def submit(self, params: RequestParams) -> Request:
         """Queue a request, or refuse what can never be served."""
@@ -110,7 +119,7 @@ class Engine:
         return request
 
     def find(self, number: int) -> Request | None:
-        """The request of this number, unless it is finished."""
+        """The unfinished request of this number."""
         return self.scheduler.find(number)
 
     def abort(self, request: Request) -> None:
@@ -119,155 +128,162 @@ class Engine:
             self._finish(request, Finish.ABORT)
 
     def step(self) -> list[Update]:
-        """One forward pass over everybody's next tokens."""
-        self._retract(self._astray())
-        admits_beside = self._runner.records and self.scheduler.crowded
+        """One forward pass over every running request's next tokens."""
+        self._retract(self._without_prefix())
+        admits_beside = self._runner.has_graphs and self.scheduler.blocked
         if not (admits_beside and self.scheduler.running):
             self.scheduler.admit()
-        if not self.cache.config.patience.waits:
-            self.scheduler.hurry()
-        shares = self.scheduler.plan()
-        self.computed = sum(share.tokens for share in shares)
-        if not shares:
+        step = self._schedule()
+        self.computed = step.tokens
+        if not step.chunks:
             return []
-        if not self._runner.has_begun(shares):
-            self.cache.fence()
         try:
-            passed = self._runner.run(shares)
+            output = step.launch()
         except TransferError:
-            return self._restart(shares)
+            return self._restart(step.chunks)
         if admits_beside:
-            self.scheduler.admit(makes_room=False)
-        self._look_after(shares)
-        for number, share in enumerate(shares):
-            self._score(share, number, passed)
-            self._commit(share)
-        return self._choose(shares, passed)
+            self.scheduler.admit_without_preemption()
+        self._overlap_copies(step.chunks)
+        self._commit(step.chunks, output)
+        return self._sample(step.chunks, output)
 
     def _prompt(self, params: RequestParams, tokens: bytes) -> Prompt:
         if params.alone:
             return self.cache.scratch(tokens)
         return self.cache.prompt(tokens, params.namespace)
 
-    # -- the steps of a step ----------------------------------------------------------------
+    # -- the parts of a step ----------------------------------------------------------------
 
-    def _astray(self) -> list[Request]:
-        """Requests whose prefix will not come, or is wrong: they compute it.
+    def _without_prefix(self) -> list[Request]:
+        """Requests whose prefix failed to load or is in quarantine: they compute it.
 
-        The cache was polled during the last pass, while the device was at work, if there was one.
-        What has landed since matters to those whose prefix is on its way, and to those who wait
-        and could be taken in.
+        The cache was polled during the last step, if there was one. Transfers that landed since
+        matter to loading requests, and to waiting ones that could be admitted.
         """
         running = self.scheduler.running
         if not self._polled:
             self.cache.poll()
-        elif self.scheduler.open or any(request.held.loading for request in running):
+        elif self.scheduler.can_admit or any(request.held.loading for request in running):
             self.cache.land()
         self._polled = False
         failed = [request for request in running if request.held.failed]
         return [*failed, *(self.oracle.misled(running, failed) if self.oracle else ())]
 
-    def _look_after(self, shares: list[ScheduledChunk]) -> None:
-        """Poll the cache while the device is at work on a pass.
+    def _schedule(self) -> CurrentStep:
+        """The step that was planned ahead, if it still holds; else a new one."""
+        if not self.cache.config.patience.waits:
+            self.scheduler.stop_fetches()
+        return self._overlap.take(self.scheduler) or self._overlap.afresh(self.scheduler.schedule())
 
-        That waits for the prefixes of its shares, and nobody has a token before: so they are waited
-        for here, and what is computed on them is committed at once.
+    def _overlap_copies(self, chunks: list[ScheduledChunk]) -> None:
+        """Poll the cache while the device computes.
+
+        The step waits for its loads and no request has a token before: so the loads are joined
+        here, and what is computed on top of them is committed at once.
         """
-        for share in shares:
-            share.request.held.join()
+        for chunk in chunks:
+            chunk.request.held.join()
         self.cache.poll()
         self._polled = True
 
-    def _restart(self, shares: list[ScheduledChunk]) -> list[Update]:
-        """A prefix did not come in the midst of a pass, here or elsewhere: it was for nothing."""
+    def _restart(self, chunks: list[ScheduledChunk]) -> list[Update]:
+        """A prefix failed to load during the step, on any rank: none of its output is used."""
         self.computed = 0
         self.cache.poll()
-        self._retract([share.request for share in shares])
+        self._retract([chunk.request for chunk in chunks])
         return []
 
     def _retract(self, requests: list[Request]) -> None:
-        """Let them wait again; whom the host has failed does not ask it a second time."""
+        """Queue them again; after a failed load a request matches the device tier alone."""
         for request in requests:
             if request.held.failed:
-                request.slowest, request.noted = Tier.DEVICE, bool(request.output)
+                request.slowest_tier, request.reported = Tier.DEVICE, bool(request.output)
             self.scheduler.retract(request)
 
-    def _score(self, share: ScheduledChunk, number: int, passed: StepOutput) -> None:
-        """The prompt's tokens that follow the share's, if they are to be given a probability."""
-        request, end = share
+    def _commit(self, chunks: list[ScheduledChunk], output: StepOutput) -> None:
+        """Put the computed pages into the cache, and score prompt tokens if asked to."""
+        for number, chunk in enumerate(chunks):
+            self._score(chunk, number, output)
+            chunk.request.computed = chunk.end
+            self.cache.commit(chunk.request.held, chunk.end)
+
+    def _score(self, chunk: ScheduledChunk, number: int, output: StepOutput) -> None:
+        """Log-probabilities of the prompt's tokens that follow the chunk's."""
+        request, end = chunk
         prompt, count = request.params.tokens, request.params.score
         if count is not None:
-            said = prompt[request.computed + 1 : end + 1]
-            for first in range(0, len(said), SCORED):
-                some = said[first : first + SCORED]
-                rows = passed.rows(number, first, len(some))
+            following = prompt[request.computed + 1 : end + 1]
+            for first in range(0, len(following), SCORED):
+                some = following[first : first + SCORED]
+                rows = output.rows(number, first, len(some))
                 request.scores += score(rows, some, count, self._staging)
 
-    def _choose(self, shares: list[ScheduledChunk], passed: StepOutput) -> list[Update]:
-        """The next token of each request whose tokens are all computed, or its end."""
-        ended = [number for number, share in enumerate(shares) if share.ends]
-        if not ended:
+    def _sample(self, chunks: list[ScheduledChunk], output: StepOutput) -> list[Update]:
+        """Sample the next token of each request whose tokens are all computed.
+
+        The device samples; before the host reads the tokens, it works on the next step.
+        """
+        rows = [number for number, chunk in enumerate(chunks) if chunk.completes]
+        if not rows:
             return []
-        requests = [shares[number].request for number in ended]
-        logits = passed.last(ended)
+        requests = [chunks[number].request for number in rows]
+        logits = output.last(rows)
         checks = self.oracle.look(requests, logits, self.submit) if self.oracle else ()
-        drawings = [SamplingInput(r.params.sampling, r.params.tokens, r.tokens) for r in requests]
-        choosing = SamplingBatch(logits, drawings, self._staging)
-        self._go_ahead(requests, choosing)
-        chosen = choosing.read()
-        for number in choosing.belated if self._runner.is_ahead else ():
-            self.scheduler.leave_out(requests[number])
-        updates = [self._advance(*pair) for pair in zip(requests, chosen, strict=True)]
+        inputs = [SamplingInput(r.params.sampling, r.params.tokens, r.tokens) for r in requests]
+        sampling = SamplingBatch(logits, inputs, self._staging)
+        self._overlap_next(requests, sampling, output)
+        sampled = sampling.read()
+        for row in sampling.resampled:
+            self._overlap.drop(requests[row])
+        updates = [self._advance(*pair) for pair in zip(requests, sampled, strict=True)]
         return [update for update in updates if update.request not in checks]
 
-    def _go_ahead(self, requests: list[Request], choosing: SamplingBatch) -> None:
-        """Lay out the next pass, and begin it while nobody but the device knows its tokens.
+    def _overlap_next(
+        self, requests: list[Request], sampling: SamplingBatch, output: StepOutput
+    ) -> None:
+        """Plan the next step, prepare it, and launch it where that is possible.
 
-        Whoever turns out to be done by then has a row in it that nobody reads. Where somebody waits
-        for room, it is laid out as late as can be, with those whose prefix has landed meanwhile. An
-        oracle has a say in what comes next.
+        Prefill joins it only late in the current step, so that prefixes which land meanwhile are in
+        it. An oracle may retract requests after every step: nothing is launched ahead of it.
         """
-        late = self.scheduler.pressed and self.oracle is None and self._runner.linger()
-        if late:
+        alone = self.oracle is None
+        if alone and self.scheduler.plans_prefill_ahead and output.wait_until_late():
             self.cache.land()
-        self._runner.lay(self.scheduler.foresee(late))
-        if self._runner.is_laid and self.scheduler.steady and self.oracle is None:
-            choosing.keep()
-            self.cache.fence()
-            self._runner.go_ahead(requests, choosing.tokens)
-            self.scheduler.began()
+            planned = self.scheduler.plan_mixed()
+        else:
+            planned = self.scheduler.plan_decode()
+        if planned is None:
+            return
+        self._overlap.plan(planned)
+        if self._overlap.prepare() and alone and self.scheduler.may_launch(planned):
+            sampling.keep_logits()
+            self._overlap.launch(requests, sampling.tokens)
 
-    def _commit(self, share: ScheduledChunk) -> None:
-        request, end = share
-        request.computed = end
-        self.cache.commit(request.held, end)
-
-    def _advance(self, request: Request, chosen: SampledToken) -> Update:
-        """A request has its next token, perhaps its last, unless it wanted none."""
+    def _advance(self, request: Request, sampled: SampledToken) -> Update:
+        """Append the sampled token, and finish the request if that was its last."""
         if not request.params.max_tokens:
             return self._close(request, Finish.LENGTH)
-        request.generated(chosen)
-        if chosen.token in request.params.stop_ids:
-            return self._close(request, Finish.STOP, chosen)
-        text = request.text.feed(chosen.token) if request.text else ""
+        request.append(sampled)
+        if sampled.token in request.params.stop_ids:
+            return self._close(request, Finish.STOP, sampled)
+        text = request.text.feed(sampled.token) if request.text else ""
         if request.text and request.text.stopped:
-            return self._close(request, Finish.STOP, chosen, text)
+            return self._close(request, Finish.STOP, sampled, text)
         if len(request.output) == request.params.max_tokens:
-            return self._close(request, Finish.LENGTH, chosen, text)
-        return Update(request, chosen, text, None)
+            return self._close(request, Finish.LENGTH, sampled, text)
+        return Update(request, sampled, text, None)
 
     def _close(
-        self, request: Request, finish: Finish, chosen: SampledToken | None = None, text: str = ""
+        self, request: Request, finish: Finish, sampled: SampledToken | None = None, text: str = ""
     ) -> Update:
-        """That was its last token; what was held back of its text comes too."""
+        """Finish it; text that might have been the start of a stop string follows."""
         self._finish(request, finish)
-        return Update(
-            request, chosen, text + (request.text.finish() if request.text else ""), finish
-        )
+        rest = request.text.finish() if request.text else ""
+        return Update(request, sampled, text + rest, finish)
 
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
-            self.cache.poll()  # What it computed is kept only once its prefix has landed.
+            self.cache.poll()  # Its commits wait for its prefix to land.
         if request.fetch is not None:
             request.fetch.stop()
         self.scheduler.remove(request)

@@ -1,8 +1,9 @@
-"""Where passes are recorded: what a device does is taken down once and then done again.
+"""Capturing a forward pass once and replaying it: CUDA graphs, and their stand-in on a CPU.
 
-Studios of all devices have the same: `mirror`, numbers that change from one time to the next,
-`record`, and `left`, what came of it. On a CUDA device a recording is CUDA graphs. On any other it
-is the pass itself, computed anew: what a recording may depend on can be tried there.
+Every device offers the same three things: `input_buffer`, numbers that change from one replay to
+the next; `capture`; and `output`, what the last replay wrote. On a CUDA device a captured pass is
+one or several CUDA graphs. Elsewhere a replay computes the pass again, so that what a captured pass
+may depend on is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -18,60 +19,63 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Wait = Callable[[int], None]
-"""Called before a layer reads what was kept of earlier tokens."""
+"""Called before a layer reads the KV of earlier tokens: orders it behind the layer's load."""
 LATE = 0.75
-"""How much of a pass is most of it: what is left takes longer than laying out the next."""
+"""A replay counts as late when this fraction of its graphs is done: the rest takes longer than
+preparing the next step."""
 
 
 class InputBuffer(Protocol):
-    """int32 numbers of the host, all -1 at first, and what a device has of them."""
+    """int32 inputs on the host, all -1 at first, and their copy on the device."""
 
-    there: Tensor
+    on_device: Tensor
 
     def open(self) -> NDArray[np.int32]:
-        """The numbers, when the device has no more need of what they were."""
+        """The host's numbers, once the device has read what was sent before."""
 
     def send(self) -> None:
-        """Before what is computed next: nobody waits for it."""
+        """Queue the copy to the device, ahead of what is queued next. Does not block."""
 
 
 class CapturedGraph(Protocol):
-    """What was recorded."""
+    def replay(self, wait: Wait) -> None: ...
 
-    def play(self, wait: Wait) -> None: ...
-
-    def linger(self) -> None:
-        """Wait until most of it is done, as it was last played."""
+    def wait_until_late(self) -> None:
+        """Block until most of the last replay is done."""
 
 
 class GraphCapture(Protocol):
-    def mirror(self, count: int) -> InputBuffer: ...
+    def input_buffer(self, count: int) -> InputBuffer: ...
 
-    def record(
-        self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool
+    def capture(
+        self, forward: Callable[[Wait], Tensor], output: str, max_rows: int, per_layer: bool
     ) -> CapturedGraph:
-        """Leaves what `forward` gives, of up to `most` rows, in a room that recordings share.
+        """Capture `forward`, whose result goes to the named output buffer of `max_rows` rows.
 
-        Rooms are known by name. Only one recording is played at a time. If `cut`, it can be played
-        while prefixes are on their way, as each layer waits for its own part; and it can be told
-        how far it is.
+        Graphs share output buffers by name; one graph is replayed at a time. With `per_layer` each
+        layer is a graph of its own: a replay can then wait for every layer's load, and report when
+        it is late.
         """
 
-    def left(self, room: str, rows: int) -> Tensor:
-        """What was left in a room, until something is played again."""
+    def output(self, name: str, rows: int) -> Tensor:
+        """What the last replay wrote, valid until the next one."""
 
 
 def graph_capture(device: torch.device) -> GraphCapture:
-    return _Graphs(device) if device.type == "cuda" else _Anew()
+    return _CudaCapture(device) if device.type == "cuda" else _EagerCapture()
+
+
+def no_wait(layer: int) -> None:
+    """No request of the step is loading its prefix."""
 
 
 # -- CUDA --------------------------------------------------------------------------------------
 
 
-class _Pinned:
+class _PinnedInput:
     def __init__(self, count: int, device: torch.device) -> None:
         self._here = torch.full((count,), -1, dtype=torch.int32).pin_memory()
-        self.there = self._here.to(device)
+        self.on_device = self._here.to(device)
         self._sent = torch.cuda.Event()
 
     def open(self) -> NDArray[np.int32]:
@@ -79,49 +83,48 @@ class _Pinned:
         return self._here.numpy()
 
     def send(self) -> None:
+        # Triton exists only beside a CUDA build of torch.
         from kvtide.layers.kernels.host_copy import host_copy
 
-        host_copy(self._here, self.there)
+        host_copy(self._here, self.on_device)
         self._sent.record()
 
 
-class _Graphs:
-    """With one stream and one pool of memory for all recordings: libraries keep memory for every
-    stream that they have seen."""
+class _CudaCapture:
+    """All graphs share one stream and one memory pool: libraries keep a workspace per stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rooms: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def mirror(self, count: int) -> InputBuffer:
-        return _Pinned(count, self._device)
+    def input_buffer(self, count: int) -> InputBuffer:
+        return _PinnedInput(count, self._device)
 
-    def record(
-        self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool
+    def capture(
+        self, forward: Callable[[Wait], Tensor], output: str, max_rows: int, per_layer: bool
     ) -> CapturedGraph:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Programs are compiled when they first run, which cannot be recorded.
-            such = forward(nothing)
-            if room not in self._rooms:
-                self._rooms[room] = such.new_empty((most, *such.shape[1:]))
-                # Of a recording's memory, the first of a kind takes the most, and while it is made
-                # nothing can be given back.
+            # Kernels are compiled at their first launch, which cannot be captured.
+            result = forward(no_wait)
+            if output not in self._outputs:
+                self._outputs[output] = result.new_empty((max_rows, *result.shape[1:]))
+                # The first graph of a kind is the largest, and no memory is freed during capture.
                 torch.cuda.empty_cache()
-        taken, target = _Taken(self._stream, self._pool), self._rooms[room][: len(such)]
-        with _garbage_kept(), taken:
-            target.copy_(forward(taken.cut if cut else nothing))
+        graphs, target = _CudaGraphs(self._stream, self._pool), self._outputs[output][: len(result)]
+        with _garbage_collection_off(), graphs:
+            target.copy_(forward(graphs.cut if per_layer else no_wait))
         torch.cuda.current_stream().wait_stream(self._stream)
-        return taken
+        return graphs
 
-    def left(self, room: str, rows: int) -> Tensor:
-        return self._rooms[room][:rows]
+    def output(self, name: str, rows: int) -> Tensor:
+        return self._outputs[name][:rows]
 
 
-class _Taken:
-    """Graphs, and the layer that each of them begins with; the first begins with none."""
+class _CudaGraphs:
+    """The graphs of one pass, each with the layer it begins at; the first begins at none."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
         self._current, self._pool = torch.cuda.stream(stream), pool
@@ -144,14 +147,17 @@ class _Taken:
             self._current.__exit__(*raised)
 
     def cut(self, layer: int) -> None:
-        """End a graph before this layer, and begin the next. What the first holds is still held
-        by whoever computes the pass, and so by none of the next."""
+        """End a graph before this layer and begin the next.
+
+        Tensors that the first graph hands on are alive in `forward`, so the second takes none of
+        their memory.
+        """
         self._end()
         self._begin(layer)
 
     def _begin(self, layer: int | None) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy pages meanwhile, which is none of the recording's business.
+        # Copy lanes call CUDA from their own threads during capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         self._graphs.append((layer, graph))
         self._open = True
@@ -161,7 +167,7 @@ class _Taken:
             self._open = False
             self._graphs[-1][1].capture_end()
 
-    def play(self, wait: Wait) -> None:
+    def replay(self, wait: Wait) -> None:
         late = int(LATE * len(self._graphs))
         for number, (layer, graph) in enumerate(self._graphs):
             if layer is not None:
@@ -170,14 +176,14 @@ class _Taken:
                 self._late.record()
             graph.replay()
 
-    def linger(self) -> None:
+    def wait_until_late(self) -> None:
         self._late.synchronize()
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Memory of a device cannot be given back in the midst of a recording, and garbage may hold
-    some: engines that were closed, and what they had recorded."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Device memory cannot be freed during capture, and garbage may hold some: closed engines and
+    their graphs."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -187,49 +193,45 @@ def _garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-def nothing(layer: int) -> None:
-    """No prefix is on its way to anybody in the pass."""
+# -- CPU ---------------------------------------------------------------------------------------
 
 
-# -- elsewhere ---------------------------------------------------------------------------------
-
-
-class _Plain:
+class _HostInput:
     def __init__(self, count: int) -> None:
-        self.there = torch.full((count,), -1, dtype=torch.int32)
+        self.on_device = torch.full((count,), -1, dtype=torch.int32)
 
     def open(self) -> NDArray[np.int32]:
-        return self.there.numpy()
+        return self.on_device.numpy()
 
     def send(self) -> None:
         pass
 
 
-class _Computed:
-    def __init__(self, play: Callable[[Wait], None]) -> None:
-        self.play = play
+class _EagerGraph:
+    def __init__(self, replay: Callable[[Wait], None]) -> None:
+        self.replay = replay
 
-    def linger(self) -> None:
+    def wait_until_late(self) -> None:
         pass
 
 
-class _Anew:
+class _EagerCapture:
     def __init__(self) -> None:
-        self._rooms: dict[str, Tensor] = {}
+        self._outputs: dict[str, Tensor] = {}
 
-    def mirror(self, count: int) -> InputBuffer:
-        return _Plain(count)
+    def input_buffer(self, count: int) -> InputBuffer:
+        return _HostInput(count)
 
-    def record(
-        self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool
+    def capture(
+        self, forward: Callable[[Wait], Tensor], output: str, max_rows: int, per_layer: bool
     ) -> CapturedGraph:
-        def play(wait: Wait) -> None:
-            given = forward(wait if cut else nothing)
-            if room not in self._rooms:
-                self._rooms[room] = given.new_empty((most, *given.shape[1:]))
-            self._rooms[room][: len(given)] = given
+        def replay(wait: Wait) -> None:
+            result = forward(wait if per_layer else no_wait)
+            if output not in self._outputs:
+                self._outputs[output] = result.new_empty((max_rows, *result.shape[1:]))
+            self._outputs[output][: len(result)] = result
 
-        return _Computed(play)
+        return _EagerGraph(replay)
 
-    def left(self, room: str, rows: int) -> Tensor:
-        return self._rooms[room][:rows]
+    def output(self, name: str, rows: int) -> Tensor:
+        return self._outputs[name][:rows]

@@ -17,7 +17,8 @@ from kvtide.layers import Rows
 from kvtide.layers.step import Batch, Bounds
 
 Numbers = NDArray[np.int32]
-State = tuple[int, int, int]
+TableVersion = tuple[int, int, int]
+"""Changes when the lease's slots may have changed."""
 Table = Mapping[str, Numbers]
 
 
@@ -26,29 +27,29 @@ class PageTables:
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
-        self._known: WeakKeyDictionary[Lease, tuple[State, Table]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Lease, tuple[TableVersion, Table]] = WeakKeyDictionary()
 
-    def of(self, lease: Lease) -> tuple[State, Table]:
-        """The slots, and what they were made of: alike as long as that is."""
-        state = lease.table_version
+    def of(self, lease: Lease) -> tuple[TableVersion, Table]:
+        """The slots and their version: equal versions of a lease have equal slots."""
+        version = lease.table_version
         known = self._known.get(lease)
-        if known is None or known[0] != state:
+        if known is None or known[0] != version:
             table = {
                 anchor.name: self._cache.page_table(lease, anchor.name).astype(np.int32)
                 for anchor in self._cache.memory.anchors
             }
-            known = self._known[lease] = (state, table)
+            known = self._known[lease] = (version, table)
         return known
 
 
-def spans(shares: Sequence[ScheduledChunk]) -> Numbers:
-    """(shares, 3): first row, end row, tokens before the step."""
-    ends = np.cumsum([0, *(share.tokens for share in shares)])
-    past = [share.request.computed for share in shares]
+def chunk_spans(chunks: Sequence[ScheduledChunk]) -> Numbers:
+    """(chunks, 3): first row, end row, tokens before the step."""
+    ends = np.cumsum([0, *(chunk.tokens for chunk in chunks)])
+    past = [chunk.request.computed for chunk in chunks]
     return np.stack([ends[:-1], ends[1:], past], axis=1).astype(np.int32)
 
 
-def laid_out(
+def batch_tables(
     rows: Numbers, tables: Sequence[Table], staging: Staging
 ) -> tuple[tuple[Rows, ...], Batch | None]:
     """The rows as layers take them: one by one, and on a CUDA device all together too."""
@@ -61,8 +62,8 @@ def laid_out(
     counts = rows[:, 1] - rows[:, 0]
     owners = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     names = list(tables[0])
-    padded = [padding([table[name] for table in tables]) for name in names]
-    parts = staging.to_device(rows, owners, *padded)
+    tables_of = [padded([table[name] for table in tables]) for name in names]
+    parts = staging.to_device(rows, owners, *tables_of)
     slots = dict(zip(names, parts[2:], strict=True))
     batch = Batch(parts[0], parts[1], slots, Bounds.of(rows.tolist()))
     wide = {name: table.long() for name, table in slots.items()}
@@ -75,7 +76,7 @@ def _sequences(rows: Numbers, slots: Sequence[Mapping[str, Tensor]]) -> tuple[Ro
     return tuple(Rows(start, end, past, own) for (start, end, past), own in pairs)
 
 
-def padding(tables: Sequence[Numbers]) -> Numbers:
+def padded(tables: Sequence[Numbers]) -> Numbers:
     """Tables of different lengths as one, with -1 beyond the shorter ones' ends."""
     together = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
     for row, table in zip(together, tables, strict=True):

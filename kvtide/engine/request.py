@@ -1,4 +1,4 @@
-"""A request: what was asked, and how far it has come.
+"""A request: its parameters, and how far it has come.
 
 WAITING ──admitted──▶ RUNNING ──stop, length, abort──▶ FINISHED
    ▲                     │
@@ -37,13 +37,13 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """What somebody wants: tokens in, so many tokens out; none if only the prompt is of interest.
+    """A prompt, and how to answer it; `max_tokens` of 0 computes the prompt alone.
 
-    stop_ids   generation ends when one of these comes; it is part of the output, not of the text
-    stop       generation ends when the text has one of these; the text ends before it
-    recompute  the prompt is computed anew: nothing that is kept is used, and nothing is kept
-    score      every token of the prompt is given its log-probability, beside so many of the
-               likeliest; the prompt is recomputed for that
+    stop_ids   decoding ends at one of these, which is in the output and not in the text
+    stop       decoding ends when the text has one of these, and the text ends before it
+    recompute  the prompt is prefilled without the cache: no prefix is matched, no page is kept
+    score      log-probabilities of all prompt tokens, with so many top tokens each; this recomputes
+               the prompt
     session    pins the conversation's prefix until its next turn
     """
 
@@ -60,42 +60,43 @@ class RequestParams:
 
     @property
     def pin(self) -> str | None:
-        """What its session is called in the cache: two namespaces never share one."""
+        """The session's name in the cache: two namespaces never share one."""
         return None if self.session is None else json.dumps([*self.namespace, self.session])
 
     @property
     def alone(self) -> bool:
-        """Whether it has nothing to do with what is kept."""
+        """It neither uses the cache nor leaves anything in it."""
         return self.recompute or self.score is not None
 
 
-class Ahead(NamedTuple):
-    """Another request that is about to compute pages that this one shares, up to page `end`."""
+class PrefixOwner(NamedTuple):
+    """A running request that is about to compute pages which this one shares, up to page `end`."""
 
     request: Request
     end: int
 
     @property
     def over(self) -> bool:
-        """Whether these pages can be found, or will not come from there."""
+        """These pages can be found, or will not come from there."""
         lease = self.request.lease
         return lease is None or lease.hidden or lease.committed_pages >= self.end
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`computed` of its tokens have their state in the lease's pages; `output` was generated.
+    """`computed` of its tokens have their state in the lease's pages.
 
-    tokens   the prompt's, then the generated ones
-    text     turns what is generated into text, where the engine has a tokenizer
-    scores   of the prompt's tokens after the first, as far as they were asked for and computed
-    slowest  how far down its prefix may lie: the device alone after a load that failed
-    fetch    brings what storage has of its prompt, if that is worth it
-    ahead    computes what this one shares, which therefore waits
-    waits    how often it has waited for somebody ahead
-    by_tier  where the first admission found the prompt's tokens, and they came
-    why      per pool, what kept it from finding more
-    noted    whether those two are known
+    tokens        the prompt's, then the sampled ones
+    text          detokenizes the output, where the engine has a tokenizer
+    output        the sampled tokens
+    scores        log-probabilities of prompt tokens after the first, as far as computed
+    slowest_tier  how far down its prefix may lie: the device alone after a failed load
+    fetch         brings what storage has of its prompt, if that pays
+    prefix_owner  computes a prefix that this request shares and therefore waits for
+    prefix_waits  how often it has waited for one
+    by_tier       where the first admission found the prompt's tokens
+    why           per pool, what kept the match from going deeper
+    reported      those two are final
     """
 
     number: int
@@ -110,13 +111,13 @@ class Request:
     lease: Lease | None = None
     computed: int = 0
     admissions: int = 0
-    slowest: Tier = Tier.HOST
+    slowest_tier: Tier = Tier.HOST
     fetch: Fetch | None = None
-    ahead: Ahead | None = None
-    waits: int = 0
+    prefix_owner: PrefixOwner | None = None
+    prefix_waits: int = 0
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
-    noted: bool = False
+    reported: bool = False
 
     @property
     def length(self) -> int:
@@ -124,23 +125,23 @@ class Request:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is on its way to it from storage."""
+        """Nothing of its prompt is being fetched from storage."""
         return self.fetch is None or self.fetch.over
 
     @property
     def ready(self) -> bool:
-        """Whether it waits for nothing but room."""
-        return self.settled and (self.ahead is None or self.ahead.over)
+        """It waits for slots alone."""
+        return self.settled and (self.prefix_owner is None or self.prefix_owner.over)
 
-    def generated(self, chosen: SampledToken) -> None:
-        """The model said one more token."""
-        self.output.append(chosen)
-        self.tokens.append(chosen.token)
-        self.prompt.extend([chosen.token])
+    def append(self, sampled: SampledToken) -> None:
+        """One more token of output."""
+        self.output.append(sampled)
+        self.tokens.append(sampled.token)
+        self.prompt.extend([sampled.token])
 
     @property
     def max_length(self) -> int:
-        """How long it can become."""
+        """Tokens of prompt and output at the most."""
         return len(self.params.tokens) + self.params.max_tokens
 
     @property

@@ -31,7 +31,7 @@ COLDEST = 1e-3
 CANDIDATES = 1024
 """How many tokens of a row are put in order, as long as they will do."""
 
-_BEYOND = -1
+_UNDECIDED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +94,20 @@ class SamplingBatch:
     """The next token of each row, while a device chooses it. Rows are independent.
 
     tokens   what the device knows of it
-    belated  of which rows it was something else, once `read`
+    resampled  of which rows it was something else, once `read`
     """
 
-    def __init__(self, logits: Tensor, drawings: Sequence[SamplingInput], staging: Staging) -> None:
-        self._logits, self._drawings, self._staging = logits, drawings, staging
-        self._facts = _chosen(logits, drawings, min(CANDIDATES, logits.shape[1]), staging)
-        self._report = _Report(logits, self._facts, _counts(drawings), staging)
-        self.belated: list[int] = []
+    def __init__(self, logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging) -> None:
+        self._logits, self._drawings, self._staging = logits, inputs, staging
+        self._facts = _sampled(logits, inputs, min(CANDIDATES, logits.shape[1]), staging)
+        self._report = _Report(logits, self._facts, _counts(inputs), staging)
+        self.resampled: list[int] = []
 
     @property
     def tokens(self) -> Tensor:
         return self._facts[:, 0].clamp(min=0).long()
 
-    def keep(self) -> None:
+    def keep_logits(self) -> None:
         """The logits are not left alone until it is read."""
         if not all(_is_plain(each.sampling) for each in self._drawings):
             self._logits = self._logits.clone()
@@ -115,23 +115,23 @@ class SamplingBatch:
     def read(self) -> list[SampledToken]:
         """Waits for the device."""
         chosen = self._report.read()
-        self.belated = [row for row, one in enumerate(chosen) if one.token == _BEYOND]
-        if self.belated:
-            logits = self._logits.index_select(0, self._staging.indices(self.belated))
-            rows = [self._drawings[row] for row in self.belated]
-            facts = _chosen(logits, rows, logits.shape[1], self._staging)
+        self.resampled = [row for row, one in enumerate(chosen) if one.token == _UNDECIDED]
+        if self.resampled:
+            logits = self._logits.index_select(0, self._staging.indices(self.resampled))
+            rows = [self._drawings[row] for row in self.resampled]
+            facts = _sampled(logits, rows, logits.shape[1], self._staging)
             again = _Report(logits, facts, _counts(rows), self._staging).read()
-            for row, one in zip(self.belated, again, strict=True):
+            for row, one in zip(self.resampled, again, strict=True):
                 chosen[row] = one
         return chosen
 
 
-def sample_all(logits: Tensor, drawings: Sequence[SamplingInput]) -> list[SampledToken]:
+def sample_all(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken]:
     """The next token of each row."""
-    return SamplingBatch(logits, drawings, Staging(logits.device)).read() if drawings else []
+    return SamplingBatch(logits, inputs, Staging(logits.device)).read() if inputs else []
 
 
-def warm_up(vocabulary: int, staging: Staging) -> None:
+def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
     """Choose once of every kind: on a device, programs are compiled for it."""
     kinds = (GREEDY, SamplingParams(temperature=1.0))
     logits = torch.zeros(len(kinds), vocabulary, device=staging.device)
@@ -142,25 +142,25 @@ def score(
     logits: Tensor, tokens: Sequence[int], count: int, staging: Staging
 ) -> list[SampledToken]:
     """How likely each row made the token that followed, beside the `count` likeliest."""
-    facts = _likeliest(logits)
+    facts = _greedy(logits)
     said = staging.indices(tokens)[:, None]
     facts[:, :1], facts[:, 1:2] = said, logits.gather(1, said)
     return _Report(logits, facts, [count] * len(tokens), staging).read()
 
 
-def _counts(drawings: Sequence[SamplingInput]) -> list[int]:
-    return [each.sampling.logprobs for each in drawings]
+def _counts(inputs: Sequence[SamplingInput]) -> list[int]:
+    return [each.sampling.logprobs for each in inputs]
 
 
-def _chosen(
-    logits: Tensor, drawings: Sequence[SamplingInput], candidates: int, staging: Staging
+def _sampled(
+    logits: Tensor, inputs: Sequence[SamplingInput], candidates: int, staging: Staging
 ) -> Tensor:
-    """As `_likeliest` gives them, by so many candidates; `_BEYOND` where these do not tell."""
-    facts = _likeliest(logits)
-    bent = [row for row, each in enumerate(drawings) if not _is_plain(each.sampling)]
+    """As `_greedy` gives them, by so many candidates; `_UNDECIDED` where these do not tell."""
+    facts = _greedy(logits)
+    bent = [row for row, each in enumerate(inputs) if not _is_plain(each.sampling)]
     if bent:
         rows = staging.indices(bent)
-        tokens = _bent(logits[rows], [drawings[row] for row in bent], candidates, staging)
+        tokens = _sampled_tokens(logits[rows], [inputs[row] for row in bent], candidates, staging)
         facts[rows, 0] = tokens.double()
         facts[rows, 1] = logits[rows, tokens.clamp(min=0)].double()
     return facts
@@ -172,7 +172,7 @@ def _is_plain(sampling: SamplingParams) -> bool:
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
 
 
-def _likeliest(logits: Tensor, scales: Tensor | None = None) -> Tensor:
+def _greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
     """Of each row: the likeliest token, its logit, log Σ exp(scale · logits); (rows, 3) in fp64."""
     if logits.is_cuda:
         from kvtide.layers.kernels.rows import likeliest
@@ -239,31 +239,31 @@ class Limits(NamedTuple):
     draw: Tensor
 
 
-def _bent(
-    logits: Tensor, drawings: Sequence[SamplingInput], candidates: int, staging: Staging
+def _sampled_tokens(
+    logits: Tensor, inputs: Sequence[SamplingInput], candidates: int, staging: Staging
 ) -> Tensor:
     """The tokens of rows with settings. What is given is penalised in place."""
-    _penalise(logits, drawings, staging)
-    cold = [each.sampling.temperature < COLDEST for each in drawings]
+    _penalise(logits, inputs, staging)
+    cold = [each.sampling.temperature < COLDEST for each in inputs]
     if all(cold):
-        return _likeliest(logits)[:, 0].long()
-    table = [_settings(each, logits.shape[1]) for each in drawings]
+        return _greedy(logits)[:, 0].long()
+    table = [_settings(each, logits.shape[1]) for each in inputs]
     told = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
     told[0] = told[0].astype(np.float32)  # All sums are made with the same scale, to the bit.
     (columns,) = staging.to_device(told)
-    facts = _likeliest(logits, columns[0])
+    facts = _greedy(logits, columns[0])
     if candidates < logits.shape[1]:
         values, ids = logits.topk(candidates)
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
     places = _places(values, facts, columns[:5], logits.shape[1])
-    tokens = torch.where(places < 0, _BEYOND, ids.gather(1, places.clamp(min=0)))
+    tokens = torch.where(places < 0, _UNDECIDED, ids.gather(1, places.clamp(min=0)))
     return torch.where(columns[5, :, None] > 0, facts[:, :1].long(), tokens).squeeze(1)
 
 
-def _settings(drawing: SamplingInput, vocabulary: int) -> tuple[float, ...]:
+def _settings(each: SamplingInput, vocabulary: int) -> tuple[float, ...]:
     """As `Limits` has them."""
-    sampling, prompt, tokens = drawing
+    sampling, prompt, tokens = each
     return (
         1 / sampling.temperature if sampling.temperature >= COLDEST else 1.0,
         sampling.top_k if sampling.top_k < vocabulary else 0,
@@ -278,10 +278,10 @@ def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> T
         from kvtide.layers.kernels.rows import drawn
 
         return drawn(values, facts, limits)
-    return _drawn(values.double(), facts, Limits(*limits[..., None]), vocabulary)
+    return _sample_candidates(values.double(), facts, Limits(*limits[..., None]), vocabulary)
 
 
-def _drawn(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Tensor:
+def _sample_candidates(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Tensor:
     """Which of the candidates it is, (rows, 1): of descending logits, by place; negative where
     they do not tell.
 
@@ -310,13 +310,13 @@ def _drawn(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Te
     return torch.where(unknown, -1, place)
 
 
-def _penalise(logits: Tensor, drawings: Sequence[SamplingInput], staging: Staging) -> None:
+def _penalise(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging) -> None:
     """Makes repeating less likely: what was generated, and for repetition also the prompt."""
     rows: list[int] = []
     tokens: list[int] = []
     factors: list[float] = []
     costs: list[float] = []
-    for row, (sampling, prompt, said) in enumerate(drawings):
+    for row, (sampling, prompt, said) in enumerate(inputs):
         factor, presence = sampling.repetition_penalty, sampling.presence_penalty
         times: Counter[int] = Counter()
         if presence or sampling.frequency_penalty:

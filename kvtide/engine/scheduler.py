@@ -1,174 +1,197 @@
-"""Who runs next, and how many of its tokens.
+"""Continuous batching: which requests run, and which chunk of each the next step computes.
 
-Admission reserves the worst case: a request runs only when the device has slots for its prefix and
-a promise of slots for the rest of its prompt and all it may generate; of windows and states, for
-what a few steps need. A request of higher priority that finds no room takes it from those of lower
-ones, which wait again and go on later where they were. Then every step gives one token to each
-request that generates, and what is left of the step's tokens to prompts, by priority and age; but
-no more than some, so that a token is not long in coming. A step may be under way before anybody
-asks for it: who comes meanwhile has its first part in the next.
+Admission reserves the worst case. A request runs once the device has slots for its prefix and a
+promise of slots for the rest of its prompt and its whole output; of windows and states, for what a
+few steps need. A request of higher priority that finds no slots preempts those of lower priority:
+they are retracted, wait again, and later resume where they were.
 
-Nobody computes what somebody else is about to: a request that shares pages with one that runs, and
-has yet to compute them, starts when they can be found, or when they will not come from there.
+Every step gives one token to each decoding request. Prefill chunks share the rest of the step's
+token budget by priority and age; beside decode the budget is smaller, so that decode latency stays
+bounded.
+
+No prefix is computed twice at once: a request that shares pages which a running request is about to
+compute waits until it finds them, or until they will not come from there.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtide.cache import TieredCache
-from kvtide.engine.request import Ahead, Request, RequestState
+from kvtide.engine.request import PrefixOwner, Request, RequestState
 
-BESIDE_TOKENS = 2048
-"""Tokens of a step in which somebody generates beside prompts. With more of them the next token is
-long in coming, and those who generate are done when no prompts are left to be computed beside. It
-is a number that matrix products divide well, and so includes those who generate."""
-CROWDED_TOKENS = 1024
-"""The same where somebody waits for room, if passes of so few tokens are recorded: the next one can
-be begun while one is under way then."""
-MAX_WAITS = 2
-"""How often a request waits for another. What windows and states need may not be found after the
-first: somebody then leaves it where their prompts part, and is the second. Where nothing is found
-even then, a third would have requests served one by one."""
+MIXED_STEP_TOKENS = 2048
+"""Token budget of a step with both decode and prefill, decode tokens included. A larger one delays
+the next token of decoding requests, and leaves no prefill to batch them with later. GEMMs run well
+at this number of rows."""
+BLOCKED_STEP_TOKENS = 1024
+"""The same while a request waits for slots, where steps of so few tokens are CUDA graphs: these
+can be launched ahead."""
+MAX_PREFIX_WAITS = 2
+"""How often a request waits for another's prefix. Windows and states may be missing after the first
+wait: the first request then keeps them where the prompts part, and the second wait finds them. A
+third would serve requests one by one."""
 
 
 class ScheduledChunk(NamedTuple):
-    """A request's part of a step: its tokens from `computed` up to `end`."""
+    """A request's tokens from `computed` up to `end`, in one step."""
 
     request: Request
     end: int
 
     @property
     def tokens(self) -> int:
-        """How many it has, until they are computed."""
+        """How many, until they are computed."""
         return self.end - self.request.computed
 
     @property
-    def ends(self) -> bool:
-        """Whether all of the request's tokens are computed then."""
+    def completes(self) -> bool:
+        """All of the request's tokens are then computed: the next one is sampled."""
         return self.end == self.request.length
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The chunks of the step after the current one, whose slots are taken.
+
+    frees_slots  a request ends with the token that the current step samples
+    """
+
+    chunks: list[ScheduledChunk]
+    frees_slots: bool
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(chunk.tokens > 1 for chunk in self.chunks)
+
+
 class Scheduler:
-    """`chunk_tokens` is the most that one step computes (it may change between steps),
-    `max_running` the largest batch. `recorded`: passes of few tokens are, and so can be shorter
-    than loads, or begun beforehand.
+    """`chunk_tokens` is the token budget of a step (it may change between steps), `max_running` the
+    largest batch. No more requests run than a step has tokens, so that all can decode.
 
-    No more run than a step has tokens, so that all who generate get one.
-
-    crowded    whether somebody has found no room for its pages, which only those who leave can give
-    lets_land  whether those whose prefix is on its way keep nobody else waiting in a step
+    blocked        the first waiting request found no slots; only requests that leave free some
+    skips_loading  requests whose prefix is loading take no part in a step if others can run
+    launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph, and
+                   a token too many leaves no trace in a running state or an open entry
     """
 
     def __init__(
-        self, cache: TieredCache, chunk_tokens: int, max_running: int, recorded: bool = False
+        self, cache: TieredCache, chunk_tokens: int, max_running: int, cuda_graphs: bool = False
     ) -> None:
-        self.lets_land = recorded
         self.running: list[Request] = []
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
         self.chunk_tokens = chunk_tokens
         self._max_running = min(max_running, chunk_tokens)
         self._states = _anchors_of_states(cache)
-        # Of states, and of what is open between two entries, a token changes what is there.
-        reuses = [(pool.reuse.stride, pool.tail_entries) for pool in cache.memory.pools]
-        changing = any(kept is not None for reuse in reuses for kept in reuse)
-        self._goes_ahead = recorded and not changing
-        self._foreseen: list[ScheduledChunk] = []
-        self._under_way: list[ScheduledChunk] = []
-        self._at_work: list[Request] = []
-        self._ending = False
-        self.crowded = False
+        changing = any(
+            pool.reuse.stride is not None or pool.tail_entries is not None
+            for pool in cache.memory.pools
+        )
+        self.skips_loading = cuda_graphs
+        self.launches_ahead = cuda_graphs and not changing
+        self.blocked = False
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     def find(self, number: int) -> Request | None:
-        """Whoever runs or waits under this number."""
+        """The running or waiting request of this number."""
         present = (*self.running, *(entry[2] for entry in self._waiting))
         return next((request for request in present if request.number == number), None)
 
-    # -- in and out -------------------------------------------------------------------------
+    # -- admission --------------------------------------------------------------------------
 
     def queue(self, request: Request) -> None:
         """Higher priorities first; among equals the older request, also when it was retracted."""
         request.state = RequestState.WAITING
         insort(self._waiting, (-request.params.priority, request.number, request))
         if self._waiting[0][2] is request:
-            self.crowded = False
+            self.blocked = False
 
-    def admit(self, makes_room: bool = True) -> None:
-        """Take in waiting requests as long as the first of them finds room, or is made room.
+    def admit(self) -> None:
+        """Admit waiting requests while the first of them finds slots, preempting lower priorities.
 
-        Those whose prefix is on its way, from storage or from somebody who computes it, keep
-        nobody else waiting.
+        A request that waits for a fetch or for another's prefix blocks none behind it.
         """
-        self.crowded = False
-        while self.open and (first := self._first()) is not None:
-            if len(self.running) < self._max_running and self._start(first):
-                self._unqueue(first)
-            elif not (makes_room and self._give_way(first)):
-                self.crowded = all(r.params.priority >= first.params.priority for r in self.running)
+        while (first := self._admit_fitting()) is not None:
+            if not self._preempt_for(first):
+                self.blocked = all(r.params.priority >= first.params.priority for r in self.running)
                 return
 
+    def admit_without_preemption(self) -> None:
+        """Admit waiting requests into free slots; for while a step runs."""
+        if (first := self._admit_fitting()) is not None:
+            self.blocked = all(r.params.priority >= first.params.priority for r in self.running)
+
+    def _admit_fitting(self) -> Request | None:
+        """Admit requests in order; the first that finds no slots, None if none is left."""
+        self.blocked = False
+        while self.can_admit and (first := self._first_ready()) is not None:
+            if len(self.running) == self._max_running or not self._start(first):
+                return first
+            self._unqueue(first)
+        return None
+
     @property
-    def open(self) -> bool:
-        """Whether somebody waits for whom there is a place, or one that could be taken."""
+    def can_admit(self) -> bool:
+        """A request waits, and the batch has a place for it or one to preempt."""
         if not self._waiting or len(self.running) < self._max_running:
             return bool(self._waiting)
         return min(request.params.priority for request in self.running) < -self._waiting[0][0]
 
-    def _first(self) -> Request | None:
-        """Whose turn it is, of those that wait for nothing but room. Some find that they do not."""
+    def _first_ready(self) -> Request | None:
+        """The first request that waits for slots alone."""
         for *_, request in self._waiting:
-            if request.ready and not self._stands_back(request):
+            if request.ready and not self._waits_for_prefix(request):
                 return request
         return None
 
-    def _stands_back(self, request: Request) -> bool:
-        """Have a request wait for whoever is about to compute most of what it would, if any.
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Have a request wait for the running one that is about to compute most of its prefix.
 
-        It is noted who that is, and not looked into again before it is over. Whoever runs goes on
-        or leaves, so nobody waits for ever; and nobody waits for a lower priority.
+        The owner is noted and not looked up again before it is done. Running requests go on or
+        leave, so no wait is endless; and no request waits for one of lower priority.
         """
-        request.ahead = None
-        if request.waits == MAX_WAITS:
+        request.prefix_owner = None
+        if request.prefix_waits == MAX_PREFIX_WAITS:
             return False
         shared = (
-            Ahead(other, self._cache.common(request.prompt, other.held))
+            PrefixOwner(other, self._cache.common(request.prompt, other.held))
             for other in self.running
             if other.params.priority >= request.params.priority
         )
-        ahead = max(shared, key=lambda each: each.end, default=None)
-        if ahead is None or ahead.end == 0 or self._finds(request, ahead.end):
+        owner = max(shared, key=lambda each: each.end, default=None)
+        if owner is None or owner.end == 0 or self._finds(request, owner.end):
             return False
-        request.ahead = ahead
-        request.waits += 1
+        request.prefix_owner = owner
+        request.prefix_waits += 1
         return True
 
     def _finds(self, request: Request, pages: int) -> bool:
-        """Whether so many of a request's pages are kept already."""
-        found = self._cache.match(request.prompt, request.slowest).tokens
+        """So many of the request's pages are cached already."""
+        found = self._cache.match(request.prompt, request.slowest_tier).tokens
         return found >= pages * self._cache.memory.page_tokens
 
-    def hurry(self) -> None:
-        """If storage keeps the next requests waiting and nobody else could start, they go on with
-        what has come."""
+    def stop_fetches(self) -> None:
+        """End the fetches of the next requests if no other request could start: they resume from
+        what has arrived."""
         waiting = [entry[2] for entry in self._waiting]
         if any(request.ready for request in waiting):
             return
         fetches = [request.fetch for request in waiting if not request.settled]
         for fetch in fetches[: self._max_running - len(self.running)]:
-            assert fetch is not None, "whoever has no fetch is settled"
+            assert fetch is not None, "a request without a fetch is settled"
             fetch.stop()
 
-    def _give_way(self, first: Request) -> bool:
-        """Make some room for a request: whoever is of lower priority waits again, latest first.
+    def _preempt_for(self, first: Request) -> bool:
+        """Retract the latest request of the lowest priority to free slots for this one.
 
-        Nobody has to if pages are leaving anyway, or if it would not help. When nothing runs and
-        nothing moves, only pins of sessions can be in its way: they go.
+        None is retracted while demoted pages are about to leave, or if that would not be enough.
+        When nothing runs and nothing moves, only session pins hold slots: the oldest goes.
         """
         lower = [r for r in self.running if r.params.priority < first.params.priority]
         if lower and (self._cache.making_room or not self._fits_beside(first, lower)):
@@ -179,45 +202,37 @@ class Scheduler:
         return not self.running and not self._cache.busy and self._cache.forget_oldest()
 
     def _fits_beside(self, first: Request, lower: list[Request]) -> bool:
-        """Whether there would be room for a request if those of lower priority had none."""
+        """The request would fit if those of lower priority held no slots."""
         page = self._cache.memory.page_tokens
         staying = [r for r in self.running if r not in lower]
         pages = sum(-(-r.max_length // page) for r in (first, *staying))
         return len(staying) < self._max_running and pages * page <= self._cache.max_sequence_tokens
 
     def retract(self, request: Request) -> None:
-        """Take its slots and let it wait again; what it committed stays in the cache."""
+        """Preempt: free its slots and queue it again. What it committed stays in the cache."""
         if request.held.live:
             self._cache.retain(request.held)
         self.remove(request)
         self.queue(request)
 
     def remove(self, request: Request) -> None:
-        """However it ended, it holds nothing any more."""
+        """Free all that the request holds, running or waiting."""
         if request in self.running:
             self.running.remove(request)
-            self.leave_out(request)
-            in_use = request in self._at_work
-            (self._cache.release if in_use else self._cache.release_idle)(request.held)
+            self._cache.release(request.held)
             request.lease = None
         else:
             self._unqueue(request)
-
-    def leave_out(self, request: Request) -> None:
-        """Nothing is to be made of its share of what was foreseen, or of what is under way."""
-        if any(share.request is request for share in self._foreseen):
-            self._foreseen = [share for share in self._foreseen if share.request is not request]
-        self._under_way = [share for share in self._under_way if share.request is not request]
 
     def _unqueue(self, request: Request) -> None:
         self._waiting = [entry for entry in self._waiting if entry[2] is not request]
 
     def _start(self, request: Request) -> bool:
-        """Slots for what is found and a promise for the rest; steps take from it as they go.
+        """Take slots for the cached prefix and a promise for the rest, which steps draw on.
 
-        Windows and states are kept where a step ends, and where that is only the step knows.
+        Windows and states are kept where a step ends, which only the step knows.
         """
-        match = self._cache.match(request.prompt, request.slowest)
+        match = self._cache.match(request.prompt, request.slowest_tier)
         page = self._cache.memory.page_tokens
         growth = -(-request.max_length // page) - match.tokens // page
         lease = self._cache.reserve(match, match.tokens, growth, request.params.priority)
@@ -226,31 +241,21 @@ class Scheduler:
         self._cache.load(lease)
         request.lease, request.computed = lease, lease.cached_tokens
         del request.scores[request.computed :]
-        if not request.noted:
+        if not request.reported:
             request.by_tier, request.why = dict(lease.by_tier), lease.why
-            request.noted = True
+            request.reported = True
         request.admissions += 1
         request.state = RequestState.RUNNING
         self.running.append(request)
         return True
 
-    # -- a step -----------------------------------------------------------------------------
+    # -- the next step ----------------------------------------------------------------------
 
-    def plan(self) -> list[ScheduledChunk]:
-        """Requests that generate come first; a request without slots for its share waits again."""
-        under_way, self._under_way = [s for s in self._under_way if s.end <= s.request.length], []
-        if under_way:
-            return under_way
-        self._at_work = []
-        ready = self._ready()
-        foreseen, self._foreseen = self._foreseen, []
-        singles = all(share.ends and share.tokens == 1 for share in foreseen)
-        if singles and len(foreseen) == len(ready) <= self.chunk_tokens:
-            return foreseen
-        self._give_back(foreseen)
-        ready.sort(key=_turn)
-        generating = sum(request.length - request.computed == 1 for request in ready)
-        left, shares = self._most(generating), []
+    def schedule(self) -> list[ScheduledChunk]:
+        """The chunks of the next step, decode first; a request without slots is retracted."""
+        ready = sorted(self._ready(), key=_schedule_order)
+        decoding = sum(request.length - request.computed == 1 for request in ready)
+        left, chunks = self._token_budget(decoding), []
         for request in ready:
             count = min(request.length - request.computed, left)
             if count == 0:
@@ -260,112 +265,45 @@ class Scheduler:
                 self.retract(request)
                 continue
             if self._states:
-                end = self._cut(request, end)
+                end = self._cut_at_checkpoint(request, end)
             left -= end - request.computed
-            shares.append(ScheduledChunk(request, end))
-        return sorted(shares, key=_place)
+            chunks.append(ScheduledChunk(request, end))
+        return sorted(chunks, key=_batch_order)
 
-    @property
-    def pressed(self) -> bool:
-        """Where somebody waits for room, steps with prompts are small, and begun beforehand."""
-        return self.crowded and self._goes_ahead
-
-    def _most(self, generating: int) -> int:
-        """How many tokens a step has in which so many generate."""
-        if not generating:
+    def _token_budget(self, decoding: int) -> int:
+        """Tokens of a step in which so many requests decode."""
+        if not decoding:
             return self.chunk_tokens
-        beside = CROWDED_TOKENS if self.pressed else BESIDE_TOKENS
-        return min(max(beside, 2 * generating), self.chunk_tokens)
-
-    def foresee(self, late: bool = False) -> list[ScheduledChunk]:
-        """What the next `plan` gives if nobody comes before, nor goes whose tokens are not all
-        there yet: one more token for everybody whose tokens are all computed. Nothing if it will be
-        something else, as when there are prompts; but if most of a pass is done (`late`), and
-        somebody generates, with the next parts of these.
-
-        Whose prefix is on its way has its pages elsewhere when it lands, if others have the same.
-        Where pages depend on tokens behind them, a next one is not taken before its first is known.
-        """
-        self._foreseen, self._ending = [], False
-        ready = self._ready()
-        if any(r.held.loading or r.held.failed or r.length - r.computed == 1 for r in ready):
-            return []
-        page, depends = self._cache.memory.page_tokens, self._cache.memory.holdback > 0
-        done = [request for request in ready if request.computed == request.length]
-        going = [request for request in done if request.length + 1 < request.max_length]
-        prompts = sorted((r for r in ready if r.computed < r.length), key=_turn)
-        if not going or (prompts and not (late and self.pressed)):
-            return []
-        self._ending = len(going) < len(done)
-        if depends and any(request.computed % page == 0 for request in going):
-            return []
-        left = self._most(len(going)) - len(going)
-        if left < (2 if prompts else 0):  # A single token would not be told from those to be known.
-            return []
-        coming = [ScheduledChunk(request, request.length + 1) for request in going]
-        for request in prompts:
-            count = min(request.length - request.computed, left)
-            if count > 1:
-                coming.append(ScheduledChunk(request, request.computed + count))
-                left -= count
-        if not all(self._cache.grow(share.request.held, share.end) for share in coming):
-            self._give_back(coming)
-            return []
-        self._foreseen = sorted(coming, key=_place)
-        return self._foreseen
-
-    def _give_back(self, shares: list[ScheduledChunk]) -> None:
-        """What was taken for parts of prompts that are not computed: windows are kept before their
-        ends, and the next part ends elsewhere."""
-        for share in shares:
-            if share.tokens > 1:
-                self._cache.shrink(share.request.held, share.request.computed)
-
-    @property
-    def steady(self) -> bool:
-        """Whether what is foreseen can be begun before it is known who goes on.
-
-        A token too many would be in a running state. Whoever comes meanwhile takes part in the pass
-        after it; whose prefix is about to land, and who gets the room of those that end now, need
-        not wait so long for a pass of single tokens. Prompts are foreseen so late that they do.
-        """
-        prompts = any(share.tokens > 1 for share in self._foreseen)
-        room = self._ending and self.waiting > 0
-        loading = any(request.held.loading for request in self.running)
-        return self._goes_ahead and (prompts or not (room or loading))
-
-    def began(self) -> None:
-        """What was foreseen is under way: `plan` gives what is left of it."""
-        self._under_way, self._foreseen = self._foreseen, []
-        self._at_work = [share.request for share in self._under_way]
+        mixed = BLOCKED_STEP_TOKENS if self.plans_prefill_ahead else MIXED_STEP_TOKENS
+        return min(max(mixed, 2 * decoding), self.chunk_tokens)
 
     def _ready(self) -> list[Request]:
-        """Who can take part in a step.
+        """The requests that take part in a step.
 
-        If nobody's prefix is there yet, those begin before it is whose first layers are, since the
-        others follow while these are computed with. Without such, all begin.
+        If every prefix is still loading, those run whose first layers have arrived: the others
+        follow while these compute. Without such, all run, and wait layer by layer.
         """
-        landed = [r for r in self.running if not (self.lets_land and r.held.loading)]
+        landed = [r for r in self.running if not (self.skips_loading and r.held.loading)]
         return landed or [r for r in self.running if r.held.arriving] or [*self.running]
 
     def _grown(self, request: Request, end: int) -> int | None:
         """How far there are slots: up to `end`, or to the end of the page; None for nowhere.
 
-        Whoever is alone takes what sessions have pinned, since waiting would bring nothing.
+        A request that runs alone takes what sessions have pinned: waiting would free nothing.
         """
         page = self._cache.memory.page_tokens
-        least = min(end, (request.computed // page + 1) * page)
+        page_end = min(end, (request.computed // page + 1) * page)
         while not self._cache.grow(request.held, end):
-            if self._cache.grow(request.held, least):
-                return least
+            if self._cache.grow(request.held, page_end):
+                return page_end
             if len(self.running) > 1 or self._cache.busy or not self._cache.forget_oldest():
                 return None
         return end
 
-    def _cut(self, request: Request, end: int) -> int:
-        """A running state is written where a step ends: end where a snapshot is wanted.
+    def _cut_at_checkpoint(self, request: Request, end: int) -> int:
+        """End the chunk where a state checkpoint is wanted: states are written where a step ends.
 
-        What was taken beyond goes back: the next step may end elsewhere, and needs its state there.
+        Slots beyond go back: the next step may end elsewhere, and needs its state there.
         """
         page, wanted = self._cache.memory.page_tokens, end
         for anchor in self._states if request.computed // page < (end - 1) // page else ():
@@ -378,18 +316,90 @@ class Scheduler:
             self._cache.shrink(request.held, end)
         return end
 
+    # -- the step after it ------------------------------------------------------------------
 
-def _turn(request: Request) -> tuple[bool, int, int]:
-    """Who gets a step's tokens first: who generates, then the higher priority, then the older."""
+    @property
+    def plans_prefill_ahead(self) -> bool:
+        """While a request waits for slots, mixed steps are small and are launched ahead."""
+        return self.blocked and self.launches_ahead
+
+    def plan_decode(self) -> PlannedStep | None:
+        """The step after the current one, assuming that no request arrives or finishes: one decode
+        token per running request. None if it will be another, as with prefill to do."""
+        ready = self._ready()
+        return self._planned(ready, []) if all(_is_computed(r) for r in ready) else None
+
+    def plan_mixed(self) -> PlannedStep | None:
+        """The same with the next prefill chunks beside; for late in the current step."""
+        ready = self._ready()
+        prefills = sorted((r for r in ready if not _is_computed(r)), key=_schedule_order)
+        return self._planned(ready, prefills) if self.plans_prefill_ahead or not prefills else None
+
+    def _planned(self, ready: list[Request], prefills: list[Request]) -> PlannedStep | None:
+        """Chunks with slots, if decoding requests go on.
+
+        A loading prefix may land on other slots, if another request computed the same pages. Where
+        pages depend on tokens behind them, a page is not begun before its first token is known.
+        """
+        if any(r.held.loading or r.held.failed or r.length - r.computed == 1 for r in ready):
+            return None
+        page, depends = self._cache.memory.page_tokens, self._cache.memory.holdback > 0
+        computed = [request for request in ready if _is_computed(request)]
+        decoding = [r for r in computed if r.length + 1 < r.max_length]
+        if not decoding or (depends and any(r.computed % page == 0 for r in decoding)):
+            return None
+        left = self._token_budget(len(decoding)) - len(decoding)
+        if left < (2 if prefills else 0):  # A prefill chunk of one token would pass for decode.
+            return None
+        chunks = [ScheduledChunk(request, request.length + 1) for request in decoding]
+        for request in prefills:
+            count = min(request.length - request.computed, left)
+            if count > 1:
+                chunks.append(ScheduledChunk(request, request.computed + count))
+                left -= count
+        if not all(self._cache.grow(chunk.request.held, chunk.end) for chunk in chunks):
+            self.give_back(chunks)
+            return None
+        return PlannedStep(sorted(chunks, key=_batch_order), len(decoding) < len(computed))
+
+    def may_launch(self, planned: PlannedStep) -> bool:
+        """The planned step may be launched before the sampled tokens are known.
+
+        Requests that arrive meanwhile join the step after it. A decode step is not worth that delay
+        to a prefix about to land, or to a request that gets the slots of one that ends now. A mixed
+        step is planned so late that these are in it.
+        """
+        frees_slots = planned.frees_slots and self.waiting > 0
+        loading = any(request.held.loading for request in self.running)
+        return self.launches_ahead and (planned.has_prefill or not (frees_slots or loading))
+
+    def confirms(self, chunks: list[ScheduledChunk]) -> bool:
+        """A planned decode step is what `schedule` would return now."""
+        decode = all(chunk.completes and chunk.tokens == 1 for chunk in chunks)
+        return decode and len(chunks) == len(self._ready()) <= self.chunk_tokens
+
+    def give_back(self, chunks: list[ScheduledChunk]) -> None:
+        """Return slots of prefill chunks that are not computed: windows are kept before their ends,
+        and the next chunk ends elsewhere."""
+        for chunk in chunks:
+            if chunk.tokens > 1:
+                self._cache.shrink(chunk.request.held, chunk.request.computed)
+
+
+def _is_computed(request: Request) -> bool:
+    return request.computed == request.length
+
+
+def _schedule_order(request: Request) -> tuple[bool, int, int]:
+    """Decode first, then higher priority, then age."""
     return (request.length - request.computed > 1, -request.params.priority, request.number)
 
 
-def _place(share: ScheduledChunk) -> tuple[int, tuple[str, ...], bytes]:
-    """Where a share stands in the step: prompts come last, those after most tokens behind others,
-    since programs begin with the last. Of those who generate neighbours begin alike, since programs
-    read for neighbours together what they have in common."""
-    request = share.request
-    if share.tokens > 1:
+def _batch_order(chunk: ScheduledChunk) -> tuple[int, tuple[str, ...], bytes]:
+    """Decode rows with a common prefix are neighbours: cascade attention reads it once for them.
+    Prefill chunks follow, longest context last, where the attention kernel starts."""
+    request = chunk.request
+    if chunk.tokens > 1:
         return request.computed, (), b""
     return -1, request.params.namespace, request.prompt.beginning
 

@@ -86,7 +86,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
 
 def _prepare(engine: Engine) -> None:
     try:
-        engine.prepare()
+        engine.warm_up()
     except torch.OutOfMemoryError:
         raise CommandError(
             "the GPU has no room left for steps beside its tier; use a smaller --device-tokens, "

@@ -35,7 +35,7 @@ class Delta:
 
     def add(self, update: Update) -> None:
         self.text += update.text
-        self.chosen += [update.chosen] if update.chosen else []
+        self.chosen += [update.sampled] if update.sampled else []
         self.finish = update.finish
 
 

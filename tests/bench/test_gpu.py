@@ -82,7 +82,7 @@ def test_prompts_and_single_tokens_take_a_share_of_what_is_possible(
 
 def test_all_generate_however_prompts_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (scheduler, throughput):
-        monkeypatch.setattr(module, "BESIDE_TOKENS", 8)
+        monkeypatch.setattr(module, "MIXED_STEP_TOKENS", 8)
     model = bed("qwen3-8b")
     with model.engine(4 * 256, chunk_tokens=256, max_running=4) as engine:
         assert throughput.generating_s(model, engine, 4, 64, 5) > 0

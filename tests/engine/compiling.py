@@ -27,7 +27,7 @@ import kvtide.models
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, graph_capture
 from kvtide.engine.graph_capture import CapturedGraph, Wait
-from kvtide.engine.page_tables import laid_out
+from kvtide.engine.page_tables import batch_tables
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.layers.forward import ForwardPass
@@ -70,14 +70,14 @@ def noted(self: Any, key: str, signature: Any, device: int, *_: object) -> Kerne
     return kernel
 
 
-class Rehearsed(graph_capture._Anew):
-    """A recording is computed when it is made, as on a GPU."""
+class Rehearsed(graph_capture._EagerCapture):
+    """A captured pass is computed at its capture, as on a GPU."""
 
-    def record(
-        self, forward: Callable[[Wait], Tensor], room: str, most: int, cut: bool
+    def capture(
+        self, forward: Callable[[Wait], Tensor], output: str, max_rows: int, per_layer: bool
     ) -> CapturedGraph:
         forward(lambda layer: None)
-        return super().record(forward, room, most, cut)
+        return super().capture(forward, output, max_rows, per_layer)
 
 
 def step_of(model: Model, cache: TieredCache, parts: list[tuple[int, int]]) -> Step:
@@ -88,7 +88,7 @@ def step_of(model: Model, cache: TieredCache, parts: list[tuple[int, int]]) -> S
     page, names = model.memory.page_tokens, [anchor.name for anchor in model.memory.anchors]
     pages = [-(-(count + before) // page) for count, before in parts]
     tables = [{name: np.zeros(number, np.int32) for name in names} for number in pages]
-    sequences, batch = laid_out(rows, tables, Staging(torch.device("cpu")))
+    sequences, batch = batch_tables(rows, tables, Staging(torch.device("cpu")))
     at = torch.cat([torch.arange(before, before + count) for count, before in parts])
     return Step(torch.zeros_like(at), at, sequences, page, cache.view, lambda layer: None, batch)
 
@@ -116,7 +116,7 @@ def main(name: str) -> None:
         mock.patch.object(kvtide.models, "choose", return_value=Programmed()),
         mock.patch.object(ForwardPass, "writes_by_program", True),
         mock.patch.object(JITFunction, "_do_compile", noted),
-        mock.patch.object(graph_capture, "_Anew", Rehearsed),
+        mock.patch.object(graph_capture, "_EagerCapture", Rehearsed),
         mock.patch.object(torch, "mm", _product),
         mock.patch.object(torch, "bmm", _products),
         mock.patch.object(torch.nn.functional, "linear", _linear),
@@ -125,7 +125,7 @@ def main(name: str) -> None:
         cache = TieredCache(model.memory, CacheConfig(Tokens(LONGEST + 64)))
         engine = Engine(model, cache, chunk_tokens=MAX_TOKENS)
         assert engine.max_sequence_tokens >= LONGEST
-        engine.prepare()
+        engine.warm_up()
         prepared = len(ASKED)
         rng = random.Random(name)
         for _ in range(STEPS):

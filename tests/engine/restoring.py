@@ -16,7 +16,7 @@ import os
 import pickle
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache as cached
 from pathlib import Path
@@ -323,9 +323,9 @@ class WatchedCache(TieredCache):
         finally:
             self._device.at_work = False
 
-    def fence(self) -> None:
-        """A pass comes, and a poll before it is over."""
-        super().fence()
+    def fence(self, step: Iterable[Lease] | None = None) -> None:
+        """A step comes, and a poll before it is over."""
+        super().fence(step)
         self._fenced = True
 
     def wait(self, lease: Lease, layer: int) -> None:

@@ -36,6 +36,7 @@ from kvtide.engine import (
     cuda_graphs,
     sampler,
 )
+from kvtide.engine.overlap import OverlapState
 from kvtide.engine.scheduler import Scheduler
 from kvtide.layers import Rows as Sequenced
 from kvtide.layers import Step
@@ -169,7 +170,7 @@ class Stand:
         self.engine = Engine(
             self.model, self.cache, chunk_tokens=chunk_tokens, max_running=max_running
         )
-        self.engine.scheduler.lets_land = False
+        self.engine.scheduler.skips_loading = False
         self.model.tried = True
         self.model.steps.clear()
 
@@ -183,7 +184,7 @@ class Stand:
 
     def let_by(self) -> None:
         """Whoever comes takes part in the pass after the one that is under way, if one is."""
-        if self.engine._runner.is_ahead:
+        if self.engine.overlap_state is OverlapState.LAUNCHED:
             assert self.step() != []
 
     def finish(self, steps: int = 200) -> None:
@@ -270,7 +271,7 @@ def stand(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Stand]]:
     """Makes engines; whatever a test does with one, in the end nothing of it is missing."""
-    monkeypatch.setattr(cuda_graphs, "PROMPT_TOKENS", 4)  # However many prompts there are.
+    monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 4)  # However many prompts there are.
     stands: list[Stand] = []
 
     def make(**options: Any) -> Stand:
@@ -325,7 +326,7 @@ def test_requests_end_at_their_length(stand):
     updates = []
     while not at.engine.idle:
         updates += at.step()
-    assert [u.chosen.token for u in updates] == answer_to(words(1, 9), 3)
+    assert [u.sampled.token for u in updates] == answer_to(words(1, 9), 3)
     assert [u.finish for u in updates] == [None, None, Finish.LENGTH]
     assert request.finish is Finish.LENGTH and complete(request)
 
@@ -520,7 +521,7 @@ def test_sessions_never_keep_a_request_out_that_was_accepted(stand):
 
 @pytest.mark.parametrize("step", range(LAYERS))
 def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step, monkeypatch):
-    monkeypatch.setattr(Scheduler, "steady", False)  # It would be found out before the next pass.
+    monkeypatch.setattr(Scheduler, "may_launch", lambda *_: False)  # It would fail before then.
     at = stand()
     at.remember_on_host(words(1, 13))
     busy = at.submit(words(2, 7), 6)
@@ -636,7 +637,7 @@ def test_an_answer_of_one_token_on_a_loading_prefix_keeps_what_it_computed(stand
 def test_a_prefix_on_its_way_keeps_nobody_else_waiting(stand, monkeypatch):
     """Where the scheduler lets it land first."""
     at, gate = stand(max_running=4), threading.Event()
-    at.engine.scheduler.lets_land = True
+    at.engine.scheduler.skips_loading = True
     at.remember_on_host(words(1, 13))
     issue = at.loads.issue
 
@@ -659,7 +660,7 @@ def test_a_prefix_on_its_way_keeps_nobody_else_waiting(stand, monkeypatch):
 
 def test_a_prefix_that_nobody_waits_beside_is_computed_on_as_it_comes(stand):
     at = stand()
-    at.engine.scheduler.lets_land = True
+    at.engine.scheduler.skips_loading = True
     at.remember_on_host(words(1, 13))
     late = at.submit(words(1, 20), 2)
     at.step()
@@ -670,10 +671,10 @@ def test_a_prefix_that_nobody_waits_beside_is_computed_on_as_it_comes(stand):
 
 def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypatch):
     at = stand(max_running=4)
-    at.engine.scheduler.lets_land = True
+    at.engine.scheduler.skips_loading = True
     for number in (1, 2):
         at.remember_on_host(words(number, 13))
-    issue, plan = at.loads.issue, at.engine.scheduler.plan
+    issue, plan = at.loads.issue, at.engine.scheduler.schedule
     first_leg, planned, gate = threading.Event(), threading.Event(), threading.Event()
 
     def held(works, legs):
@@ -691,7 +692,7 @@ def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypat
         return shares
 
     monkeypatch.setattr(at.loads, "issue", held)
-    monkeypatch.setattr(at.engine.scheduler, "plan", late_plan)
+    monkeypatch.setattr(at.engine.scheduler, "schedule", late_plan)
     early, late = (at.submit(words(number, 20), 2) for number in (1, 2))
     at.step()
     assert len(early.output) == 1 and early.by_tier[Tier.HOST] > 0
@@ -704,8 +705,8 @@ def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypat
 def test_passes_are_counted_by_kind(stand):
     at = stand()
     at.ask(words(1, 9), 3)
-    wanted = {"several": 1, "single": 2} if at.model.recorded else {"computed": 3}
-    assert at.engine.passes == wanted
+    wanted = {"mixed_graph": 1, "decode_graph": 2} if at.model.recorded else {"eager": 3}
+    assert at.engine.steps_by_kind == wanted
 
 
 def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch):
@@ -715,18 +716,19 @@ def test_copies_are_looked_after_while_the_device_is_at_work(stand, monkeypatch)
     done = listed(
         monkeypatch,
         (at.cache, "fence"),
-        (at.engine._runner, "run"),
-        (at.engine._runner, "go_ahead"),
+        *((at.engine._runner, name) for name in ("run", "read_launched", "launch_ahead")),
         (Lease, "join"),
         (at.cache, "poll"),
         (at.cache, "commit"),
-        (at.engine, "_choose"),
+        (at.engine, "_sample"),
     )
-    during = ["run", "join", "poll", "commit", "_choose"]
+    during = ["join", "poll", "commit", "_sample"]
     for _ in range(2):
         at.step()
-        ahead = at.model.recorded
-        assert done == ([*during, "fence", "go_ahead"] if ahead else ["fence", *during])
+        if at.model.recorded:
+            assert done == ["read_launched", *during, "fence", "launch_ahead"]
+        else:
+            assert done == ["fence", "run", *during]
         done.clear()
     at.engine.abort(request)
     at.engine.step()
@@ -740,22 +742,11 @@ def test_whoever_could_be_taken_in_has_copies_looked_at_before_a_step(stand, mon
     first, second = at.submit(words(1, 9), 9), at.submit(words(2, 9), 9)
     at.step()
     assert second.state is RequestState.WAITING
-    done: list[str] = []
-    land, run = at.cache.land, at.engine._runner.run
-
-    def landing() -> Any:
-        done.append("land")
-        return land()
-
-    def running(shares: Any) -> Any:
-        done.append("run")
-        return run(shares)
-
     with monkeypatch.context() as patch:
-        patch.setattr(at.cache, "land", landing)
-        patch.setattr(at.engine._runner, "run", running)
+        launches = ((at.engine._runner, name) for name in ("run", "read_launched"))
+        done = listed(patch, (at.cache, "land"), *launches)
         at.step()
-    assert done == ["land", "run", "land"]
+    assert done == ["land", "read_launched" if at.model.recorded else "run", "land"]
     at.finish()
     assert complete(first, second)
 
@@ -763,10 +754,10 @@ def test_whoever_could_be_taken_in_has_copies_looked_at_before_a_step(stand, mon
 def test_a_prefix_that_came_after_the_last_poll_is_there_for_the_next_pass(stand, monkeypatch):
     at = stand()
     at.remember_on_host(words(2, 20))
-    at.engine.scheduler.lets_land = True
+    at.engine.scheduler.skips_loading = True
     first = at.submit(words(1, 9), 20)
     at.step()
-    issue, choose, gate = at.loads.issue, at.engine._choose, threading.Event()
+    issue, choose, gate = at.loads.issue, at.engine._sample, threading.Event()
 
     def held(works: Any, legs: int) -> Iterator[None]:
         assert gate.wait(20)
@@ -782,7 +773,7 @@ def test_a_prefix_that_came_after_the_last_poll_is_there_for_the_next_pass(stand
 
     with monkeypatch.context() as patch:
         patch.setattr(at.loads, "issue", held)
-        patch.setattr(at.engine, "_choose", late)
+        patch.setattr(at.engine, "_sample", late)
         second = at.submit(words(2, 20), 3)
         at.step()
         assert second.held.loading and not second.output
@@ -802,15 +793,15 @@ def test_nothing_is_foreseen_of_a_prefix_that_has_not_landed(stand, monkeypatch)
         patch.setattr(timeline, "passed", lambda event: False)
         for _ in range(2):
             at.step()
-            assert request.held.loading and request.output and not at.engine.scheduler._foreseen
+            assert request.held.loading and request.output
+            assert at.engine.overlap_state is OverlapState.IDLE
     at.step()
-    scheduler = at.engine.scheduler
-    assert not request.held.loading and (scheduler._foreseen or scheduler._under_way)
+    assert not request.held.loading and at.engine.overlap_state is not OverlapState.IDLE
     at.finish()
     assert complete(request)
 
 
-@pytest.mark.parametrize("where", ["_choose", "_advance"])
+@pytest.mark.parametrize("where", ["_sample", "_advance"])
 def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch, where):
     at = stand()
     request = at.submit(words(1, 9), 6)
@@ -833,9 +824,9 @@ def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(
 ):
     """And begun then, if a token too many does no harm."""
     at = stand()
-    monkeypatch.setattr(Scheduler, "steady", steady)
+    monkeypatch.setattr(Scheduler, "may_launch", lambda *_: steady)
     laid: list[int] = []
-    name = "play_ahead" if steady else "play_laid"
+    name = "launch_ahead" if steady else "launch_prepared"
     play = getattr(cuda_graphs.StepGraph, name)
 
     def counted(self: Any, *args: Any) -> Tensor:
@@ -859,7 +850,7 @@ def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(
 
 def test_who_loads_is_left_out_of_what_is_foreseen(stand, monkeypatch):
     at = stand()
-    at.engine.scheduler.lets_land = True
+    at.engine.scheduler.skips_loading = True
     at.remember_on_host(words(2, 20))
     first = at.submit(words(1, 9), 20)
     at.step()
@@ -870,8 +861,9 @@ def test_who_loads_is_left_out_of_what_is_foreseen(stand, monkeypatch):
         for _ in range(3):
             at.step()
             assert late.held.loading and not late.output
-            assert [share.request for share in at.engine.scheduler._foreseen] == [first]
-            assert not at.engine._runner.is_ahead, "it need not wait for a pass more than it must"
+            assert [chunk.request for chunk in at.engine._overlap.chunks] == [first]
+            prepared = OverlapState.PREPARED if at.model.recorded else OverlapState.PLANNED
+            assert at.engine.overlap_state is prepared, "launched, it would delay the prefix"
     while not all(transfer.ticket.done() for transfer in late.held.transfers):
         time.sleep(0.001)
     at.step()
@@ -891,13 +883,13 @@ def test_whoever_waits_for_room_is_taken_in_while_the_device_is_at_work(stand, m
     assert at.cache.drain(10), "pages that are copied are not free"
     done = listed(
         monkeypatch,
-        (at.engine._runner, "run"),
-        (at.engine.scheduler, "admit"),
+        *((at.engine._runner, name) for name in ("run", "launch_prepared")),
+        *((at.engine.scheduler, name) for name in ("admit", "admit_without_preemption")),
         (at.cache, "load"),
         (at.cache, "poll"),
     )
     at.step()
-    beside = ["run", "admit", "load", "poll"]
+    beside = ["launch_prepared", "admit_without_preemption", "load", "poll"]
     assert done == (beside if at.model.recorded else ["admit", "load", "run", "poll"])
     assert late.state is RequestState.RUNNING
     at.finish()
@@ -907,12 +899,12 @@ def test_whoever_waits_for_room_is_taken_in_while_the_device_is_at_work(stand, m
 def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkeypatch):
     """The pass that was begun before it was read had something else in its place."""
     monkeypatch.setattr(sampler, "CANDIDATES", 2)
-    belated: list[int] = []
+    resampled: list[int] = []
     read = sampler.SamplingBatch.read
 
     def noting(choosing: Any) -> Any:
         chosen = read(choosing)
-        belated.extend(choosing.belated)
+        resampled.extend(choosing.resampled)
         return chosen
 
     monkeypatch.setattr(sampler.SamplingBatch, "read", noting)
@@ -926,7 +918,7 @@ def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkey
         each.finish()
         said.append([[chosen.token for chosen in request.output] for request in requests])
     other.end()
-    assert said[0] == said[1] and len(belated) > 20
+    assert said[0] == said[1] and len(resampled) > 20
 
 
 def test_what_was_laid_out_is_not_played_for_others(stand):

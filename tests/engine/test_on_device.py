@@ -181,7 +181,7 @@ def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
     rng = random.Random(5)
     roots = [text(rng, 70) for _ in range(6)]
     with engine_of(name, model_of(name, device), 2048) as engine:
-        engine.prepare()
+        engine.warm_up()
         monkeypatch.setattr(JITFunction, "_do_compile", refused)
         done, flat = 0, None
         pending: list[Request] = []
@@ -208,11 +208,11 @@ def test_recorded_passes_say_what_others_say(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several lengths: one sequence outgrows the first recordings, and the others stay."""
-    monkeypatch.setattr(cuda_graphs, "SHORTEST", 100)
-    monkeypatch.setattr(cuda_graphs, "SIZES", (64, 256))
+    monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 100)
+    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (64, 256))
     played: list[cuda_graphs.GraphSize] = []
     ways: Counter[str] = Counter()
-    whole = cuda_graphs.StepGraph._played
+    whole = cuda_graphs.StepGraph._replay
 
     def noted(self, wait):
         played.append(self._size)
@@ -227,24 +227,24 @@ def test_recorded_passes_say_what_others_say(
 
         monkeypatch.setattr(cuda_graphs.StepGraph, way, call)
 
-    monkeypatch.setattr(cuda_graphs.StepGraph, "_played", noted)
-    counted("play_laid")
-    counted("play_ahead")
+    monkeypatch.setattr(cuda_graphs.StepGraph, "_replay", noted)
+    counted("launch_prepared")
+    counted("launch_ahead")
     rng = random.Random(name)
     model = model_of(name, device)
     lengths = [90, *(rng.randint(3, 90) for _ in range(10))]
     asks = [RequestParams(text(rng, length), 20) for length in lengths]
-    with engine_of(name, model, records=False) as engine:
+    with engine_of(name, model, cuda_graphs=False) as engine:
         plain = answered(engine, asks)
     with engine_of(name, model) as engine:
-        assert engine.scheduler.lets_land
-        engine.prepare()
-        made = dict(engine._runner._recordings._made)
+        assert engine.scheduler.skips_loading
+        engine.warm_up()
+        made = dict(engine._runner._graphs._captured)
         recorded = answered(engine, asks)
-        assert engine._runner._recordings._made == made, "all were made before"
-        assert ways["play_ahead" if engine.scheduler._goes_ahead else "play_laid"] > 5
+        assert engine._runner._graphs._captured == made, "all were made before"
+        assert ways["launch_ahead" if engine.scheduler.launches_ahead else "launch_prepared"] > 5
     assert len(played) >= 20 and {size.length > 100 for size in played} == {True, False}
-    assert {size.single for size in played} == {True, False}
+    assert {size.decode for size in played} == {True, False}
     divergence, equal, count = compared(plain, recorded)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
@@ -254,16 +254,18 @@ def test_recorded_passes_say_what_others_say(
 def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "SIZES", (64, 256))
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 32)  # What is left of prompts comes later.
+    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (64, 256))
+    monkeypatch.setattr(
+        scheduler, "BLOCKED_STEP_TOKENS", 32
+    )  # What is left of prompts comes later.
     begun: list[int] = []
-    ahead = cuda_graphs.StepGraph.play_ahead
+    ahead = cuda_graphs.StepGraph.launch_ahead
 
     def counted(self, *args):
-        begun.append(self._size.prompts)
+        begun.append(self._size.prefills)
         return ahead(self, *args)
 
-    monkeypatch.setattr(cuda_graphs.StepGraph, "play_ahead", counted)
+    monkeypatch.setattr(cuda_graphs.StepGraph, "launch_ahead", counted)
     # Their company differs, which shows in the last bits: these are of no account here.
     rng, model = random.Random(name), model_of(name, device, dtype=torch.float32)
     common = text(rng, 64)
@@ -271,10 +273,10 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
         RequestParams(common + text(rng, rng.randint(20, 90)), rng.randint(3, 20))
         for _ in range(60)
     ]
-    with engine_of(name, model, records=False) as engine:
+    with engine_of(name, model, cuda_graphs=False) as engine:
         plain = answered(engine, asks)
     with engine_of(name, model, device_tokens=448) as engine:
-        engine.prepare()
+        engine.warm_up()
         recorded = answered(engine, asks)
         assert engine.cache.validate() == []
     assert sum(prompts > 0 for prompts in begun) > 5, "prompts"
@@ -292,14 +294,18 @@ def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) ->
         junk: list[object] = [[] for _ in range(5000)]  # Time to look for garbage.
         if len(collecting) == 1:
             other = graph_capture(device)
-            junk = [other.record(lambda wait: torch.ones(4, device=device), "logits", 4, cut=False)]
+            junk = [
+                other.capture(
+                    lambda wait: torch.ones(4, device=device), "logits", 4, per_layer=False
+                )
+            ]
             junk += [torch.empty(1 << 20).pin_memory(), junk]
         return torch.ones(4, 8, device=device) * 3
 
-    take = where.record(forward, "logits", 4, cut=False)
+    take = where.capture(forward, "logits", 4, per_layer=False)
     assert collecting == [True, False] and gc.isenabled()
-    take.play(lambda layer: None)
-    assert where.left("logits", 4).tolist() == [[3.0] * 8] * 4
+    take.replay(lambda layer: None)
+    assert where.output("logits", 4).tolist() == [[3.0] * 8] * 4
 
 
 def test_others_generate_while_a_prefix_is_on_its_way(device: torch.device) -> None:

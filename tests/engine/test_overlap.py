@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
@@ -25,12 +26,16 @@ from kvtide.engine import (
     scheduler,
 )
 from kvtide.engine.graph_capture import Wait
-from kvtide.engine.runner import Runner
+from kvtide.engine.overlap import Overlap, OverlapState
+from kvtide.engine.runner import HiddenOutput, LaunchedStep, PreparedStep, StepOutput
+from kvtide.engine.sampler import SampledToken
+from kvtide.engine.scheduler import PlannedStep, ScheduledChunk, Scheduler
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
+from tests.cache.memories import FULL
 from tests.engine.test_engine import PAGE, VOCABULARY, Stand, complete, words
 from tests.models.with_kernels import by_program, in_torch
 
@@ -72,7 +77,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     seen = Watch()
-    played, copy = cuda_graphs.StepGraph._played, Copier.copy
+    played, copy = cuda_graphs.StepGraph._replay, Copier.copy
 
     def playing(self: cuda_graphs.StepGraph, wait: Wait) -> Tensor:
         seen.begin(self._batch.rows.tolist(), self._batch.slots["kv"].tolist())
@@ -84,8 +89,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         seen.copy(way, moves, after)
         return copy(self, way, moves, timeout_s, after)
 
-    monkeypatch.setattr(cuda_graphs, "PROMPT_TOKENS", 4)
-    monkeypatch.setattr(cuda_graphs.StepGraph, "_played", playing)
+    monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 4)
+    monkeypatch.setattr(cuda_graphs.StepGraph, "_replay", playing)
     monkeypatch.setattr(Copier, "copy", copying)
     monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.passes) + 1)
     return seen
@@ -122,7 +127,7 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
     seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "CANDIDATES", 4)
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 6 if seed % 2 else 1024)
+    monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 6 if seed % 2 else 1024)
     rng, late = random.Random(seed), random.Random(seed)
     at = Stand(
         recorded=True,
@@ -132,7 +137,7 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
         chunk_tokens=rng.choice((8, 16, 64)),
         write_policy=rng.choice(("write_through", "write_back")),
     )
-    at.engine.scheduler.lets_land = rng.random() < 0.7
+    at.engine.scheduler.skips_loading = rng.random() < 0.7
     requests: list[Request] = []
     aborted: set[int] = set()
     ahead = 0
@@ -151,7 +156,7 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
                 at.break_load(rng.randrange(3))
             at.step()
             step += 1
-            ahead += at.engine._runner.is_ahead
+            ahead += at.engine.overlap_state is OverlapState.LAUNCHED
     at.end()
     assert not watch.met
     assert ahead > 5 and watch.beside > 0
@@ -168,11 +173,11 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
     alone.end()
 
 
-def prompts_begun(at: Stand) -> list[Request]:
-    """Whose prompts are in the pass that was begun beforehand, if one was."""
-    begun = at.engine._runner._begun
-    shares = begun.laid.shares if begun is not None else ()
-    return [share.request for share in shares if share.tokens > 1]
+def prefills_launched(at: Stand) -> list[Request]:
+    """The requests with a prefill chunk in the step that was launched ahead."""
+    launched = at.engine.overlap_state is OverlapState.LAUNCHED
+    chunks = at.engine._overlap.chunks if launched else ()
+    return [chunk.request for chunk in chunks if chunk.tokens > 1]
 
 
 @pytest.mark.parametrize(
@@ -182,16 +187,16 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     device: int, late: bool, begun: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And most of a pass is done: whose prefix lands before would wait for no good reason."""
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 6)
-    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", 6)
+    monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 6)
+    monkeypatch.setattr(scheduler, "MIXED_STEP_TOKENS", 6)
     if not late:
-        monkeypatch.setattr(Runner, "linger", lambda self: False)
+        monkeypatch.setattr(HiddenOutput, "wait_until_late", lambda self: False)
     at = Stand(recorded=True, device=device)
     requests = [at.submit(words(number, 25), 6) for number in range(8)]
     prompts = 0
     while not at.engine.idle:
         at.step()
-        prompts += len(prompts_begun(at))
+        prompts += len(prefills_launched(at))
     assert complete(*requests) and not watch.met
     assert prompts > 5 if begun else prompts == 0
     at.end()
@@ -200,9 +205,9 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
 def test_whose_prefix_lands_in_the_course_of_a_pass_is_in_the_next(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 8)
+    monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 8)
     at = Stand(recorded=True, device=26)
-    at.engine.scheduler.lets_land = True
+    at.engine.scheduler.skips_loading = True
     at.remember_on_host(words(2, 20))
     first = at.submit(words(1, 3), 20)
     at.step()
@@ -211,50 +216,55 @@ def test_whose_prefix_lands_in_the_course_of_a_pass_is_in_the_next(
         at.submit(words(n, count), 2) for n, count in ((3, 40), (2, 24), (4, 9))
     )
     lands = near = False
-    timeline, linger = at.cache.hardware.copier.lanes[Way.LOAD].timeline, Runner.linger
+    timeline = at.cache.hardware.copier.lanes[Way.LOAD].timeline
+    wait_until_late = HiddenOutput.wait_until_late
     passed = timeline.passed
     monkeypatch.setattr(timeline, "passed", lambda event: lands and passed(event))
 
-    def lingering(self: Runner) -> bool:
+    def waiting_until_late(self: HiddenOutput) -> bool:
         nonlocal lands
         lands = near and loading.held.loading
         while lands and not all(each.ticket.done() for each in loading.held.transfers):
             time.sleep(0.001)
-        return linger(self)
+        return wait_until_late(self)
 
-    monkeypatch.setattr(Runner, "linger", lingering)
+    monkeypatch.setattr(HiddenOutput, "wait_until_late", waiting_until_late)
     for _ in range(3):
         at.step()
         assert loading.held.loading and waiting.lease is None
-    assert prompts_begun(at) == [long]
+    assert prefills_launched(at) == [long]
     while long.length - long.computed > 12:
         at.step()
     near = True
     at.step()
-    assert prompts_begun(at) == [loading, long]
+    assert prefills_launched(at) == [loading, long]
     at.finish()
     assert complete(first, long, loading, waiting) and not watch.met
     at.end()
 
 
-def test_it_can_be_told_when_most_is_done_of_recorded_passes_with_prompts(
+def test_a_mixed_graph_tells_when_it_is_late_and_no_other_step_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "SIZES", (16,))
+    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
     at = Stand(recorded=True, device=32)
     at.model.tried = False
+    outputs: list[StepOutput] = []
+    sample = at.engine._sample
+
+    def sampling(chunks: Any, output: StepOutput) -> Any:
+        outputs.append(output)
+        return sample(chunks, output)
+
+    monkeypatch.setattr(at.engine, "_sample", sampling)
     at.submit(words(1, 40), 3)
-    for kind, told in (("computed", False), ("single", False)):
+    for kind in ("eager", "decode_graph"):
         at.step()
-        assert at.engine.passes[kind] and at.engine._runner.linger() is told
+        assert at.engine.steps_by_kind[kind] and outputs[-1].wait_until_late() is False
     at.submit(words(2, 9), 3)
     at.let_by()
     at.step()
-    assert at.engine.passes["several"] and at.engine._runner.linger()
-    at.finish()
-    at.submit(words(3, 40), 3)
-    at.step()
-    assert not at.engine._runner.linger()
+    assert at.engine.steps_by_kind["mixed_graph"] and outputs[-1].wait_until_late()
     at.finish()
     at.end()
 
@@ -263,8 +273,8 @@ def test_a_family_draws_the_same_in_passes_begun_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows and sinks, by programs in an interpreter beside torch; some end unexpectedly."""
-    monkeypatch.setattr(cuda_graphs, "SHORTEST", 32)
-    monkeypatch.setattr(cuda_graphs, "SIZES", (16,))
+    monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 32)
+    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
     models = (in_torch("gpt_oss"), by_program("gpt_oss", monkeypatch))
     rng = random.Random(1)
     vocabulary = models[0].vocabulary
@@ -284,7 +294,7 @@ def test_a_family_draws_the_same_in_passes_begun_beforehand(
         ahead = 0
         while not engine.idle:
             engine.step()
-            ahead += engine._runner.is_ahead
+            ahead += engine.overlap_state is OverlapState.LAUNCHED
         cache.close()
     assert ahead >= 5
     lengths = [len(request.output) for request in answers[0]]
@@ -293,3 +303,174 @@ def test_a_family_draws_the_same_in_passes_begun_beforehand(
         assert [chosen.token for chosen in one.output] == [chosen.token for chosen in other.output]
         for ours, theirs in zip(one.output, other.output, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+# -- the state machine, without a model ------------------------------------------------------
+
+
+class Launches:
+    """A runner that notes what it launches; steps fit a graph if `fits`."""
+
+    def __init__(self) -> None:
+        self.fits = True
+        self.done: list[str] = []
+
+    def run(self, chunks: Sequence[ScheduledChunk]) -> Any:
+        self.done.append("run")
+
+    def prepare(self, chunks: Sequence[ScheduledChunk]) -> Any:
+        return PreparedStep(chunks, len(chunks), None, None) if self.fits else None
+
+    def launch_prepared(self, step: PreparedStep) -> Any:
+        self.done.append("launch_prepared")
+
+    def launch_ahead(self, step: PreparedStep, requests: Any, sampled: Any) -> Any:
+        self.done.append("launch_ahead")
+        return LaunchedStep(step, sampled)
+
+    def read_launched(self, step: LaunchedStep, chunks: Sequence[ScheduledChunk]) -> Any:
+        self.done.append(f"read {len(chunks)} of {len(step.prepared.chunks)}")
+
+
+class Steps:
+    """Two requests whose prompts are computed, and an overlap to drive by hand."""
+
+    def __init__(self) -> None:
+        config = CacheConfig(Tokens(16 * PAGE), host_size=None)
+        self.cache = TieredCache(FULL, config)
+        self.scheduler = Scheduler(self.cache, 64, 8, cuda_graphs=True)
+        self.runner = Launches()
+        self.overlap = Overlap(self.cache, self.runner)
+        self.requests = [self._running(number) for number in (1, 2)]
+
+    def _running(self, number: int) -> Request:
+        params = RequestParams(words(number, PAGE + 1), 9)
+        prompt = self.cache.prompt(params.tokens)
+        request = Request(number, params, prompt, list(params.tokens))
+        self.scheduler.queue(request)
+        self.scheduler.admit()
+        (chunk,) = [c for c in self.scheduler.schedule() if c.request is request]
+        request.computed = chunk.end
+        self.cache.commit(request.held, chunk.end)
+        return request
+
+    def come_to(self, state: OverlapState) -> None:
+        if state is not OverlapState.IDLE:
+            planned = self.scheduler.plan_decode()
+            assert planned is not None
+            self.overlap.plan(planned)
+        if state in (OverlapState.PREPARED, OverlapState.LAUNCHED):
+            assert self.overlap.prepare()
+        if state is OverlapState.LAUNCHED:
+            self.overlap.launch(self.requests, torch.zeros(2))
+        assert self.overlap.state is state
+
+    def sampled(self) -> None:
+        for request in self.scheduler.running:
+            request.append(SampledToken(7, 0.0))
+
+    def launch(self) -> str:
+        """Take the next step, or schedule another, and launch it."""
+        self.runner.done.clear()
+        step = self.overlap.take(self.scheduler)
+        step = step or self.overlap.afresh(self.scheduler.schedule())
+        assert self.overlap.state is OverlapState.IDLE
+        step.launch()
+        return f"{self.runner.done[-1]}: {len(step.chunks)} chunks"
+
+
+ANY_STATE = pytest.mark.parametrize("state", OverlapState, ids=lambda state: state.value)
+
+
+@ANY_STATE
+def test_a_step_is_taken_from_every_state(state: OverlapState) -> None:
+    at = Steps()
+    at.come_to(state)
+    at.sampled()
+    how = {"prepared": "launch_prepared", "launched": "read 2 of 2"}.get(state.value, "run")
+    assert at.launch() == f"{how}: 2 chunks"
+
+
+@ANY_STATE
+def test_a_request_that_leaves_is_in_no_taken_step(state: OverlapState) -> None:
+    at = Steps()
+    at.come_to(state)
+    at.sampled()
+    at.scheduler.remove(at.requests[0])
+    how = "read 1 of 2" if state is OverlapState.LAUNCHED else "run"
+    assert at.launch() == f"{how}: 1 chunks"
+
+
+@ANY_STATE
+def test_a_step_of_requests_that_all_left_is_discarded(state: OverlapState) -> None:
+    at = Steps()
+    at.come_to(state)
+    for request in at.requests:
+        at.scheduler.remove(request)
+    assert at.overlap.take(at.scheduler) is None
+    assert at.overlap.state is OverlapState.IDLE and at.cache.validate() == []
+
+
+@ANY_STATE
+def test_a_request_that_arrives_joins_unless_the_step_is_launched(state: OverlapState) -> None:
+    at = Steps()
+    at.come_to(state)
+    at.sampled()
+    at._running(3).append(SampledToken(7, 0.0))
+    assert at.launch().endswith("2 chunks" if state is OverlapState.LAUNCHED else "3 chunks")
+
+
+@ANY_STATE
+def test_a_retracted_request_that_runs_again_is_planned_afresh(state: OverlapState) -> None:
+    """It has another lease: what was planned for its old slots is not used."""
+    at = Steps()
+    at.come_to(state)
+    at.sampled()
+    at.scheduler.retract(at.requests[0])
+    at.scheduler.admit()
+    assert len(at.scheduler.running) == 2
+    how = "read 1 of 2: 1 chunks" if state is OverlapState.LAUNCHED else "run: 2 chunks"
+    assert at.launch() == how
+
+
+def test_a_row_that_ran_on_another_token_is_dropped_only_from_a_launched_step() -> None:
+    for state, how in (("prepared", "launch_prepared: 2"), ("launched", "read 1 of 2: 1")):
+        at = Steps()
+        at.come_to(OverlapState(state))
+        at.overlap.drop(at.requests[0])
+        at.sampled()
+        assert at.launch() == f"{how} chunks"
+
+
+def test_a_step_without_a_fitting_graph_stays_planned() -> None:
+    at = Steps()
+    at.runner.fits = False
+    at.come_to(OverlapState.PLANNED)
+    assert not at.overlap.prepare() and at.overlap.state is OverlapState.PLANNED
+    at.sampled()
+    assert at.launch() == "run: 2 chunks"
+
+
+@pytest.mark.parametrize(
+    ("state", "verb"),
+    [
+        (OverlapState.PLANNED, "plan"),
+        (OverlapState.PREPARED, "plan"),
+        (OverlapState.LAUNCHED, "plan"),
+        (OverlapState.IDLE, "launch"),
+        (OverlapState.PLANNED, "launch"),
+        (OverlapState.LAUNCHED, "launch"),
+        (OverlapState.IDLE, "prepare"),
+        (OverlapState.LAUNCHED, "prepare"),
+    ],
+)
+def test_no_other_change_of_state_is_possible(state: OverlapState, verb: str) -> None:
+    at = Steps()
+    at.come_to(state)
+    calls = {
+        "plan": lambda: at.overlap.plan(PlannedStep([], frees_slots=False)),
+        "prepare": at.overlap.prepare,
+        "launch": lambda: at.overlap.launch(at.requests, torch.zeros(2)),
+    }
+    with pytest.raises(AssertionError):
+        calls[verb]()

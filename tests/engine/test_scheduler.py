@@ -4,19 +4,49 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import pytest
+import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
 from kvtide.engine import Request, RequestParams, RequestState, scheduler
+from kvtide.engine.overlap import Overlap, OverlapState
 from kvtide.engine.sampler import SampledToken
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
 from kvtide.index import EveryPages
 from kvtide.spec import ALL, ModelMemory, Tier
 from tests.cache.building import text
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, V4_DRAFTED, WINDOW
+
+
+class Ahead(Enum):
+    """What is planned of the step after the current one."""
+
+    NOTHING = "nothing"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Graphs:
+    """A runner that computes nothing: any step fits a graph."""
+
+    def run(self, chunks: Sequence[ScheduledChunk]) -> Any:
+        return "eager", chunks
+
+    def prepare(self, chunks: Sequence[ScheduledChunk]) -> Any:
+        return chunks
+
+    def launch_prepared(self, step: Any) -> Any:
+        return "prepared", step
+
+    def launch_ahead(self, step: Any, requests: Any, sampled: Any) -> Any:
+        return step
+
+    def read_launched(self, step: Any, chunks: Sequence[ScheduledChunk]) -> Any:
+        return "launched", chunks
 
 
 class Desk:
@@ -33,7 +63,8 @@ class Desk:
     ) -> None:
         config = CacheConfig(Tokens(pages * PAGE), host_size=None, tokens_per_checkpoint=PAGE)
         self.cache = TieredCache(memory, config, **more)
-        self.scheduler = Scheduler(self.cache, chunk_tokens, max_running, recorded=True)
+        self.scheduler = Scheduler(self.cache, chunk_tokens, max_running, cuda_graphs=True)
+        self.overlap = Overlap(self.cache, Graphs())
         self.requests: list[Request] = []
 
     def queue(
@@ -55,22 +86,34 @@ class Desk:
         self.scheduler.queue(request)
         return request
 
-    def step(self, foresees: bool = False, late: bool = False) -> list[ScheduledChunk]:
-        """Admit, plan, and have the plan computed: whoever comes to its end gets a token."""
+    def step(self, ahead: Ahead = Ahead.NOTHING) -> list[ScheduledChunk]:
+        """Admit, schedule and commit a step; a request whose tokens are computed gets one more."""
         self.scheduler.admit()
-        shares = self.scheduler.plan()
-        for request, end in shares:
+        step = self.overlap.take(self.scheduler)
+        chunks = step.chunks if step is not None else self.scheduler.schedule()
+        for request, end in chunks:
             self.check(request, end)
             request.computed = end
             self.cache.commit(request.held, end)
-        if foresees:
-            self.scheduler.foresee(late)
-        for request, end in shares:
+        plans = {Ahead.DECODE: self.scheduler.plan_decode, Ahead.MIXED: self.scheduler.plan_mixed}
+        self.planned = plans[ahead]() if ahead in plans else None
+        if self.planned is not None:
+            self.overlap.plan(self.planned)
+        for request, end in chunks:
             if end == request.length:
-                request.generated(SampledToken(7, 0.0))
+                request.append(SampledToken(7, 0.0))
                 if request.length == request.max_length:
                     self.scheduler.remove(request)
-        return shares
+        return chunks
+
+    @property
+    def may_launch(self) -> bool:
+        return self.planned is not None and self.scheduler.may_launch(self.planned)
+
+    def launch(self) -> None:
+        """Launch what is planned, ahead of the tokens."""
+        assert self.overlap.prepare()
+        self.overlap.launch([], torch.empty(0))
 
     def check(self, request: Request, end: int) -> None:
         """Whether there are slots for what a step up to there reads, and for what the next does."""
@@ -175,8 +218,8 @@ def test_nobody_gives_way_to_a_request_that_would_not_fit_all_the_same(desk):
 def test_prompts_of_higher_priority_get_a_steps_tokens_first(desk):
     at = desk(pages=64, chunk_tokens=8)
     long, urgent = at.queue(10), at.queue(2, priority=1)
-    assert [(share.request, share.end) for share in at.step()] == [(urgent, 8)]
-    assert [share.request for share in at.step()] == [urgent, long]
+    assert [(chunk.request, chunk.end) for chunk in at.step()] == [(urgent, 8)]
+    assert [chunk.request for chunk in at.step()] == [urgent, long]
 
 
 def test_a_full_batch_gives_way_to_a_higher_priority_but_not_to_an_equal(desk):
@@ -197,7 +240,7 @@ def test_admission_reserves_room_for_the_whole_answer(desk):
     at.scheduler.admit()
     assert at.scheduler.running == [talker] and other.state is RequestState.WAITING
     while talker.length < talker.max_length:
-        assert [share.request for share in at.step()] == [talker]
+        assert [chunk.request for chunk in at.step()] == [talker]
     assert talker.admissions == 1
 
 
@@ -226,22 +269,22 @@ def test_those_who_generate_come_before_prompts(desk):
     assert at.step() == [ScheduledChunk(quick, 2), ScheduledChunk(old, 5 * PAGE + 1)]
     long = at.queue(8)
     late = at.queue(0, extra=1)  # One token is all it has: it is as good as one that generates.
-    shares = at.step()
-    *first, last = [share.request for share in shares]
+    chunks = at.step()
+    *first, last = [chunk.request for chunk in chunks]
     assert sorted(first, key=lambda request: request.number) == [old, quick, late] and last is long
-    assert shares[-1].end == 12 - 3, "the prompt gets what is left"
+    assert chunks[-1].end == 12 - 3, "the prompt gets what is left"
 
 
 def test_prompts_are_taken_in_smaller_parts_beside_somebody_who_generates(desk, monkeypatch):
-    monkeypatch.setattr(scheduler, "BESIDE_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(scheduler, "MIXED_STEP_TOKENS", 2 * PAGE)
     at = desk(pages=32, chunk_tokens=6 * PAGE)
     long = at.queue(8)
     assert at.step() == [ScheduledChunk(long, 6 * PAGE)], "nobody waits for a token"
     quick = at.queue(0, extra=1)
     assert at.step() == [ScheduledChunk(quick, 1), ScheduledChunk(long, 8 * PAGE - 1)]
     other = at.queue(4)
-    shares = at.step()
-    assert len(shares) == 3 and ScheduledChunk(other, 2 * PAGE - 3) in shares
+    chunks = at.step()
+    assert len(chunks) == 3 and ScheduledChunk(other, 2 * PAGE - 3) in chunks
 
 
 def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
@@ -250,7 +293,7 @@ def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
     at.step()
     more = [at.queue(1, after=one, answer=6) for one in (second, first, second, first)]
     at.step()
-    order = [share.request for share in at.step()]
+    order = [chunk.request for chunk in at.step()]
     assert len(order) == 6
     firsts = sorted(order.index(one) for one in (first, more[1], more[3]))
     assert firsts in ([0, 1, 2], [3, 4, 5])
@@ -284,7 +327,7 @@ class Chances:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory, seed, monkeypatch):
     """Or nothing is left of it."""
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 2 * PAGE)
     foreseeing, other = (desk(memory, pages=24 if seed % 2 else 48) for _ in range(2))
     chances = [Chances(one, seed) for one in (foreseeing, other)]
     foreseen = 0
@@ -292,10 +335,10 @@ def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory,
         for chance in chances:
             chance.happen()
         foreseeing.scheduler.admit()  # What is foreseen holds if nobody is taken in.
-        foreseen += bool(foreseeing.scheduler._foreseen)
-        steps = (foreseeing.step(foresees=True, late=seed % 2 > 0), other.step())
+        foreseen += foreseeing.overlap.state is OverlapState.PLANNED
+        steps = (foreseeing.step(Ahead.MIXED if seed % 2 else Ahead.DECODE), other.step())
         # Of those who generate, who stands where may depend on what is known of a short prompt.
-        told = [{(share.request.number, share.end) for share in shares} for shares in steps]
+        told = [{(chunk.request.number, chunk.end) for chunk in chunks} for chunks in steps]
         assert told[0] == told[1], f"step {number}"
         assert foreseeing.cache.validate() == []
         both = (foreseeing, other)
@@ -309,44 +352,45 @@ def test_who_found_no_room_is_not_looked_at_before_somebody_has_left(desk):
     at = desk(pages=6)
     first, second = at.queue(2, answer=8), at.queue(2, answer=8)
     at.scheduler.admit()
-    assert at.scheduler.crowded and second.lease is None
+    assert at.scheduler.blocked and second.lease is None
     at.queue(1)
-    assert at.scheduler.crowded
+    assert at.scheduler.blocked
     urgent = at.queue(2, answer=8, priority=1)
-    assert not at.scheduler.crowded
-    at.scheduler.admit(makes_room=False)
-    assert not at.scheduler.crowded and first.lease is not None and urgent.lease is None
+    assert not at.scheduler.blocked
+    at.scheduler.admit_without_preemption()
+    assert not at.scheduler.blocked and first.lease is not None and urgent.lease is None
     at.scheduler.admit()
-    assert first.lease is None and urgent.lease is not None and at.scheduler.crowded
+    assert first.lease is None and urgent.lease is not None and at.scheduler.blocked
     at.scheduler.remove(urgent)
-    at.scheduler.admit(makes_room=False)
-    assert first.lease is not None and at.scheduler.crowded
+    at.scheduler.admit_without_preemption()
+    assert first.lease is not None and at.scheduler.blocked
 
 
-def test_what_is_left_of_a_pass_under_way_is_what_comes_next(desk, monkeypatch):
+def test_the_live_rows_of_a_launched_step_are_the_next_step(desk, monkeypatch):
     at = desk(pages=32)
     first, second, third = (at.queue(1, answer=20) for _ in range(3))
-    at.step(foresees=True)
-    assert at.scheduler.steady
-    at.scheduler.began()
+    at.step(Ahead.DECODE)
+    assert at.may_launch
+    dropped: list[str] = []
+    traffic = at.cache._flights
+    monkeypatch.setattr(traffic, "drop_fence", lambda way=None: dropped.append("fence"))
+    at.launch()
     late = at.queue(1, answer=20)
-    given: list[str] = []
-    release, release_idle = at.cache.release, at.cache.release_idle
-    monkeypatch.setattr(
-        at.cache, "release", lambda lease: (given.append("release"), release(lease))
-    )
-    monkeypatch.setattr(
-        at.cache, "release_idle", lambda lease: (given.append("release_idle"), release_idle(lease))
-    )
     at.scheduler.remove(second)
-    at.scheduler.leave_out(third)
-    assert [share.request for share in at.step()] == [first]
+    at.overlap.drop(third)
+    assert dropped == ["fence"], "the launched step still uses its slots"
+    assert [chunk.request for chunk in at.step()] == [first]
+    dropped.clear()
     at.scheduler.remove(third)
-    assert given == ["release"] * 2, "a pass is at its pages, of whatever use it is"
+    assert dropped == ["fence"], "its row is discarded and still computed"
     assert late.lease is not None
-    assert {share.request for share in at.step()} == {first, late}
+    assert {chunk.request for chunk in at.step()} == {first, late}
+    at.cache.fence([first.held])
+    dropped.clear()
+    at.scheduler.remove(late)
+    assert dropped == [], "no step uses its slots"
     at.scheduler.remove(first)
-    assert given == ["release", "release", "release_idle"]
+    assert dropped == ["fence"]
 
 
 def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk):
@@ -354,11 +398,11 @@ def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk)
     at.queue(1, answer=20)
     short = at.queue(1, answer=3)
     for _ in range(2):
-        at.step(foresees=True)
-        assert at.scheduler.steady
+        at.step(Ahead.DECODE)
+        assert at.may_launch
     at.queue(1)
-    at.step(foresees=True)
-    assert at.scheduler._foreseen and not at.scheduler.steady
+    at.step(Ahead.DECODE)
+    assert at.overlap.chunks and not at.may_launch
     assert short.length == short.max_length
 
 
@@ -369,8 +413,8 @@ def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk)
 def test_a_pass_is_not_begun_beforehand_where_a_token_too_many_would_be_kept(desk, memory, steady):
     at = desk(memory, pages=48)
     at.queue(1, answer=20)
-    at.step(foresees=True)
-    assert at.scheduler.steady is steady
+    at.step(Ahead.DECODE)
+    assert at.may_launch is steady
 
 
 @pytest.mark.parametrize(
@@ -381,68 +425,68 @@ def test_a_pass_is_not_begun_beforehand_where_a_token_too_many_would_be_kept(des
 def test_parts_of_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     desk, monkeypatch, memory, begun
 ):
-    for limit in ("BESIDE_TOKENS", "CROWDED_TOKENS"):
+    for limit in ("MIXED_STEP_TOKENS", "BLOCKED_STEP_TOKENS"):
         monkeypatch.setattr(scheduler, limit, 2 * PAGE)
     at = desk(memory, pages=20)
     first = at.queue(1, extra=3, answer=20)
     at.step()
     long = at.queue(8)
-    at.step(foresees=True, late=True)
-    assert not at.scheduler._foreseen, "there is room"
+    at.step(Ahead.MIXED)
+    assert not at.overlap.chunks, "there is room"
     quick, waiting = at.queue(0, answer=1), at.queue(4)
-    assert quick in {share.request for share in at.step(foresees=True, late=True)}
-    assert waiting.lease is None and at.scheduler.crowded
+    assert quick in {chunk.request for chunk in at.step(Ahead.MIXED)}
+    assert waiting.lease is None and at.scheduler.blocked
     coming = [ScheduledChunk(first, PAGE + 6), ScheduledChunk(long, 6 * PAGE - 4)] if begun else []
-    assert at.scheduler._foreseen == coming and at.scheduler.steady is begun
+    assert at.overlap.chunks == coming and at.may_launch is begun
     if not begun:
         return
-    at.scheduler.began()
+    at.launch()
     at.scheduler.remove(first)
     assert at.step() == coming[1:]
 
 
 def test_prompts_have_their_turn_in_what_is_begun_beforehand(desk, monkeypatch):
     """The higher priority first; and nothing is begun in which nobody has one."""
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 2 * PAGE)
+    monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 2 * PAGE)
     at = desk(pages=32)
     first = at.queue(1, answer=20)
     at.step()
     old, urgent, _ = at.queue(8), at.queue(8, priority=1), at.queue(20)
     at.scheduler.admit()
-    at.step(foresees=True, late=True)
-    assert at.scheduler.pressed
-    assert [share.request for share in at.scheduler._foreseen] == [first, urgent]
+    at.step(Ahead.MIXED)
+    assert at.scheduler.plans_prefill_ahead
+    assert [chunk.request for chunk in at.overlap.chunks] == [first, urgent]
     for tokens, coming in ((3, 2), (2, 0), (1, 0)):
         at.scheduler.chunk_tokens = tokens
-        at.step(foresees=True, late=True)
-        assert len(at.scheduler._foreseen) == coming
+        at.step(Ahead.MIXED)
+        assert len(at.overlap.chunks) == coming
     assert old.lease is not None
 
 
 def test_whoever_was_left_out_of_a_pass_is_in_the_next(desk):
     at = desk(pages=32)
     first, second = at.queue(1, answer=20), at.queue(1, answer=20)
-    at.step(foresees=True)
-    at.scheduler.began()
-    at.scheduler.leave_out(second)
-    assert [share.request for share in at.step(foresees=True)] == [first]
-    assert not at.scheduler._foreseen, "its token is known"
-    assert {share.request for share in at.step()} == {first, second}
+    at.step(Ahead.DECODE)
+    at.launch()
+    at.overlap.drop(second)
+    assert [chunk.request for chunk in at.step(Ahead.DECODE)] == [first]
+    assert not at.overlap.chunks, "its token is known"
+    assert {chunk.request for chunk in at.step()} == {first, second}
 
 
 def test_what_was_taken_for_a_part_that_is_not_begun_is_given_back(desk, monkeypatch):
     """Windows are kept before the end of a step, and the next one ends elsewhere."""
-    monkeypatch.setattr(scheduler, "CROWDED_TOKENS", 5 * PAGE)
+    monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 5 * PAGE)
     at = desk(WINDOW, pages=32, chunk_tokens=PAGE, placement=EveryPages(64))
     at.queue(1, answer=20)
     long = at.queue(16)
     at.queue(10)
     for _ in range(4):
         at.step()
-    assert at.scheduler.pressed
+    assert at.scheduler.plans_prefill_ahead
     at.scheduler.chunk_tokens = 10 * PAGE
-    at.step(foresees=True, late=True)
-    assert at.scheduler._foreseen[-1].end - long.computed > 4 * PAGE
+    at.step(Ahead.MIXED)
+    assert at.overlap.chunks[-1].end - long.computed > 4 * PAGE
     at.scheduler.chunk_tokens = PAGE
     before = long.computed
     for _ in range(12):
@@ -454,23 +498,23 @@ def test_nothing_is_foreseen_of_who_has_more_to_compute_or_will_be_done(desk):
     at = desk(chunk_tokens=PAGE)
     request = at.queue(2, answer=3)
     for told in ([], [], [2 * PAGE + 2], [2 * PAGE + 3], []):
-        at.step(foresees=True)
-        assert [share.end for share in at.scheduler._foreseen] == told
+        at.step(Ahead.DECODE)
+        assert [chunk.end for chunk in at.overlap.chunks] == told
     assert request.length == request.max_length
 
 
 def test_what_was_foreseen_is_forgotten_when_somebody_comes_or_goes(desk):
     at = desk(pages=32)
     first, second = at.queue(1, answer=20), at.queue(1, answer=20)
-    at.step(foresees=True)
+    at.step(Ahead.DECODE)
     at.scheduler.retract(second)
-    assert at.step(foresees=True)[0] == ScheduledChunk(first, PAGE + 2), "both, where they were"
+    assert at.step(Ahead.DECODE)[0] == ScheduledChunk(first, PAGE + 2), "both, where they were"
     assert second.lease is not None and second.computed == PAGE + 2
     third = at.queue(1, answer=20)
-    assert {share.request for share in at.step(foresees=True)} == {first, second, third}
-    assert len(at.step(foresees=True)) == 3
+    assert {chunk.request for chunk in at.step(Ahead.DECODE)} == {first, second, third}
+    assert len(at.step(Ahead.DECODE)) == 3
     at.scheduler.remove(third)
-    assert {share.request for share in at.step()} == {first, second}
+    assert {chunk.request for chunk in at.step()} == {first, second}
 
 
 def test_prompts_are_served_oldest_first(desk):
@@ -488,14 +532,14 @@ def test_no_step_computes_more_than_a_chunk(desk, memory, chunk_tokens):
     for _ in range(400):
         before = {request.number: request.computed for request in at.requests}
         at.scheduler.admit()
-        shares = at.scheduler.plan()
-        counts = [share.end - before[share.request.number] for share in shares]
+        chunks = at.scheduler.schedule()
+        counts = [chunk.end - before[chunk.request.number] for chunk in chunks]
         assert all(count > 0 for count in counts) and 0 < sum(counts) <= chunk_tokens
-        for request, end in shares:
+        for request, end in chunks:
             request.computed = end
             at.cache.commit(request.held, end)
             if end == request.length:
-                request.generated(SampledToken(7, 0.0))
+                request.append(SampledToken(7, 0.0))
                 if len(request.output) == request.params.max_tokens:
                     at.scheduler.remove(request)
         if not at.scheduler.running and not at.scheduler.waiting:
@@ -571,7 +615,7 @@ def test_no_step_passes_a_page_with_a_state(desk):
     for _ in range(60):
         before = {request: request.computed for request in at.requests}
         at.scheduler.admit()
-        for request, end in at.scheduler.plan():
+        for request, end in at.scheduler.schedule():
             table = at.cache.page_table(request.held, "state")
             inside = range(before[request] // PAGE, (end - 1) // PAGE)
             assert all(table[page] < 0 for page in inside)
@@ -579,7 +623,7 @@ def test_no_step_passes_a_page_with_a_state(desk):
             request.computed = end
             at.cache.commit(request.held, end)
             if end == request.length and request.length < request.max_length:
-                request.generated(SampledToken(7, 0.0))
+                request.append(SampledToken(7, 0.0))
             elif end == request.length:
                 at.scheduler.remove(request)
         assert at.cache.validate() == []
@@ -609,5 +653,5 @@ def test_steps_end_where_any_stage_wants_a_state_kept() -> None:
     for agreement in (Alone(), Elsewhere()):
         desk = Desk(agreement=agreement, placement=EveryPages(1))
         desk.queue(3)
-        plans.append([share.end for share in desk.step()])
+        plans.append([chunk.end for chunk in desk.step()])
     assert plans == [[3 * PAGE + 1], [PAGE]]

@@ -10,7 +10,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, Namespace, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, RequestState
-from kvtide.engine.scheduler import MAX_WAITS
+from kvtide.engine.scheduler import MAX_PREFIX_WAITS
 from kvtide.index import Branches, LastPage
 from kvtide.spec import Tier
 from tests.engine.restoring import PAGE, SAMPLING, WRITING, alone, model_of, text
@@ -75,7 +75,7 @@ class Served:
         """All are through, and none waited too often."""
         self.until(lambda: self.engine.idle)
         for request in self.requests:
-            assert request.waits <= MAX_WAITS
+            assert request.prefix_waits <= MAX_PREFIX_WAITS
             if request.params.score is None and request.output:
                 said = alone(self.family, request.params.tokens, request.params.max_tokens)
                 assert tuple(request.output) == said[: len(request.output)]
@@ -119,7 +119,8 @@ def test_requests_that_come_together_compute_their_prefix_once(
     served.right()
     assert served.computed == PREFIX + MANY * OWN
     assert served.found == [0] + [PREFIX] * (MANY - 1)
-    assert all(other.by_tier == {Tier.DEVICE: PREFIX} and other.waits == 1 for other in others)
+    found = {Tier.DEVICE: PREFIX}
+    assert all(other.by_tier == found and other.prefix_waits == 1 for other in others)
 
 
 @pytest.mark.parametrize("writing", WRITING)
@@ -163,7 +164,7 @@ def test_prefixes_that_part_one_after_the_other_are_each_computed_once(opened: O
         served.submit((*system, *papers[number // 2], *asked(number, tokens=0)))
     served.right()
     assert served.computed == 3 * 4 * PAGE + 4 * OWN
-    assert [request.waits for request in served.requests] == [0, 1, 1, 2]
+    assert [request.prefix_waits for request in served.requests] == [0, 1, 1, 2]
 
 
 # -- where nothing is found at first -----------------------------------------------------------
@@ -180,8 +181,8 @@ def test_where_prompts_part_before_a_checkpoint_their_prefix_is_computed_twice(
     nothing, little, *all_of_it = served.found
     assert nothing == 0 and little < PREFIX and all_of_it == [PREFIX] * (MANY - 2)
     assert served.computed == 2 * PREFIX - little + MANY * (rest + ANSWER - 1)
-    assert (first.waits, second.waits) == (0, 1)
-    assert all(other.waits == MAX_WAITS for other in others)
+    assert (first.prefix_waits, second.prefix_waits) == (0, 1)
+    assert all(other.prefix_waits == MAX_PREFIX_WAITS for other in others)
 
 
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
@@ -198,7 +199,7 @@ def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_
     again = 0 if family in HISTORIES else PREFIX
     assert served.computed - before == again + MANY * OWN + still + ANSWER - 1
     assert others[0].waits == 0
-    assert all(other.waits == (again > 0) for other in others[1:])
+    assert all(other.prefix_waits == (again > 0) for other in others[1:])
 
 
 @pytest.mark.parametrize("family", CHECKPOINTS)
@@ -211,8 +212,8 @@ def test_where_nothing_can_be_found_nobody_waits_more_than_twice(
     served.until(lambda: not served.engine.scheduler.waiting)
     assert set(served.engine.scheduler.running) >= set(others[1:])
     served.right()
-    assert (first.waits, others[0].waits) == (0, 1)
-    assert all(other.waits == MAX_WAITS for other in others[1:])
+    assert (first.prefix_waits, others[0].waits) == (0, 1)
+    assert all(other.prefix_waits == MAX_PREFIX_WAITS for other in others[1:])
     assert served.computed == MANY * (PREFIX + rest + ANSWER - 1)
 
 
@@ -227,7 +228,7 @@ def test_when_the_one_ahead_is_aborted_another_computes_the_rest(opened: Opener)
     served.engine.abort(first)
     served.right()
     assert served.computed == PREFIX + (MANY - 1) * OWN, "what it had computed is found"
-    assert [other.waits for other in others] == [1] + [2] * (MANY - 2)
+    assert [other.prefix_waits for other in others] == [1] + [2] * (MANY - 2)
     assert all(len(other.output) == ANSWER for other in others)
 
 
@@ -238,7 +239,7 @@ def test_everybody_ahead_may_go_and_nobody_waits_for_ever(opened: Opener) -> Non
         served.steps()
         served.engine.abort(request)
     served.right()
-    assert len(requests[-1].output) == ANSWER and requests[-1].waits == MAX_WAITS
+    assert len(requests[-1].output) == ANSWER and requests[-1].waits == MAX_PREFIX_WAITS
 
 
 def test_when_one_that_waits_is_aborted_nobody_minds(opened: Opener) -> None:
@@ -262,7 +263,7 @@ def test_a_retracted_one_is_waited_for_again(opened: Opener) -> None:
     served.until(lambda: first.admissions == 2)
     assert second.ahead is not None and second.ahead.request is first
     served.right()
-    assert first.computed >= PREFIX and second.waits == 1, "there was no place to ask about"
+    assert first.computed >= PREFIX and second.prefix_waits == 1, "there was no place to ask about"
     assert served.computed == PREFIX + 2 * OWN + 2 * (PAGE + ANSWER - 1)
     assert sum(second.by_tier.values()) == PREFIX
 
@@ -299,10 +300,10 @@ def test_nobody_waits_for_a_lower_priority(opened: Opener) -> None:
     served.steps()
     high = served.submit(asked(1), priority=1)
     served.steps()
-    assert high.state is RequestState.RUNNING and high.waits == 0 and low.computed < PREFIX
+    assert high.state is RequestState.RUNNING and high.prefix_waits == 0 and low.computed < PREFIX
     lowest = served.submit(asked(2), priority=-1)
     served.right()
-    assert lowest.waits == 1 and sum(lowest.by_tier.values()) == PREFIX
+    assert lowest.prefix_waits == 1 and sum(lowest.by_tier.values()) == PREFIX
 
 
 def test_namespaces_do_not_wait_for_each_other(opened: Opener) -> None:
@@ -314,7 +315,7 @@ def test_namespaces_do_not_wait_for_each_other(opened: Opener) -> None:
         RequestState.WAITING
     ] * 2
     served.right()
-    assert [request.waits for request in requests] == [0, 0, 1, 1]
+    assert [request.prefix_waits for request in requests] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("more", [{"recompute": True}, {"score": 1}], ids=["recompute", "score"])
@@ -325,7 +326,9 @@ def test_who_computes_everything_anew_neither_waits_nor_is_waited_for(
     ways: list[dict[str, Any]] = [more, more, {}, more]
     requests = [served.submit(asked(0), **way) for way in ways]
     served.steps()
-    assert all(request.state is RequestState.RUNNING and not request.waits for request in requests)
+    assert all(
+        request.state is RequestState.RUNNING and not request.prefix_waits for request in requests
+    )
     served.right()
     assert served.computed == 4 * (PREFIX + OWN)
 

@@ -100,7 +100,7 @@ class RecordedPlayer(Player):
                 return forward(step)
 
         model.forward = watched
-        self._recordings = StepGraphs(model, self.buffers.view, where, most, 16)
+        self._graphs = StepGraphs(model, self.buffers.view, where, most, 16)
 
     def _logits(self, step: Step) -> Tensor:
         rows = [
@@ -113,11 +113,11 @@ class RecordedPlayer(Player):
             )
             for number, one in enumerate(step.sequences)
         ]
-        found = self._recordings.fitting(rows, self.loading)
+        found = self._graphs.fitting(rows, self.loading)
         assert found is not None
         self.sizes.append(found._size[:3])
-        given = found.play(rows, step.wait)
-        if found.single:
+        given = found.launch(rows, step.wait)
+        if found.decode:
             self.waited = list(self.memory.own_layers)
             return given
         return self.model.logits(given)
@@ -148,9 +148,9 @@ def compared(
     name: str, most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, ...]]:
     """The sizes of recorded passes that give the logits of others."""
-    monkeypatch.setattr(cuda_graphs, "SIZES", (8, 16))
-    monkeypatch.setattr(cuda_graphs, "PROMPT_TOKENS", 8)
-    monkeypatch.setattr(cuda_graphs, "SHORTEST", 64)
+    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (8, 16))
+    monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 8)
+    monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 64)
     wanted = played(Player(in_torch(name)), steps)
     monkeypatch.setattr(ForwardPass, "writes_by_program", True)
     player = RecordedPlayer(by_program(name, monkeypatch), most)

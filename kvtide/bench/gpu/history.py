@@ -35,7 +35,7 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
             table[name] = np.full(pages, -1, dtype=np.int32)
             table[name][pages - count :] = free[name][number * count : (number + 1) * count]
         rows.append(GraphRow([number % model.vocabulary], context, number, (0, 0, 0), table))
-    return timed(lambda: recording.play(rows, lambda layer: None), bed.device, 20)
+    return timed(lambda: recording.launch(rows, lambda layer: None), bed.device, 20)
 
 
 def _fill(memory: ModelMemory, buffers: Buffers) -> None:

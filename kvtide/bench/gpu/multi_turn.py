@@ -73,7 +73,7 @@ def measure(bed: Bed, talk: Talk, share: float = 0.25) -> list[Talked]:
     few = replace(talk, users=min(8, talk.users), turns=min(2, talk.turns))
     for name, device_tokens, host_tokens in places:
         with bed.engine(device_tokens, host_tokens, max_running=talk.users) as engine:
-            engine.prepare()
+            engine.warm_up()
             if not found:  # What programs are compiled for is the same everywhere.
                 _talked(name, bed, engine, few, device_tokens, host_tokens)
                 forget(engine, Tier.DEVICE, *([Tier.HOST] if host_tokens else ()))
@@ -102,7 +102,7 @@ def _talked(
 
     first_token_s(engine, system)
     bed.finish()
-    passes = engine.passes.copy()
+    passes = engine.steps_by_kind.copy()
     start = time.perf_counter()
     for user in histories:
         ask(user)
@@ -123,7 +123,7 @@ def _talked(
     seconds = time.perf_counter() - start
     by_tier = {tier.name.lower(): count for tier, count in found.items()}
     requests = talk.users * talk.turns
-    kinds = dict(engine.passes - passes)
+    kinds = dict(engine.steps_by_kind - passes)
     return Talked(
         name, device_tokens, host_tokens, requests, seconds, prompts, by_tier, kinds, idle_s
     )

@@ -15,7 +15,7 @@ from kvtide.bench.gpu.engine_bed import Bed, first_token_s, forget, median_s
 from kvtide.bench.gpu.history import recorded
 from kvtide.engine import Engine, RequestParams, SamplingParams
 from kvtide.engine.sampler import GREEDY
-from kvtide.engine.scheduler import BESIDE_TOKENS
+from kvtide.engine.scheduler import MIXED_STEP_TOKENS
 from kvtide.spec import Tier
 
 
@@ -71,7 +71,7 @@ def generating_s(
     sampling: SamplingParams = GREEDY,
 ) -> float:
     """Seconds of a step, when all of the batch generate."""
-    lead = context * batch // min(engine.scheduler.chunk_tokens, BESIDE_TOKENS) + 16
+    lead = context * batch // min(engine.scheduler.chunk_tokens, MIXED_STEP_TOKENS) + 16
     for number in range(batch):
         engine.submit(RequestParams(bed.prompt(context, 7000 + number), steps + lead, sampling))
     running = engine.scheduler.running

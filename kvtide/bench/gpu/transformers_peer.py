@@ -77,7 +77,7 @@ def _ours(bed: Bed, work: Work) -> list[float]:
     longest = work.context + max(work.answer, 2 * work.steps) + 3 * page + 64
     room = max(work.first + 2 * page, work.batch * longest)
     with bed.engine(room, max_running=work.batch) as engine:
-        engine.prepare()
+        engine.warm_up()
 
         def first_s() -> float:
             forget(engine, Tier.DEVICE)
