@@ -17,8 +17,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "FAMILIES.md"
 BEGIN, END = "<!-- made by the tests -->", "<!-- end -->"
 ASPECTS = {
     "logits": "logits as `transformers`",
-    "host": "restored from the host",
-    "storage": "restored from storage",
+    "host": "host restore",
+    "storage": "storage restore",
     "tp": "tensor ranks",
     "pp": "stages",
 }
