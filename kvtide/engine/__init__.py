@@ -1,17 +1,18 @@
 """Requests in, tokens out: continuous batching over the cache.
 
-`engine`     submit, abort, step; start here
-`scheduler`  who runs next, and how many of its tokens
-`runner`     a step's tokens through the model
-`tables`     page tables of a step's sequences
-`staging`       numbers between host and device
-`recording`  passes of few tokens, recorded once and played again; `studio` is where
-`sampler`    from logits to a token
-`text`       from tokens to text, up to a stop string
-`request`    what was asked, and how far it has come
-`topology`       a rank's place among those that serve a model together, and what passes between
-them
-`kept`       refuses a model that keeps what it has not declared; `reachable` finds its tensors
+`engine`            submit, abort, step; start here
+`request`           a request's parameters, and how far it has come
+`scheduler`         admission, preemption, and the chunks of each step
+`overlap`           the step after the current one: planned, prepared, launched (a state machine)
+`runner`            a step's chunks through the model, as a CUDA graph or eagerly
+`cuda_graphs`       which step sizes are captured; `graph_capture` capture and replay on a device
+`page_tables`       slots of a step's sequences, by anchor
+`staging`           small step inputs and outputs between host and device
+`sampler`           from logits to the next token
+`text`              from tokens to text, up to a stop string
+`oracle`            checks restored prefixes against recomputation while serving
+`rank_topology`     a rank's stage and tensor rank, and what ranks exchange
+`state_check`       refuses a model with undeclared state; `reachable_tensors` finds its tensors
 """
 
 from kvtide.engine.engine import Engine, Update

@@ -8,8 +8,8 @@ slots, which write nothing.
 There are two kinds:
 
 decode graphs  one token per sequence, for a number of sequences; they give logits
-mixed graphs   prefill chunks beside decode tokens, up to 1,024 tokens; they give hidden states. Each
-               layer is a graph of its own, so that a step runs while its prefixes still load
+mixed graphs   prefill chunks beside decode tokens, up to 1,024 tokens; they give hidden states.
+               Each layer is a graph of its own: a step runs while its prefixes still load
 
 Loads and backups run on streams of their own beside a replay: a layer reads no loading page before
 it has waited for it.

@@ -27,7 +27,7 @@ from kvtide.engine.sampler import (
 )
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
 from kvtide.engine.staging import Staging
-from kvtide.engine.state_check import check_kept
+from kvtide.engine.state_check import check_declared_state
 from kvtide.engine.text import OutputText
 from kvtide.index import Prompt
 from kvtide.index.keys import highest, pack
@@ -65,7 +65,7 @@ class Engine:
         topology: RankTopology = _ALONE,
         cuda_graphs: bool = True,
     ) -> None:
-        check_kept(model, cache.config.torch_device)
+        check_declared_state(model, cache.config.torch_device)
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer

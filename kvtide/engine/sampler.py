@@ -1,14 +1,13 @@
-"""From logits to a token: greedy, or drawn from what the settings leave over.
+"""Sampling: from logits to the next token, greedy or at a temperature.
 
-A request's draw is a number from its seed and the number of the token, so that what it draws
-depends neither on its company nor on how often it was interrupted. The tokens that it may get lie
-side by side, the likeliest first, each as wide as its chance: it gets the one that the number falls
-on.
+A sampled token depends on the logits, the request's seed and the token's position alone: not on the
+batch, and not on retraction. The tokens that top-k, min-p and top-p leave over lie side by side on
+[0, 1), the most probable first, each as wide as its probability; the request gets the one that its
+random number falls on.
 
-Rows are computed together and independent all the same. The host waits for the device once: what
-it needs comes over in one piece. Few tokens have nearly all of the chances, so only `CANDIDATES`
-are put in order; where a draw falls beyond them, or what is ruled out cannot be told from
-them, all are, which takes the device a second time.
+Rows are computed together and independently. The host waits for the device once. Few tokens hold
+nearly all probability, so only `CANDIDATES` are sorted. Where these do not decide, the row is
+sampled again over the whole vocabulary, which takes a second round trip.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from torch import Tensor
 from kvtide.engine.staging import Staging
 
 COLDEST = 1e-3
-"""Temperatures below take the likeliest token: others' chances are too small to be numbers."""
+"""Lower temperatures are greedy: other probabilities underflow."""
 
 CANDIDATES = 1024
-"""How many tokens of a row are put in order, as long as they will do."""
+"""Tokens of a row that are sorted first."""
 
 _UNDECIDED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The usual settings. A temperature of 0 takes the likeliest token.
+    """The usual parameters. A temperature of 0 is greedy.
 
-    logprobs  how many of the likeliest tokens to report beside the chosen one
+    logprobs  how many top tokens are reported beside the sampled one
     """
 
     temperature: float = 0.0
@@ -52,7 +51,7 @@ class SamplingParams:
     logprobs: int = 0
 
     def problem(self) -> str | None:
-        """What cannot be drawn from, in a sentence; None if all is well."""
+        """What is out of range, in a sentence; None if nothing is."""
         ranges = {
             "temperature": (0.0, 100.0),
             "top_p": (0.0, 1.0),
@@ -63,10 +62,10 @@ class SamplingParams:
             "repetition_penalty": (0.01, 100.0),
             "logprobs": (0, math.inf),
         }
-        for name, (least, most) in ranges.items():
+        for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if not least <= value <= most:
-                return f"{name} is {value}; use a number from {least:g} to {most:g}"
+            if not low <= value <= high:
+                return f"{name} is {value}; use a number from {low:g} to {high:g}"
         return None
 
 
@@ -75,7 +74,7 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A generated token, its log-probability by the model, and the likeliest others."""
+    """A token, its log-probability by the model, and the top tokens with theirs."""
 
     token: int
     logprob: float
@@ -83,7 +82,7 @@ class SampledToken:
 
 
 class SamplingInput(NamedTuple):
-    """What a choice depends on besides the logits: the settings, the prompt, all tokens so far."""
+    """What a sample depends on besides the logits: parameters, the prompt, all tokens so far."""
 
     sampling: SamplingParams
     prompt: Sequence[int]
@@ -91,14 +90,14 @@ class SamplingInput(NamedTuple):
 
 
 class SamplingBatch:
-    """The next token of each row, while a device chooses it. Rows are independent.
+    """The next token of each row, while the device samples it.
 
-    tokens   what the device knows of it
-    resampled  of which rows it was something else, once `read`
+    tokens     the sampled tokens, on the device
+    resampled  after `read`: rows whose token is another, as the candidates did not decide
     """
 
     def __init__(self, logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging) -> None:
-        self._logits, self._drawings, self._staging = logits, inputs, staging
+        self._logits, self._inputs, self._staging = logits, inputs, staging
         self._facts = _sampled(logits, inputs, min(CANDIDATES, logits.shape[1]), staging)
         self._report = _Report(logits, self._facts, _counts(inputs), staging)
         self.resampled: list[int] = []
@@ -108,22 +107,22 @@ class SamplingBatch:
         return self._facts[:, 0].clamp(min=0).long()
 
     def keep_logits(self) -> None:
-        """The logits are not left alone until it is read."""
-        if not all(_is_plain(each.sampling) for each in self._drawings):
+        """Keep them for `read`: a step launched before it overwrites the output buffer."""
+        if not all(_is_greedy(each.sampling) for each in self._inputs):
             self._logits = self._logits.clone()
 
     def read(self) -> list[SampledToken]:
-        """Waits for the device."""
-        chosen = self._report.read()
-        self.resampled = [row for row, one in enumerate(chosen) if one.token == _UNDECIDED]
+        """Wait for the device, and sample undecided rows again."""
+        sampled = self._report.read()
+        self.resampled = [row for row, one in enumerate(sampled) if one.token == _UNDECIDED]
         if self.resampled:
             logits = self._logits.index_select(0, self._staging.indices(self.resampled))
-            rows = [self._drawings[row] for row in self.resampled]
+            rows = [self._inputs[row] for row in self.resampled]
             facts = _sampled(logits, rows, logits.shape[1], self._staging)
             again = _Report(logits, facts, _counts(rows), self._staging).read()
             for row, one in zip(self.resampled, again, strict=True):
-                chosen[row] = one
-        return chosen
+                sampled[row] = one
+        return sampled
 
 
 def sample_all(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken]:
@@ -132,7 +131,7 @@ def sample_all(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledT
 
 
 def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
-    """Choose once of every kind: on a device, programs are compiled for it."""
+    """Sample once of every kind, which compiles the kernels."""
     kinds = (GREEDY, SamplingParams(temperature=1.0))
     logits = torch.zeros(len(kinds), vocabulary, device=staging.device)
     SamplingBatch(logits, [SamplingInput(kind, (0,), (0,)) for kind in kinds], staging).read()
@@ -141,10 +140,10 @@ def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
 def score(
     logits: Tensor, tokens: Sequence[int], count: int, staging: Staging
 ) -> list[SampledToken]:
-    """How likely each row made the token that followed, beside the `count` likeliest."""
+    """The log-probability of each row's following token, with the `count` top tokens."""
     facts = _greedy(logits)
-    said = staging.indices(tokens)[:, None]
-    facts[:, :1], facts[:, 1:2] = said, logits.gather(1, said)
+    following = staging.indices(tokens)[:, None]
+    facts[:, :1], facts[:, 1:2] = following, logits.gather(1, following)
     return _Report(logits, facts, [count] * len(tokens), staging).read()
 
 
@@ -155,35 +154,37 @@ def _counts(inputs: Sequence[SamplingInput]) -> list[int]:
 def _sampled(
     logits: Tensor, inputs: Sequence[SamplingInput], candidates: int, staging: Staging
 ) -> Tensor:
-    """As `_greedy` gives them, by so many candidates; `_UNDECIDED` where these do not tell."""
+    """Facts as of `_greedy` with the sampled token, or `_UNDECIDED`."""
     facts = _greedy(logits)
-    bent = [row for row, each in enumerate(inputs) if not _is_plain(each.sampling)]
-    if bent:
-        rows = staging.indices(bent)
-        tokens = _sampled_tokens(logits[rows], [inputs[row] for row in bent], candidates, staging)
+    sampled = [row for row, each in enumerate(inputs) if not _is_greedy(each.sampling)]
+    if sampled:
+        rows = staging.indices(sampled)
+        tokens = _sampled_tokens(
+            logits[rows], [inputs[row] for row in sampled], candidates, staging
+        )
         facts[rows, 0] = tokens.double()
         facts[rows, 1] = logits[rows, tokens.clamp(min=0)].double()
     return facts
 
 
-def _is_plain(sampling: SamplingParams) -> bool:
-    """Whether the likeliest token is taken as it is."""
+def _is_greedy(sampling: SamplingParams) -> bool:
+    """Greedy, without penalties."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
 
 
 def _greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Of each row: the likeliest token, its logit, log Σ exp(scale · logits); (rows, 3) in fp64."""
+    """Of each row: argmax, its logit, and log Σ exp(scale · logits); (rows, 3) in fp64."""
     if logits.is_cuda:
         from kvtide.layers.kernels.rows import likeliest
 
         return likeliest(logits, scales)
-    peaks, tokens = logits.max(-1)
-    steep = torch.ones_like(peaks) if scales is None else scales.float()
-    # Each row by itself: how a sum is taken apart may depend on how many there are.
-    rests = [torch.exp((logits[n] - peaks[n]) * steep[n]).sum().log() for n in range(len(logits))]
+    maxima, tokens = logits.max(-1)
+    scale = torch.ones_like(maxima) if scales is None else scales.float()
+    # Row by row: how a sum is split may depend on the number of rows.
+    rests = [torch.exp((logits[n] - maxima[n]) * scale[n]).sum().log() for n in range(len(logits))]
     return torch.stack(
-        [tokens.double(), peaks.double(), peaks.double() * steep + torch.stack(rests)], 1
+        [tokens.double(), maxima.double(), maxima.double() * scale + torch.stack(rests)], 1
     )
 
 
@@ -191,7 +192,7 @@ def _greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 class _Report:
-    """Tokens and their logits, as facts say, with each row's so many likeliest."""
+    """Tokens and log-probabilities of all rows on their way to the host, with top tokens."""
 
     def __init__(
         self, logits: Tensor, facts: Tensor, counts: Sequence[int], staging: Staging
@@ -202,7 +203,7 @@ class _Report:
             for count in sorted({*counts} - {0})
         }
         tops = []
-        # Not together for the largest count: which of equals come first may depend on it.
+        # One top-k per count: the order of ties may depend on k.
         for count, rows in self._groups.items():
             ours = logits if len(rows) == len(logits) else logits[staging.indices(rows)]
             values, ids = ours.topk(min(count, logits.shape[1]))
@@ -210,9 +211,9 @@ class _Report:
         self._coming = staging.read_back([facts, *tops])
 
     def read(self) -> list[SampledToken]:
-        found, *likeliest = [each.tolist() for each in self._coming()]
+        found, *tops = [each.tolist() for each in self._coming()]
         best: list[list[list[float]]] = [[] for _ in self._counts]
-        for rows, group in zip(self._groups.values(), likeliest, strict=True):
+        for rows, group in zip(self._groups.values(), tops, strict=True):
             for row, pairs in zip(rows, group, strict=True):
                 best[row] = pairs
         return [
@@ -223,11 +224,11 @@ class _Report:
         ]
 
 
-# -- other than the likeliest ----------------------------------------------------------------
+# -- at a temperature, or with penalties ------------------------------------------------------
 
 
 class Limits(NamedTuple):
-    """What is drawn from, and where the draw falls; a column (rows, 1) in fp64 each.
+    """Sampling parameters and the random number; a column (rows, 1) in fp64 each.
 
     Where there is no such limit `top_k` is 0, `top_p` is infinite, `min_p` is 0.
     """
@@ -236,21 +237,21 @@ class Limits(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    draw: Tensor
+    uniform: Tensor
 
 
 def _sampled_tokens(
     logits: Tensor, inputs: Sequence[SamplingInput], candidates: int, staging: Staging
 ) -> Tensor:
-    """The tokens of rows with settings. What is given is penalised in place."""
+    """The tokens of rows that are not greedy. Applies penalties to `logits` in place."""
     _penalise(logits, inputs, staging)
     cold = [each.sampling.temperature < COLDEST for each in inputs]
     if all(cold):
         return _greedy(logits)[:, 0].long()
     table = [_settings(each, logits.shape[1]) for each in inputs]
-    told = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
-    told[0] = told[0].astype(np.float32)  # All sums are made with the same scale, to the bit.
-    (columns,) = staging.to_device(told)
+    columns_of = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
+    columns_of[0] = columns_of[0].astype(np.float32)  # All sums use the same scale, to the bit.
+    (columns,) = staging.to_device(columns_of)
     facts = _greedy(logits, columns[0])
     if candidates < logits.shape[1]:
         values, ids = logits.topk(candidates)
@@ -282,46 +283,45 @@ def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> T
 
 
 def _sample_candidates(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Tensor:
-    """Which of the candidates it is, (rows, 1): of descending logits, by place; negative where
-    they do not tell.
+    """Which candidate is sampled, (rows, 1): an index into the sorted logits; negative where the
+    candidates do not decide.
 
-    Rules out all but the top k and those as high as the last of them, then what is less than min_p
-    times as likely as the likeliest, then what comes after the top p of what is left. What each of
-    them leaves comes before what it does not, so only `more` may be left among those after the
-    candidates.
+    Keeps the top k and ties with the last of them, then what has at least min_p times the highest
+    probability, then the top p of the rest. Each keeps a leading run of the sorted tokens, so only
+    `more` tells whether tokens beyond the candidates are kept.
     """
-    scale, top_k, top_p, min_p, draw = limits
+    scale, top_k, top_p, min_p, uniform = limits
     count = values.shape[1]
-    peak = values[:, :1]
-    chances = torch.exp((values - peak) * scale)
-    least = values.gather(1, (top_k.long() - 1).clamp(0, count - 1))
-    kept = ((values >= least) | (top_k == 0)) & (chances >= min_p)
+    maximum = values[:, :1]
+    weights = torch.exp((values - maximum) * scale)
+    kth = values.gather(1, (top_k.long() - 1).clamp(0, count - 1))
+    kept = ((values >= kth) | (top_k == 0)) & (weights >= min_p)
     more = kept[:, -1:] & (count < vocabulary)
-    chances = torch.where(kept, chances, 0.0)
-    reached = chances.cumsum(1)
-    total = torch.where(more, torch.exp(facts[:, 2:] - peak * scale), reached[:, -1:])
-    unknown = more & ((top_k > 0) | (min_p > 0))
-    kept = reached - chances < top_p * total
+    weights = torch.where(kept, weights, 0.0)
+    cumulative = weights.cumsum(1)
+    total = torch.where(more, torch.exp(facts[:, 2:] - maximum * scale), cumulative[:, -1:])
+    undecided = more & ((top_k > 0) | (min_p > 0))
+    kept = cumulative - weights < top_p * total
     kept[:, 0] = True
     more = more & kept[:, -1:]
-    target = draw * torch.where(more, total, torch.where(kept, reached, 0.0).amax(1, True))
-    unknown = unknown | (more & ((top_p < 1) | (target >= reached[:, -1:])))
-    place = (kept & (reached <= target)).sum(1, True).clamp(max=count - 1)
-    return torch.where(unknown, -1, place)
+    target = uniform * torch.where(more, total, torch.where(kept, cumulative, 0.0).amax(1, True))
+    undecided = undecided | (more & ((top_p < 1) | (target >= cumulative[:, -1:])))
+    place = (kept & (cumulative <= target)).sum(1, True).clamp(max=count - 1)
+    return torch.where(undecided, -1, place)
 
 
 def _penalise(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging) -> None:
-    """Makes repeating less likely: what was generated, and for repetition also the prompt."""
+    """Penalise repetition: of output tokens, and for the repetition penalty of the prompt too."""
     rows: list[int] = []
     tokens: list[int] = []
     factors: list[float] = []
     costs: list[float] = []
-    for row, (sampling, prompt, said) in enumerate(inputs):
+    for row, (sampling, prompt, tokens_so_far) in enumerate(inputs):
         factor, presence = sampling.repetition_penalty, sampling.presence_penalty
         times: Counter[int] = Counter()
         if presence or sampling.frequency_penalty:
-            times = Counter(said[len(prompt) :])
-        seen = set(times) if factor == 1.0 else {*prompt, *said}
+            times = Counter(tokens_so_far[len(prompt) :])
+        seen = set(times) if factor == 1.0 else {*prompt, *tokens_so_far}
         rows += [row] * len(seen)
         tokens += seen
         factors += [factor] * len(seen)
@@ -341,12 +341,12 @@ _WORD = 2**64 - 1
 
 
 def _uniform(seed: int, number: int) -> float:
-    """From 0 up to 1: 53 bits of what the seed and the token's number are mixed to."""
-    return (_mixed((_mixed(seed & _WORD) + number) & _WORD) >> 11) * 2.0**-53
+    """In [0, 1): 53 bits of a hash of the seed and the token's number."""
+    return (_splitmix64((_splitmix64(seed & _WORD) + number) & _WORD) >> 11) * 2.0**-53
 
 
-def _mixed(word: int) -> int:
-    """Any bit of the word changes about half of those that come out (splitmix64)."""
+def _splitmix64(word: int) -> int:
+    """splitmix64."""
     word = (word + 0x9E3779B97F4A7C15) & _WORD
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD

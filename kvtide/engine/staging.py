@@ -1,5 +1,8 @@
-"""Numbers that steps send to a device and get from it, by a program that no copy of pages keeps
-waiting."""
+"""Small step inputs and outputs between host and device, by a kernel.
+
+A kernel reads and writes pinned memory, so that they do not queue behind page copies on the copy
+engines.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from torch import Tensor
 
 
 class Staging:
-    """To and from one device. Elsewhere than on a CUDA device numbers stay where they are."""
+    """To and from one device. On a CPU nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._carried: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def to_device(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """Arrays of one type as the device has them, in one piece that nobody waits for."""
+        """Arrays of one dtype on the device, in one copy that the host does not wait for."""
         flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
         there = flat
         if self.device.type == "cuda":
             there, pinned = torch.empty_like(flat, device=self.device), flat.pin_memory()
-            self._carry(pinned, there, pinned)
+            self._copy(pinned, there, pinned)
         ends = np.cumsum([0, *(array.size for array in arrays)]).tolist()
         return [
             there[start:end].view(array.shape)
@@ -35,33 +38,33 @@ class Staging:
         ]
 
     def indices(self, numbers: Sequence[int]) -> Tensor:
-        """As indices."""
+        """Index tensor on the device."""
         return self.to_device(np.asarray(numbers, np.int64))[0]
 
     def read_back(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Tensors of one type as the host will have them: a call waits for them."""
+        """Queue a copy of tensors of one dtype to the host; the returned call waits for it."""
         flat = torch.cat([each.flatten() for each in tensors])
-        here, passed = flat, None
+        here, copied = flat, None
         if self.device.type == "cuda":
             here = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            passed = self._carry(flat, here, here)
+            copied = self._copy(flat, here, here)
 
         def read() -> list[Tensor]:
-            if passed is not None:
-                passed.synchronize()
+            if copied is not None:
+                copied.synchronize()
             pieces = here.split([each.numel() for each in tensors])
             return [piece.view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
         return read
 
-    def _carry(self, source: Tensor, target: Tensor, pinned: Tensor) -> torch.cuda.Event:
-        """Nobody else may get pinned memory before the device is done with it."""
+    def _copy(self, source: Tensor, target: Tensor, pinned: Tensor) -> torch.cuda.Event:
+        """Holds the pinned memory until the device is done with it."""
         from kvtide.layers.kernels.host_copy import host_copy
 
-        while self._carried and self._carried[0][0].query():
-            self._carried.popleft()
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
         host_copy(source.view(torch.int32), target.view(torch.int32))
-        passed = torch.cuda.Event()
-        passed.record()
-        self._carried.append((passed, pinned))
-        return passed
+        copied = torch.cuda.Event()
+        copied.record()
+        self._in_flight.append((copied, pinned))
+        return copied

@@ -1,10 +1,10 @@
-"""Refuses a model that keeps something between steps and has not declared it.
+"""Refuses a model that keeps tensors between steps without declaring them.
 
-Such a thing would be missing from every prefix that is restored, and the answer would be another.
-So before it serves, a model runs three tiny steps over memory made for this alone. In the first two
-it is free to make constant tables. The third, in which a sequence begins, one goes on and one
-generates, must add no tensor to what the model refers to and change none. All of them may ask only
-for declared pools, and have to ask for each: one that nobody writes is declared wrongly.
+Such a tensor would be missing from every restored prefix, and the output would differ. So before it
+serves, a model runs three tiny steps over memory of their own. In the first two it may build
+constant tables. The third has a prefill, a continued prefill and a decode; it must add no tensor to
+what the model references, and change none. All steps may view declared pools only, and must view
+each of them: a pool without a writer is declared wrongly.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EngineError(ValueError):
     """A model that cannot be served. The message names the remedy."""
 
 
-def check_kept(model: Model, device: torch.device) -> None:
-    """Raises `EngineError` where what the model keeps is not what it declares."""
+def check_declared_state(model: Model, device: torch.device) -> None:
+    """Raise `EngineError` if the model keeps other state than it declares."""
     # Long enough to complete an entry of every pool.
     prompt = 2 + max(pool.tokens_per_entry for pool in model.memory.pools)
     probe = Probe(model, device, prompt + 3)

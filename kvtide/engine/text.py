@@ -1,7 +1,7 @@
-"""An answer's text as it comes, up to the first stop string.
+"""Output text as it streams, up to the first stop string.
 
-Whoever reads the text must never see a stop string, nor the beginning of one that was completed
-later. So what might still become one is held back until the next token decides.
+The client never sees a stop string, nor the start of one that completes later: text that might
+become one is held back until the next token decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvtide.models.tokenizer import Detokenizer
 
 
 class OutputText:
-    """`stopped` is the stop string that ended it; nothing comes after."""
+    """`stopped` is the stop string that ended the text."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         assert all(stops), "an empty stop string would end every answer before it began"
@@ -22,11 +22,11 @@ class OutputText:
         self._held = ""
 
     def feed(self, token: int) -> str:
-        """One more token; the text that is certain now."""
+        """One more token; returns the text that is certain now."""
         return self._certain(self._detokenizer.feed([token]))
 
     def finish(self) -> str:
-        """No more tokens come: what was held back is text after all."""
+        """No more tokens come: returns what was held back."""
         text = self._certain(self._detokenizer.finish())
         held, self._held = self._held, ""
         return text if self.stopped else text + held
@@ -44,7 +44,7 @@ class OutputText:
         return text[:end]
 
     def _beginning(self, text: str) -> int:
-        """How many characters at the end of the text a stop string begins with."""
+        """Length of the longest suffix that a stop string begins with."""
         longest = min(len(text), max((len(stop) for stop in self._stops), default=0))
         for count in range(longest, 0, -1):
             if any(stop.startswith(text[-count:]) for stop in self._stops):

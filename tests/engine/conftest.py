@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtide.engine import engine
-from kvtide.engine.state_check import check_kept
+from kvtide.engine.state_check import check_declared_state
 from kvtide.models import Model
 from tests.engine.restoring import SHARED
 
@@ -19,9 +19,9 @@ def _checked_once() -> Iterator[None]:
 
     def check(model: Model, device: torch.device) -> None:
         if not any(model is one for one in known):
-            check_kept(model, device)
+            check_declared_state(model, device)
             known.extend(one for one in SHARED if one is model)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "check_kept", check)
+        patch.setattr(engine, "check_declared_state", check)
         yield

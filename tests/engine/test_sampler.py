@@ -360,9 +360,9 @@ def test_the_program_draws_the_same(candidates: int, device: torch.device):
     ]
     logits, rows = logits[: len(drawings)], [sampler._settings(each, 40) for each in drawings]
     limits = torch.tensor(rows, dtype=torch.float64).T.contiguous()
-    facts = sampler._likeliest(logits, limits[0])
+    facts = sampler._greedy(logits, limits[0])
     values = logits.topk(candidates).values
-    wanted = sampler._drawn(values.double(), facts, Limits(*limits[..., None]), 40)
+    wanted = sampler._sample_candidates(values.double(), facts, Limits(*limits[..., None]), 40)
     assert torch.equal(drawn(*(each.to(device) for each in (values, facts, limits))).cpu(), wanted)
     assert candidates == 1 or (wanted.min() == -1 and wanted.max() > 1)
 

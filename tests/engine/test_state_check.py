@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, EngineError
-from kvtide.engine.state_check import check_kept
+from kvtide.engine.state_check import check_declared_state
 from kvtide.layers import Place, Step
 from kvtide.models import Model
 from kvtide.spec import ModelMemory, PoolSpec, Reuse
@@ -105,19 +105,19 @@ def _cached_function(layer: Any, x: Tensor, run: Any) -> None:
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_every_family_keeps_only_what_it_declares(name: str, deterministic: bool) -> None:
     model = ours(name, deterministic=deterministic)
-    check_kept(model, CPU)
+    check_declared_state(model, CPU)
     start = time.perf_counter()
-    check_kept(model, CPU)
+    check_declared_state(model, CPU)
     assert time.perf_counter() - start < 0.5, "hundreds of engines are made in these tests"
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 256])
 def test_pages_of_any_size_will_do(page_tokens: int) -> None:
-    check_kept(ours("falcon_h1", page_tokens=page_tokens), CPU)
+    check_declared_state(ours("falcon_h1", page_tokens=page_tokens), CPU)
 
 
 def test_a_constant_that_is_made_when_it_is_first_needed_may_stay() -> None:
-    check_kept(broken(_constant), CPU)
+    check_declared_state(broken(_constant), CPU)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_constant_that_is_made_when_it_is_first_needed_may_stay() -> None:
 )
 def test_a_tensor_without_a_pool_is_refused_by_name(change: Any, says: str) -> None:
     with pytest.raises(EngineError, match=says) as refusal:
-        check_kept(broken(change), CPU)
+        check_declared_state(broken(change), CPU)
     assert "declare a pool for it and keep it there" in str(refusal.value)
 
 
@@ -157,7 +157,7 @@ def test_all_that_is_found_is_counted() -> None:
     model: Any = broken(_list)
     model.layers[2] = type(model.layers[1])(model.layers[2])
     with pytest.raises(EngineError, match=r"seen\[2\] holds .* \(and 1 more\)"):
-        check_kept(model, CPU)
+        check_declared_state(model, CPU)
 
 
 # -- pools ---------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_a_pool_that_is_not_declared_is_refused_by_name() -> None:
         run.step.view("index", 1)
 
     with pytest.raises(EngineError, match=r"asks for a pool index for layer 1, which .*; declare"):
-        check_kept(broken(ask), CPU)
+        check_declared_state(broken(ask), CPU)
 
 
 def test_a_layer_that_its_pool_does_not_have_is_refused() -> None:
@@ -181,7 +181,7 @@ def test_a_layer_that_its_pool_does_not_have_is_refused() -> None:
     attention = model.layers[5].attention
     attention.place = Place(windows, 5)
     with pytest.raises(EngineError, match=r"asks for a pool swa for layer 5, which"):
-        check_kept(model, CPU)
+        check_declared_state(model, CPU)
 
 
 def test_slots_that_nobody_declared_are_refused() -> None:
@@ -191,7 +191,7 @@ def test_slots_that_nobody_declared_are_refused() -> None:
         run.keep(Place(ghost, 1), {"k": x, "v": x})
 
     with pytest.raises(EngineError, match=r"asks for a pool ghost with slots of its own, which"):
-        check_kept(broken(keep), CPU)
+        check_declared_state(broken(keep), CPU)
 
 
 @pytest.mark.parametrize("follows", [None, "kv"])
@@ -201,14 +201,14 @@ def test_a_pool_that_nobody_uses_is_refused_by_name(follows: str | None) -> None
     model.memory = _with(model.memory, PoolSpec("spare", (0, 2), entry, follows=follows))
     says = r"qwen3: pool spare is declared for layers \[0, 2\], .* never asked .*; take them out"
     with pytest.raises(EngineError, match=says):
-        check_kept(model, CPU)
+        check_declared_state(model, CPU)
 
 
 def test_a_layer_that_nobody_uses_is_refused_by_number() -> None:
     model: Any = ours("qwen3")
     model.layers[1] = lambda x, run: x
     with pytest.raises(EngineError, match=r"pool kv is declared for layers \[1\], "):
-        check_kept(model, CPU)
+        check_declared_state(model, CPU)
 
 
 def test_a_drafts_pools_and_those_without_a_byte_need_no_use() -> None:
@@ -217,7 +217,7 @@ def test_a_drafts_pools_and_those_without_a_byte_need_no_use() -> None:
     empty = PoolSpec("swa", (0, 1), NOTHING, reuse=Reuse(reach=8))
     model.memory = with_draft(_with(model.memory, empty), draft)
     assert len(model.memory.pools) == 3
-    check_kept(model, CPU)
+    check_declared_state(model, CPU)
 
 
 def test_prompts_are_long_enough_for_pools_with_an_entry_for_many_tokens() -> None:
@@ -235,4 +235,4 @@ def test_prompts_are_long_enough_for_pools_with_an_entry_for_many_tokens() -> No
         return result
 
     model.forward = compress
-    check_kept(model, CPU)
+    check_declared_state(model, CPU)
