@@ -1,13 +1,13 @@
-"""A rank's topology among those that serve one model together, and what passes between seats.
+"""A rank's stage and tensor rank, and what ranks exchange.
 
-    stage 0  ── hidden states ──▶  stage 1  ── … ──▶  last stage ── logits ──▶ everybody
+    stage 0  ── hidden states ──▶  stage 1  ── … ──▶  last stage ── logits ──▶ all ranks
 
-A stage has a range of layers, and its tensor ranks divide each of them. Every rank has an engine
-that is given the same calls in the same order, and so keeps the same tree; a pass is computed by
-all of them, and what they choose by is the logits of one rank, the *speaker*. Rank 0 *leads*: it
-is told what to do by others, and tells all the rest.
+A stage owns a range of layers; its tensor ranks divide each of them. Every rank has an engine that
+gets the same calls in the same order, and so keeps the same tree. All ranks compute a step; all
+sample from the logits of one rank, the *logits rank*. Rank 0 *leads*: it receives the server's
+engine commands and broadcasts them.
 
-Nobody may leave a pass halfway, or others would wait for ever: see `Runner`.
+A step has no early exit, or other ranks would wait for ever: see `Runner`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 
 LEADER = 0
 NEVER = timedelta(days=365)
-"""How long ranks wait for their leader, who may have nothing to say for days."""
+"""How long ranks wait for the leader's next command."""
 HEAD_BYTES, LENGTH_BYTES = 1024, 8
-"""Short words take one exchange: their length, and they themselves behind it."""
+"""A short command takes one broadcast: its length, then its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
     """Stage `stage` of `stages`, and one of its tensor ranks.
 
-    Tensors go over `group`; words of the leader over the default group, on the host.
+    Tensors go over `group`; commands over the default group, on the host.
     """
 
     stage: int = 0
@@ -42,15 +42,15 @@ class RankTopology:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def taken(cls, stages: int, tensor_ranks: int, device: torch.device) -> RankTopology:
-        """This process's topology among those that have met."""
+    def joined(cls, stages: int, tensor_ranks: int, device: torch.device) -> RankTopology:
+        """This process's place among the ranks that have joined."""
         backend = "nccl" if device.type == "cuda" else "gloo"
         stage, tensor_rank = divmod(dist.get_rank(), tensor_ranks)
-        everybody = dist.new_group(backend=backend)
+        all_ranks = dist.new_group(backend=backend)
         rows = [range(n * tensor_ranks, (n + 1) * tensor_ranks) for n in range(stages)]
         groups = [dist.new_group(list(row), backend=backend) for row in rows]
         tensor = TensorRanks(tensor_rank, tensor_ranks, groups[stage])
-        return cls(stage, stages, tensor, everybody)
+        return cls(stage, stages, tensor, all_ranks)
 
     @property
     def ranks(self) -> int:
@@ -60,11 +60,11 @@ class RankTopology:
     def rank(self) -> int:
         return self.stage * self.tensor.count + self.tensor.rank
 
-    # -- a pass -----------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------
 
     @property
     def logits_rank(self) -> int:
-        """Whose logits count: the first rank of the last stage."""
+        """All ranks sample from its logits: the first rank of the last stage."""
         return (self.stages - 1) * self.tensor.count
 
     @property
@@ -72,56 +72,56 @@ class RankTopology:
         return self.rank == self.logits_rank
 
     def receive_hidden(self, room: Tensor) -> Tensor:
-        """What the stage before gives, in the room made for it."""
+        """Hidden states of the stage before, into `room`."""
         dist.recv(room, self.rank - self.tensor.count, self.group)
         return room
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Give hidden states to the next stage, if there is one."""
+        """Hidden states to the next stage, if there is one."""
         if self.stage + 1 < self.stages:
             dist.send(hidden.contiguous(), self.rank + self.tensor.count, self.group)
 
-    def broadcast_logits(self, said: Tensor) -> Tensor:
-        """What the speaker has, on every rank; it may be written over `said`."""
+    def broadcast_logits(self, logits: Tensor) -> Tensor:
+        """The logits rank's tensor, on every rank; may overwrite the argument."""
         if self.ranks > 1:
-            said = said.contiguous()
-            dist.broadcast(said, self.logits_rank, self.group)
-        return said
+            logits = logits.contiguous()
+            dist.broadcast(logits, self.logits_rank, self.group)
+        return logits
 
-    # -- the leader's words -----------------------------------------------------------------
+    # -- engine commands --------------------------------------------------------------------
 
-    def broadcast_command(self, words: bytes) -> None:
-        """What the others `hear`."""
+    def broadcast_command(self, command: bytes) -> None:
+        """What the other ranks `receive_command`."""
         head = bytearray(HEAD_BYTES)
         rest = HEAD_BYTES - LENGTH_BYTES
-        head[:LENGTH_BYTES] = len(words).to_bytes(LENGTH_BYTES, "little")
-        head[LENGTH_BYTES : LENGTH_BYTES + len(words[:rest])] = words[:rest]
-        _said(head)
-        if words[rest:]:
-            _said(bytearray(words[rest:]))
+        head[:LENGTH_BYTES] = len(command).to_bytes(LENGTH_BYTES, "little")
+        head[LENGTH_BYTES : LENGTH_BYTES + len(command[:rest])] = command[:rest]
+        _broadcast(head)
+        if command[rest:]:
+            _broadcast(bytearray(command[rest:]))
 
     def receive_command(self) -> bytes:
-        """What the leader tells, whenever that is."""
-        head = _said(bytearray(HEAD_BYTES))
-        length, words = int.from_bytes(head[:LENGTH_BYTES], "little"), head[LENGTH_BYTES:]
-        if length > len(words):
-            words += _said(bytearray(length - len(words)))
-        return bytes(words[:length])
+        """The leader's next command."""
+        head = _broadcast(bytearray(HEAD_BYTES))
+        length, command = int.from_bytes(head[:LENGTH_BYTES], "little"), head[LENGTH_BYTES:]
+        if length > len(command):
+            command += _broadcast(bytearray(length - len(command)))
+        return bytes(command[:length])
 
 
 def join_ranks(rank: int, ranks: int, place: Path) -> None:
-    """Wait for the others, at a file that all know and that is new."""
+    """Wait for the other ranks, at a new file whose path all know."""
     dist.init_process_group(
         "gloo", init_method=f"file://{place}", rank=rank, world_size=ranks, timeout=NEVER
     )
 
 
 def leave_ranks() -> None:
-    """Leave the others."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _said(words: bytearray) -> bytearray:
-    dist.broadcast(torch.frombuffer(words, dtype=torch.uint8), LEADER)
-    return words
+def _broadcast(command: bytearray) -> bytearray:
+    dist.broadcast(torch.frombuffer(command, dtype=torch.uint8), LEADER)
+    return command

@@ -152,7 +152,7 @@ def take_seat(rank: int, folder: Path | None, settings: Settings) -> tuple[Setti
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.ranks))
     join_ranks(rank, settings.ranks, folder / "meeting")
-    return settings, RankTopology.taken(settings.pp, settings.tp, device)
+    return settings, RankTopology.joined(settings.pp, settings.tp, device)
 
 
 def outlive_nobody(words: IO[str], folder: Path) -> None:

@@ -60,7 +60,7 @@ class Grid(worlds.World):
 
     def __init__(self, rank: int, ranks: int, folder: Path, stages: int) -> None:
         super().__init__(rank, ranks, folder)
-        self.topology = RankTopology.taken(stages, ranks // stages, CPU)
+        self.topology = RankTopology.joined(stages, ranks // stages, CPU)
         self.expected: dict[str, Any] = torch.load(folder / "expected", weights_only=False)
 
     def agreement(self) -> Agreement:

@@ -106,9 +106,9 @@ def _cached_function(layer: Any, x: Tensor, run: Any) -> None:
 def test_every_family_keeps_only_what_it_declares(name: str, deterministic: bool) -> None:
     model = ours(name, deterministic=deterministic)
     check_declared_state(model, CPU)
-    start = time.perf_counter()
+    start = time.process_time()
     check_declared_state(model, CPU)
-    assert time.perf_counter() - start < 0.5, "hundreds of engines are made in these tests"
+    assert time.process_time() - start < 0.5, "hundreds of engines are made in these tests"
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 256])
