@@ -159,14 +159,13 @@ class TieredCache:
         within = tokens <= lease._index_lease.reserved * self.memory.page_tokens
         if within and not growth_pages:
             return True
-        if self.index.reserve(lease._index_lease, tokens, growth=growth_pages, running=True):
+        inner = lease._index_lease
+        if self.index.advance(inner, tokens, growth_pages):
             return True
         again = self._writing.make_room(self._missing())
-        if again and self.index.reserve(
-            lease._index_lease, tokens, growth=growth_pages, running=True
-        ):
+        if again and self.index.advance(inner, tokens, growth_pages):
             return True
-        return self.index.reserve(lease._index_lease, tokens, (), growth_pages, running=True)
+        return self.index.advance_without_checkpoints(inner, tokens, growth_pages)
 
     def shrink(self, lease: Lease, tokens: int) -> None:
         """Give back slots beyond `tokens`, which stay promised: less was computed than planned.
@@ -255,7 +254,7 @@ class TieredCache:
         """
         anchor = self.memory.pool(pool).follows or pool
         if lease.loading:
-            return self.index.coming_table(lease._index_lease, anchor)
+            return self.index.arriving_table(lease._index_lease, anchor)
         return self.index.page_table(lease._index_lease, anchor)
 
     def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
@@ -444,7 +443,7 @@ class TieredCache:
         inner = self.index.pin(match.hit, priority)
         # A match of the device alone waits for nothing, not even for what is optional.
         flights = self._flights.load(inner) if match.slowest > Tier.DEVICE else []
-        if flights is None or not self.index.reserve(inner, tokens, growth=growth, running=True):
+        if flights is None or not self.index.advance(inner, tokens, growth):
             self._undo(inner, flights or [])
             return None
         if any(flight in self._flights.overdue() for flight in flights):

@@ -173,14 +173,13 @@ class InFlightTransfers:
         """The one place where a transfer ends: it lands, or forfeits all it held."""
         if arrival is not None:
             self._flights.pop(arrival.number, None)
-            departs = arrival.number in self._departing
-            self._departing.discard(arrival.number)
-            if state is TransferState.LANDED:
-                departure = self._index.land(arrival, departs)
-                if departure is not None:
-                    self.departures.append(departure)
-            else:
+            if state is not TransferState.LANDED:
                 self._index.fail(arrival)
+            elif arrival.number not in self._departing:
+                self._index.land(arrival)
+            elif (departure := self._index.land_departing(arrival)) is not None:
+                self.departures.append(departure)
+            self._departing.discard(arrival.number)
         left = flight.state is TransferState.FLYING
         self._traffic.end(flight, state)
         if left:

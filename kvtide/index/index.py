@@ -106,24 +106,33 @@ class Index:
         """Lease the hit's prefix: what it needs stays where it is until `release`."""
         return self._leasing.pin(hit, priority)
 
-    def reserve(
-        self,
-        lease: IndexLease,
-        tokens: int,
-        checkpoints: Iterable[int] | None = None,
-        growth: int = 0,
-        running: bool = False,
-    ) -> bool:
+    def reserve(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
         """Take device slots for the pages up to `tokens`, in every anchor or in none.
 
-        The placement is asked once, for all of the prompt; `checkpoints` (page boundaries)
-        overrides it. `growth` promises as many
+        The placement chooses checkpoints once, for all of the prompt. `growth` promises as many
         further pages: a later call takes from the promise first, and cannot fail for pools that
-        keep the whole history. `running` also keeps what the request itself needs to go on at
-        `tokens`: the windows and states before it. Where they are not worth a checkpoint they go
-        when the request has gone on, or is released within its prompt (but see `retain`).
+        keep the whole history.
         """
-        return self._leasing.reserve(lease, tokens, checkpoints, growth, running)
+        return self._leasing.reserve(lease, tokens, growth)
+
+    def reserve_with(
+        self, lease: IndexLease, tokens: int, checkpoints: Iterable[int], growth: int = 0
+    ) -> bool:
+        """Like `reserve`, with these checkpoints (page boundaries) in place of the placement's."""
+        return self._leasing.reserve_with(lease, tokens, checkpoints, growth)
+
+    def advance(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
+        """Like `reserve`, for a request that computes its tokens step by step.
+
+        Also keeps the windows and states before `tokens`, from which the next step continues.
+        Those not worth a checkpoint go when the request has moved on, or is released within its
+        prompt (but see `retain`).
+        """
+        return self._leasing.advance(lease, tokens, growth)
+
+    def advance_without_checkpoints(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
+        """Like `advance`, where the checkpoints of the placement do not fit."""
+        return self._leasing.advance_without_checkpoints(lease, tokens, growth)
 
     def shrink(self, lease: IndexLease, tokens: int) -> None:
         """Give back the slots of pages beyond `tokens`; as many stay promised as `growth`."""
@@ -161,14 +170,14 @@ class Index:
 
     def page_table(self, lease: IndexLease, anchor: str) -> Slots:
         """The device slot of every page the lease has, -1 where the anchor keeps none."""
-        return self._leasing.page_table(lease, self._anchor(anchor), coming=False)
+        return self._leasing.page_table(lease, self._anchor(anchor))
 
-    def coming_table(self, lease: IndexLease, anchor: str) -> Slots:
-        """The page table with the slots of pages on their way to the device.
+    def arriving_table(self, lease: IndexLease, anchor: str) -> Slots:
+        """The page table, with the slots of pages that are arriving on the device as well.
 
-        For those who wait for the transfer before they read: nothing is there yet.
+        For a caller that waits for the transfer before it reads.
         """
-        return self._leasing.page_table(lease, self._anchor(anchor), coming=True)
+        return self._leasing.arriving_table(lease, self._anchor(anchor))
 
     def carries(self, lease: IndexLease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the lease's prefix on the device: has it this optional sidecar?"""
@@ -194,12 +203,13 @@ class Index:
         """Begin to move victims of a full tier down; None when there is none, or no room."""
         return self._moving.demote(source, target, self._anchor(anchor), pages)
 
-    def land(self, arrival: Arrival, departs: bool = False) -> Departure | None:
-        """All bytes of the arrival are in place: its pages become readable.
+    def land(self, arrival: Arrival) -> None:
+        """All bytes of the arrival are in place: its pages become readable."""
+        self._moving.land(arrival)
 
-        If it `departs`, its pages stay on the host until `departed`; None if there are none.
-        """
-        return self._moving.land(arrival, departs)
+    def land_departing(self, arrival: Arrival) -> Departure | None:
+        """Like `land`, and the new pages stay on the host until `departed`; None without any."""
+        return self._moving.land_departing(arrival)
 
     def fail(self, arrival: Arrival) -> None:
         """The arrival's bytes will not come: everything it held goes back."""

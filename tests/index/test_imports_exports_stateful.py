@@ -173,7 +173,7 @@ class OutsideMachine(IndexMachine):
             readable = self.naive.readable[Tier.HOST, anchor]
             new += [(anchor, key) for key in keys if key not in readable]
             self.naive.expect(Tier.HOST, anchor, keys)
-        departure = self.index.land(flying.arrival, departs=True)
+        departure = self.index.land_departing(flying.arrival)
         self.flying.remove(flying)
         leaving = departure.pages if departure is not None else []
         assert sorted((page.anchor, page.key) for page in leaving) == sorted(new)

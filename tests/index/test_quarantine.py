@@ -363,7 +363,7 @@ def test_windows_that_a_scratch_lease_left_behind_are_free_at_once() -> None:
     index = build(WINDOW)
     lease = index.pin(index.match(index.scratch(TEXT)))
     for tokens in range(PAGE, len(TEXT) + 1, PAGE):
-        assert index.reserve(lease, tokens, running=True)
+        assert index.advance(lease, tokens)
         index.commit(lease, tokens)
         assert index.validate() == []
     assert index.resident_pages(Tier.DEVICE, "swa") == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvtide.index.evict.eviction_queue import in_reach
 from kvtide.index.tree.node import Node
@@ -30,7 +30,8 @@ class Allocator:
             # Making room in one cell may have made some in the next.
             missing = needs[cell] - cells[cell].slots.available
             wanted = max(missing, cells[cell].batch_pages)
-            if missing > 0 and self.evict(cell, wanted, cell in self._keeps) < missing:
+            evict = self.evict_copied if cell in self._keeps else self.evict
+            if missing > 0 and evict(cell, wanted) < missing:
                 self.missing = self._lacking(needs)
                 return False
         for cell, count in needs.items():
@@ -51,17 +52,24 @@ class Allocator:
             if count > cells[cell].slots.available
         }
 
-    def evict(self, cell: int, pages: int, sparing: bool = False) -> int:
-        """Drop at least `pages` pages from a cell if so many are evictable; how many it were.
+    def evict(self, cell: int, pages: int) -> int:
+        """Drop at least `pages` pages from a cell if so many are evictable; returns the count."""
+        return self._evict(cell, pages, lambda node, cell: False)
 
-        Nodes that follow each other and were always used together go together. `sparing` ends at
-        the first victim that is worth keeping and has no copy below.
+    def evict_copied(self, cell: int, pages: int) -> int:
+        """Like `evict`, but ends at the first victim whose only useful copy is in this cell."""
+        return self._evict(cell, pages, self.would_be_lost)
+
+    def _evict(self, cell: int, pages: int, spares: Callable[[Node, int], bool]) -> int:
+        """Drop victims until `pages` are gone, none is left, or the next one is spared.
+
+        Nodes that follow each other and were always used together go together.
         """
         tree, queue = self._tree, self._tree.cells[cell].queue
         dropped = 0
         node = queue.pop()
         while node is not None:
-            if sparing and self.would_be_lost(node, cell):
+            if spares(node, cell):
                 queue.offer(node)
                 break
             used, parent = (node.last, node.hits), node.parent

@@ -84,11 +84,19 @@ class Arrivals:
             tree.pins.unpin(pin)
         return arrival
 
-    def land(self, arrival: Arrival, departs: bool) -> Departure | None:
-        """The bytes are there: the pages become readable in the target.
+    def land(self, arrival: Arrival) -> None:
+        """The bytes are there: the pages become readable in the target."""
+        self._let_go(arrival, self._receive(arrival))
 
-        If it `departs`, what is new there stays until the departure is over; None if it is nothing.
-        """
+    def land_departing(self, arrival: Arrival) -> Departure | None:
+        """Land the arrival, and pin its new pages until the departure ends; None without any."""
+        hidden = self._receive(arrival)
+        departure = self._depart(arrival)
+        self._let_go(arrival, hidden)
+        return departure
+
+    def _receive(self, arrival: Arrival) -> list[Node]:
+        """Make the pages readable; returns the hidden trees that may be swept afterwards."""
         tree = self._tree
         hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
@@ -99,7 +107,11 @@ class Arrivals:
                     tree.cells[part.cell].queue.offer(node)
                 else:
                     tree.cells[part.cell].slots.free(slots)
-        departure = self._depart(arrival) if departs else None
+        return hidden
+
+    def _let_go(self, arrival: Arrival, hidden: list[Node]) -> None:
+        """Unpin all that the arrival held; its leases pin the new pages instead."""
+        tree = self._tree
         for pin in arrival.pins:
             nodes = list(pin.nodes())
             tree.pins.unpin(pin)
@@ -111,7 +123,6 @@ class Arrivals:
             if lease.live:
                 self._leasing.repin(lease)
         sweep(tree, hidden)
-        return departure
 
     def fail(self, arrival: Arrival) -> None:
         """The bytes will not come: every slot goes back, nothing was ever readable."""
