@@ -74,6 +74,8 @@ class Engine:
             model, cache, topology, max_running, chunk_tokens, self._staging, records
         )
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.records)
+        # The forward pass runs the model's own layers, and no draft's.
+        self._unwritten = cache.memory.draft_sidecars
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -240,7 +242,7 @@ class Engine:
     def _commit(self, share: ScheduledChunk) -> None:
         request, end = share
         request.computed = end
-        self.cache.commit(request.held, end)
+        self.cache.commit(request.held, end, without=self._unwritten)
 
     def _advance(self, request: Request, chosen: SampledToken) -> Update:
         """A request has its next token, perhaps its last, unless it wanted none."""
