@@ -296,15 +296,14 @@ class Fetches:
 
     def _worth(self, fetch: Fetch, order: Order, outline: Outline) -> bool:
         """Whether reading takes less time than computing, as far as both are known."""
-        speed = self._link.read_bytes_s
+        speed = self._link.read_speed.bytes_s
         if not fetch.token_s or not speed:
             return True
         size = sum(self._memory.at_rest.slot_bytes(one.anchor) for one in order.pages)
         saved = order.boundary - deepest(self._memory, outline.limit, outline.held)
         worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
         if not worth:
-            # What is never tried again cannot be found to have become faster.
-            self._link.read_bytes_s = speed * 1.1
+            self._link.read_speed.raise_by(0.1)
         return worth
 
     def _begin_reading(self, fetch: Fetch, order: Order) -> None:

@@ -357,7 +357,7 @@ class Attachment:
             failed_pages=storing.failed,
             waiting_pages=len(storing),
             objects=dict(link.counts),
-            read_bytes_s=link.read_bytes_s,
+            read_bytes_s=link.read_speed.bytes_s,
         )
 
     def _close(self) -> None:

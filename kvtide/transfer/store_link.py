@@ -28,6 +28,7 @@ from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
 from kvtide.transfer.breaker import Breaker
 from kvtide.transfer.host_pages import BounceBuffers, HostPages
+from kvtide.transfer.read_speed import ReadSpeed
 from kvtide.transfer.storage_requests import Lookup, PageBatch, Paging, Reading, StoredPage, Writing
 
 T = TypeVar("T")
@@ -36,8 +37,6 @@ BATCH_BYTES = 32 << 20
 READERS = 2
 STUCK_S = 30.0
 """A call that takes longer counts as one that never returns."""
-MEMORY = 0.7
-"""What a measurement of the store's speed keeps of the figure before it."""
 
 log = logging.getLogger("kvtide")
 
@@ -73,7 +72,7 @@ class StoreLink:
         self.store = store
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self.read_bytes_s: float | None = None
+        self.read_speed = ReadSpeed(clock)
         self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
         self._formats = formats
         self._places = HostPages(host, formats)
@@ -187,17 +186,20 @@ class StoreLink:
         formats = reading.formats[batch.start : batch.end]
         keys = [object_key(page.key, page.anchor) for page in pages]
         targets, staged = self._memory(pages, formats, staging)
-        began = self._clock()
-        lengths: list[int] = self._answers("read", keys, targets)
-        whole = []
-        for number, (page, one) in enumerate(zip(pages, formats, strict=True)):
-            absent = self._checked(one, targets[number], keys[number], lengths[number])
-            if absent is not None:
-                reading.absent[batch.start + number] = absent
-                if staged[number]:
-                    self._places.scatter(page.anchor, page.slot, targets[number])
-            whole.append(absent is not None)
-        self._timed(sum(length for length in lengths if length > 0), self._clock() - began)
+        began, size = self.read_speed.begin(), 0
+        try:
+            lengths: list[int] = self._answers("read", keys, targets)
+            whole = []
+            for number, (page, one) in enumerate(zip(pages, formats, strict=True)):
+                absent = self._checked(one, targets[number], keys[number], lengths[number])
+                if absent is not None:
+                    reading.absent[batch.start + number] = absent
+                    if staged[number]:
+                        self._places.scatter(page.anchor, page.slot, targets[number])
+                whole.append(absent is not None)
+            size = sum(length for length in lengths if length > 0)
+        finally:
+            self.read_speed.end(began, size)
         self._count(read=sum(whole))
         return whole
 
@@ -293,15 +295,6 @@ class StoreLink:
     def _count(self, **counts: int) -> None:
         with self._lock:
             self.counts.update(counts)
-
-    def _timed(self, size: int, seconds: float) -> None:
-        """Readers work side by side, so that each alone sees a part of the store's speed."""
-        if not size or seconds <= 0:
-            return
-        speed = READERS * size / seconds
-        with self._lock:
-            before = self.read_bytes_s
-            self.read_bytes_s = speed if before is None else MEMORY * before + (1 - MEMORY) * speed
 
     def _of(self, pages: Sequence[StoredPage]) -> list[ObjectFormat]:
         return [self._formats[page.anchor] for page in pages]

@@ -103,11 +103,11 @@ def test_a_fetch_that_takes_longer_than_computing_is_declined(url, rigs, token_s
     stored(opened(rigs, url), text(1, 8))
     again = opened(rigs, url)
     link = again.cache.storage.stores[-1].link
-    link.read_bytes_s = 1000.0
+    link.read_speed.bytes_s = 1000.0
     fetch = again.cache.storage.fetch(again.cache.prompt(text(1, 8)), token_s)
     settle(again)
     assert fetch.outcome == ("declined" if token_s == 1e-12 else "fetched")
-    assert link.read_bytes_s > 1000.0, "what is declined is tried again some day"
+    assert link.read_speed.bytes_s > 1000.0, "what is declined is tried again some day"
 
 
 # -- stopped, aborted, late -----------------------------------------------------------------
