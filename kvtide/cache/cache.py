@@ -39,8 +39,7 @@ from kvtide.index.keys import Tokens
 from kvtide.spec import ALL, ModelMemory, Slots, Tier
 from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
-from kvtide.transfer.traffic import Traffic
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import Transfers, TransferState
 
 MAX_FLIGHTS = 64
 """How many transfers ranks talk about at a time; older ones come first."""
@@ -85,8 +84,8 @@ class TieredCache:
             fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
         )
-        traffic: Traffic[Arrival] = Traffic(self.hardware.copier, config.transfer_timeout_s)
-        self._flights = InFlightTransfers(self.index, traffic)
+        transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
+        self._flights = InFlightTransfers(self.index, transfers)
         self._writing = writing(self.index, self._flights, config.headroom)
         self._sessions = Sessions(self.index, config.session_share)
         self._leases: dict[int, Lease] = {}

@@ -14,7 +14,7 @@ from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.lease import Lease
 from kvtide.cache.storage_tier import Storage, StoredPresence
 from kvtide.index import Index
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,11 @@ from kvtide.cache.cache_config import FetchPatience
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.index import Import, Index, Outline, Prompt, WantedPages
 from kvtide.index.keys import chain
-from kvtide.index.match.stored_boundaries import Bits, Pages, deepest, in_order
+from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
 from kvtide.transfer.store_link import StoreLink, object_key
-from kvtide.transfer.traffic import Verdict
+from kvtide.transfer.transfers import Verdict
 
 MAX_OPEN, MAX_LEAVING = 16, 8
 """How many fetches ranks talk about at a time; the rest waits for the next."""
@@ -147,7 +147,7 @@ class Fetches:
         `token_s` is how long computing a token takes, 0 if that is not known.
         """
         outline = self._index.outline(prompt)
-        missing = outline.limit - deepest(self._memory, outline.limit, outline.held)
+        missing = outline.limit - deepest_boundary(self._memory, outline.limit, outline.held)
         if missing * self._memory.page_tokens < self._patience.min_tokens:
             return None
         tokens = missing * self._memory.page_tokens
@@ -270,12 +270,12 @@ class Fetches:
     def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
         """What to read so that the prompt can resume as deep as possible, useful parts first."""
         limit, room = outline.limit, self._room()
-        least = deepest(self._memory, outline.limit, outline.held)
+        least = deepest_boundary(self._memory, outline.limit, outline.held)
         while True:
-            boundary = deepest(self._memory, limit, there)
+            boundary = deepest_boundary(self._memory, limit, there)
             if boundary <= least:
                 return Order(0, [])
-            runs = in_order(self._memory, boundary, outline.held, there)
+            runs = read_order(self._memory, boundary, outline.held, there)
             counts: Counter[str] = Counter()
             for anchor, pages in runs:
                 counts[anchor] += len(pages)
@@ -300,7 +300,7 @@ class Fetches:
         if not fetch.token_s or not speed:
             return True
         size = sum(self._memory.at_rest.slot_bytes(one.anchor) for one in order.pages)
-        saved = order.boundary - deepest(self._memory, outline.limit, outline.held)
+        saved = order.boundary - deepest_boundary(self._memory, outline.limit, outline.held)
         worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
         if not worth:
             self._link.read_speed.raise_by(0.1)

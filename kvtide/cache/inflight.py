@@ -14,8 +14,7 @@ from kvtide.index import Arrival, Departure, Index
 from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
 from kvtide.transfer.strided import Way
-from kvtide.transfer.traffic import Traffic, Verdict
-from kvtide.transfer.transfer import Transfer, TransferState
+from kvtide.transfer.transfers import Transfer, Transfers, TransferState, Verdict
 
 Flight = Transfer[Arrival]
 
@@ -27,22 +26,22 @@ class InFlightTransfers:
     departures  what landed there since somebody looked, for them to end
     """
 
-    def __init__(self, index: Index, traffic: Traffic[Arrival]) -> None:
+    def __init__(self, index: Index, transfers: Transfers[Arrival]) -> None:
         self.departs = False
         self.departures: list[Departure] = []
         self.ended: Counter[tuple[Way, TransferState]] = Counter()
         self.moved_bytes: Counter[Way] = Counter()
         self.moved_pages: Counter[Way] = Counter()
         self._index = index
-        self._traffic = traffic
+        self._transfers = transfers
         self._flights: dict[int, Flight] = {}
         self._departing: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._traffic)
+        return len(self._transfers)
 
     def __iter__(self) -> Iterator[Flight]:
-        return iter(self._traffic)
+        return iter(self._transfers)
 
     @property
     def departing(self) -> bool:
@@ -89,7 +88,7 @@ class InFlightTransfers:
         """Device pages of an anchor that will be free when demotions under way have landed."""
         flights = (
             flight
-            for flight in self._traffic
+            for flight in self._transfers
             if flight.holding is not None and flight.holding.leaves_source and not flight.late
         )
         moves = (move for flight in flights for move in flight.moves if move.anchor == anchor)
@@ -97,10 +96,10 @@ class InFlightTransfers:
 
     def _stuck(self) -> bool:
         """Whether a copy to the host is past its deadline."""
-        return any(flight.late and flight.way is Way.BACKUP for flight in self._traffic)
+        return any(flight.late and flight.way is Way.BACKUP for flight in self._transfers)
 
     def _begin(self, way: Way, reserve: Callable[[], Arrival | None]) -> Flight | None:
-        flight = self._traffic.plan(way)
+        flight = self._transfers.plan(way)
         arrival = reserve()
         if arrival is None:
             self._end(flight, None, TransferState.FAILED)
@@ -108,7 +107,7 @@ class InFlightTransfers:
         if not arrival.parts:
             self._end(flight, arrival, TransferState.LANDED)
             return flight
-        self._traffic.reserve(flight, arrival, arrival.moves)
+        self._transfers.reserve(flight, arrival, arrival.moves)
         self._flights[arrival.number] = flight
         if way is Way.BACKUP and self.departs:
             self._departing.add(arrival.number)
@@ -116,21 +115,21 @@ class InFlightTransfers:
 
     def fence(self) -> None:
         """Copies wait for the work queued so far, and for none that is queued later."""
-        self._traffic.fence()
+        self._transfers.fence()
 
     def drop_fence(self, way: Way | None = None) -> None:
         """Copies wait for all work queued when they leave, in one direction or both."""
-        self._traffic.drop_fence(way)
+        self._transfers.drop_fence(way)
 
     # -- ending -----------------------------------------------------------------------------
 
     def submit(self, way: Way) -> int:
         """What was begun in this direction leaves; how many flights it were."""
-        return self._traffic.submit(way)
+        return self._transfers.submit(way)
 
     def flying(self, way: Way) -> bool:
         """Whether anything is on its way in this direction."""
-        return any(flight.way is way for flight in self._traffic.flying())
+        return any(flight.way is way for flight in self._transfers.flying())
 
     def cancel(self, flight: Flight) -> None:
         """Give up a flight that has not left yet."""
@@ -139,19 +138,19 @@ class InFlightTransfers:
 
     def cancel_pointless(self) -> None:
         """Give up flights that have not left yet, of pages that nobody will read."""
-        for flight in list(self._traffic):
+        for flight in list(self._transfers):
             arrival = flight.holding
             if flight.state is TransferState.RESERVED and arrival is not None and arrival.pointless:
                 self.cancel(flight)
 
     def verdicts(self) -> list[int]:
         """How every flight stands on this rank, oldest first."""
-        return [self._traffic.verdict(flight) for flight in self._traffic.flying()]
+        return [self._transfers.verdict(flight) for flight in self._transfers.flying()]
 
     def settle(self, agreed: Sequence[int]) -> list[tuple[Flight, list[IndexLease]]]:
         """End what is done on every rank, note what is late; each with the leases that waited."""
         news = []
-        for flight, verdict in zip(self._traffic.flying(), agreed, strict=False):
+        for flight, verdict in zip(self._transfers.flying(), agreed, strict=False):
             if verdict == Verdict.PENDING or (verdict == Verdict.LATE and flight.late):
                 continue
             assert flight.holding is not None
@@ -167,7 +166,7 @@ class InFlightTransfers:
 
     def overdue(self) -> list[Flight]:
         """Flights that nobody should wait for any more, though their slots are still in use."""
-        return [flight for flight in self._traffic if flight.late]
+        return [flight for flight in self._transfers if flight.late]
 
     def _end(self, flight: Flight, arrival: Arrival | None, state: TransferState) -> None:
         """The one place where a transfer ends: it lands, or forfeits all it held."""
@@ -181,7 +180,7 @@ class InFlightTransfers:
                 self.departures.append(departure)
             self._departing.discard(arrival.number)
         left = flight.state is TransferState.FLYING
-        self._traffic.end(flight, state)
+        self._transfers.end(flight, state)
         if left:
             self._count(flight)
 

@@ -10,7 +10,7 @@ from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
 from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
-from kvtide.transfer.transfer import Transfer, TransferState
+from kvtide.transfer.transfers import Transfer, TransferState
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvtide.index import Departure, Index
 from kvtide.spec import Tier
 from kvtide.transfer.storage_requests import StoredPage, Writing
 from kvtide.transfer.store_link import StoreLink
-from kvtide.transfer.traffic import Verdict
+from kvtide.transfer.transfers import Verdict
 
 MAX_HOST_SHARE = 0.5
 """Pages in line, of the host's slots of any anchor."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvtide.index import index_invariants
 from kvtide.index.events import Listener
 from kvtide.index.evict.allocation import Allocator
-from kvtide.index.evict.policy_registry import DEFAULT_POLICY
+from kvtide.index.evict.policies import DEFAULT_POLICY
 from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages

@@ -11,7 +11,7 @@ from kvtide.cache import CacheConfig, EveryPages, Lease, Namespace, Ratio, Tier,
 from kvtide.tiers import Layout
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.memories import (
     DRAFTED,

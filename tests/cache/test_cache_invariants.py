@@ -10,7 +10,7 @@ from kvtide.cache import cache_invariants as checks
 from kvtide.cache.fetching import Stage
 from kvtide.cache.storage_tier import StoredPresence
 from kvtide.testing.faulty_store import Fault
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.stores import begun, faulty, opened, settle, stored, until
 
@@ -58,11 +58,11 @@ def _reading(rig: Rig):
 
 
 def _two_bring_it(rig: Rig) -> None:
-    rig.cache._flights._traffic._open[99] = _flight(rig)
+    rig.cache._flights._transfers._open[99] = _flight(rig)
 
 
 def _nobody_brings_it(rig: Rig) -> None:
-    rig.cache._flights._traffic._open.clear()
+    rig.cache._flights._transfers._open.clear()
 
 
 def _nobody_expects_it(rig: Rig) -> None:

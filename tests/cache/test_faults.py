@@ -17,7 +17,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.memories import FULL, OPTIONAL, PAGE, V4, WINDOW, every_memory
 

@@ -36,7 +36,7 @@ from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
 from tests.models.tiny import VOCABULARY, ours
 

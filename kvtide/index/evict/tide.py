@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from kvtide.index.evict.policies import Policy
+from kvtide.index.evict.eviction_queue import Policy
 from kvtide.index.keys import TOKEN_BYTES
 from kvtide.index.tree.node import Node
 

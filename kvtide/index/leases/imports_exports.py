@@ -18,8 +18,7 @@ from kvtide.index.evict.allocation import Allocator
 from kvtide.index.keys import Prompt
 from kvtide.index.leases.leasing import Leasing
 from kvtide.index.leases.quarantine import hidden_roots, sweep
-from kvtide.index.match.match import Matcher
-from kvtide.index.match.stored_boundaries import Bits
+from kvtide.index.match.match import Bits, Matcher
 from kvtide.index.tree.holds import Departure, Import, IndexLease, Pin, Taken
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtide.index.evict.eviction_queue import EvictionQueue
-from kvtide.index.evict.policy_registry import policy
+from kvtide.index.evict.policies import policy
 from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, Tier
 
