@@ -38,7 +38,7 @@ MAX_OPEN, MAX_LEAVING = 16, 8
 """How many fetches ranks talk about at a time; the rest waits for the next."""
 MAX_LOOKS = 4
 """How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
-MAX_HOST_SHARE = 0.5
+MAX_HOST_FRACTION = 0.5
 """All fetches together take no more of the host than this."""
 
 
@@ -91,7 +91,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remains:
+class AbandonedRead:
     """Host slots that were taken for a fetch, until nothing writes there any more."""
 
     arriving: Import
@@ -118,7 +118,7 @@ class Fetches:
         self._patience = patience
         self._clock = clock
         self._open: list[Fetch] = []
-        self._leaving: list[Remains] = []
+        self._leaving: list[AbandonedRead] = []
         self._coming: dict[bytes, Fetch] = {}
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Fetches:
         return iter(self._open)
 
     @property
-    def leaving(self) -> Iterator[Remains]:
+    def leaving(self) -> Iterator[AbandonedRead]:
         """What fetches left behind, whose slots something may still write to."""
         return iter(self._leaving)
 
@@ -180,7 +180,7 @@ class Fetches:
         """Per fetch how it stands and how many pages are there; ranks take the least of each."""
         return [value for one in self._shown() for value in self._verdict(one)]
 
-    def _shown(self) -> list[Fetch | Remains]:
+    def _shown(self) -> list[Fetch | AbandonedRead]:
         """Those that ranks talk about now. A store has no more in its hands than leave at once.
 
         Who looks does not wait for who reads, nor they for who only waits for another.
@@ -194,8 +194,8 @@ class Fetches:
         rest = [*looking[half:], *reading[half:], *behind]
         return [*first, *rest[: MAX_OPEN - len(first)], *self._leaving[:MAX_LEAVING]]
 
-    def _verdict(self, fetch: Fetch | Remains) -> tuple[int, int]:
-        if isinstance(fetch, Remains):
+    def _verdict(self, fetch: Fetch | AbandonedRead) -> tuple[int, int]:
+        if isinstance(fetch, AbandonedRead):
             return (Verdict.LANDED if fetch.reading.quiet else Verdict.PENDING), 0
         late = fetch.stopped or self._clock() > fetch.deadline
         done, ready = False, 0
@@ -218,7 +218,7 @@ class Fetches:
         for fetch, verdict, ready in zip(self._shown(), agreed[::2], agreed[1::2], strict=False):
             if verdict == Verdict.PENDING:
                 continue
-            if isinstance(fetch, Remains):
+            if isinstance(fetch, AbandonedRead):
                 self._index.forgo(fetch.arriving)
                 self._leaving.remove(fetch)
             elif fetch.stage is Stage.READING:
@@ -269,7 +269,7 @@ class Fetches:
 
     def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
         """What to read so that the prompt can resume as deep as possible, useful parts first."""
-        limit, room = outline.limit, self._room()
+        limit, most = outline.limit, self._max_pages()
         least = deepest_boundary(self._memory, outline.limit, outline.held)
         while True:
             boundary = deepest_boundary(self._memory, limit, there)
@@ -279,18 +279,18 @@ class Fetches:
             counts: Counter[str] = Counter()
             for anchor, pages in runs:
                 counts[anchor] += len(pages)
-            if all(count <= room[anchor] for anchor, count in counts.items()):
+            if all(count <= most[anchor] for anchor, count in counts.items()):
                 wanted = [
                     WantedPages(anchor, page) for anchor, some in runs for page in some.tolist()
                 ]
                 return Order(boundary, wanted)
             limit = boundary - max(1, boundary // 8)
 
-    def _room(self) -> dict[str, float]:
+    def _max_pages(self) -> dict[str, float]:
         """What the host may take by anchor, beside other fetches and those that leave."""
         index = self._index
         return {
-            name: MAX_HOST_SHARE * index.capacity(Tier.HOST, name) - index.importing_pages(name)
+            name: MAX_HOST_FRACTION * index.capacity(Tier.HOST, name) - index.importing_pages(name)
             for name in index.anchor_names
         }
 
@@ -386,7 +386,7 @@ class Fetches:
         if fetch.arriving is not None and fetch.reading is not None:
             fetch.reading.stop()
             self._index.abandon(fetch.arriving)
-            self._leaving.append(Remains(fetch.arriving, fetch.reading))
+            self._leaving.append(AbandonedRead(fetch.arriving, fetch.reading))
         fetch.order = fetch.arriving = fetch.reading = None
 
 

@@ -116,7 +116,7 @@ class Lease:
         """Wait until what is on its way is there, as far as the device has been told to bring it;
         it lands with the next `poll`."""
         for transfer in self.transfers:
-            if transfer.state is TransferState.FLYING and transfer.ticket is not None:
+            if transfer.state is TransferState.IN_FLIGHT and transfer.ticket is not None:
                 transfer.ticket.join()
 
     def wait(self, leg: int) -> None:
@@ -124,7 +124,7 @@ class Lease:
         if self.error is not None:
             raise self.error
         for transfer in self.transfers:
-            if transfer.state is TransferState.FLYING:
+            if transfer.state is TransferState.IN_FLIGHT:
                 if transfer.ticket is None:
                     raise TransferError("the prefix could not be loaded") from transfer.error
                 transfer.ticket.wait(leg)

@@ -137,7 +137,7 @@ class Scheduler:
         if request.waits == MAX_WAITS:
             return False
         shared = (
-            Ahead(other, self._cache.common(request.prompt, other.held))
+            Ahead(other, self._cache.shared_pages(request.prompt, other.held))
             for other in self.running
             if other.params.priority >= request.params.priority
         )

@@ -1,7 +1,7 @@
 """Where everything is, logically: the verbs of the index.
 
     match ─▶ pin ─▶ [copy ─▶ land | fail] ─▶ reserve ─▶ commit … commit ─▶ release
-                                        evict, demote, clear make room; banish forbids
+                                        evict, demote, clear make room; quarantine hides
     outline ─▶ pin ─▶ take ─▶ adopt … adopt ─▶ abandon ─▶ forgo      pages from outside
 
 `Index` takes prompts and returns leases; it never sees bytes, time or requests. It is
@@ -26,7 +26,7 @@ from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tok
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
 from kvtide.index.leases.leasing import Leasing
-from kvtide.index.leases.quarantine import banish, keys_below
+from kvtide.index.leases.quarantine import keys_below, quarantine
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
@@ -55,13 +55,15 @@ class Index:
         self.memory = memory
         self.tree = Tree(memory, capacity_pages, eviction, fingerprint)
         kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
-        self._room = Allocator(self.tree, frozenset(kept))
+        self._allocator = Allocator(self.tree, frozenset(kept))
         self._matcher = Matcher(memory, self.tree)
         self._leasing = Leasing(
-            memory, self.tree, self._matcher, self._room, placement or CostBased()
+            memory, self.tree, self._matcher, self._allocator, placement or CostBased()
         )
-        self._moving = Arrivals(self.tree, self._room, self._leasing)
-        self._outside = ImportsExports(self.tree, self._room, self._matcher, self._leasing)
+        self._arrivals = Arrivals(self.tree, self._allocator, self._leasing)
+        self._imports_exports = ImportsExports(
+            self.tree, self._allocator, self._matcher, self._leasing
+        )
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -81,12 +83,12 @@ class Index:
         """The deepest boundary at which the prompt can resume from these tiers. Changes nothing."""
         return self._matcher.match(prompt, slowest)
 
-    def common(self, prompt: Prompt, other: Prompt, beyond: int = 0) -> int:
+    def shared_pages(self, prompt: Prompt, other: Prompt, beyond: int = 0) -> int:
         """How many pages of another prompt this one could go on from, if they were all kept.
 
         0 if these are not more than `beyond`, which is told cheaply.
         """
-        return self._matcher.common(prompt, other, beyond)
+        return self._matcher.shared_pages(prompt, other, beyond)
 
     def current(self, hit: Hit) -> bool:
         """Whether nothing has changed since the hit was found."""
@@ -193,59 +195,59 @@ class Index:
 
         None when the target has no room. An arrival without parts has nothing to move.
         """
-        return self._moving.copy(lease, source, target)
+        return self._arrivals.copy(lease, source, target)
 
     def needs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[str, int]:
         """How many slots of the target such a copy would take, by anchor. Changes nothing."""
-        return self._moving.needs(lease, source, target)
+        return self._arrivals.needs(lease, source, target)
 
     def demote(self, source: Tier, target: Tier, anchor: str, pages: int) -> Arrival | None:
         """Begin to move victims of a full tier down; None when there is none, or no room."""
-        return self._moving.demote(source, target, self._anchor(anchor), pages)
+        return self._arrivals.demote(source, target, self._anchor(anchor), pages)
 
     def land(self, arrival: Arrival) -> None:
         """All bytes of the arrival are in place: its pages become readable."""
-        self._moving.land(arrival)
+        self._arrivals.land(arrival)
 
     def land_departing(self, arrival: Arrival) -> Departure | None:
         """Like `land`, and the new pages stay on the host until `departed`; None without any."""
-        return self._moving.land_departing(arrival)
+        return self._arrivals.land_departing(arrival)
 
     def fail(self, arrival: Arrival) -> None:
         """The arrival's bytes will not come: everything it held goes back."""
-        self._moving.fail(arrival)
+        self._arrivals.fail(arrival)
 
     # -- from and to the outside ------------------------------------------------------------
 
     def outline(self, prompt: Prompt) -> Outline:
         """Which pages of a prompt the device and the host have. Changes nothing."""
-        return self._outside.outline(prompt)
+        return self._imports_exports.outline(prompt)
 
     def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
         """Take host slots for pages of the lease's prompt that come from outside, in this order.
 
         None when there is no room. The import has the lease from now on.
         """
-        return self._outside.take(lease, wanted)
+        return self._imports_exports.take(lease, wanted)
 
     def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
         """The first `count` pages of an import are there, and can be found on the host.
 
         `absent` names, for each of them, the optional sidecars that did not come with it.
         """
-        self._outside.adopt(arriving, count, absent)
+        self._imports_exports.adopt(arriving, count, absent)
 
     def abandon(self, arriving: Import) -> None:
         """No more of an import is adopted: what it held may go, but for its slots."""
-        self._outside.abandon(arriving)
+        self._imports_exports.abandon(arriving)
 
     def forgo(self, arriving: Import) -> None:
         """Nothing writes to an import's slots any more: those that were not adopted go back."""
-        self._outside.forgo(arriving)
+        self._imports_exports.forgo(arriving)
 
     def departed(self, departure: Departure) -> None:
         """What departs was written, or given up: the host may drop it."""
-        self._outside.departed(departure)
+        self._imports_exports.departed(departure)
 
     def prompt_key(self, prompt: Prompt) -> bytes:
         """What the keys of the prompt's pages are chained from (`keys.chain`)."""
@@ -256,20 +258,20 @@ class Index:
     def evict(self, tier: Tier, anchor: str, pages: int) -> int:
         """Drop at least so many pages if so many are evictable; returns how many it were."""
         self.tree.tick += 1
-        return self._room.evict(self.tree.cell(tier, self._anchor(anchor)), pages)
+        return self._allocator.evict(self.tree.cell(tier, self._anchor(anchor)), pages)
 
     def clear(self, tier: Tier) -> int:
         """Drop every page of a tier that nobody needs; returns how many it were."""
         everything = 1 << 60
         return sum(self.evict(tier, pool.name, everything) for pool in self.memory.anchors)
 
-    def banish(self, prompt: Prompt) -> int:
+    def quarantine(self, prompt: Prompt) -> int:
         """Let nobody find again what shares the prompt's first page; how many pages it were.
 
         Counted over tiers and anchors. They are dropped at once, or when the leases and arrivals
         that need them end; leases that stand on them go on, and nobody finds what they commit.
         """
-        return banish(self.tree, prompt)
+        return quarantine(self.tree, prompt)
 
     def keys_below(self, prompt: Prompt) -> list[bytes]:
         """The keys of all pages known that share the prompt's first page."""
@@ -319,7 +321,7 @@ class Index:
     def missing(self) -> dict[tuple[Tier, str], int]:
         """What the last refusal lacked: pages by tier and anchor."""
         names, anchors = self.tree.anchor_names, self.tree.anchors
-        missing = self._room.missing.items()
+        missing = self._allocator.missing.items()
         return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
 
     def capacity(self, tier: Tier, anchor: str) -> int:

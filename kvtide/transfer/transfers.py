@@ -25,15 +25,15 @@ H = TypeVar("H")
 class TransferState(Enum):
     PLANNED = "planned"
     RESERVED = "reserved"
-    FLYING = "flying"
+    IN_FLIGHT = "in flight"
     LANDED = "landed"
     FAILED = "failed"
 
 
 _NEXT = {
     TransferState.PLANNED: {TransferState.RESERVED, TransferState.LANDED, TransferState.FAILED},
-    TransferState.RESERVED: {TransferState.FLYING, TransferState.FAILED},
-    TransferState.FLYING: {TransferState.LANDED, TransferState.FAILED},
+    TransferState.RESERVED: {TransferState.IN_FLIGHT, TransferState.FAILED},
+    TransferState.IN_FLIGHT: {TransferState.LANDED, TransferState.FAILED},
     TransferState.LANDED: set(),
     TransferState.FAILED: set(),
 }
@@ -44,7 +44,7 @@ class Transfer(Generic[H]):
     """Pages of one or more anchors on their way, and everything they hold until they are there.
 
            ┌──nothing to move────────────────────────────────────────┐
-        PLANNED ──room──▶ RESERVED ──submitted──▶ FLYING ──done──▶ LANDED
+        PLANNED ──room──▶ RESERVED ──submitted──▶ IN_FLIGHT ──done──▶ LANDED
            └──no room──────────┴─────────gone wrong──┴───────────▶ FAILED
 
     holding  what the owner of the books recorded for it: slots, pins. One thing, so that the end
@@ -57,7 +57,7 @@ class Transfer(Generic[H]):
     number: int
     way: Way
     state: TransferState = TransferState.PLANNED
-    holding: H | None = None
+    holds: H | None = None
     moves: tuple[PageMove, ...] = ()
     ticket: Ticket | None = None
     error: BaseException | None = None
@@ -113,10 +113,10 @@ class Transfers(Generic[H]):
         self._open[transfer.number] = transfer
         return transfer
 
-    def reserve(self, transfer: Transfer[H], holding: H, moves: tuple[PageMove, ...]) -> None:
+    def reserve(self, transfer: Transfer[H], holds: H, moves: tuple[PageMove, ...]) -> None:
         """It has its slots in every anchor, and can leave with the next submission."""
         transfer.to(TransferState.RESERVED)
-        transfer.holding, transfer.moves = holding, moves
+        transfer.holds, transfer.moves = holds, moves
 
     def fence(self) -> None:
         """Copies submitted before `drop_fence` wait for the work queued so far, and no other."""
@@ -144,13 +144,13 @@ class Transfers(Generic[H]):
         except Exception as raised:
             error = raised
         for transfer in leaving:
-            transfer.to(TransferState.FLYING)
+            transfer.to(TransferState.IN_FLIGHT)
             transfer.ticket, transfer.error = ticket, error
         return len(leaving)
 
-    def flying(self) -> list[Transfer[H]]:
+    def in_flight(self) -> list[Transfer[H]]:
         """Oldest first."""
-        return [transfer for transfer in self if transfer.state is TransferState.FLYING]
+        return [transfer for transfer in self if transfer.state is TransferState.IN_FLIGHT]
 
     def verdict(self, transfer: Transfer[H]) -> Verdict:
         ticket = transfer.ticket
@@ -164,5 +164,5 @@ class Transfers(Generic[H]):
     def end(self, transfer: Transfer[H], state: TransferState) -> None:
         """Landed or failed: from now on it holds nothing."""
         transfer.to(state)
-        transfer.holding = None
+        transfer.holds = None
         del self._open[transfer.number]

@@ -1,6 +1,6 @@
 """What goes wrong on the way: nothing is lost, nobody is lied to, the next request works.
 
-    PLANNED ──room──▶ RESERVED ──submitted──▶ FLYING ──done──▶ LANDED | FAILED
+    PLANNED ──room──▶ RESERVED ──submitted──▶ IN_FLIGHT ──done──▶ LANDED | FAILED
 
 One section per transition.
 """
@@ -93,7 +93,7 @@ def test_waiting_for_a_load_that_was_never_started_is_a_programmers_error(build)
         rig.cache.wait(lease, 0)
 
 
-# -- FLYING → FAILED ------------------------------------------------------------------------
+# -- IN_FLIGHT → FAILED ------------------------------------------------------------------------
 
 BREAKS = {
     "before it copied anything": lambda lane: lane.run_raising(),
@@ -234,7 +234,7 @@ def test_failures_are_counted_by_direction(build):
     assert stats.moved_pages == {"load": 0, "backup": 2} and stats.moved_bytes["load"] == 0
 
 
-# -- FLYING → LANDED ------------------------------------------------------------------------
+# -- IN_FLIGHT → LANDED ------------------------------------------------------------------------
 
 
 def test_nothing_of_a_load_can_be_found_on_the_device_before_all_of_it_landed(build):

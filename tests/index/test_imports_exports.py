@@ -125,13 +125,13 @@ def test_nothing_departs_twice() -> None:
         index.departed(first)
 
 
-def test_what_is_banished_while_it_departs_goes_when_it_has_departed() -> None:
+def test_what_is_quarantined_while_it_departs_goes_when_it_has_departed() -> None:
     index = build(FULL)
     keep(index, TEXT)
     lease = lease_for(index, [*TEXT, 0])
     departure = index.land_departing(index.copy(lease, Tier.DEVICE, Tier.HOST))
     index.release(lease)
-    index.banish(index.prompt(TEXT))
+    index.quarantine(index.prompt(TEXT))
     assert index.validate() == [] and index.resident_pages(Tier.HOST, "kv") == 8
     index.departed(departure)
     assert index.resident_pages(Tier.HOST, "kv") == 0 and not index.tree.roots

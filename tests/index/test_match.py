@@ -224,9 +224,9 @@ def test_common_pages_are_those_that_are_known_once_the_other_is_kept(name: str,
     ours, theirs = data.draw(tokens), data.draw(tokens)
     index = build(ALL_MEMORIES[name])
     prompt, other = index.prompt(ours), index.prompt(theirs)
-    common = index.common(prompt, other)
+    common = index.shared_pages(prompt, other)
     for beyond in range(7):
-        assert index.common(prompt, other, beyond) == (common if common > beyond else 0)
+        assert index.shared_pages(prompt, other, beyond) == (common if common > beyond else 0)
     keep(index, theirs)
     assert index.match(prompt).matched == common
 
@@ -234,10 +234,10 @@ def test_common_pages_are_those_that_are_known_once_the_other_is_kept(name: str,
 def test_prompts_of_two_namespaces_have_nothing_in_common_nor_have_scratch_prompts() -> None:
     index, tokens = build(FULL), [1] * (3 * PAGE)
     salted, plain = index.prompt(tokens, Namespace(cache_salt="a")), index.prompt(tokens)
-    assert index.common(plain, plain) == 2
-    assert index.common(salted, plain) == index.common(plain, salted) == 0
-    assert index.common(index.scratch(tokens), index.scratch(tokens)) == 0
-    assert index.common(plain, index.scratch(tokens)) == 0
+    assert index.shared_pages(plain, plain) == 2
+    assert index.shared_pages(salted, plain) == index.shared_pages(plain, salted) == 0
+    assert index.shared_pages(index.scratch(tokens), index.scratch(tokens)) == 0
+    assert index.shared_pages(plain, index.scratch(tokens)) == 0
 
 
 # -- the rule over bitmaps -------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Allocator:
         """Promise slots in several cells, in all or in none; evicts only if it seems to help."""
         cells = self._tree.cells
         self.missing = self._lacking(needs)
-        if any(needs[cell] > self.most(cell) for cell in self.missing):
+        if any(needs[cell] > self.max_slots(cell) for cell in self.missing):
             return False
         for cell in self.missing:
             # Making room in one cell may have made some in the next.
@@ -39,10 +39,10 @@ class Allocator:
             assert promised, "room was made, yet there is none"
         return True
 
-    def most(self, cell: int) -> int:
+    def max_slots(self, cell: int) -> int:
         """The most slots that can be promised in a cell, if all that is not pinned goes."""
-        tree = self._tree.cells[cell]
-        return tree.slots.available + tree.resident_pages - tree.pinned_pages
+        where = self._tree.cells[cell]
+        return where.slots.available + where.resident_pages - where.pinned_pages
 
     def _lacking(self, needs: Mapping[int, int]) -> dict[int, int]:
         cells = self._tree.cells
@@ -73,7 +73,7 @@ class Allocator:
                 queue.offer(node)
                 break
             used, parent = (node.last, node.hits), node.parent
-            count = self.share(node, cell, pages - dropped)
+            count = self.pages_to_take(node, cell, pages - dropped)
             dropped += count
             if count == node.pages:
                 tree.drop(node, cell)
@@ -90,22 +90,22 @@ class Allocator:
 
     def would_be_lost(self, node: Node, cell: int) -> bool:
         """Whether the cell has the only copy of pages from which somebody may resume."""
-        tree = self._tree.cells[cell]
-        below = tree.anchor_bits & -(tree.bit << 1)
+        where = self._tree.cells[cell]
+        below = where.anchor_bits & -(where.bit << 1)
         if node.resident & below:
             return False
-        return tree.reach is None or in_reach(node, tree.reach)
+        return where.reach is None or in_reach(node, where.reach)
 
-    def share(self, node: Node, cell: int, pages: int) -> int:
+    def pages_to_take(self, node: Node, cell: int, pages: int) -> int:
         """How many pages to take off a victim's end when `pages` are wanted.
 
         Runs are cut in multiples of a batch. A window or a state is of no use in part, so those
         go whole.
         """
-        tree = self._tree.cells[cell]
-        if tree.reach is not None or node.pages <= tree.batch_pages:
+        where = self._tree.cells[cell]
+        if where.reach is not None or node.pages <= where.batch_pages:
             return node.pages
-        return min(node.pages, -(-pages // tree.batch_pages) * tree.batch_pages)
+        return min(node.pages, -(-pages // where.batch_pages) * where.batch_pages)
 
     def tail(self, node: Node, pages: int) -> Node:
         """The last `pages` pages of the node as a node of their own."""

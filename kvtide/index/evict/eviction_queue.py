@@ -72,10 +72,10 @@ class EvictionQueue:
         "_bets",
         "_bit",
         "_cell",
+        "_compact_at",
         "_entries",
         "_heap",
         "_key",
-        "_most",
         "_policy",
         "_reach",
         "_rises",
@@ -90,7 +90,7 @@ class EvictionQueue:
         self._key = policy.key if reach is None else _reach_first(policy.key, reach)
         self._heap: list[tuple[Key, int, Node]] = []
         self._entries = 0
-        self._most = 1024
+        self._compact_at = 1024
         self._bets = 0
 
     def nodes(self) -> set[int]:
@@ -152,11 +152,11 @@ class EvictionQueue:
         drawn = [node for _, _, node in self._heap[self._bets % step :: step]]
         fit = [node for node in drawn if self.evictable(node)]
         if 2 * len(fit) < len(drawn):
-            self._most = 0
+            self._compact_at = 0
         return fit
 
     def _push(self, node: Node) -> None:
-        if len(self._heap) >= self._most:
+        if len(self._heap) >= self._compact_at:
             self._compact()
         node.queued |= self._bit
         self._entries += 1
@@ -176,7 +176,7 @@ class EvictionQueue:
             node.queued |= self._bit
         heapq.heapify(kept)
         self._heap = kept
-        self._most = max(1024, 2 * len(kept))
+        self._compact_at = max(1024, 2 * len(kept))
 
 
 def _reach_first(key: Callable[[Node], Key], reach: int) -> Callable[[Node], Key]:

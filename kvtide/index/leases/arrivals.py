@@ -21,9 +21,9 @@ Run = list[Node]
 
 
 class Arrivals:
-    def __init__(self, tree: Tree, room: Allocator, leasing: Leasing) -> None:
+    def __init__(self, tree: Tree, allocator: Allocator, leasing: Leasing) -> None:
         self._tree = tree
-        self._room = room
+        self._allocator = allocator
         self._leasing = leasing
 
     def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
@@ -43,7 +43,7 @@ class Arrivals:
         runs = self._runs(lease, source, target)
         needs = {tree.cell(target, anchor): _pages(of_anchor) for anchor, of_anchor in runs.items()}
         arrival = None
-        if self._room.reserve(needs):
+        if self._allocator.reserve(needs):
             arrival = self._begin(runs, source, target)
             if target < source:
                 # Nobody waits for a copy downwards, and it does not move what a lease pins.
@@ -77,7 +77,7 @@ class Arrivals:
         victims, found = self._victims(here, there, pages)
         runs = {anchor: [[pin.node] for pin in victims]} if victims else {}
         arrival = None
-        if found and self._room.reserve({there: sum(pin.node.pages for pin in victims)}):
+        if found and self._allocator.reserve({there: sum(pin.node.pages for pin in victims)}):
             arrival = self._begin(runs, source, target)
             arrival.leaves_source = True
         for pin in victims:
@@ -172,19 +172,19 @@ class Arrivals:
 
     def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
         """The next victims, pinned, that have to be copied; and how many pages leave in all."""
-        tree, room, queue = self._tree, self._room, self._tree.cells[here].queue
-        fits = room.most(there)
+        tree, allocator, queue = self._tree, self._allocator, self._tree.cells[here].queue
+        fits = allocator.max_slots(there)
         victims: list[Pin] = []
         found = 0
         while found < pages and (node := queue.pop()) is not None:
-            count = room.share(node, here, pages - found)
-            lost = not node.arriving >> there & 1 and room.would_be_lost(node, here)
+            count = allocator.pages_to_take(node, here, pages - found)
+            lost = not node.arriving >> there & 1 and allocator.would_be_lost(node, here)
             if lost and tree.cells[here].reach is None:
                 count = min(count, fits)
             if lost and not 0 < count <= fits:
                 queue.offer(node)
                 break
-            node = room.tail(node, count)
+            node = allocator.tail(node, count)
             found += count
             if lost:
                 fits -= count

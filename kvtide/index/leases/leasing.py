@@ -38,12 +38,12 @@ class Leasing:
         memory: ModelMemory,
         tree: Tree,
         matcher: Matcher,
-        room: Allocator,
+        allocator: Allocator,
         placement: Placement,
     ) -> None:
         self._tree = tree
         self._matcher = matcher
-        self._room = room
+        self._allocator = allocator
         self._placement = placement
         self._page = memory.page_tokens
         self._holdback = memory.holdback
@@ -142,7 +142,7 @@ class Leasing:
         kept = (*stops, end) if wish.at_end else stops
         segments = plan(start, end, open_end, kept, self._reaches)
         if wish.at_end and self._finite:
-            segments = self._told_apart(segments, stops)
+            segments = self._cut_at_checkpoints(segments, stops)
         if not self._promise(lease, segments, growth):
             return False
         if fresh:
@@ -173,7 +173,7 @@ class Leasing:
             return not lease.placed and lease.boundary < full
         return max(lease.reserved, lease.placed) < end
 
-    def _told_apart(
+    def _cut_at_checkpoints(
         self, segments: list[PlannedSegment], stops: Iterable[int]
     ) -> list[PlannedSegment]:
         """The segments, cut where a checkpoint's pages begin and end: others pass, these stay."""
@@ -194,7 +194,7 @@ class Leasing:
             for anchor in anchors:
                 needs[anchor] = needs.get(anchor, 0) + last - first
         if not growth and not lease.growth:
-            return self._room.reserve(needs)
+            return self._allocator.reserve(needs)
         return self._grow(lease, needs, growth)
 
     def _grow(self, lease: IndexLease, needs: dict[int, int], growth: int) -> bool:
@@ -206,7 +206,7 @@ class Leasing:
             wanted = growth if reach is None else min(growth, 2 * reach)
             left[anchor] = max(had - count, wanted)
             missing[anchor] = max(0, count + left[anchor] - had)
-        if not self._room.reserve(missing):
+        if not self._allocator.reserve(missing):
             return False
         lease.growth = left
         return True

@@ -115,7 +115,7 @@ class Matcher:
         """The deepest boundary that leaves a token to compute; below 0 for very short prompts."""
         return (prompt.tokens - self._shortfall) // self._page_tokens
 
-    def common(self, prompt: Prompt, other: Prompt, beyond: int) -> int:
+    def shared_pages(self, prompt: Prompt, other: Prompt, beyond: int) -> int:
         """How many pages of another prompt this one could go on from; 0 if not beyond `beyond`.
 
         The page after that is looked at first: prompts that part earlier cost next to nothing.
@@ -203,7 +203,7 @@ class Matcher:
             if pages > 0:
                 tier = self._fastest(node, anchor)
                 here = range(node.depth, node.depth + pages)
-                brought = _common(here, hit.prompt.fetched) if tier is Tier.HOST else 0
+                brought = _overlap(here, hit.prompt.fetched) if tier is Tier.HOST else 0
                 for where, count in ((tier, pages - brought), (Tier.STORAGE, brought)):
                     if count:
                         found[where] = found.get(where, 0) + count
@@ -247,7 +247,7 @@ class Matcher:
         return Stop(pool.name, limit * self._page_tokens, reason)
 
 
-def _common(a: range, b: range) -> int:
+def _overlap(a: range, b: range) -> int:
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
