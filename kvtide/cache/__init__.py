@@ -1,15 +1,16 @@
-"""The library's face: a model's memory over device and host, as one cache.
+"""The library's face: a model's memory over device, host and storage, as one cache.
 
-`cache`       the verbs; start here
-`config`      what a cache is made with
-`lease`       what a caller holds: a match, a lease
-`writing`     when pages are copied to the host
-`flights`     arrivals of the index and transfers of bytes, tied together
-`storage`     a store attached to the cache: `fetching` from it, `storing` to it, `removing`
-`sessions`    conversations whose prefix must stay
-`ranks`       agreement between the ranks of one model
-`hardware`    the memory of both tiers and the copier between them
-`stats`       what it has done; `invariants` what must hold
+`cache`             the verbs; start here
+`cache_config`      what a cache is made with
+`lease`             what a caller holds: a match, a lease
+`write_policies`    when pages are copied to the host
+`inflight`          arrivals of the index and transfers of bytes, tied together
+`storage_tier`      a store attached to the cache
+`fetching`          reads from it; `write_behind` writes to it; `store_removals` removes from it
+`sessions`          conversations whose prefix must stay
+`rank_agreement`    agreement between the ranks of one model
+`hardware`          the memory of both tiers and the copier between them
+`cache_stats`       counters; `cache_invariants` what must hold
 """
 
 from kvtide.cache.cache import Progress, TieredCache

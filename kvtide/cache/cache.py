@@ -27,7 +27,7 @@ from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.cache_invariants import CacheParts, violations
 from kvtide.cache.cache_stats import CacheCounts, PageCount, Stats
 from kvtide.cache.hardware import Hardware, space
-from kvtide.cache.inflight import Flight, InFlightTransfers
+from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers
 from kvtide.cache.lease import Lease, Match
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.cache.sessions import Sessions
@@ -39,10 +39,9 @@ from kvtide.index.keys import Tokens
 from kvtide.spec import ALL, ModelMemory, Slots, Tier
 from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
-from kvtide.transfer.traffic import Traffic
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import Transfers, TransferState
 
-MAX_FLIGHTS = 64
+MAX_INFLIGHT = 64
 """How many transfers ranks talk about at a time; older ones come first."""
 HANDOVER_S = 1e-3
 """So long at the most, whoever starts a load leaves the interpreter to the thread that issues it:
@@ -85,14 +84,14 @@ class TieredCache:
             fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
         )
-        traffic: Traffic[Arrival] = Traffic(self.hardware.copier, config.transfer_timeout_s)
-        self._flights = InFlightTransfers(self.index, traffic)
-        self._writing = writing(self.index, self._flights, config.headroom)
-        self._sessions = Sessions(self.index, config.session_share)
+        transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
+        self._in_flight = InFlightTransfers(self.index, transfers)
+        self._writing = writing(self.index, self._in_flight, config.headroom)
+        self._sessions = Sessions(self.index, config.session_fraction)
         self._leases: dict[int, Lease] = {}
         self._step_leases: frozenset[int] | None = None
         self._counts = CacheCounts()
-        self.storage = Storage(self.index, self._flights, self.hardware, config, self.agreement)
+        self.storage = Storage(self.index, self._in_flight, self.hardware, config, self.agreement)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -160,14 +159,13 @@ class TieredCache:
         within = tokens <= lease._index_lease.reserved * self.memory.page_tokens
         if within and not growth_pages:
             return True
-        if self.index.reserve(lease._index_lease, tokens, growth=growth_pages, running=True):
+        inner = lease._index_lease
+        if self.index.advance(inner, tokens, growth_pages):
             return True
         again = self._writing.make_room(self._missing())
-        if again and self.index.reserve(
-            lease._index_lease, tokens, growth=growth_pages, running=True
-        ):
+        if again and self.index.advance(inner, tokens, growth_pages):
             return True
-        return self.index.reserve(lease._index_lease, tokens, (), growth_pages, running=True)
+        return self.index.advance_without_checkpoints(inner, tokens, growth_pages)
 
     def shrink(self, lease: Lease, tokens: int) -> None:
         """Give back slots beyond `tokens`, which stay promised: less was computed than planned.
@@ -181,11 +179,11 @@ class TieredCache:
 
         Loads of other leases reserved since the last call leave in the same submission.
         """
-        others = self._flights.flying(Way.LOAD)
-        if lease.loading and self._flights.submit(Way.LOAD) and not others:
-            for flight in lease.transfers:
-                if flight.ticket is not None:
-                    flight.ticket.handed_over(HANDOVER_S)
+        others = self._in_flight.any_in_flight(Way.LOAD)
+        if lease.loading and self._in_flight.submit(Way.LOAD) and not others:
+            for transfer in lease.transfers:
+                if transfer.ticket is not None:
+                    transfer.ticket.handed_over(HANDOVER_S)
 
     def wait(self, lease: Lease, layer: int) -> None:
         """Make the model's coming work wait until the prefix is there for this (global) layer.
@@ -204,7 +202,7 @@ class TieredCache:
         that fails. `without` names optional sidecars (a draft's KV) that were not computed.
         """
         assert lease.live, "committing with a lease that was released"
-        self._flights.drop_fence()
+        self._in_flight.drop_fence()
         if lease.loading:
             lease.pending.append((tokens, without))
         elif not lease.failed:
@@ -218,14 +216,14 @@ class TieredCache:
         if not (lease.loading or lease.failed):
             self._writing.committed(lease._index_lease)
 
-    def common(self, prompt: Prompt, lease: Lease) -> int:
+    def shared_pages(self, prompt: Prompt, lease: Lease) -> int:
         """Up to which page a prompt shares what a lease has yet to commit; 0 if it shares none.
 
         When `commit` has come there, `match` finds these pages, if what a resume there needs was
         kept.
         """
         inner = lease._index_lease
-        return 0 if inner.hidden else self.index.common(prompt, inner.prompt, inner.boundary)
+        return 0 if inner.hidden else self.index.shared_pages(prompt, inner.prompt, inner.boundary)
 
     def release(self, lease: Lease) -> None:
         """Give back exactly what the lease holds. A second time is harmless.
@@ -235,7 +233,7 @@ class TieredCache:
         ordered behind that step.
         """
         if self._step_leases is None or lease.number in self._step_leases:
-            self._flights.drop_fence(Way.LOAD)
+            self._in_flight.drop_fence(Way.LOAD)
         if lease.live and lease._index_lease.boundary > lease._index_lease.placed:
             self.retain(lease)
         self._leases.pop(lease._index_lease.number, None)
@@ -248,7 +246,7 @@ class TieredCache:
         """
         anchor = self.memory.pool(pool).follows or pool
         if lease.loading:
-            return self.index.coming_table(lease._index_lease, anchor)
+            return self.index.arriving_table(lease._index_lease, anchor)
         return self.index.page_table(lease._index_lease, anchor)
 
     def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
@@ -269,40 +267,40 @@ class TieredCache:
         of its leases is released. `step` names these leases; without it they may be any.
         """
         self._step_leases = None if step is None else frozenset(lease.number for lease in step)
-        self._flights.fence()
+        self._in_flight.fence()
 
     def poll(self) -> Progress:
         """Once per step: let land what is done everywhere, start copies that are due."""
         progress = self.land()
         self._writing.tick()
         for way in Way:
-            self._flights.submit(way)
-        self._flights.drop_fence()
+            self._in_flight.submit(way)
+        self._in_flight.drop_fence()
         return progress
 
     def land(self) -> Progress:
         """Let land what is done everywhere; for whom `poll` comes too late in a step."""
         told: dict[int, Lease] = {}
-        for flight, inners in self._settle():
+        for transfer, inners in self._settle():
             waiting = (self._leases.get(inner.number) for inner in inners)
             for lease in (lease for lease in waiting if lease is not None and not lease.failed):
-                if flight in lease.transfers:
+                if transfer in lease.transfers:
                     told[lease._index_lease.number] = lease
-                    if flight.state is not TransferState.LANDED:
-                        lease.fail(_explained(flight))
+                    if transfer.state is not TransferState.LANDED:
+                        lease.fail(_explained(transfer))
         landed = [lease for lease in told.values() if not lease.failed and not lease.loading]
         for lease in landed:
             self._settled(lease)
         failed = [lease for lease in told.values() if lease.failed]
         return Progress(tuple(landed), tuple(failed))
 
-    def _settle(self) -> list[tuple[Flight, list[IndexLease]]]:
-        """End what is done on every rank: one exchange for all that is in flight."""
-        flights = self._flights.verdicts()[:MAX_FLIGHTS]
-        mine = [*flights, *self.storage.verdicts()]
+    def _settle(self) -> list[tuple[ArrivalTransfer, list[IndexLease]]]:
+        """End what is done on every rank: one exchange for all that is in transfer."""
+        transfers = self._in_flight.verdicts()[:MAX_INFLIGHT]
+        mine = [*transfers, *self.storage.verdicts()]
         agreed = self.agreement.all_min(mine, self.index.tick) if mine else []
-        news = self._flights.settle(agreed[: len(flights)])
-        self.storage.settle(agreed[len(flights) :])
+        news = self._in_flight.settle(agreed[: len(transfers)])
+        self.storage.settle(agreed[len(transfers) :])
         return news
 
     def prefetch(self, prompt: Prompt) -> bool:
@@ -315,9 +313,9 @@ class TieredCache:
         if found.tokens == self.match(prompt, Tier.DEVICE).tokens:
             return False
         inner = self.index.pin(found.hit)
-        flights = self._flights.load(inner) if self._fits_free(inner) else None
+        transfers = self._in_flight.load(inner) if self._fits_free(inner) else None
         self.index.release(inner)
-        return bool(flights)
+        return bool(transfers)
 
     def keep(self, session: str, prompt: Prompt, priority: int = 0) -> bool:
         """Pin what the session's next turn can resume from, until `forget` or the next `keep`."""
@@ -339,20 +337,20 @@ class TieredCache:
         is found; sessions let go of theirs. The same tokens can be computed anew at once.
         """
         self.storage.remove(prompt)
-        pages = self.index.banish(prompt)
+        pages = self.index.quarantine(prompt)
         self._sessions.forget_hidden()
-        self._flights.cancel_pointless()
+        self._in_flight.cancel_pointless()
         return pages
 
     @property
     def making_room(self) -> bool:
         """Whether pages are leaving the device: `reserve` may find room when they have landed."""
-        return any(self._flights.leaving(anchor.name) for anchor in self.memory.anchors)
+        return any(self._in_flight.leaving(anchor.name) for anchor in self.memory.anchors)
 
     @property
     def busy(self) -> bool:
-        """Whether anything is in flight between device and host."""
-        return len(self._flights) > 0
+        """Whether anything is in transfer between device and host."""
+        return len(self._in_flight) > 0
 
     @property
     def unsettled(self) -> bool:
@@ -364,7 +362,7 @@ class TieredCache:
         return self.index.clear(tier)
 
     def drain(self, timeout_s: float) -> bool:
-        """Poll until nothing is in flight, nor waits for storage; False if that took longer than
+        """Poll until nothing is in transfer, nor waits for storage; False if that took longer than
         allowed, on any rank.
         """
         deadline = time.monotonic() + timeout_s
@@ -378,7 +376,7 @@ class TieredCache:
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Finish what is in flight, write what is in line, and give the memory back.
+        """Finish what is in transfer, write what is in line, and give the memory back.
 
         False if a store kept a call for longer than that: the memory is then left to it.
         """
@@ -395,18 +393,18 @@ class TieredCache:
     # -- looking ----------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        flights, index, counts = self._flights, self.index, self._counts
+        transfers, index, counts = self._in_flight, self.index, self._counts
         anchors = [anchor.name for anchor in self.memory.anchors]
         return Stats(
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=dict(counts.cached_tokens),
             misses=dict(counts.misses),
             refused=counts.refused,
-            transfers={(w.name.lower(), s.value): n for (w, s), n in flights.ended.items()},
-            moved_bytes={way.name.lower(): flights.moved_bytes[way] for way in Way},
-            moved_pages={way.name.lower(): flights.moved_pages[way] for way in Way},
-            in_flight=len(flights),
-            overdue=len(flights.overdue()),
+            transfers={(w.name.lower(), s.value): n for (w, s), n in transfers.ended.items()},
+            moved_bytes={way.name.lower(): transfers.moved_bytes[way] for way in Way},
+            moved_pages={way.name.lower(): transfers.moved_pages[way] for way in Way},
+            in_flight=len(transfers),
+            overdue=len(transfers.overdue()),
             lane_failures={
                 way.name.lower(): lane.failures for way, lane in self.hardware.copier.lanes.items()
             },
@@ -426,7 +424,7 @@ class TieredCache:
 
     def validate(self) -> list[str]:
         """Every violation of what must hold, in sentences; empty when all is well."""
-        parts = CacheParts(self.index, self._flights, self._leases, self.storage)
+        parts = CacheParts(self.index, self._in_flight, self._leases, self.storage)
         return [*self.index.validate(), *violations(parts)]
 
     # -- the steps --------------------------------------------------------------------------
@@ -438,31 +436,31 @@ class TieredCache:
         why = tuple(self.index.why(match.hit))
         inner = self.index.pin(match.hit, priority)
         # A match of the device alone waits for nothing, not even for what is optional.
-        flights = self._flights.load(inner) if match.slowest > Tier.DEVICE else []
-        if flights is None or not self.index.reserve(inner, tokens, growth=growth, running=True):
-            self._undo(inner, flights or [])
+        transfers = self._in_flight.load(inner) if match.slowest > Tier.DEVICE else []
+        if transfers is None or not self.index.advance(inner, tokens, growth):
+            self._undo(inner, transfers or [])
             return None
-        if any(flight in self._flights.overdue() for flight in flights):
+        if any(transfer in self._in_flight.overdue() for transfer in transfers):
             # Waiting for it would fail, and it holds its slots: compute these pages instead.
-            self._undo(inner, flights)
+            self._undo(inner, transfers)
             return self._reserve(self.match(match.prompt, Tier.DEVICE), tokens, growth, priority)
-        lease = Lease(inner, match.tokens, match.by_tier, why, flights)
+        lease = Lease(inner, match.tokens, match.by_tier, why, transfers)
         self._leases[inner.number] = lease
         return lease
 
-    def _undo(self, inner: IndexLease, flights: list[Flight]) -> None:
-        """Take back a reservation; flights that were begun for others go on."""
-        for flight in flights:
-            own = flight.holding is not None and flight.holding.leases[0] is inner
-            if own and flight.state is TransferState.RESERVED:
-                self._flights.cancel(flight)
+    def _undo(self, inner: IndexLease, transfers: list[ArrivalTransfer]) -> None:
+        """Take back a reservation; transfers that were begun for others go on."""
+        for transfer in transfers:
+            own = transfer.holds is not None and transfer.holds.leases[0] is inner
+            if own and transfer.state is TransferState.RESERVED:
+                self._in_flight.cancel(transfer)
         self.index.release(inner)
 
     def _settled(self, lease: Lease) -> None:
         """The lease's load has landed: do what it was waiting for."""
         pending, lease.pending = lease.pending, []
         if pending:  # Of pages that others have too, one is free then. A pass may be at it.
-            self._flights.drop_fence(Way.LOAD)
+            self._in_flight.drop_fence(Way.LOAD)
         for tokens, without in pending:
             self._commit(lease, tokens, without)
 
@@ -487,7 +485,7 @@ class TieredCache:
         )
 
 
-def _explained(flight: Flight) -> TransferError:
+def _explained(transfer: ArrivalTransfer) -> TransferError:
     """Why a load that has not landed never will, or not in time."""
-    elsewhere = "it missed its deadline" if flight.late else "it failed on another rank"
-    return TransferError(f"the prefix could not be loaded: {flight.error or elsewhere}")
+    elsewhere = "it missed its deadline" if transfer.late else "it failed on another rank"
+    return TransferError(f"the prefix could not be loaded: {transfer.error or elsewhere}")

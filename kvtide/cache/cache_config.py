@@ -75,7 +75,7 @@ class CacheConfig:
     eviction          what a full tier gives up first (`index.choice`)
     tokens_per_checkpoint  windows and states get slots for one checkpoint per so many tokens
     headroom          write_back keeps this share of the device's slots free, ahead of need
-    session_share     the most that session pins may hold of the device's slots
+    session_fraction     the most that session pins may hold of the device's slots
     transfer_timeout_s  after this long nobody waits for a transfer any more
     patience          how long requests wait for storage, once one is attached
     fingerprint       what the weights and their precision are, for keys that leave the process
@@ -91,7 +91,7 @@ class CacheConfig:
     eviction: str = DEFAULT_POLICY
     tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
     headroom: float = 0.05
-    session_share: float = 0.5
+    session_fraction: float = 0.5
     transfer_timeout_s: float = 30.0
     patience: FetchPatience = _PATIENT
     fingerprint: bytes = b""
@@ -105,8 +105,8 @@ class CacheConfig:
             raise TierError(f"eviction {self.eviction} is not known; use {', '.join(EVICTIONS)}")
         if not 0 <= self.headroom < 1:
             raise TierError(f"a headroom of {self.headroom:g}; use a share from 0 to below 1")
-        if not 0 <= self.session_share <= 1:
-            raise TierError(f"a session share of {self.session_share:g}; use a share of 0 to 1")
+        if not 0 <= self.session_fraction <= 1:
+            raise TierError(f"a session share of {self.session_fraction:g}; use a share of 0 to 1")
         if not 0 < self.transfer_timeout_s < math.inf:
             raise TierError(
                 f"a transfer timeout of {self.transfer_timeout_s:g} s fails every transfer, or "

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvtide.cache.fetching import Fetch, Remains, Stage
+from kvtide.cache.fetching import AbandonedRead, Fetch, Stage
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.lease import Lease
-from kvtide.cache.storage_tier import Storage, StoredPresence
+from kvtide.cache.storage_tier import AttachmentState, Storage
 from kvtide.index import Index
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class CacheParts:
     """A cache, taken apart."""
 
     index: Index
-    flights: InFlightTransfers
+    in_flight: InFlightTransfers
     leases: Mapping[int, Lease]
     storage: Storage
 
@@ -36,7 +36,7 @@ def violations(parts: CacheParts) -> list[str]:
 
 def every_arrival_has_one_transfer(parts: CacheParts) -> Iterator[str]:
     arrivals = {id(arrival) for arrival in parts.index.arrivals.values()}
-    held = [id(flight.holding) for flight in parts.flights if flight.holding is not None]
+    held = [id(transfer.holds) for transfer in parts.in_flight if transfer.holds is not None]
     if len(held) != len(set(held)):
         yield "two transfers bring the same arrival"
     for _ in arrivals - set(held):
@@ -46,12 +46,12 @@ def every_arrival_has_one_transfer(parts: CacheParts) -> Iterator[str]:
 
 
 def transfers_in_flight_hold_something(parts: CacheParts) -> Iterator[str]:
-    for flight in parts.flights:
+    for transfer in parts.in_flight:
         if (
-            flight.state not in (TransferState.RESERVED, TransferState.FLYING)
-            or flight.holding is None
+            transfer.state not in (TransferState.RESERVED, TransferState.IN_FLIGHT)
+            or transfer.holds is None
         ):
-            yield f"transfer {flight.number} is {flight.state.value} and still open"
+            yield f"transfer {transfer.number} is {transfer.state.value} and still open"
 
 
 def leases_are_those_of_the_index(parts: CacheParts) -> Iterator[str]:
@@ -83,7 +83,7 @@ def every_import_belongs_to_one_fetch(parts: CacheParts) -> Iterator[str]:
 
 
 def every_departure_is_in_line_or_with_the_store(parts: CacheParts) -> Iterator[str]:
-    held = Counter(departure.number for departure in parts.flights.departures)
+    held = Counter(departure.number for departure in parts.in_flight.departures)
     for one in parts.storage.stores:
         queued = list(one.storing.line)
         queued += [departure for store in one.storing.at_work for departure in store.departures]
@@ -127,17 +127,17 @@ def pages_that_come_are_those_being_read(parts: CacheParts) -> Iterator[str]:
 
 def one_store_is_attached_at_most(parts: CacheParts) -> Iterator[str]:
     stores = parts.storage.stores
-    attached = [one for one in stores if one.state is StoredPresence.ATTACHED]
+    attached = [one for one in stores if one.state is AttachmentState.ATTACHED]
     if attached and attached != list(stores[-1:]):
         yield "a store is attached that is not the last one"
-    if parts.flights.departs != bool(attached):
+    if parts.in_flight.departs != bool(attached):
         yield "what lands on the host goes on to a store that is not attached, or does not"
     for one in stores:
-        if one.state is StoredPresence.CLOSING and one.at_work:
+        if one.state is AttachmentState.CLOSING and one.at_work:
             yield "a store is being closed, and somebody still needs it"
 
 
-def _fetches(parts: CacheParts) -> Iterator[Fetch | Remains]:
+def _fetches(parts: CacheParts) -> Iterator[Fetch | AbandonedRead]:
     for one in parts.storage.stores:
         yield from one.fetches.open
         yield from one.fetches.leaving

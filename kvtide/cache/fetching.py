@@ -28,17 +28,17 @@ from kvtide.cache.cache_config import FetchPatience
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.index import Import, Index, Outline, Prompt, WantedPages
 from kvtide.index.keys import chain
-from kvtide.index.match.stored_boundaries import Bits, Pages, deepest, in_order
+from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
 from kvtide.transfer.store_link import StoreLink, object_key
-from kvtide.transfer.traffic import Verdict
+from kvtide.transfer.transfers import Verdict
 
 MAX_OPEN, MAX_LEAVING = 16, 8
 """How many fetches ranks talk about at a time; the rest waits for the next."""
 MAX_LOOKS = 4
 """How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
-MAX_HOST_SHARE = 0.5
+MAX_HOST_FRACTION = 0.5
 """All fetches together take no more of the host than this."""
 
 
@@ -91,7 +91,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remains:
+class AbandonedRead:
     """Host slots that were taken for a fetch, until nothing writes there any more."""
 
     arriving: Import
@@ -118,7 +118,7 @@ class Fetches:
         self._patience = patience
         self._clock = clock
         self._open: list[Fetch] = []
-        self._leaving: list[Remains] = []
+        self._leaving: list[AbandonedRead] = []
         self._coming: dict[bytes, Fetch] = {}
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Fetches:
         return iter(self._open)
 
     @property
-    def leaving(self) -> Iterator[Remains]:
+    def leaving(self) -> Iterator[AbandonedRead]:
         """What fetches left behind, whose slots something may still write to."""
         return iter(self._leaving)
 
@@ -147,7 +147,7 @@ class Fetches:
         `token_s` is how long computing a token takes, 0 if that is not known.
         """
         outline = self._index.outline(prompt)
-        missing = outline.limit - deepest(self._memory, outline.limit, outline.held)
+        missing = outline.limit - deepest_boundary(self._memory, outline.limit, outline.held)
         if missing * self._memory.page_tokens < self._patience.min_tokens:
             return None
         tokens = missing * self._memory.page_tokens
@@ -180,7 +180,7 @@ class Fetches:
         """Per fetch how it stands and how many pages are there; ranks take the least of each."""
         return [value for one in self._shown() for value in self._verdict(one)]
 
-    def _shown(self) -> list[Fetch | Remains]:
+    def _shown(self) -> list[Fetch | AbandonedRead]:
         """Those that ranks talk about now. A store has no more in its hands than leave at once.
 
         Who looks does not wait for who reads, nor they for who only waits for another.
@@ -194,8 +194,8 @@ class Fetches:
         rest = [*looking[half:], *reading[half:], *behind]
         return [*first, *rest[: MAX_OPEN - len(first)], *self._leaving[:MAX_LEAVING]]
 
-    def _verdict(self, fetch: Fetch | Remains) -> tuple[int, int]:
-        if isinstance(fetch, Remains):
+    def _verdict(self, fetch: Fetch | AbandonedRead) -> tuple[int, int]:
+        if isinstance(fetch, AbandonedRead):
             return (Verdict.LANDED if fetch.reading.quiet else Verdict.PENDING), 0
         late = fetch.stopped or self._clock() > fetch.deadline
         done, ready = False, 0
@@ -218,7 +218,7 @@ class Fetches:
         for fetch, verdict, ready in zip(self._shown(), agreed[::2], agreed[1::2], strict=False):
             if verdict == Verdict.PENDING:
                 continue
-            if isinstance(fetch, Remains):
+            if isinstance(fetch, AbandonedRead):
                 self._index.forgo(fetch.arriving)
                 self._leaving.remove(fetch)
             elif fetch.stage is Stage.READING:
@@ -269,42 +269,41 @@ class Fetches:
 
     def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
         """What to read so that the prompt can resume as deep as possible, useful parts first."""
-        limit, room = outline.limit, self._room()
-        least = deepest(self._memory, outline.limit, outline.held)
+        limit, most = outline.limit, self._max_pages()
+        least = deepest_boundary(self._memory, outline.limit, outline.held)
         while True:
-            boundary = deepest(self._memory, limit, there)
+            boundary = deepest_boundary(self._memory, limit, there)
             if boundary <= least:
                 return Order(0, [])
-            runs = in_order(self._memory, boundary, outline.held, there)
+            runs = read_order(self._memory, boundary, outline.held, there)
             counts: Counter[str] = Counter()
             for anchor, pages in runs:
                 counts[anchor] += len(pages)
-            if all(count <= room[anchor] for anchor, count in counts.items()):
+            if all(count <= most[anchor] for anchor, count in counts.items()):
                 wanted = [
                     WantedPages(anchor, page) for anchor, some in runs for page in some.tolist()
                 ]
                 return Order(boundary, wanted)
             limit = boundary - max(1, boundary // 8)
 
-    def _room(self) -> dict[str, float]:
+    def _max_pages(self) -> dict[str, float]:
         """What the host may take by anchor, beside other fetches and those that leave."""
         index = self._index
         return {
-            name: MAX_HOST_SHARE * index.capacity(Tier.HOST, name) - index.importing_pages(name)
+            name: MAX_HOST_FRACTION * index.capacity(Tier.HOST, name) - index.importing_pages(name)
             for name in index.anchor_names
         }
 
     def _worth(self, fetch: Fetch, order: Order, outline: Outline) -> bool:
         """Whether reading takes less time than computing, as far as both are known."""
-        speed = self._link.read_bytes_s
+        speed = self._link.read_speed.bytes_s
         if not fetch.token_s or not speed:
             return True
         size = sum(self._memory.at_rest.slot_bytes(one.anchor) for one in order.pages)
-        saved = order.boundary - deepest(self._memory, outline.limit, outline.held)
+        saved = order.boundary - deepest_boundary(self._memory, outline.limit, outline.held)
         worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
         if not worth:
-            # What is never tried again cannot be found to have become faster.
-            self._link.read_bytes_s = speed * 1.1
+            self._link.read_speed.raise_by(0.1)
         return worth
 
     def _begin_reading(self, fetch: Fetch, order: Order) -> None:
@@ -387,7 +386,7 @@ class Fetches:
         if fetch.arriving is not None and fetch.reading is not None:
             fetch.reading.stop()
             self._index.abandon(fetch.arriving)
-            self._leaving.append(Remains(fetch.arriving, fetch.reading))
+            self._leaving.append(AbandonedRead(fetch.arriving, fetch.reading))
         fetch.order = fetch.arriving = fetch.reading = None
 
 

@@ -14,10 +14,9 @@ from kvtide.index import Arrival, Departure, Index
 from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
 from kvtide.transfer.strided import Way
-from kvtide.transfer.traffic import Traffic, Verdict
-from kvtide.transfer.transfer import Transfer, TransferState
+from kvtide.transfer.transfers import Transfer, Transfers, TransferState, Verdict
 
-Flight = Transfer[Arrival]
+ArrivalTransfer = Transfer[Arrival]
 
 
 class InFlightTransfers:
@@ -27,22 +26,22 @@ class InFlightTransfers:
     departures  what landed there since somebody looked, for them to end
     """
 
-    def __init__(self, index: Index, traffic: Traffic[Arrival]) -> None:
+    def __init__(self, index: Index, transfers: Transfers[Arrival]) -> None:
         self.departs = False
         self.departures: list[Departure] = []
         self.ended: Counter[tuple[Way, TransferState]] = Counter()
         self.moved_bytes: Counter[Way] = Counter()
         self.moved_pages: Counter[Way] = Counter()
         self._index = index
-        self._traffic = traffic
-        self._flights: dict[int, Flight] = {}
+        self._transfers = transfers
+        self._by_arrival: dict[int, ArrivalTransfer] = {}
         self._departing: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._traffic)
+        return len(self._transfers)
 
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(self._traffic)
+    def __iter__(self) -> Iterator[ArrivalTransfer]:
+        return iter(self._transfers)
 
     @property
     def departing(self) -> bool:
@@ -51,17 +50,17 @@ class InFlightTransfers:
 
     # -- beginning --------------------------------------------------------------------------
 
-    def load(self, lease: IndexLease) -> list[Flight] | None:
+    def load(self, lease: IndexLease) -> list[ArrivalTransfer] | None:
         """Begin to bring the lease's prefix to the device; all that it has to wait for.
 
-        That may include flights begun for others. None when there is no room.
+        That may include transfers begun for others. None when there is no room.
         """
         arrival = self._index.copy(lease, Tier.HOST, Tier.DEVICE)
-        flight = self._begin(Way.LOAD, lambda: arrival)
-        if arrival is None or flight is None:
+        transfer = self._begin(Way.LOAD, lambda: arrival)
+        if arrival is None or transfer is None:
             return None
-        others = [self._flights[other.number] for other in arrival.behind]
-        return others if flight.over else [flight, *others]
+        others = [self._by_arrival[other.number] for other in arrival.behind]
+        return others if transfer.over else [transfer, *others]
 
     def backup(self, lease: IndexLease) -> bool:
         """Begin to copy what the lease's path has on the device and not on the host.
@@ -87,112 +86,119 @@ class InFlightTransfers:
 
     def leaving(self, anchor: str) -> int:
         """Device pages of an anchor that will be free when demotions under way have landed."""
-        flights = (
-            flight
-            for flight in self._traffic
-            if flight.holding is not None and flight.holding.leaves_source and not flight.late
+        transfers = (
+            transfer
+            for transfer in self._transfers
+            if transfer.holds is not None and transfer.holds.leaves_source and not transfer.late
         )
-        moves = (move for flight in flights for move in flight.moves if move.anchor == anchor)
+        moves = (move for transfer in transfers for move in transfer.moves if move.anchor == anchor)
         return sum(len(move.source_slots) for move in moves)
 
     def _stuck(self) -> bool:
         """Whether a copy to the host is past its deadline."""
-        return any(flight.late and flight.way is Way.BACKUP for flight in self._traffic)
+        return any(transfer.late and transfer.way is Way.BACKUP for transfer in self._transfers)
 
-    def _begin(self, way: Way, reserve: Callable[[], Arrival | None]) -> Flight | None:
-        flight = self._traffic.plan(way)
+    def _begin(self, way: Way, reserve: Callable[[], Arrival | None]) -> ArrivalTransfer | None:
+        transfer = self._transfers.plan(way)
         arrival = reserve()
         if arrival is None:
-            self._end(flight, None, TransferState.FAILED)
+            self._end(transfer, None, TransferState.FAILED)
             return None
         if not arrival.parts:
-            self._end(flight, arrival, TransferState.LANDED)
-            return flight
-        self._traffic.reserve(flight, arrival, arrival.moves)
-        self._flights[arrival.number] = flight
+            self._end(transfer, arrival, TransferState.LANDED)
+            return transfer
+        self._transfers.reserve(transfer, arrival, arrival.moves)
+        self._by_arrival[arrival.number] = transfer
         if way is Way.BACKUP and self.departs:
             self._departing.add(arrival.number)
-        return flight
+        return transfer
 
     def fence(self) -> None:
         """Copies wait for the work queued so far, and for none that is queued later."""
-        self._traffic.fence()
+        self._transfers.fence()
 
     def drop_fence(self, way: Way | None = None) -> None:
         """Copies wait for all work queued when they leave, in one direction or both."""
-        self._traffic.drop_fence(way)
+        self._transfers.drop_fence(way)
 
     # -- ending -----------------------------------------------------------------------------
 
     def submit(self, way: Way) -> int:
-        """What was begun in this direction leaves; how many flights it were."""
-        return self._traffic.submit(way)
+        """What was begun in this direction leaves; how many transfers it were."""
+        return self._transfers.submit(way)
 
-    def flying(self, way: Way) -> bool:
+    def any_in_flight(self, way: Way) -> bool:
         """Whether anything is on its way in this direction."""
-        return any(flight.way is way for flight in self._traffic.flying())
+        return any(transfer.way is way for transfer in self._transfers.in_flight())
 
-    def cancel(self, flight: Flight) -> None:
-        """Give up a flight that has not left yet."""
-        assert flight.state is TransferState.RESERVED
-        self._end(flight, flight.holding, TransferState.FAILED)
+    def cancel(self, transfer: ArrivalTransfer) -> None:
+        """Give up a transfer that has not left yet."""
+        assert transfer.state is TransferState.RESERVED
+        self._end(transfer, transfer.holds, TransferState.FAILED)
 
     def cancel_pointless(self) -> None:
-        """Give up flights that have not left yet, of pages that nobody will read."""
-        for flight in list(self._traffic):
-            arrival = flight.holding
-            if flight.state is TransferState.RESERVED and arrival is not None and arrival.pointless:
-                self.cancel(flight)
+        """Give up transfers that have not left yet, of pages that nobody will read."""
+        for transfer in list(self._transfers):
+            arrival = transfer.holds
+            if (
+                transfer.state is TransferState.RESERVED
+                and arrival is not None
+                and arrival.pointless
+            ):
+                self.cancel(transfer)
 
     def verdicts(self) -> list[int]:
-        """How every flight stands on this rank, oldest first."""
-        return [self._traffic.verdict(flight) for flight in self._traffic.flying()]
+        """How every transfer stands on this rank, oldest first."""
+        return [self._transfers.verdict(transfer) for transfer in self._transfers.in_flight()]
 
-    def settle(self, agreed: Sequence[int]) -> list[tuple[Flight, list[IndexLease]]]:
+    def settle(self, agreed: Sequence[int]) -> list[tuple[ArrivalTransfer, list[IndexLease]]]:
         """End what is done on every rank, note what is late; each with the leases that waited."""
         news = []
-        for flight, verdict in zip(self._traffic.flying(), agreed, strict=False):
-            if verdict == Verdict.PENDING or (verdict == Verdict.LATE and flight.late):
+        for transfer, verdict in zip(self._transfers.in_flight(), agreed, strict=False):
+            if verdict == Verdict.PENDING or (verdict == Verdict.LATE and transfer.late):
                 continue
-            assert flight.holding is not None
-            news.append((flight, list(flight.holding.leases)))
+            assert transfer.holds is not None
+            news.append((transfer, list(transfer.holds.leases)))
             if verdict == Verdict.LATE:
-                flight.late = True
+                transfer.late = True
             else:
                 landed = verdict == Verdict.LANDED
                 self._end(
-                    flight, flight.holding, TransferState.LANDED if landed else TransferState.FAILED
+                    transfer,
+                    transfer.holds,
+                    TransferState.LANDED if landed else TransferState.FAILED,
                 )
         return news
 
-    def overdue(self) -> list[Flight]:
+    def overdue(self) -> list[ArrivalTransfer]:
         """Flights that nobody should wait for any more, though their slots are still in use."""
-        return [flight for flight in self._traffic if flight.late]
+        return [transfer for transfer in self._transfers if transfer.late]
 
-    def _end(self, flight: Flight, arrival: Arrival | None, state: TransferState) -> None:
+    def _end(
+        self, transfer: ArrivalTransfer, arrival: Arrival | None, state: TransferState
+    ) -> None:
         """The one place where a transfer ends: it lands, or forfeits all it held."""
         if arrival is not None:
-            self._flights.pop(arrival.number, None)
-            departs = arrival.number in self._departing
-            self._departing.discard(arrival.number)
-            if state is TransferState.LANDED:
-                departure = self._index.land(arrival, departs)
-                if departure is not None:
-                    self.departures.append(departure)
-            else:
+            self._by_arrival.pop(arrival.number, None)
+            if state is not TransferState.LANDED:
                 self._index.fail(arrival)
-        left = flight.state is TransferState.FLYING
-        self._traffic.end(flight, state)
+            elif arrival.number not in self._departing:
+                self._index.land(arrival)
+            elif (departure := self._index.land_departing(arrival)) is not None:
+                self.departures.append(departure)
+            self._departing.discard(arrival.number)
+        left = transfer.state is TransferState.IN_FLIGHT
+        self._transfers.end(transfer, state)
         if left:
-            self._count(flight)
+            self._count(transfer)
 
-    def _count(self, flight: Flight) -> None:
+    def _count(self, transfer: ArrivalTransfer) -> None:
         """Only what was on its way counts: no room, or nothing to move, is not a transfer."""
-        self.ended[flight.way, flight.state] += 1
-        if flight.state is TransferState.FAILED:
+        self.ended[transfer.way, transfer.state] += 1
+        if transfer.state is TransferState.FAILED:
             return
-        self.moved_pages[flight.way] += flight.pages
-        self.moved_bytes[flight.way] += sum(
+        self.moved_pages[transfer.way] += transfer.pages
+        self.moved_bytes[transfer.way] += sum(
             len(move.source_slots) * self._index.memory.at_rest.slot_bytes(move.anchor)
-            for move in flight.moves
+            for move in transfer.moves
         )

@@ -10,7 +10,7 @@ from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
 from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
-from kvtide.transfer.transfer import Transfer, TransferState
+from kvtide.transfer.transfers import Transfer, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Lease:
         """Wait until what is on its way is there, as far as the device has been told to bring it;
         it lands with the next `poll`."""
         for transfer in self.transfers:
-            if transfer.state is TransferState.FLYING and transfer.ticket is not None:
+            if transfer.state is TransferState.IN_FLIGHT and transfer.ticket is not None:
                 transfer.ticket.join()
 
     def wait(self, leg: int) -> None:
@@ -124,7 +124,7 @@ class Lease:
         if self.error is not None:
             raise self.error
         for transfer in self.transfers:
-            if transfer.state is TransferState.FLYING:
+            if transfer.state is TransferState.IN_FLIGHT:
                 if transfer.ticket is None:
                     raise TransferError("the prefix could not be loaded") from transfer.error
                 transfer.ticket.wait(leg)

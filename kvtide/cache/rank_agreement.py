@@ -1,9 +1,9 @@
 """Ranks that serve one model together keep the same tree, so they must see the same ends.
 
-Every rank makes the same calls in the same order and so has the same transfers in flight; only
+Every rank makes the same calls in the same order and so has the same transfers in transfer; only
 when one is done differs from rank to rank. In every `land` the ranks take the least of what each
 says about every transfer: pending if it is pending anywhere, failed if it failed anywhere, landed
-only if it landed everywhere. That is one small all-reduce, and none when nothing is in flight.
+only if it landed everywhere. That is one small all-reduce, and none when nothing is in transfer.
 What does not fit in it is agreed on when it comes up, by `common`: what stores have of a prompt,
 once per fetch, and whether a pass that waited for a prefix went well.
 
@@ -76,7 +76,7 @@ class Ranks:
         fewest, earliest, most, latest, *found = self._reduce(sent)
         if (fewest, earliest) != (-most, -latest):
             raise RanksDivergedError(
-                f"this rank has {count} transfers in flight at step {clock} of its tree, others "
+                f"this rank has {count} transfers in transfer at step {clock} of its tree, others "
                 f"from {fewest} to {-most} at steps {earliest} to {-latest}: they were not given "
                 "the same calls; restart all ranks"
             )
@@ -95,7 +95,7 @@ class Ranks:
         except RuntimeError as error:
             raise RanksDivergedError(
                 f"other ranks did not answer within {self._timeout_s:g} s ({error}): they have "
-                "nothing in flight, or are gone; restart all ranks"
+                "nothing in transfer, or are gone; restart all ranks"
             ) from error
         found: list[int] = tensor.tolist()
         return found

@@ -15,13 +15,15 @@ from kvtide.spec import Tier
 
 
 class Sessions:
-    def __init__(self, index: Index, share: float) -> None:
+    def __init__(self, index: Index, fraction: float) -> None:
         memory = index.memory
         self._index = index
         self._reaches = {
             anchor.name: anchor.reuse.reach_pages(memory.page_tokens) for anchor in memory.anchors
         }
-        self._most = {name: share * index.capacity(Tier.DEVICE, name) for name in self._reaches}
+        self._max_pages = {
+            name: fraction * index.capacity(Tier.DEVICE, name) for name in self._reaches
+        }
         self._leases: dict[str, IndexLease] = {}
 
     def __len__(self) -> int:
@@ -35,11 +37,11 @@ class Sessions:
         """
         self.forget(session)
         lease = self._index.pin(self._index.match(prompt), priority)
-        if self._over_share([lease]):
+        if self._too_much([lease]):
             self._index.release(lease)
             return False
         self._leases[session] = lease
-        while self._over_share(self._leases.values()):
+        while self._too_much(self._leases.values()):
             self.forget_oldest()
         return True
 
@@ -64,10 +66,11 @@ class Sessions:
         for session in list(self._leases):
             self.forget(session)
 
-    def _over_share(self, leases: Iterable[IndexLease]) -> bool:
+    def _too_much(self, leases: Iterable[IndexLease]) -> bool:
         """Counted as if no two sessions shared a page, which is on the safe side."""
         held = [lease.boundary for lease in leases]
         return any(
-            sum(pages if reach is None else min(pages, reach) for pages in held) > self._most[name]
+            sum(pages if reach is None else min(pages, reach) for pages in held)
+            > self._max_pages[name]
             for name, reach in self._reaches.items()
         )

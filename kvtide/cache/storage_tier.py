@@ -1,6 +1,6 @@
 """The cache's storage tier: which store is attached, what is fetched from it and stored to it.
 
-    ATTACHED ──leave──▶ LEAVING ──nothing in flight──▶ CLOSING ──workers ended──▶ gone
+    ATTACHED ──leave──▶ LEAVING ──nothing in transfer──▶ CLOSING ──workers ended──▶ gone
 
 Leaving is never waited for: what is in line, or on its way to the host to get there, goes to the
 store until the deadline, then is given up; slots that a call still has in its hands stay taken
@@ -35,7 +35,7 @@ T = TypeVar("T")
 CLOSE_S = 30.0
 
 
-class StoredPresence(Enum):
+class AttachmentState(Enum):
     ATTACHED = "attached"
     LEAVING = "leaving"
     CLOSING = "closing"
@@ -78,14 +78,14 @@ class Storage:
     def __init__(
         self,
         index: Index,
-        flights: InFlightTransfers,
+        in_flight: InFlightTransfers,
         hardware: Hardware,
         config: CacheConfig,
         agreement: Agreement,
     ) -> None:
         self.space = space(index.memory, config)
         self._index = index
-        self._flights = flights
+        self._in_flight = in_flight
         self._hardware = hardware
         self._config = config
         self._agreement = agreement
@@ -124,7 +124,7 @@ class Storage:
         link = self._linked(opened)
         self.detach(leave_s)
         self._stores.append(Attachment(link, self._index, self._config, self._agreement))
-        self._flights.departs = True
+        self._in_flight.departs = True
         self._hand_over()
 
     def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:
@@ -150,7 +150,7 @@ class Storage:
         attached = self._attached
         if attached is None:
             return False
-        self._flights.departs = False
+        self._in_flight.departs = False
         attached.leave(timeout_s)
         return True
 
@@ -187,12 +187,12 @@ class Storage:
     @property
     def unsettled(self) -> bool:
         """Whether a poll has, or will have, something to do."""
-        return bool(self._flights.departures) or any(one.unsettled for one in self._stores)
+        return bool(self._in_flight.departures) or any(one.unsettled for one in self._stores)
 
     @property
     def at_work(self) -> bool:
         """Whether anything is on its way to or from a store: the same on every rank."""
-        return bool(self._flights.departures) or any(one.at_work for one in self._stores)
+        return bool(self._in_flight.departures) or any(one.at_work for one in self._stores)
 
     def remove(self, prompt: Prompt) -> None:
         """Let nobody find again what shares the prompt's first page, as far as it is known."""
@@ -213,11 +213,11 @@ class Storage:
             count = len(one.verdicts())
             one.settle(agreed[at : at + count])
             at += count
-        landed, self._flights.departures = self._flights.departures, []
+        landed, self._in_flight.departures = self._in_flight.departures, []
         for departure in landed:
             self._depart(departure)
         for one in self._stores:
-            one.go_on(more=self._flights.departing and one is self._stores[-1])
+            one.advance(more=self._in_flight.departing and one is self._stores[-1])
         self._hand_over()
         self._stores = self._staying()
 
@@ -230,7 +230,7 @@ class Storage:
     def _depart(self, departure: Departure) -> None:
         """Pages landed on the host: they go on to the last store, if it still takes any."""
         last = self._stores[-1] if self._stores else None
-        if last is None or last.state is StoredPresence.CLOSING:
+        if last is None or last.state is AttachmentState.CLOSING:
             self._index.departed(departure)
         else:
             last.storing.queue(departure)
@@ -238,7 +238,7 @@ class Storage:
     def _hand_over(self) -> None:
         """What a store did not remove before it left, the next one has to: it may be the same."""
         for one in self._stores:
-            if one.state is StoredPresence.CLOSING:
+            if one.state is AttachmentState.CLOSING:
                 self._unremoved += one.removals.give_up()
         if self._attached is not None:
             unremoved, self._unremoved = self._unremoved, []
@@ -254,7 +254,7 @@ class Storage:
     @property
     def _attached(self) -> Attachment | None:
         last = self._stores[-1] if self._stores else None
-        return last if last is not None and last.state is StoredPresence.ATTACHED else None
+        return last if last is not None and last.state is AttachmentState.ATTACHED else None
 
 
 class Attachment:
@@ -263,7 +263,7 @@ class Attachment:
     def __init__(
         self, link: StoreLink, index: Index, config: CacheConfig, agreement: Agreement
     ) -> None:
-        self.state = StoredPresence.ATTACHED
+        self.state = AttachmentState.ATTACHED
         self.link = link
         self.fetches = Fetches(index, link, agreement, config.patience)
         self.storing = Storing(index, link, config.transfer_timeout_s)
@@ -276,12 +276,12 @@ class Attachment:
 
     @property
     def unsettled(self) -> bool:
-        return self.at_work or self.state is not StoredPresence.ATTACHED
+        return self.at_work or self.state is not AttachmentState.ATTACHED
 
     @property
     def at_work(self) -> bool:
         busy = len(self.fetches) + len(self.storing) + len(self.removals) > 0
-        return busy or self.state is StoredPresence.LEAVING
+        return busy or self.state is AttachmentState.LEAVING
 
     @property
     def gone(self) -> bool:
@@ -290,8 +290,8 @@ class Attachment:
 
     def leave(self, timeout_s: float) -> None:
         """Take nothing new; write what is in line until the time is up."""
-        assert self.state is StoredPresence.ATTACHED
-        self.state = StoredPresence.LEAVING
+        assert self.state is AttachmentState.ATTACHED
+        self.state = AttachmentState.LEAVING
         self._deadline = time.monotonic() + timeout_s
         self.fetches.stop_all()
 
@@ -299,7 +299,7 @@ class Attachment:
         """How everything stands on this rank, for all ranks to agree on."""
         if not self.at_work:
             return []
-        in_time = self.state is StoredPresence.ATTACHED or time.monotonic() <= self._deadline
+        in_time = self.state is AttachmentState.ATTACHED or time.monotonic() <= self._deadline
         parts = (self.storing, self.removals, self.fetches)
         return [in_time, *(verdict for part in parts for verdict in part.verdicts())]
 
@@ -314,16 +314,16 @@ class Attachment:
             part.settle(agreed[at : at + count])
             at += count
 
-    def go_on(self, *, more: bool) -> None:
+    def advance(self, *, more: bool) -> None:
         """Hand over what is in line, or close the store when nothing is left, nor comes in time."""
-        leaving = self.state is StoredPresence.LEAVING
+        leaving = self.state is AttachmentState.LEAVING
         if leaving and not self._in_time:
             self.storing.give_up()
         self.storing.tick()
         left = len(self.fetches) + len(self.storing) + len(self.removals)
         awaited = (more and self._in_time) or left > 0
         if leaving and not awaited:
-            self.state = StoredPresence.CLOSING
+            self.state = AttachmentState.CLOSING
             self._closer = threading.Thread(target=self._close, daemon=True)
             self._closer.start()
 
@@ -336,7 +336,7 @@ class Attachment:
 
     def remove(self, prompt: Prompt, known: list[bytes]) -> None:
         """Have the prompt's pages, and those known by key, neither read nor kept by the store."""
-        if self.state is StoredPresence.CLOSING:
+        if self.state is AttachmentState.CLOSING:
             return
         self.fetches.discard(prompt)
         self.storing.withhold(self.removals.begin(prompt, known))
@@ -357,7 +357,7 @@ class Attachment:
             failed_pages=storing.failed,
             waiting_pages=len(storing),
             objects=dict(link.counts),
-            read_bytes_s=link.read_bytes_s,
+            read_bytes_s=link.read_speed.bytes_s,
         )
 
     def _close(self) -> None:

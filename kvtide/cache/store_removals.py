@@ -14,7 +14,7 @@ from kvtide.index import Index, Prompt
 from kvtide.index.keys import chain
 from kvtide.storage import Store
 from kvtide.transfer.store_link import StoreLink, object_key
-from kvtide.transfer.traffic import Verdict
+from kvtide.transfer.transfers import Verdict
 
 MAX_REMOVALS = 4
 """How many removals ranks talk about at a time; the rest waits for the next."""

@@ -15,9 +15,9 @@ from kvtide.index import Departure, Index
 from kvtide.spec import Tier
 from kvtide.transfer.storage_requests import StoredPage, Writing
 from kvtide.transfer.store_link import StoreLink
-from kvtide.transfer.traffic import Verdict
+from kvtide.transfer.transfers import Verdict
 
-MAX_HOST_SHARE = 0.5
+MAX_HOST_FRACTION = 0.5
 """Pages in line, of the host's slots of any anchor."""
 MAX_AT_WORK = 2
 BATCH_PAGES = 256
@@ -44,8 +44,8 @@ class Storing:
         self._line: deque[Departure] = deque()
         self._waiting: Counter[str] = Counter()
         self._at_work: list[PendingStore] = []
-        self._most = {
-            anchor.name: max(1, int(MAX_HOST_SHARE * index.capacity(Tier.HOST, anchor.name)))
+        self._max_pages = {
+            anchor.name: max(1, int(MAX_HOST_FRACTION * index.capacity(Tier.HOST, anchor.name)))
             for anchor in index.memory.anchors
         }
 
@@ -123,7 +123,7 @@ class Storing:
                 self._leave(departure)
 
     def _too_long(self) -> bool:
-        return any(count > self._most[anchor] for anchor, count in self._waiting.items())
+        return any(count > self._max_pages[anchor] for anchor, count in self._waiting.items())
 
     def _leave(self, departure: Departure) -> None:
         self._waiting.subtract(page.anchor for page in departure.pages)

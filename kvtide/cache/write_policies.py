@@ -31,9 +31,9 @@ class Never:
 
     keeps_only_copies = False
 
-    def __init__(self, index: Index, flights: InFlightTransfers, headroom: float) -> None:
+    def __init__(self, index: Index, in_flight: InFlightTransfers, headroom: float) -> None:
         self._index = index
-        self._flights = flights
+        self._in_flight = in_flight
         self._headroom = headroom
         self.skipped = 0
 
@@ -51,7 +51,7 @@ class Never:
         """A step has passed."""
 
     def _back_up(self, lease: IndexLease) -> None:
-        if not self._flights.backup(lease):
+        if not self._in_flight.backup(lease):
             self.skipped += 1
 
 
@@ -73,10 +73,10 @@ class WriteBack(Never):
         """Demote what is missing, unless enough is leaving already; drop where nothing can."""
         again = False
         for anchor, pages in missing.items():
-            short = pages - self._flights.leaving(anchor)
+            short = pages - self._in_flight.leaving(anchor)
             if short <= 0:
                 continue
-            leaving = self._flights.demote(anchor, short)
+            leaving = self._in_flight.demote(anchor, short)
             if leaving is None:
                 dropped = self._index.evict(Tier.DEVICE, anchor, short)
                 self.skipped += dropped > 0
@@ -87,10 +87,10 @@ class WriteBack(Never):
 
     def tick(self) -> None:
         for anchor, headroom in self._wanted.items():
-            free = self._index.free_pages(Tier.DEVICE, anchor) + self._flights.leaving(anchor)
+            free = self._index.free_pages(Tier.DEVICE, anchor) + self._in_flight.leaving(anchor)
             if free < headroom:
                 # A little more than is missing, so that copies are few and large.
-                self._flights.demote(anchor, headroom - free + headroom // 2)
+                self._in_flight.demote(anchor, headroom - free + headroom // 2)
 
     @property
     def _wanted(self) -> dict[str, int]:

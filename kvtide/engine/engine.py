@@ -79,6 +79,8 @@ class Engine:
         )
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.has_graphs)
         self._overlap = Overlap(cache, self._runner)
+        # The forward pass runs the model's own layers, and no draft's.
+        self._unwritten = cache.memory.draft_sidecars
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -205,7 +207,7 @@ class Engine:
         for number, chunk in enumerate(chunks):
             self._score(chunk, number, output)
             chunk.request.computed = chunk.end
-            self.cache.commit(chunk.request.held, chunk.end)
+            self.cache.commit(chunk.request.held, chunk.end, without=self._unwritten)
 
     def _score(self, chunk: ScheduledChunk, number: int, output: StepOutput) -> None:
         """Log-probabilities of the prompt's tokens that follow the chunk's."""

@@ -160,7 +160,7 @@ class Scheduler:
         if request.prefix_waits == MAX_PREFIX_WAITS:
             return False
         shared = (
-            PrefixOwner(other, self._cache.common(request.prompt, other.held))
+            PrefixOwner(other, self._cache.shared_pages(request.prompt, other.held))
             for other in self.running
             if other.params.priority >= request.params.priority
         )

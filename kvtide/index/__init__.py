@@ -1,22 +1,18 @@
 """Where every page is, logically: no bytes, no threads, no I/O.
 
-`index`       the verbs; start here
-`match`       the one rule of reuse
-`leasing`     pin, reserve, commit, release
-`moving`      copies between tiers: begun, landed, failed
-`outside`     pages that come from a store and go there; `boundaries` the rule over such pages
-`room`        eviction, and promising slots
-`evict`       the queue of victims; `policies` and `tide` their order, `choice` by name
-`placement`   where checkpoints go; `costs` learns it
-`tree`       the tree and its counts; `node` its unit; `cells` one anchor in one tier
-`holding`     what leases and arrivals hold; `pins` what must stay
-`hiding`      what nobody may find again
-`keys`        namespaces, prompts, page keys; `slots` reserve → take → forfeit
-`events`      what was stored and removed; `invariants` what always holds
+`index`             the verbs; start here
+`match/`            the one rule of reuse
+`leases/`           leases, arrivals, imports and departures, each from beginning to end
+`evict/`            allocation, eviction queues, policies
+`placement/`        where checkpoints go
+`tree/`             the radix tree, its nodes, slots, pins and counts
+`keys`              namespaces, prompts, page keys
+`events`            what became readable where, and what ceased to be
+`index_invariants`  what always holds
 """
 
 from kvtide.index.events import Event, EventKind, Listener
-from kvtide.index.evict.policy_registry import DEFAULT_POLICY, POLICIES
+from kvtide.index.evict.policies import DEFAULT_POLICY, POLICIES
 from kvtide.index.index import Index
 from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, Prompt
 from kvtide.index.leases.imports_exports import Outline, WantedPages

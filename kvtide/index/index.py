@@ -1,7 +1,7 @@
 """Where everything is, logically: the verbs of the index.
 
     match ─▶ pin ─▶ [copy ─▶ land | fail] ─▶ reserve ─▶ commit … commit ─▶ release
-                                        evict, demote, clear make room; banish forbids
+                                        evict, demote, clear make room; quarantine hides
     outline ─▶ pin ─▶ take ─▶ adopt … adopt ─▶ abandon ─▶ forgo      pages from outside
 
 `Index` takes prompts and returns leases; it never sees bytes, time or requests. It is
@@ -21,12 +21,12 @@ import numpy.typing as npt
 from kvtide.index import index_invariants
 from kvtide.index.events import Listener
 from kvtide.index.evict.allocation import Allocator
-from kvtide.index.evict.policy_registry import DEFAULT_POLICY
+from kvtide.index.evict.policies import DEFAULT_POLICY
 from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
 from kvtide.index.leases.leasing import Leasing
-from kvtide.index.leases.quarantine import banish, keys_below
+from kvtide.index.leases.quarantine import keys_below, quarantine
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
@@ -55,13 +55,15 @@ class Index:
         self.memory = memory
         self.tree = Tree(memory, capacity_pages, eviction, fingerprint)
         kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
-        self._room = Allocator(self.tree, frozenset(kept))
+        self._allocator = Allocator(self.tree, frozenset(kept))
         self._matcher = Matcher(memory, self.tree)
         self._leasing = Leasing(
-            memory, self.tree, self._matcher, self._room, placement or CostBased()
+            memory, self.tree, self._matcher, self._allocator, placement or CostBased()
         )
-        self._moving = Arrivals(self.tree, self._room, self._leasing)
-        self._outside = ImportsExports(self.tree, self._room, self._matcher, self._leasing)
+        self._arrivals = Arrivals(self.tree, self._allocator, self._leasing)
+        self._imports_exports = ImportsExports(
+            self.tree, self._allocator, self._matcher, self._leasing
+        )
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -81,12 +83,12 @@ class Index:
         """The deepest boundary at which the prompt can resume from these tiers. Changes nothing."""
         return self._matcher.match(prompt, slowest)
 
-    def common(self, prompt: Prompt, other: Prompt, beyond: int = 0) -> int:
+    def shared_pages(self, prompt: Prompt, other: Prompt, beyond: int = 0) -> int:
         """How many pages of another prompt this one could go on from, if they were all kept.
 
         0 if these are not more than `beyond`, which is told cheaply.
         """
-        return self._matcher.common(prompt, other, beyond)
+        return self._matcher.shared_pages(prompt, other, beyond)
 
     def current(self, hit: Hit) -> bool:
         """Whether nothing has changed since the hit was found."""
@@ -106,24 +108,33 @@ class Index:
         """Lease the hit's prefix: what it needs stays where it is until `release`."""
         return self._leasing.pin(hit, priority)
 
-    def reserve(
-        self,
-        lease: IndexLease,
-        tokens: int,
-        checkpoints: Iterable[int] | None = None,
-        growth: int = 0,
-        running: bool = False,
-    ) -> bool:
+    def reserve(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
         """Take device slots for the pages up to `tokens`, in every anchor or in none.
 
-        The placement is asked once, for all of the prompt; `checkpoints` (page boundaries)
-        overrides it. `growth` promises as many
+        The placement chooses checkpoints once, for all of the prompt. `growth` promises as many
         further pages: a later call takes from the promise first, and cannot fail for pools that
-        keep the whole history. `running` also keeps what the request itself needs to go on at
-        `tokens`: the windows and states before it. Where they are not worth a checkpoint they go
-        when the request has gone on, or is released within its prompt (but see `retain`).
+        keep the whole history.
         """
-        return self._leasing.reserve(lease, tokens, checkpoints, growth, running)
+        return self._leasing.reserve(lease, tokens, growth)
+
+    def reserve_with(
+        self, lease: IndexLease, tokens: int, checkpoints: Iterable[int], growth: int = 0
+    ) -> bool:
+        """Like `reserve`, with these checkpoints (page boundaries) in place of the placement's."""
+        return self._leasing.reserve_with(lease, tokens, checkpoints, growth)
+
+    def advance(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
+        """Like `reserve`, for a request that computes its tokens step by step.
+
+        Also keeps the windows and states before `tokens`, from which the next step continues.
+        Those not worth a checkpoint go when the request has moved on, or is released within its
+        prompt (but see `retain`).
+        """
+        return self._leasing.advance(lease, tokens, growth)
+
+    def advance_without_checkpoints(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
+        """Like `advance`, where the checkpoints of the placement do not fit."""
+        return self._leasing.advance_without_checkpoints(lease, tokens, growth)
 
     def shrink(self, lease: IndexLease, tokens: int) -> None:
         """Give back the slots of pages beyond `tokens`; as many stay promised as `growth`."""
@@ -161,14 +172,14 @@ class Index:
 
     def page_table(self, lease: IndexLease, anchor: str) -> Slots:
         """The device slot of every page the lease has, -1 where the anchor keeps none."""
-        return self._leasing.page_table(lease, self._anchor(anchor), coming=False)
+        return self._leasing.page_table(lease, self._anchor(anchor))
 
-    def coming_table(self, lease: IndexLease, anchor: str) -> Slots:
-        """The page table with the slots of pages on their way to the device.
+    def arriving_table(self, lease: IndexLease, anchor: str) -> Slots:
+        """The page table, with the slots of pages that are arriving on the device as well.
 
-        For those who wait for the transfer before they read: nothing is there yet.
+        For a caller that waits for the transfer before it reads.
         """
-        return self._leasing.page_table(lease, self._anchor(anchor), coming=True)
+        return self._leasing.arriving_table(lease, self._anchor(anchor))
 
     def carries(self, lease: IndexLease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the lease's prefix on the device: has it this optional sidecar?"""
@@ -184,58 +195,59 @@ class Index:
 
         None when the target has no room. An arrival without parts has nothing to move.
         """
-        return self._moving.copy(lease, source, target)
+        return self._arrivals.copy(lease, source, target)
 
     def needs(self, lease: IndexLease, source: Tier, target: Tier) -> dict[str, int]:
         """How many slots of the target such a copy would take, by anchor. Changes nothing."""
-        return self._moving.needs(lease, source, target)
+        return self._arrivals.needs(lease, source, target)
 
     def demote(self, source: Tier, target: Tier, anchor: str, pages: int) -> Arrival | None:
         """Begin to move victims of a full tier down; None when there is none, or no room."""
-        return self._moving.demote(source, target, self._anchor(anchor), pages)
+        return self._arrivals.demote(source, target, self._anchor(anchor), pages)
 
-    def land(self, arrival: Arrival, departs: bool = False) -> Departure | None:
-        """All bytes of the arrival are in place: its pages become readable.
+    def land(self, arrival: Arrival) -> None:
+        """All bytes of the arrival are in place: its pages become readable."""
+        self._arrivals.land(arrival)
 
-        If it `departs`, its pages stay on the host until `departed`; None if there are none.
-        """
-        return self._moving.land(arrival, departs)
+    def land_departing(self, arrival: Arrival) -> Departure | None:
+        """Like `land`, and the new pages stay on the host until `departed`; None without any."""
+        return self._arrivals.land_departing(arrival)
 
     def fail(self, arrival: Arrival) -> None:
         """The arrival's bytes will not come: everything it held goes back."""
-        self._moving.fail(arrival)
+        self._arrivals.fail(arrival)
 
     # -- from and to the outside ------------------------------------------------------------
 
     def outline(self, prompt: Prompt) -> Outline:
         """Which pages of a prompt the device and the host have. Changes nothing."""
-        return self._outside.outline(prompt)
+        return self._imports_exports.outline(prompt)
 
     def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
         """Take host slots for pages of the lease's prompt that come from outside, in this order.
 
         None when there is no room. The import has the lease from now on.
         """
-        return self._outside.take(lease, wanted)
+        return self._imports_exports.take(lease, wanted)
 
     def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
         """The first `count` pages of an import are there, and can be found on the host.
 
         `absent` names, for each of them, the optional sidecars that did not come with it.
         """
-        self._outside.adopt(arriving, count, absent)
+        self._imports_exports.adopt(arriving, count, absent)
 
     def abandon(self, arriving: Import) -> None:
         """No more of an import is adopted: what it held may go, but for its slots."""
-        self._outside.abandon(arriving)
+        self._imports_exports.abandon(arriving)
 
     def forgo(self, arriving: Import) -> None:
         """Nothing writes to an import's slots any more: those that were not adopted go back."""
-        self._outside.forgo(arriving)
+        self._imports_exports.forgo(arriving)
 
     def departed(self, departure: Departure) -> None:
         """What departs was written, or given up: the host may drop it."""
-        self._outside.departed(departure)
+        self._imports_exports.departed(departure)
 
     def prompt_key(self, prompt: Prompt) -> bytes:
         """What the keys of the prompt's pages are chained from (`keys.chain`)."""
@@ -246,20 +258,20 @@ class Index:
     def evict(self, tier: Tier, anchor: str, pages: int) -> int:
         """Drop at least so many pages if so many are evictable; returns how many it were."""
         self.tree.tick += 1
-        return self._room.evict(self.tree.cell(tier, self._anchor(anchor)), pages)
+        return self._allocator.evict(self.tree.cell(tier, self._anchor(anchor)), pages)
 
     def clear(self, tier: Tier) -> int:
         """Drop every page of a tier that nobody needs; returns how many it were."""
         everything = 1 << 60
         return sum(self.evict(tier, pool.name, everything) for pool in self.memory.anchors)
 
-    def banish(self, prompt: Prompt) -> int:
+    def quarantine(self, prompt: Prompt) -> int:
         """Let nobody find again what shares the prompt's first page; how many pages it were.
 
         Counted over tiers and anchors. They are dropped at once, or when the leases and arrivals
         that need them end; leases that stand on them go on, and nobody finds what they commit.
         """
-        return banish(self.tree, prompt)
+        return quarantine(self.tree, prompt)
 
     def keys_below(self, prompt: Prompt) -> list[bytes]:
         """The keys of all pages known that share the prompt's first page."""
@@ -309,7 +321,7 @@ class Index:
     def missing(self) -> dict[tuple[Tier, str], int]:
         """What the last refusal lacked: pages by tier and anchor."""
         names, anchors = self.tree.anchor_names, self.tree.anchors
-        missing = self._room.missing.items()
+        missing = self._allocator.missing.items()
         return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
 
     def capacity(self, tier: Tier, anchor: str) -> int:

@@ -229,15 +229,12 @@ class _Replay:
         if index.reserve(lease, tokens):
             self._commit(lease, tokens)
             return True
-        if not index.reserve(lease, tokens, ()):
+        if not index.reserve_with(lease, tokens, ()):
             return False
         start = lease.boundary * self._page
         index.shrink(lease, start)
         for upto in (*range(start + _PART_TOKENS, tokens, _PART_TOKENS), tokens):
-            if not (
-                index.reserve(lease, upto, running=True)
-                or index.reserve(lease, upto, (), running=True)
-            ):
+            if not (index.advance(lease, upto) or index.advance_without_checkpoints(lease, upto)):
                 return False
             self._commit(lease, upto)
         return True

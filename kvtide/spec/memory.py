@@ -73,6 +73,12 @@ class ModelMemory:
         return tuple(p.name for p in self.pools if p.follows == anchor and not p.reuse.required)
 
     @property
+    def draft_sidecars(self) -> tuple[str, ...]:
+        """The optional sidecars that a draft's layers alone write: the model's own never do."""
+        optional = (pool for pool in self.pools if pool.follows and not pool.reuse.required)
+        return tuple(p.name for p in optional if all(x >= self.layers for x in p.layers))
+
+    @property
     def at_rest(self) -> ModelMemory:
         """What there is to keep of a whole page: all but what is under way within one.
 

@@ -85,7 +85,7 @@ class NaiveIndex:
         """From now on these pages may be stored there, and by the end of the step must be."""
         self._expected |= {((tier, anchor), key) for key in keys}
 
-    def banish(self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE) -> int:
+    def quarantine(self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """All that shares the first page must not be readable at the end of the step: how much."""
         first = self.page_keys(tokens, namespace)[:1]
         gone = {
@@ -121,7 +121,7 @@ class NaiveIndex:
             if key not in self.readable[where]
         ]
         complaints += [
-            f"{where}: a banished page is readable"
+            f"{where}: a quarantined page is readable"
             for where, key in self._unwanted
             if key in self.readable[where]
         ]

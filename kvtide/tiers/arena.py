@@ -31,7 +31,7 @@ HUGE_PAGE_BYTES = 2 << 20
 TOUCH_BYTES = 32 * HUGE_PAGE_BYTES
 """What one thread touches at a time: whole huge pages, enough of them to make a call worth it."""
 TOUCH_THREADS = 16
-FREE_SHARE = 0.05
+FREE_FRACTION = 0.05
 """The part of a machine's or device's memory that no arena takes: others live there too."""
 REGISTER_PORTABLE_MAPPED = 3
 """cudaHostRegisterPortable | cudaHostRegisterMapped: every device may copy and read in place."""
@@ -58,8 +58,8 @@ class MachineMemory:
 
     @property
     def max_bytes(self) -> int:
-        """The largest arena that leaves FREE_SHARE alone; 0 or less when there is no room."""
-        return self.available_bytes - int(self.total_bytes * FREE_SHARE)
+        """The largest arena that leaves FREE_FRACTION alone; 0 or less when there is no room."""
+        return self.available_bytes - int(self.total_bytes * FREE_FRACTION)
 
     def share(self, share: float) -> int:
         """So much of what is to be had, but not more than an arena may take."""
@@ -310,7 +310,7 @@ def _refuse_beyond(tier: str, wanted_bytes: int, owner: str, memory: MachineMemo
     if memory.max_bytes > 0:
         remedy = f"use a {tier} size of at most {_at_most(memory.max_bytes)}"
     else:
-        remedy = f"free memory there first: {FREE_SHARE:.0%} of it stay free, and less is"
+        remedy = f"free memory there first: {FREE_FRACTION:.0%} of it stay free, and less is"
     raise TierError(
         f"{tier} memory: {_at_least(wanted_bytes)} wanted, {owner} has "
         f"{_at_most(memory.total_bytes)} of which {_at_most(memory.available_bytes)} are "

@@ -1,10 +1,15 @@
-"""Bytes in flight between the device and the host: copies, threads, time.
+"""Bytes in flight: between the device and the host, and between the host and a store.
 
-`transfer`   what is on its way: PLANNED → RESERVED → FLYING → LANDED | FAILED
-`traffic`    all transfers that are not over; several become one submission
-`copier`     from moves to strided copies, in groups of layers
-`lane`       one direction of the link: a supervised thread, jobs and tickets
-`timeline`   the order of work on the device: streams and events, or nothing
-`strided`    the one copy primitive
-`backends`   which backend works where; `reference`, `kernel`, `direct`, `auto` are the four
+`transfers`         PLANNED → RESERVED → FLYING → LANDED | FAILED, and all that are not over
+`copier`            from moves to strided copies, in groups of layers
+`lane`              one direction of the link: a supervised thread, jobs and tickets
+`timeline`          the order of work on the device: streams and events, or nothing
+`strided`           the one copy primitive
+`backends`          which backend and host layout work where
+`reference`, `kernel`, `direct`, `auto`   the four backends
+`store_link`        a store's thread pools: look-ups, reads and writes beside the engine
+`storage_requests`  what was asked of a store, and how far it has come
+`host_pages`        host pages as the objects that a store keeps
+`breaker`           when to stop asking a store that fails, and when to try again
+`read_speed`        how fast a store is read
 """

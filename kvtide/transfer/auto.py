@@ -43,12 +43,14 @@ class LinkMeasurement:
 
 
 class Auto:
-    """`least[way]`: the shortest run that goes to the copy engine."""
+    """`min_direct_bytes[way]`: the shortest run that goes to the copy engine."""
 
     name = "auto"
 
-    def __init__(self, kernel: Backend, direct: Backend, least: Mapping[Way, int]) -> None:
-        self.least = dict(least)
+    def __init__(
+        self, kernel: Backend, direct: Backend, min_direct_bytes: Mapping[Way, int]
+    ) -> None:
+        self.min_direct_bytes = dict(min_direct_bytes)
         self._kernel = kernel
         self._direct = direct
         self._split: dict[PieceTable, tuple[PieceTable, PieceTable]] = {}
@@ -67,7 +69,7 @@ class Auto:
     def _parts(self, table: PieceTable) -> tuple[PieceTable, PieceTable]:
         parts = self._split.get(table)
         if parts is None:
-            long = table.bytes >= self.least[table.way]
+            long = table.bytes >= self.min_direct_bytes[table.way]
             parts = self._split[table] = (table.pick(~long), table.pick(long))
         return parts
 
@@ -83,13 +85,13 @@ def measured_auto(device: Buffers, host: Buffers) -> Auto:
 
 def shortest_direct(results: list[LinkMeasurement], way: Way) -> int:
     """The length from which on the copy engine wins every measurement of this direction."""
-    least = 2 * LENGTHS_BYTES[-1]
+    shortest = 2 * LENGTHS_BYTES[-1]
     for result in sorted(results, key=lambda one: -one.run_bytes):
         if result.way is way:
             if not result.direct_wins:
                 break
-            least = result.run_bytes
-    return least
+            shortest = result.run_bytes
+    return shortest
 
 
 def measure(

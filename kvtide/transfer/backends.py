@@ -1,13 +1,14 @@
-"""Which backend works where: one table, checked at the start, from which the tests are made.
+"""Which backend and host layout work where: one table, from which the tests are made.
 
 | backend     | copies by                                                        |
 |-------------|------------------------------------------------------------------|
 | `reference` | plain memory copies on a CPU                                     |
-| `kernel`    | a device program that reads and writes pinned host memory        |
+| `kernel`    | a device kernel that reads and writes pinned host memory         |
 | `direct`    | the copy engine, in batches                                      |
 | `auto`      | `direct` for long runs and `kernel` for short ones, as measured  |
 
-A cell that is not in the table is refused with the choices that are.
+`CacheConfig` checks the cell once, before any memory is taken. A cell that is not in the table is
+refused with the choices that are.
 """
 
 from __future__ import annotations
@@ -59,14 +60,17 @@ def check(device: torch.device, backend: str, layout: Layout) -> None:
 
 
 def open_backend(name: str, device: Buffers, host: Buffers) -> Backend:
-    """The backend of that name. `auto` measures in the tiers' memory, which must be empty yet."""
-    check(device.data.device, name, host.arrangement.layout)
+    """The backend of that name, which the configuration has checked.
+
+    `auto` measures in the tiers' memory, which must be empty yet.
+    """
     if name == "reference":
         return Reference()
     if name == "direct":
         return Direct()
     if name == "auto":
         return measured_auto(device, host)
+    assert name == "kernel", f"no backend named {name}"
     from kvtide.transfer.kernel import Kernel  # Triton is needed where it is used.
 
     return Kernel(device.data.device)

@@ -160,14 +160,14 @@ class Copier:
         )
 
 
-def layer_groups(memory: ModelMemory, most: int = MAX_GROUPS) -> tuple[range, ...]:
+def layer_groups(memory: ModelMemory, max_groups: int = MAX_GROUPS) -> tuple[range, ...]:
     """The model's layers in order, cut into groups that bring about the same number of bytes."""
     page = memory.page_tokens
     histories = [pool for pool in memory.pools if pool.reuse.reach is ALL and pool.layers]
     counted = histories or memory.pools
     layers = range(memory.end_layer) if memory.part is None else memory.part.layers
     sizes = [sum(p.row_bytes(page) for p in counted if layer in p.layers) for layer in layers]
-    count = min(most, len(layers), max(MIN_GROUPS, sum(sizes) // GROUP_PAGE_BYTES))
+    count = min(max_groups, len(layers), max(MIN_GROUPS, sum(sizes) // GROUP_PAGE_BYTES))
     ends = np.searchsorted(np.cumsum(sizes), np.arange(1, count) * sum(sizes) / count) + 1
     cuts = sorted({0, *(int(end) for end in ends), len(layers)})
     first = layers.start

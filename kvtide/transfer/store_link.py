@@ -28,6 +28,7 @@ from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
 from kvtide.transfer.breaker import Breaker
 from kvtide.transfer.host_pages import BounceBuffers, HostPages
+from kvtide.transfer.read_speed import ReadSpeed
 from kvtide.transfer.storage_requests import Lookup, PageBatch, Paging, Reading, StoredPage, Writing
 
 T = TypeVar("T")
@@ -36,8 +37,6 @@ BATCH_BYTES = 32 << 20
 READERS = 2
 STUCK_S = 30.0
 """A call that takes longer counts as one that never returns."""
-MEMORY = 0.7
-"""What a measurement of the store's speed keeps of the figure before it."""
 
 log = logging.getLogger("kvtide")
 
@@ -73,26 +72,26 @@ class StoreLink:
         self.store = store
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self.read_bytes_s: float | None = None
+        self.read_speed = ReadSpeed(clock)
         self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
         self._formats = formats
-        self._places = HostPages(host, formats)
+        self._host_pages = HostPages(host, formats)
         self._batch_bytes = batch_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        store.lend(self._places.block)
-        self._looker = _Crew("look", 1, clock)
-        self._readers = _Crew("read", READERS, clock)
-        self._writer = _Crew("write", 1, clock)
+        store.lend(self._host_pages.block)
+        self._looker = _ThreadPool("look", 1, clock)
+        self._readers = _ThreadPool("read", READERS, clock)
+        self._writer = _ThreadPool("write", 1, clock)
 
     # -- what can be asked ------------------------------------------------------------------
 
     @property
     def available(self) -> bool:
         """Whether asking has a point now."""
-        crews = (self._looker, self._readers, self._writer)
+        pools = (self._looker, self._readers, self._writer)
         failing = any(self.breakers[call].open for call in ("exists", "read"))
-        return not failing and not any(crew.stuck for crew in crews)
+        return not failing and not any(pool.stuck for pool in pools)
 
     def look(self, keys: Callable[[], Sequence[bytes]], timeout_s: float) -> Lookup:
         """Ask which objects are there. The keys are worked out beside the engine, too."""
@@ -139,10 +138,10 @@ class StoreLink:
     def close(self, timeout_s: float) -> bool:
         """End the workers, then the store; False if a call did not return in time."""
         deadline = time.monotonic() + timeout_s
-        crews = (self._looker, self._readers, self._writer)
-        for crew in crews:
-            crew.end()
-        alive = [crew for crew in crews if not crew.join(deadline)]
+        pools = (self._looker, self._readers, self._writer)
+        for pool in pools:
+            pool.end()
+        alive = [pool for pool in pools if not pool.join(deadline)]
         if alive:
             return False
         try:
@@ -187,17 +186,20 @@ class StoreLink:
         formats = reading.formats[batch.start : batch.end]
         keys = [object_key(page.key, page.anchor) for page in pages]
         targets, staged = self._memory(pages, formats, staging)
-        began = self._clock()
-        lengths: list[int] = self._answers("read", keys, targets)
-        whole = []
-        for number, (page, one) in enumerate(zip(pages, formats, strict=True)):
-            absent = self._checked(one, targets[number], keys[number], lengths[number])
-            if absent is not None:
-                reading.absent[batch.start + number] = absent
-                if staged[number]:
-                    self._places.scatter(page.anchor, page.slot, targets[number])
-            whole.append(absent is not None)
-        self._timed(sum(length for length in lengths if length > 0), self._clock() - began)
+        began, size = self.read_speed.begin(), 0
+        try:
+            lengths: list[int] = self._answers("read", keys, targets)
+            whole = []
+            for number, (page, one) in enumerate(zip(pages, formats, strict=True)):
+                absent = self._checked(one, targets[number], keys[number], lengths[number])
+                if absent is not None:
+                    reading.absent[batch.start + number] = absent
+                    if staged[number]:
+                        self._host_pages.scatter(page.anchor, page.slot, targets[number])
+                whole.append(absent is not None)
+            size = sum(length for length in lengths if length > 0)
+        finally:
+            self.read_speed.end(began, size)
         self._count(read=sum(whole))
         return whole
 
@@ -237,7 +239,7 @@ class StoreLink:
             pages, keys, formats, sources, staged, strict=True
         ):
             if copied:
-                self._places.gather(page.anchor, page.slot, source)
+                self._host_pages.gather(page.anchor, page.slot, source)
             one.seal(source, key, page.absent)
         stored: list[bool] = self._answers("write", keys, sources)
         self._count(written=sum(stored), refused=len(stored) - sum(stored))
@@ -251,7 +253,7 @@ class StoreLink:
         self, pages: Sequence[StoredPage], formats: Sequence[ObjectFormat], staging: BounceBuffers
     ) -> tuple[list[memoryview], list[bool]]:
         """Where each object lies: in its host page, or else in the staging buffer."""
-        found = [self._places.in_place(page.anchor, page.slot) for page in pages]
+        found = [self._host_pages.in_place(page.anchor, page.slot) for page in pages]
         staged = [place is None for place in found]
         sizes = [one.bytes for one, copied in zip(formats, staged, strict=True) if copied]
         parts = iter(staging.parts(sizes))
@@ -294,15 +296,6 @@ class StoreLink:
         with self._lock:
             self.counts.update(counts)
 
-    def _timed(self, size: int, seconds: float) -> None:
-        """Readers work side by side, so that each alone sees a part of the store's speed."""
-        if not size or seconds <= 0:
-            return
-        speed = READERS * size / seconds
-        with self._lock:
-            before = self.read_bytes_s
-            self.read_bytes_s = speed if before is None else MEMORY * before + (1 - MEMORY) * speed
-
     def _of(self, pages: Sequence[StoredPage]) -> list[ObjectFormat]:
         return [self._formats[page.anchor] for page in pages]
 
@@ -310,7 +303,7 @@ class StoreLink:
 Turn = Callable[[BounceBuffers], bool]
 
 
-class _Crew:
+class _ThreadPool:
     """Threads that take turns from one queue; a turn that returns True is put back at its end."""
 
     def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:

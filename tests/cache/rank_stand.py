@@ -25,7 +25,7 @@ from kvtide.cache import (
     Tokens,
     TransferError,
 )
-from kvtide.cache.storage_tier import StoredPresence
+from kvtide.cache.storage_tier import AttachmentState
 from kvtide.index import Placement, Prompt
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 from kvtide.testing.faults import FaultyBackend
@@ -146,7 +146,7 @@ class Stand:
     def idle_lanes(self) -> None:
         """Wait until this rank's copies are over. Changes nothing in the tree."""
         deadline = time.monotonic() + 10.0
-        while any(flight.ticket and not flight.ticket.done() for flight in self.cache._flights):
+        while any(one.ticket and not one.ticket.done() for one in self.cache._in_flight):
             assert time.monotonic() < deadline, "copies do not end"
             time.sleep(0.001)
 
@@ -229,7 +229,7 @@ class Stand:
         """Keys are each rank's own; and when a store is closed, each finds in its own time."""
         tree = self.cache.index.tree
         stores = [
-            one for one in self.cache.storage.stores if one.state is not StoredPresence.CLOSING
+            one for one in self.cache.storage.stores if one.state is not AttachmentState.CLOSING
         ]
         return {
             "imports": [one.taken for one in tree.imports.values()],

@@ -255,7 +255,7 @@ def what_does_not_pay_for_one_rank_is_declined_by_all(world: World) -> None:
     _stored(world, url)
     storing = Storing(world, url)
     if world.odd_one:
-        storing.cache.storage.stores[-1].link.read_bytes_s = 1.0
+        storing.cache.storage.stores[-1].link.read_speed.bytes_s = 1.0
     fetch = storing.fetch(token_s=1e-6)
     storing.settle()
     assert fetch.outcome == "declined"

@@ -11,7 +11,7 @@ from kvtide.cache import CacheConfig, EveryPages, Lease, Namespace, Ratio, Tier,
 from kvtide.tiers import Layout
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.memories import (
     DRAFTED,
@@ -113,8 +113,8 @@ def test_only_the_first_of_several_loads_is_handed_over(build, monkeypatch):
     waited: list[Ticket] = []
     monkeypatch.setattr(Ticket, "handed_over", lambda ticket, timeout_s: waited.append(ticket))
     first, _ = (rig.started(text(number, 3)) for number in (1, 2))
-    (flight,) = first.transfers
-    assert waited == [flight.ticket]
+    (transfer,) = first.transfers
+    assert waited == [transfer.ticket]
     rig.settle()
     rig.started(text(3, 3))
     assert len(waited) == 2
@@ -502,14 +502,14 @@ def test_draining_says_whether_all_is_over(build):
 
 def damages(other: Lease) -> dict[str, dict[str, object]]:
     """Damage to a lease or to its transfer, by the sentence that names it."""
-    arrival = other.transfers[0].holding
+    arrival = other.transfers[0].holds
     return {
-        "two transfers bring the same arrival": {"transfer": {"holding": arrival}},
-        "an arrival is expected that no transfer brings": {"transfer": {"holding": None}},
+        "two transfers bring the same arrival": {"transfer": {"holds": arrival}},
+        "an arrival is expected that no transfer brings": {"transfer": {"holds": None}},
         "a transfer brings an arrival that nobody expects": {
-            "transfer": {"holding": replace(arrival)}
+            "transfer": {"holds": replace(arrival)}
         },
-        "is flying and still open": {"transfer": {"holding": None}},
+        "is in flight and still open": {"transfer": {"holds": None}},
         "is landed and still open": {"transfer": {"state": TransferState.LANDED}},
         "its prefix is not on the device": {"lease": {"transfers": []}},
         "a commit that nothing will make happen": {

@@ -8,9 +8,9 @@ import pytest
 
 from kvtide.cache import cache_invariants as checks
 from kvtide.cache.fetching import Stage
-from kvtide.cache.storage_tier import StoredPresence
+from kvtide.cache.storage_tier import AttachmentState
 from kvtide.testing.faulty_store import Fault
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.stores import begun, faulty, opened, settle, stored, until
 
@@ -41,8 +41,8 @@ def busy(url, rigs) -> Iterator[Rig]:
     store.heal()
 
 
-def _flight(rig: Rig):
-    return next(iter(rig.cache._flights))
+def _transfer(rig: Rig):
+    return next(iter(rig.cache._in_flight))
 
 
 def _ready(rig: Rig):
@@ -58,11 +58,11 @@ def _reading(rig: Rig):
 
 
 def _two_bring_it(rig: Rig) -> None:
-    rig.cache._flights._traffic._open[99] = _flight(rig)
+    rig.cache._in_flight._transfers._open[99] = _transfer(rig)
 
 
 def _nobody_brings_it(rig: Rig) -> None:
-    rig.cache._flights._traffic._open.clear()
+    rig.cache._in_flight._transfers._open.clear()
 
 
 def _nobody_expects_it(rig: Rig) -> None:
@@ -70,7 +70,7 @@ def _nobody_expects_it(rig: Rig) -> None:
 
 
 def _landed_and_open(rig: Rig) -> None:
-    _flight(rig).state = TransferState.LANDED
+    _transfer(rig).state = TransferState.LANDED
 
 
 def _unknown_lease(rig: Rig) -> None:
@@ -145,7 +145,7 @@ def _not_expected(rig: Rig) -> None:
 
 
 def _departs_to_nobody(rig: Rig) -> None:
-    rig.cache._flights.departs = False
+    rig.cache._in_flight.departs = False
 
 
 def _two_attached(rig: Rig) -> None:
@@ -153,7 +153,7 @@ def _two_attached(rig: Rig) -> None:
 
 
 def _closed_too_early(rig: Rig) -> None:
-    _one(rig).state = StoredPresence.CLOSING
+    _one(rig).state = AttachmentState.CLOSING
 
 
 CASES: list[Case] = [
@@ -192,7 +192,7 @@ def test_a_check_reports_what_it_is_for(busy: Rig, check, corrupt, sentence: str
     cache = busy.cache
     corrupt(busy)
     found = list(
-        check(checks.CacheParts(cache.index, cache._flights, cache._leases, cache.storage))
+        check(checks.CacheParts(cache.index, cache._in_flight, cache._leases, cache.storage))
     )
     assert any(sentence in problem for problem in found), found
     assert set(found) <= set(cache.validate()), "validate collects the sentences of every check"

@@ -32,7 +32,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Strided, Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import HandLane, PageName, Rig, page_names, text
 from tests.cache.memories import ALL_MEMORIES, PAGE, every_memory
 

@@ -1,6 +1,6 @@
 """What goes wrong on the way: nothing is lost, nobody is lied to, the next request works.
 
-    PLANNED ──room──▶ RESERVED ──submitted──▶ FLYING ──done──▶ LANDED | FAILED
+    PLANNED ──room──▶ RESERVED ──submitted──▶ IN_FLIGHT ──done──▶ LANDED | FAILED
 
 One section per transition.
 """
@@ -17,7 +17,7 @@ from kvtide.transfer.lane import Lane
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import Rig, text
 from tests.cache.memories import FULL, OPTIONAL, PAGE, V4, WINDOW, every_memory
 
@@ -93,7 +93,7 @@ def test_waiting_for_a_load_that_was_never_started_is_a_programmers_error(build)
         rig.cache.wait(lease, 0)
 
 
-# -- FLYING → FAILED ------------------------------------------------------------------------
+# -- IN_FLIGHT → FAILED ------------------------------------------------------------------------
 
 BREAKS = {
     "before it copied anything": lambda lane: lane.run_raising(),
@@ -234,7 +234,7 @@ def test_failures_are_counted_by_direction(build):
     assert stats.moved_pages == {"load": 0, "backup": 2} and stats.moved_bytes["load"] == 0
 
 
-# -- FLYING → LANDED ------------------------------------------------------------------------
+# -- IN_FLIGHT → LANDED ------------------------------------------------------------------------
 
 
 def test_nothing_of_a_load_can_be_found_on_the_device_before_all_of_it_landed(build):

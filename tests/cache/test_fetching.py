@@ -120,7 +120,7 @@ def test_of_pages_that_leave_the_device_together_only_those_in_quarantine_are_no
     for numbers in ((2,), (3,), (4, 1)):
         for number in numbers:
             rig.remember(text(number, 8))
-        assert rig.cache._flights.demote("kv", 8 * len(numbers)) == 8 * len(numbers)
+        assert rig.cache._in_flight.demote("kv", 8 * len(numbers)) == 8 * len(numbers)
         rig.settle()
     rig.quarantine(rig.cache.prompt(text(1, 8)))
     store.gate.set()

@@ -87,7 +87,7 @@ def test_a_session_that_was_kept_while_its_prefix_arrives_survives_the_landing(b
 
 
 def test_sessions_beyond_their_share_let_go_of_the_one_kept_longest_ago(build):
-    rig = build(device=20, host=0, session_share=0.4)
+    rig = build(device=20, host=0, session_fraction=0.4)
     for number in (1, 2):
         rig.remember(text(number, 4))
         assert keep(rig, str(number), text(number, 4))
@@ -100,7 +100,7 @@ def test_sessions_beyond_their_share_let_go_of_the_one_kept_longest_ago(build):
 
 
 def test_a_session_that_is_larger_than_all_may_be_is_refused_and_costs_nobody(build):
-    rig = build(device=20, host=0, session_share=0.4)
+    rig = build(device=20, host=0, session_fraction=0.4)
     rig.remember(text(1, 4))
     rig.remember(text(2, 9))
     assert keep(rig, "small", text(1, 4))
@@ -113,7 +113,7 @@ def test_a_session_that_is_larger_than_all_may_be_is_refused_and_costs_nobody(bu
 
 def test_a_window_counts_for_no_more_than_it_reaches_back(build):
     """Two sessions of 4 pages of history, and of 2 pages of window each."""
-    rig = build(WINDOW, device={"kv": 16, "swa": 8}, host=0, session_share=0.5)
+    rig = build(WINDOW, device={"kv": 16, "swa": 8}, host=0, session_fraction=0.5)
     for number in (1, 2):
         rig.remember(text(number, 4))
         assert keep(rig, str(number), text(number, 4))
@@ -121,14 +121,14 @@ def test_a_window_counts_for_no_more_than_it_reaches_back(build):
 
 
 def test_with_no_share_at_all_nothing_is_kept(build):
-    rig = build(session_share=0.0)
+    rig = build(session_fraction=0.0)
     rig.remember(text(1, 4))
     assert not keep(rig, "a", text(1, 4))
     assert rig.cache.stats().sessions == 0
 
 
 def test_sessions_never_keep_a_request_out_for_good(build):
-    rig = build(device=16, host=0, session_share=0.5)
+    rig = build(device=16, host=0, session_fraction=0.5)
     for number in range(1, 5):
         rig.remember(text(number, 4))
         keep(rig, str(number), text(number, 4))

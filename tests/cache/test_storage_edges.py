@@ -103,11 +103,11 @@ def test_a_fetch_that_takes_longer_than_computing_is_declined(url, rigs, token_s
     stored(opened(rigs, url), text(1, 8))
     again = opened(rigs, url)
     link = again.cache.storage.stores[-1].link
-    link.read_bytes_s = 1000.0
+    link.read_speed.bytes_s = 1000.0
     fetch = again.cache.storage.fetch(again.cache.prompt(text(1, 8)), token_s)
     settle(again)
     assert fetch.outcome == ("declined" if token_s == 1e-12 else "fetched")
-    assert link.read_bytes_s > 1000.0, "what is declined is tried again some day"
+    assert link.read_speed.bytes_s > 1000.0, "what is declined is tried again some day"
 
 
 # -- stopped, aborted, late -----------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_nothing_is_left_of_fetches_and_stores_that_are_over(url, rigs):
     tree, one = rig.cache.index.tree, rig.cache.storage.stores[-1]
     assert not tree.imports and not tree.departures and not tree.leases
     assert not list(one.fetches.open) and not list(one.fetches.leaving)
-    assert not one.fetches.coming and len(one.storing) == 0 and not rig.cache._flights.departures
+    assert not one.fetches.coming and len(one.storing) == 0 and not rig.cache._in_flight.departures
     assert sum(one.fetches.ended.values()) == 24
 
 
@@ -596,11 +596,11 @@ def test_pages_in_quarantine_are_not_written_with_others_of_their_line(url, rigs
     faulty(rig).always["write"] = Fault.BLOCK
     for number in (7, 8):
         rig.remember(text(number, 1))
-        rig.cache._flights.demote("kv", 1)
+        rig.cache._in_flight.demote("kv", 1)
         rig.settle()
     for number in (1, 2):
         rig.remember(text(number, 2))
-    rig.cache._flights.demote("kv", 4)
+    rig.cache._in_flight.demote("kv", 4)
     rig.settle()
     mixed = list(rig.cache.storage.stores[-1].storing.line)
     assert len(mixed) == 1 and len(mixed[0].pages) == 4

@@ -36,7 +36,7 @@ from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
-from kvtide.transfer.transfer import TransferState
+from kvtide.transfer.transfers import TransferState
 from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
 from tests.models.tiny import VOCABULARY, ours
 
@@ -332,7 +332,7 @@ class WatchedCache(TieredCache):
         """A layer's bytes come when it cannot go on without them, and none of the next layer's."""
         hand, leg = self.hands[Way.LOAD], self.hardware.copier.leg_of(layer)
         flying = [
-            transfer for transfer in lease.transfers if transfer.state is TransferState.FLYING
+            transfer for transfer in lease.transfers if transfer.state is TransferState.IN_FLIGHT
         ]
         for transfer in flying:
             while not hand.arrived(transfer.ticket, leg):

@@ -62,7 +62,7 @@ class Run:
             host_size=rng.choice((None, Ratio(1), Ratio(2), Ratio(8))),
             tokens_per_checkpoint=rng.choice((16, 64, 256, 1024)),
             write_policy=rng.choice(("write_through", "write_through_selective", "write_back")),
-            session_share=rng.choice((0.25, 0.5, 1.0)),
+            session_fraction=rng.choice((0.25, 0.5, 1.0)),
         )
         memory = model_of(family).memory
         placement = rng.choice((None, None, EveryPages(1), EveryPages(3)))

@@ -372,7 +372,7 @@ def test_the_live_rows_of_a_launched_step_are_the_next_step(desk, monkeypatch):
     at.step(Ahead.DECODE)
     assert at.may_launch
     dropped: list[str] = []
-    traffic = at.cache._flights
+    traffic = at.cache._in_flight
     monkeypatch.setattr(traffic, "drop_fence", lambda way=None: dropped.append("fence"))
     at.launch()
     late = at.queue(1, answer=20)

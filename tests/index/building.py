@@ -52,7 +52,10 @@ def compute(
 ) -> IndexLease:
     """A lease whose prompt is computed and committed as far as it goes."""
     lease = lease_for(index, tokens, namespace, Tier.DEVICE, priority)
-    assert index.reserve(lease, len(tokens), checkpoints)
+    if checkpoints is None:
+        assert index.reserve(lease, len(tokens))
+    else:
+        assert index.reserve_with(lease, len(tokens), checkpoints)
     index.commit(lease, len(tokens))
     return lease
 

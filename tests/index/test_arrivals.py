@@ -195,7 +195,7 @@ def test_making_room_for_a_copy_does_not_cost_its_own_path() -> None:
 def test_a_load_brings_no_more_of_a_window_than_a_resume_needs() -> None:
     index = build(WINDOW)
     lease = lease_for(index, [*TEXT, 0])
-    index.reserve(lease, 16, checkpoints=range(1, 5))
+    index.reserve_with(lease, 16, range(1, 5))
     for tokens in (4, 8, 12, 16):
         index.commit(lease, tokens)
     index.land(index.copy(lease, DEVICE, HOST))

@@ -208,7 +208,7 @@ def test_a_host_window_left_behind_by_a_growing_leaf_goes_first() -> None:
     keep(index, C * 2)
     back_up(index, C * 2)
     lease = lease_for(index, A * 2 + B * 6)
-    index.reserve(lease, 8 * PAGE, checkpoints=[2])
+    index.reserve_with(lease, 8 * PAGE, [2])
     index.commit(lease, 2 * PAGE)
     arrival = index.copy(lease, Tier.DEVICE, Tier.HOST)
     assert arrival is not None
@@ -226,7 +226,7 @@ def test_joining_leaves_pinned_nodes_as_they_are() -> None:
     index = build(WINDOW_ONLY)
     text = [page for page in range(8) for _ in range(PAGE)]
     lease = lease_for(index, text)
-    index.reserve(lease, len(text), checkpoints=range(1, 9))
+    index.reserve_with(lease, len(text), range(1, 9))
     index.commit(lease, len(text))
     index.release(lease_for(index, text[: 4 * PAGE + 1]))
     assert index.tree.nodes == 2

@@ -102,7 +102,7 @@ def test_a_landing_that_departs_stays_until_it_has_departed() -> None:
     index = build(WINDOW)
     keep(index, TEXT)
     lease = lease_for(index, [*TEXT, 0])
-    departure = index.land(index.copy(lease, Tier.DEVICE, Tier.HOST), departs=True)
+    departure = index.land_departing(index.copy(lease, Tier.DEVICE, Tier.HOST))
     index.release(lease)
     assert {page.anchor for page in departure.pages} == {"kv", "swa"}
     assert index.clear(Tier.HOST) == 0 and index.validate() == []
@@ -117,21 +117,21 @@ def test_nothing_departs_twice() -> None:
     index = build(FULL)
     keep(index, TEXT)
     lease = lease_for(index, [*TEXT, 0])
-    first = index.land(index.copy(lease, Tier.DEVICE, Tier.HOST), departs=True)
-    again = index.land(index.copy(lease, Tier.DEVICE, Tier.HOST), departs=True)
+    first = index.land_departing(index.copy(lease, Tier.DEVICE, Tier.HOST))
+    again = index.land_departing(index.copy(lease, Tier.DEVICE, Tier.HOST))
     assert len(first.pages) == 8 and again is None
     index.departed(first)
     with pytest.raises((AssertionError, KeyError)):
         index.departed(first)
 
 
-def test_what_is_banished_while_it_departs_goes_when_it_has_departed() -> None:
+def test_what_is_quarantined_while_it_departs_goes_when_it_has_departed() -> None:
     index = build(FULL)
     keep(index, TEXT)
     lease = lease_for(index, [*TEXT, 0])
-    departure = index.land(index.copy(lease, Tier.DEVICE, Tier.HOST), departs=True)
+    departure = index.land_departing(index.copy(lease, Tier.DEVICE, Tier.HOST))
     index.release(lease)
-    index.banish(index.prompt(TEXT))
+    index.quarantine(index.prompt(TEXT))
     assert index.validate() == [] and index.resident_pages(Tier.HOST, "kv") == 8
     index.departed(departure)
     assert index.resident_pages(Tier.HOST, "kv") == 0 and not index.tree.roots

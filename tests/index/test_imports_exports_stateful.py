@@ -173,7 +173,7 @@ class OutsideMachine(IndexMachine):
             readable = self.naive.readable[Tier.HOST, anchor]
             new += [(anchor, key) for key in keys if key not in readable]
             self.naive.expect(Tier.HOST, anchor, keys)
-        departure = self.index.land(flying.arrival, departs=True)
+        departure = self.index.land_departing(flying.arrival)
         self.flying.remove(flying)
         leaving = departure.pages if departure is not None else []
         assert sorted((page.anchor, page.key) for page in leaving) == sorted(new)
@@ -272,7 +272,7 @@ class Drive:
             self.land: 8 * bool(machine.flying), self.depart: 10 * bool(machine.flying),
             self.fail: bool(machine.flying), self.departed: 5 * bool(machine.leaving),
             self.load: 3, self.release: 6 * bool(machine.held), self.evict: 5,
-            self.banish: 8 if machine.leaving else 1,
+            self.quarantine: 8 if machine.leaving else 1,
         }  # fmt: skip
         (verb,) = chance.choices(list(verbs), list(verbs.values()))
         verb()
@@ -354,8 +354,8 @@ class Drive:
         tier = self.chance.choice((Tier.DEVICE, Tier.HOST, Tier.HOST))
         self.machine.evict(tier, self.chance.randrange(3), self.chance.choice((1, 3, 30)))
 
-    def banish(self) -> None:
-        self.machine.banish(self.tokens(), NAMESPACES[0])
+    def quarantine(self) -> None:
+        self.machine.quarantine(self.tokens(), NAMESPACES[0])
 
     def _note(self) -> None:
         machine = self.machine

@@ -109,7 +109,7 @@ def test_promised_growth_cannot_fail() -> None:
 def test_growth_promises_a_window_what_two_reaches_need() -> None:
     index = build(WINDOW)
     lease = lease_for(index, TEXT)
-    index.reserve(lease, 2 * PAGE, growth=9, running=True)
+    index.advance(lease, 2 * PAGE, growth=9)
     assert _free(index)[:2] == [40 - 2 - 9, 40 - 2 - 4]
     index.reserve(lease, 3 * PAGE)
     assert _free(index)[:2] == [40 - 2 - 9, 40 - 2 - 4], "taken from the promise"
@@ -124,7 +124,7 @@ def test_a_lease_that_grows_keeps_its_windows_and_lets_go_of_the_rest(name: str)
     lease = lease_for(index, TEXT)
     for page in range(1, 8):
         tokens = page * PAGE + memory.holdback
-        assert index.reserve(lease, tokens, checkpoints=range(9))
+        assert index.reserve_with(lease, tokens, range(9))
         index.commit(lease, tokens)
         index.clear(Tier.DEVICE)
         assert index.match(index.prompt(TEXT[: tokens + 1])).boundary == page
@@ -266,11 +266,11 @@ def test_shrinking_gives_slots_back_and_keeps_them_promised(name: str, kept: int
     index = build(ALL_MEMORIES[name])
     free = [cell.slots.available for cell in index.tree.cells]
     lease = index.pin(index.match(index.prompt(list(range(16)))))
-    assert index.reserve(lease, 16, growth=2, running=True)
+    assert index.advance(lease, 16, growth=2)
     left = [cell.slots.available for cell in index.tree.cells]
     index.shrink(lease, kept)
     assert lease.reserved == -(-kept // 4) and index.validate() == []
     assert [cell.slots.available for cell in index.tree.cells] == left, "others cannot take them"
-    assert index.reserve(lease, 16, running=True) and index.validate() == []
+    assert index.advance(lease, 16) and index.validate() == []
     index.release(lease)
     assert [cell.slots.available for cell in index.tree.cells] == free

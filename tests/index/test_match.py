@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvtide.index import Index, Namespace
-from kvtide.index.match.match import shared_pages
-from kvtide.spec import Tier, with_draft
+from kvtide.index import Index, Namespace, WantedPages
+from kvtide.index.match.match import deepest_boundary, read_order, shared_pages
+from kvtide.spec import ModelMemory, Tier, with_draft
 from kvtide.testing.naive import NaiveIndex
 from tests.index.building import back_up, build, found, keep, lease_for
 from tests.index.memories import ALL_MEMORIES, FULL, PAGE, RECURRENT, THREE, WINDOW
 
 PAGES = 8
+STORED_PAGES = 16
 TEXT = list(range(1, PAGES * PAGE + 2))
 
 
@@ -221,9 +224,9 @@ def test_common_pages_are_those_that_are_known_once_the_other_is_kept(name: str,
     ours, theirs = data.draw(tokens), data.draw(tokens)
     index = build(ALL_MEMORIES[name])
     prompt, other = index.prompt(ours), index.prompt(theirs)
-    common = index.common(prompt, other)
+    common = index.shared_pages(prompt, other)
     for beyond in range(7):
-        assert index.common(prompt, other, beyond) == (common if common > beyond else 0)
+        assert index.shared_pages(prompt, other, beyond) == (common if common > beyond else 0)
     keep(index, theirs)
     assert index.match(prompt).matched == common
 
@@ -231,7 +234,65 @@ def test_common_pages_are_those_that_are_known_once_the_other_is_kept(name: str,
 def test_prompts_of_two_namespaces_have_nothing_in_common_nor_have_scratch_prompts() -> None:
     index, tokens = build(FULL), [1] * (3 * PAGE)
     salted, plain = index.prompt(tokens, Namespace(cache_salt="a")), index.prompt(tokens)
-    assert index.common(plain, plain) == 2
-    assert index.common(salted, plain) == index.common(plain, salted) == 0
-    assert index.common(index.scratch(tokens), index.scratch(tokens)) == 0
-    assert index.common(plain, index.scratch(tokens)) == 0
+    assert index.shared_pages(plain, plain) == 2
+    assert index.shared_pages(salted, plain) == index.shared_pages(plain, salted) == 0
+    assert index.shared_pages(index.scratch(tokens), index.scratch(tokens)) == 0
+    assert index.shared_pages(plain, index.scratch(tokens)) == 0
+
+
+# -- the rule over bitmaps -------------------------------------------------------------------
+
+
+def _bits(memory: ModelMemory, chance: random.Random) -> dict[str, np.ndarray]:
+    """Mostly there, or hardly, as differs from pool to pool."""
+    shares = {anchor.name: chance.choice((0.5, 0.8, 0.95, 1.0)) for anchor in memory.anchors}
+    return {
+        name: np.array([chance.random() < share for _ in range(STORED_PAGES)])
+        for name, share in shares.items()
+    }
+
+
+@pytest.mark.parametrize("name", ALL_MEMORIES)
+@pytest.mark.parametrize("seed", range(25))
+def test_bitmaps_and_the_tree_allow_the_same_boundary(name: str, seed: int) -> None:
+    memory, chance = ALL_MEMORIES[name], random.Random(f"{name} {seed}")
+    there = _bits(memory, chance)
+    index = build(memory, host=64)
+    tokens = list(range(STORED_PAGES * PAGE + 1 + memory.holdback))
+    wanted = [
+        WantedPages(anchor, int(n)) for anchor, bits in there.items() for n in np.flatnonzero(bits)
+    ]
+    arriving = index.take(lease_for(index, tokens, slowest=Tier.HOST), wanted)
+    assert arriving is not None
+    index.adopt(arriving, len(wanted), [()] * len(wanted))
+    index.forgo(arriving)
+    prompt = index.prompt(tokens)
+    outline = index.outline(prompt)
+    known = index.match(prompt, Tier.HOST).matched
+    for anchor, bits in there.items():
+        assert outline.held[anchor][:known].tolist() == bits[:known].tolist()
+    assert (
+        deepest_boundary(memory, outline.limit, outline.held)
+        == index.match(prompt, Tier.HOST).boundary
+    )
+
+
+@pytest.mark.parametrize("name", ALL_MEMORIES)
+@pytest.mark.parametrize("seed", range(25))
+def test_an_order_has_what_its_boundary_needs_once_and_milestones_come_whole(
+    name: str, seed: int
+) -> None:
+    memory, chance = ALL_MEMORIES[name], random.Random(f"{name} {seed}")
+    there, held = _bits(memory, chance), _bits(memory, chance)
+    there = {anchor: bits | held[anchor] for anchor, bits in there.items()}
+    boundary = deepest_boundary(memory, STORED_PAGES, there)
+    runs = read_order(memory, boundary, held, there)
+    read = [(anchor, page) for anchor, pages in runs for page in pages.tolist()]
+    assert len(read) == len(set(read))
+    assert not any(held[anchor][page] or not there[anchor][page] for anchor, page in read)
+    now, reached = {anchor: bits.copy() for anchor, bits in held.items()}, [0]
+    for anchor, page in read:
+        now[anchor][page] = True
+        reached.append(deepest_boundary(memory, STORED_PAGES, now))
+    if read:
+        assert reached[-1] >= boundary

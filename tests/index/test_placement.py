@@ -100,7 +100,7 @@ def test_hints_name_earlier_partings_too() -> None:
 def test_checkpoints_given_to_reserve_override_the_placement() -> None:
     index = build(RECURRENT)
     lease = lease_for(index, [1] * (6 * PAGE))
-    index.reserve(lease, 6 * PAGE, checkpoints=[2])
+    index.reserve_with(lease, 6 * PAGE, [2])
     index.commit(lease, 6 * PAGE)
     index.release(lease)
     assert [found(index, [1] * (n * PAGE)) for n in range(7)] == [0, 0, 2, 2, 2, 2, 2]
@@ -120,7 +120,7 @@ class Recorded(LastPage):
 def in_steps(index: Index, lease: IndexLease, tokens: int) -> None:
     """Two pages a step, as an engine computes a prompt."""
     for upto in (*range(2 * PAGE, tokens, 2 * PAGE), tokens):
-        assert index.reserve(lease, upto, running=True)
+        assert index.advance(lease, upto)
         index.commit(lease, upto)
         assert index.validate() == []
 
@@ -176,7 +176,7 @@ def test_a_prompt_computed_in_less_than_a_page_a_step_leaves_what_was_wanted(
     prompt = index.prompt(range(5 * PAGE + 1))
     lease = index.pin(index.match(prompt))
     for upto in (*range(3, 5 * PAGE, 3), 5 * PAGE + 1):
-        assert index.reserve(lease, upto, running=True)
+        assert index.advance(lease, upto)
         index.commit(lease, upto)
         assert index.validate() == []
     index.release(lease)

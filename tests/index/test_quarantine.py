@@ -14,8 +14,8 @@ TEXT = list(range(1, 6 * PAGE + 1))
 every_memory = pytest.mark.parametrize("memory", ALL_MEMORIES.values(), ids=ALL_MEMORIES)
 
 
-def banish(index: Index, tokens: list[int]) -> int:
-    pages = index.banish(index.prompt(tokens))
+def quarantine(index: Index, tokens: list[int]) -> int:
+    pages = index.quarantine(index.prompt(tokens))
     assert index.validate() == []
     return pages
 
@@ -34,7 +34,7 @@ def resident(index: Index) -> int:
     return sum(index.resident_pages(tier, p.name) for tier in Tier for p in index.memory.anchors)
 
 
-# -- banish ---------------------------------------------------------------------------------
+# -- quarantine ---------------------------------------------------------------------------------
 
 
 @every_memory
@@ -44,7 +44,7 @@ def test_what_nobody_holds_is_gone_from_every_tier_at_once(memory: ModelMemory) 
     back_up(index, TEXT)
     keep(index, [*TEXT[: 2 * PAGE], *[7] * (3 * PAGE)])
     pages = resident(index)
-    assert banish(index, TEXT[: PAGE + memory.holdback]) == pages > 0
+    assert quarantine(index, TEXT[: PAGE + memory.holdback]) == pages > 0
     assert free(index)
 
 
@@ -54,7 +54,7 @@ def test_what_differs_in_its_first_page_stays() -> None:
     other = [*TEXT[: PAGE - 1], 99, *TEXT[PAGE:]]
     keep(index, other)
     keep(index, TEXT, namespace=Namespace("a"))
-    assert banish(index, TEXT) == 6
+    assert quarantine(index, TEXT) == 6
     assert found(index, TEXT) == 0 and found(index, other) == 6
     assert index.match(index.prompt([*TEXT, 0], Namespace("a"))).boundary == 6
 
@@ -64,17 +64,17 @@ def test_with_holdback_prompts_that_differ_in_their_head_are_kept_apart() -> Non
     other = [99, *TEXT[1:]]
     keep(index, TEXT)
     keep(index, other)
-    assert banish(index, TEXT) > 0
+    assert quarantine(index, TEXT) > 0
     assert found(index, TEXT) == 0 and found(index, other) > 0
 
 
 @pytest.mark.parametrize("memory", [FULL, DRAFTED], ids=["full", "drafted"])
 @pytest.mark.parametrize("tokens", [0, 1, PAGE - 1])
-def test_a_prompt_without_a_whole_page_banishes_nothing(memory: ModelMemory, tokens: int) -> None:
+def test_a_prompt_without_a_page_quarantines_nothing(memory: ModelMemory, tokens: int) -> None:
     index = build(memory)
     keep(index, TEXT)
     tick = index.tree.tick
-    assert banish(index, TEXT[: tokens + memory.holdback]) == 0
+    assert quarantine(index, TEXT[: tokens + memory.holdback]) == 0
     assert found(index, TEXT) > 0 and index.tree.tick == tick
 
 
@@ -82,7 +82,7 @@ def test_a_hit_found_before_is_out_of_date() -> None:
     index = build(FULL)
     keep(index, TEXT)
     hit = index.match(index.prompt(TEXT))
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     assert not index.current(hit)
     with pytest.raises(AssertionError, match="match again"):
         index.pin(hit)
@@ -93,7 +93,7 @@ def test_a_lease_reads_on_and_its_release_drops_all_it_held(memory: ModelMemory)
     index = build(memory)
     lease = compute(index, TEXT)
     tables = [index.page_table(lease, pool.name).tolist() for pool in memory.anchors]
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     assert found(index, TEXT) == 0
     for pool, table in zip(memory.anchors, tables, strict=True):
         reach = pool.reuse.reach_pages(PAGE)
@@ -108,7 +108,7 @@ def test_a_lease_reads_on_and_its_release_drops_all_it_held(memory: ModelMemory)
 def test_a_lease_goes_on_committing_what_nobody_finds(memory: ModelMemory) -> None:
     index = build(memory)
     lease = compute(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     more = [*TEXT, *[8] * (3 * PAGE)]
     lease.prompt.extend(more[len(TEXT) :])
     assert index.reserve(lease, len(more))
@@ -124,7 +124,7 @@ def test_only_what_a_lease_needs_stays_until_then() -> None:
     keep(index, [*TEXT[: 2 * PAGE], *[7] * (4 * PAGE)])
     keep(index, TEXT)
     lease = lease_for(index, TEXT[: 3 * PAGE + 1])
-    assert banish(index, TEXT) == 10
+    assert quarantine(index, TEXT) == 10
     assert index.resident_pages(Tier.DEVICE, "kv") == lease.boundary == 3
 
 
@@ -132,7 +132,7 @@ def test_only_what_a_lease_needs_stays_until_then() -> None:
 def test_the_same_tokens_are_computed_anew_beside_what_is_held(memory: ModelMemory) -> None:
     index = build(memory)
     held = compute(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     anew = compute(index, TEXT)
     assert index.validate() == [] and found(index, TEXT) == anew.boundary
     for pool in memory.anchors:
@@ -143,18 +143,18 @@ def test_the_same_tokens_are_computed_anew_beside_what_is_held(memory: ModelMemo
     assert index.validate() == [] and found(index, TEXT) == anew.boundary
     again = [*TEXT[: 3 * PAGE], *[5] * PAGE]
     held = compute(index, again)
-    assert banish(index, TEXT) > 0, "the second branch can be banished like the first"
+    assert quarantine(index, TEXT) > 0, "the second branch can be quarantined like the first"
     index.release(anew)
     index.release(held)
     assert free(index)
 
 
-def test_two_banished_branches_with_the_same_tokens_live_side_by_side() -> None:
+def test_two_quarantined_branches_with_the_same_tokens_live_side_by_side() -> None:
     index = build(FULL)
     leases = []
     for _ in range(3):
         leases.append(compute(index, TEXT))
-        assert banish(index, TEXT) == 6
+        assert quarantine(index, TEXT) == 6
     assert index.resident_pages(Tier.DEVICE, "kv") == 18
     for lease in leases:
         index.release(lease)
@@ -167,7 +167,7 @@ def test_a_lease_at_the_root_builds_a_branch_that_is_found() -> None:
     waiting = lease_for(index, TEXT)
     assert waiting.boundary == 0
     keep(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     assert index.reserve(waiting, len(TEXT))
     index.commit(waiting, len(TEXT))
     assert index.validate() == [] and found(index, TEXT) == 6
@@ -177,18 +177,18 @@ def test_a_root_that_only_a_lease_keeps_is_still_the_one_that_prompts_name() -> 
     index = build(FULL)
     waiting = lease_for(index, TEXT)
     keep(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     index.release(waiting)
     assert index.validate() == [] and free(index)
 
 
-def test_who_computes_a_banished_page_is_not_given_the_banished_one() -> None:
+def test_who_computes_a_quarantined_page_is_not_given_the_quarantined_one() -> None:
     """It stands above the page, which another lease still reads: the tokens alone are alike."""
     index = build(FULL)
     keep(index, TEXT[: 2 * PAGE])
     above = lease_for(index, TEXT[: 2 * PAGE + 1])
     deep = compute(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     above.prompt.extend(TEXT[2 * PAGE + 1 :])
     assert index.reserve(above, len(TEXT))
     own = index.page_table(above, "kv").tolist()
@@ -203,12 +203,14 @@ def test_who_computes_a_banished_page_is_not_given_the_banished_one() -> None:
 
 @pytest.mark.parametrize("ending", ["land", "fail"])
 @every_memory
-def test_a_backup_of_banished_pages_ends_and_is_dropped(memory: ModelMemory, ending: str) -> None:
+def test_a_backup_of_quarantined_pages_ends_and_is_dropped(
+    memory: ModelMemory, ending: str
+) -> None:
     index = build(memory)
     lease = compute(index, TEXT)
     arrival = index.copy(lease, Tier.DEVICE, Tier.HOST)
     index.release(lease)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     assert not free(index), "what is being copied stays until the copy has ended"
     getattr(index, ending)(arrival)
     assert index.validate() == [] and free(index)
@@ -216,7 +218,7 @@ def test_a_backup_of_banished_pages_ends_and_is_dropped(memory: ModelMemory, end
 
 @pytest.mark.parametrize("ending", ["land", "fail"])
 @every_memory
-def test_a_load_of_banished_pages_ends_and_is_dropped(memory: ModelMemory, ending: str) -> None:
+def test_a_load_of_quarantined_pages_is_dropped(memory: ModelMemory, ending: str) -> None:
     index = build(memory)
     keep(index, TEXT)
     back_up(index, TEXT)
@@ -224,7 +226,7 @@ def test_a_load_of_banished_pages_ends_and_is_dropped(memory: ModelMemory, endin
     lease = lease_for(index, [*TEXT, 0, 0])
     arrival = index.copy(lease, Tier.HOST, Tier.DEVICE)
     assert arrival is not None and arrival.parts
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     getattr(index, ending)(arrival)
     assert index.validate() == []
     assert index.on_device(lease) == (ending == "land")
@@ -235,13 +237,13 @@ def test_a_load_of_banished_pages_ends_and_is_dropped(memory: ModelMemory, endin
 
 
 @pytest.mark.parametrize("ending", ["land", "fail"])
-def test_a_demotion_of_banished_pages_leaves_nothing_behind(ending: str) -> None:
+def test_a_demotion_of_quarantined_pages_leaves_nothing_behind(ending: str) -> None:
     index = build(FULL)
     keep(index, TEXT)
     keep(index, [50] * (2 * PAGE))
     arrival = index.demote(Tier.DEVICE, Tier.HOST, "kv", 8)
     assert arrival is not None and arrival.pages == 8
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     getattr(index, ending)(arrival)
     assert index.validate() == []
     assert found(index, [50] * (2 * PAGE)) == 2 and resident(index) == 2
@@ -253,7 +255,7 @@ def test_a_lease_in_a_hidden_tree_can_still_load_what_it_needs() -> None:
     back_up(index, TEXT)
     index.clear(Tier.DEVICE)
     lease = lease_for(index, [*TEXT, 0])
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     arrival = index.copy(lease, Tier.HOST, Tier.DEVICE)
     assert arrival is not None and arrival.pages == 6
     index.land(arrival)
@@ -266,7 +268,7 @@ def test_a_lease_in_a_hidden_tree_can_still_load_what_it_needs() -> None:
 def test_nothing_hidden_is_copied_down(target: Tier) -> None:
     index = build(FULL)
     lease = compute(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     arrival = index.copy(lease, Tier.DEVICE, target)
     assert arrival is not None and not arrival.parts
     assert index.needs(lease, Tier.DEVICE, target) == {}
@@ -275,7 +277,7 @@ def test_nothing_hidden_is_copied_down(target: Tier) -> None:
 def test_nothing_hidden_is_demoted_where_only_copies_are_kept() -> None:
     index = build(TWO_HISTORIES, keeps=(Tier.DEVICE,))
     lease = compute(index, TEXT)
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     assert index.demote(Tier.DEVICE, Tier.HOST, "kv", 1) is None
     index.release(lease)
     assert free(index), "the only copy of a hidden page is not worth keeping"
@@ -285,7 +287,7 @@ def test_nothing_hidden_is_demoted_where_only_copies_are_kept() -> None:
 
 
 @every_memory
-def test_listeners_hear_once_that_banished_pages_are_gone_and_nothing_later(
+def test_listeners_hear_once_that_quarantined_pages_are_gone_and_nothing_later(
     memory: ModelMemory,
 ) -> None:
     index, naive = build(memory, fingerprint=b"model"), NaiveIndex(memory, b"model")
@@ -296,7 +298,7 @@ def test_listeners_hear_once_that_banished_pages_are_gone_and_nothing_later(
     heard = []
     index.subscribe(heard.append)
     pages = resident(index)
-    assert index.banish(index.prompt(TEXT)) == pages
+    assert index.quarantine(index.prompt(TEXT)) == pages
     assert {event.kind for event in heard} == {EventKind.REMOVED}
     told = [(event.tier, event.anchor, key) for event in heard for key in event.page_keys]
     assert len(told) == len(set(told)) == pages
@@ -363,7 +365,7 @@ def test_windows_that_a_scratch_lease_left_behind_are_free_at_once() -> None:
     index = build(WINDOW)
     lease = index.pin(index.match(index.scratch(TEXT)))
     for tokens in range(PAGE, len(TEXT) + 1, PAGE):
-        assert index.reserve(lease, tokens, running=True)
+        assert index.advance(lease, tokens)
         index.commit(lease, tokens)
         assert index.validate() == []
     assert index.resident_pages(Tier.DEVICE, "swa") == 2
@@ -392,5 +394,5 @@ def test_policies_learn_nothing_of_hidden_pages() -> None:
     index.commit(lease, len(TEXT))
     index.release(lease)
     assert vars(policy) == before and not policy._ghosts
-    banish(index, TEXT)
+    quarantine(index, TEXT)
     assert policy._held == policy._owed == len(policy._ghosts) == 0

@@ -132,10 +132,10 @@ class IndexMachine(RuleBasedStateMachine):
         return held
 
     @rule(tokens=prompts, namespace=st.sampled_from((*NAMESPACES[:1] * 3, *NAMESPACES)))
-    def banish(self, tokens, namespace):
+    def quarantine(self, tokens, namespace):
         first = self.naive.page_keys(tokens, namespace)[:1]
-        expected = self.naive.banish(tokens, namespace)
-        assert self.index.banish(self.index.prompt(tokens, namespace)) == expected
+        expected = self.naive.quarantine(tokens, namespace)
+        assert self.index.quarantine(self.index.prompt(tokens, namespace)) == expected
         for held in self.held:
             if held.lease.boundary and self.keys(held)[:1] == first:
                 held.hidden = True
@@ -146,8 +146,8 @@ class IndexMachine(RuleBasedStateMachine):
             ]
 
     @rule(held=leases)
-    def banish_what_is_held(self, held):
-        self.banish(held.tokens, held.namespace)
+    def quarantine_what_is_held(self, held):
+        self.quarantine(held.tokens, held.namespace)
 
     @rule(target=leases, held=leases, priority=st.integers(0, 2))
     def match_the_same_again(self, held, priority):

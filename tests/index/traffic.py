@@ -32,7 +32,7 @@ Bytes = tuple[bytes, bool]
 
 @dataclass(eq=False)
 class Running:
-    """A request. `hidden`: nobody finds what it computes. `held`: banished slots that it had."""
+    """A request. `hidden`: nobody finds what it computes. `held`: quarantined slots that it had."""
 
     lease: IndexLease
     tokens: list[int]
@@ -66,7 +66,7 @@ class Traffic:
         self.index.subscribe(self.naive.hear)
         self.running: list[Running] = []
         self.flying: list[Flying] = []
-        self.banished: dict[str, set[int]] = {pool.name: set() for pool in self.memory.anchors}
+        self.quarantined: dict[str, set[int]] = {pool.name: set() for pool in self.memory.anchors}
         self.seen: list[tuple[list[int], Namespace]] = []
         self.bytes: dict[tuple[Tier, str], dict[int, Bytes]] = {
             (tier, pool.name): {} for tier in Tier for pool in self.memory.anchors
@@ -77,7 +77,8 @@ class Traffic:
     def step(self) -> str:
         verbs = {
             self.begin: 5, self.go_on: 6, self.finish: 6, self.copy: 4, self.land: 4,
-            self.fail: 1, self.demote: 2, self.evict: 1, self.banish: 0.5, self.begin_scratch: 0.7,
+            self.fail: 1, self.demote: 2, self.evict: 1, self.quarantine: 0.5,
+            self.begin_scratch: 0.7,
         }  # fmt: skip
         (verb,) = self.chance.choices(list(verbs), list(verbs.values()))
         verb()
@@ -110,20 +111,20 @@ class Traffic:
         self.seen.append((tokens, NAMESPACES[0]))
         self._compute(self.running[-1])
 
-    def banish(self) -> None:
+    def quarantine(self) -> None:
         tokens, namespace = self._prompt()
         first = self.naive.page_keys(tokens, namespace)[:1]
-        self._note_banished(first)
-        expected = self.naive.banish(tokens, namespace)
-        assert self.index.banish(self.index.prompt(tokens, namespace)) == expected
+        self._note_quarantined(first)
+        expected = self.naive.quarantine(tokens, namespace)
+        assert self.index.quarantine(self.index.prompt(tokens, namespace)) == expected
 
-    def _note_banished(self, first: list[bytes]) -> None:
+    def _note_quarantined(self, first: list[bytes]) -> None:
         """Which slots nobody may come to read from now on, and who reads them already."""
         names = [pool.name for pool in self.memory.anchors]
         for node in [n for n in self.index.tree.walk() if not n.hidden]:
             if self.naive.first_of(self.index.tree.page_keys(node)[0]) in first:
                 for name, slots in zip(names, node.slots, strict=False):
-                    self.banished[name].update(() if slots is None else slots.tolist())
+                    self.quarantined[name].update(() if slots is None else slots.tolist())
         for flying in self.flying:
             flying.hidden |= {key for key, _ in flying.copies if self.naive.first_of(key) in first}
         for running in self.running:
@@ -167,7 +168,7 @@ class Traffic:
             for anchor, slots in segment.slots.items():
                 name = self.memory.anchors[anchor].name
                 here = keys[segment.start : min(segment.end, pages)]
-                self.banished[name] -= set(slots.tolist())
+                self.quarantined[name] -= set(slots.tolist())
                 if not running.hidden:
                     self.naive.expect(Tier.DEVICE, name, here)
                 written = zip(slots.tolist(), here, strict=False)
@@ -220,7 +221,7 @@ class Traffic:
                 keys = [key for key, _ in moved.values() if key not in flying.hidden]
                 self.naive.expect(move.target, move.anchor, keys)
                 if move.target is Tier.DEVICE:
-                    self.banished[move.anchor] -= moved.keys()
+                    self.quarantined[move.anchor] -= moved.keys()
             self.index.land(arrival)
 
     def fail(self) -> None:
@@ -281,8 +282,8 @@ class Traffic:
                 table = self.index.page_table(running.lease, pool.name)[: running.lease.boundary]
                 held = [self.bytes[Tier.DEVICE, pool.name].get(slot) for slot in table.tolist()]
                 known = {slot for name, slot in running.held if name == pool.name}
-                if (self.banished[pool.name] & set(table.tolist())) - known:
-                    wrong.append(f"lease {running.lease.number} came to read a banished page")
+                if (self.quarantined[pool.name] & set(table.tolist())) - known:
+                    wrong.append(f"lease {running.lease.number} came to read a quarantined page")
                 for page, (slot, content) in enumerate(zip(table.tolist(), held, strict=True)):
                     if slot >= 0 and (content is None or content[0] != keys[page]):
                         wrong.append(f"lease {running.lease.number} reads a wrong page {page}")

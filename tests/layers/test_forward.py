@@ -40,7 +40,7 @@ def forward_pass(buffers: Buffers, *sequences: tuple[int, int, list[int]]) -> Fo
 
 
 def test_entries_come_back_from_scattered_pages_in_order(buffers: Buffers) -> None:
-    place = Place.holding("k", MEMORY, 0)
+    place = Place.holds("k", MEMORY, 0)
     written = torch.arange(22.0).view(11, 2)
     forward_pass(buffers, (0, 11, [5, 2, 7])).keep(place, {"k": written})
     run = forward_pass(buffers, (11, 1, [5, 2, 7]))
@@ -49,7 +49,7 @@ def test_entries_come_back_from_scattered_pages_in_order(buffers: Buffers) -> No
 
 
 def test_each_sequence_of_a_step_is_written_to_its_own_pages(buffers: Buffers) -> None:
-    place = Place.holding("k", MEMORY, 1)
+    place = Place.holds("k", MEMORY, 1)
     written = torch.arange(14.0).view(7, 2)
     forward_pass(buffers, (2, 3, [0, 1]), (6, 4, [2, 3, 4])).keep(place, {"k": written})
     held = buffers.view("swa", 1)["k"]
@@ -59,7 +59,7 @@ def test_each_sequence_of_a_step_is_written_to_its_own_pages(buffers: Buffers) -
 
 
 def test_tokens_whose_page_has_no_slot_are_not_written(buffers: Buffers) -> None:
-    place = Place.holding("k", MEMORY, 0)
+    place = Place.holds("k", MEMORY, 0)
     forward_pass(buffers, (0, 9, [-1, 6, -1])).keep(place, {"k": torch.ones(9, 2)})
     held = buffers.view("kv", 0)["k"].isfinite().all(-1)
     assert held[6].all()
@@ -67,7 +67,7 @@ def test_tokens_whose_page_has_no_slot_are_not_written(buffers: Buffers) -> None
 
 
 def test_what_is_kept_is_returned_as_it_will_be_read(buffers: Buffers) -> None:
-    place, fine = Place.holding("k", MEMORY, 0), torch.full((4, 2), 1.001)
+    place, fine = Place.holds("k", MEMORY, 0), torch.full((4, 2), 1.001)
     kept = forward_pass(buffers, (0, 4, [3])).keep(place, {"k": fine})["k"]
     run = forward_pass(buffers, (4, 1, [3, 4]))
     assert torch.equal(kept, run.entries(place, run.sequences[0], 0)["k"])
@@ -76,7 +76,7 @@ def test_what_is_kept_is_returned_as_it_will_be_read(buffers: Buffers) -> None:
 
 
 def test_reading_a_page_that_is_not_resident_is_refused(buffers: Buffers) -> None:
-    place = Place.holding("k", MEMORY, 1)
+    place = Place.holds("k", MEMORY, 1)
     run = forward_pass(buffers, (9, 1, [-1, 1, 2]))
     run.entries(place, run.sequences[0], 4)
     with pytest.raises(AssertionError, match=r"pool swa: tokens 3\.\.9 are needed"):
@@ -86,7 +86,7 @@ def test_reading_a_page_that_is_not_resident_is_refused(buffers: Buffers) -> Non
 def test_a_running_state_is_read_after_the_past_and_written_after_the_last_token(
     buffers: Buffers,
 ) -> None:
-    place = Place.holding("sum", MEMORY, 1)
+    place = Place.holds("sum", MEMORY, 1)
     run = forward_pass(buffers, (0, 4, [3]), (0, 6, [-1, 5]))
     for number, rows in enumerate(run.sequences):
         assert run.recall(place, rows) is None
@@ -103,7 +103,7 @@ def test_a_running_state_is_read_after_the_past_and_written_after_the_last_token
 def test_a_running_state_whose_page_has_no_slot_is_not_written_and_not_read(
     buffers: Buffers,
 ) -> None:
-    place = Place.holding("sum", MEMORY, 0)
+    place = Place.holds("sum", MEMORY, 0)
     run = forward_pass(buffers, (3, 3, [1, -1]))
     run.remember(place, run.sequences[0], {"sum": torch.ones(3)})
     assert not buffers.view("state", 0)["sum"].isfinite().any()
@@ -113,10 +113,10 @@ def test_a_running_state_whose_page_has_no_slot_is_not_written_and_not_read(
 
 
 def test_a_place_knows_its_window() -> None:
-    assert Place.holding("k", MEMORY, 0).window is None
-    assert Place.holding("k", MEMORY, 1).window == 6
+    assert Place.holds("k", MEMORY, 0).window is None
+    assert Place.holds("k", MEMORY, 1).window == 6
     with pytest.raises(SpecError, match="layer 1 has no pool with a field latent"):
-        Place.holding("latent", MEMORY, 1)
+        Place.holds("latent", MEMORY, 1)
 
 
 def test_what_layers_share_is_computed_once(buffers: Buffers) -> None:

@@ -365,13 +365,13 @@ def test_packed_entries_come_back_from_pages(layout: Layout, device: torch.devic
 
 
 def test_places_are_found_by_the_names_that_layers_know() -> None:
-    assert Place.holding("kv", MEMORY, 1).pool is HISTORY
-    assert Place.holding("kv", MEMORY, 2).pool is WINDOW
-    assert Place.holding("index_key", MEMORY, 0).field("index_key").shape == (128,)
-    assert Place.holding("kv", MEMORY, 0).field("kv") == Field("kv", (512,), DType.FP32)
+    assert Place.holds("kv", MEMORY, 1).pool is HISTORY
+    assert Place.holds("kv", MEMORY, 2).pool is WINDOW
+    assert Place.holds("index_key", MEMORY, 0).field("index_key").shape == (128,)
+    assert Place.holds("kv", MEMORY, 0).field("kv") == Field("kv", (512,), DType.FP32)
     for stored_only in ("nope", "scale", "pad", "index_key_scale"):
         with pytest.raises(SpecError, match=f"layer 0 has no pool with a field {stored_only}"):
-            Place.holding(stored_only, MEMORY, 0)
+            Place.holds(stored_only, MEMORY, 0)
 
 
 def test_the_slow_encoder_decodes_what_torch_decodes() -> None:

@@ -221,5 +221,8 @@ def test_both_backends_are_timed_on_a_real_device(device: torch.device) -> None:
     tiers = Tiers(memory, layouts, device, ({"kv": 2048}, {"kv": 2048}))
     chosen = open_backend("auto", tiers.device, tiers.host)
     assert isinstance(chosen, Auto)
-    assert set(chosen.least) == set(Way)
-    assert all(least in (*LENGTHS_BYTES, 2 * LENGTHS_BYTES[-1]) for least in chosen.least.values())
+    assert set(chosen.min_direct_bytes) == set(Way)
+    assert all(
+        least in (*LENGTHS_BYTES, 2 * LENGTHS_BYTES[-1])
+        for least in chosen.min_direct_bytes.values()
+    )

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,9 +16,10 @@ from kvtide.storage import open_store
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
 from kvtide.tiers.layout import Layout
 from kvtide.transfer.breaker import MAX_FAILURES, REST_S
+from kvtide.transfer.read_speed import EWMA_DECAY
 from kvtide.transfer.storage_requests import Lookup, Paging, Reading, StoredPage
 from kvtide.transfer.store_link import READERS, STUCK_S
-from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Desk, until
+from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Clock, Desk, until
 
 LONG_S = 1e6
 
@@ -139,16 +139,60 @@ def test_batches_are_as_large_as_may_be(desks) -> None:
     assert desk.store.calls["read"] == 4
 
 
-def test_speed_is_measured_while_reading(desks) -> None:
-    desk = desks(clock=time.monotonic)
-    assert desk.link.read_bytes_s is None
+class Timed:
+    """A store of which `together` calls read side by side, and take `read_s` of a fake clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._store = open_store("memory:", SPACE)
+        self.name, self.clock = "timed", clock
+        self.together(1, 0.0)
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    def together(self, calls: int, read_s: float) -> None:
+        def passes() -> None:
+            self.clock.now += read_s
+
+        self._barrier = threading.Barrier(calls, passes, timeout=5.0)
+
+    def read(self, keys, targets):
+        self._barrier.wait()
+        return self._store.read(keys, targets)
+
+
+@pytest.mark.parametrize("readers", [1, READERS])
+def test_speed_is_that_of_the_readers_that_read(desks, readers: int) -> None:
+    clock, size = Clock(), Desk().formats["kv"].bytes
+    desk = desks(store=Timed(clock), clock=clock, batch_bytes=2 * size)
     desk.stored(desk.pages(4))
-    desk.store.always["read"] = Fault.SLOW
-    desk.store.slow_s = 0.02
-    read(desk, desk.pages(4))
-    size = 4 * desk.formats["kv"].bytes
-    assert desk.link.read_bytes_s is not None
-    assert 0.1 * READERS * size / 0.02 < desk.link.read_bytes_s <= READERS * size / 0.02
+    assert desk.link.read_speed.bytes_s is None
+    desk.store.together(readers, 0.5)
+    read(desk, desk.pages(2 * readers))
+    assert desk.link.read_speed.bytes_s == pytest.approx(2 * readers * size / 0.5)
+
+
+def test_speed_follows_what_was_read_last(desks) -> None:
+    clock, size = Clock(), Desk().formats["kv"].bytes
+    desk = desks(store=Timed(clock), clock=clock, batch_bytes=2 * size)
+    desk.stored(desk.pages(2))
+    for seconds in (0.5, 1.0):
+        desk.store.together(1, seconds)
+        read(desk, desk.pages(2))
+    expected = EWMA_DECAY * 2 * size / 0.5 + (1 - EWMA_DECAY) * 2 * size / 1.0
+    assert desk.link.read_speed.bytes_s == pytest.approx(expected)
+
+
+def test_a_read_that_fails_says_nothing_of_the_speed(desks) -> None:
+    desk = desks()
+    desk.stored(desk.pages(2))
+    desk.store.next("read", Fault.RAISE)
+    read(desk, desk.pages(2))
+    assert desk.link.read_speed.bytes_s is None
+    began = desk.link.read_speed.begin()
+    desk.clock.now += 2.0
+    desk.link.read_speed.end(began, 100)
+    assert desk.link.read_speed.bytes_s == 50.0, "the failed reader counts as active no more"
 
 
 # -- faults ---------------------------------------------------------------------------------

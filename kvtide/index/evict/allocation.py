@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvtide.index.evict.eviction_queue import in_reach
 from kvtide.index.tree.node import Node
@@ -24,13 +24,14 @@ class Allocator:
         """Promise slots in several cells, in all or in none; evicts only if it seems to help."""
         cells = self._tree.cells
         self.missing = self._lacking(needs)
-        if any(needs[cell] > self.most(cell) for cell in self.missing):
+        if any(needs[cell] > self.max_slots(cell) for cell in self.missing):
             return False
         for cell in self.missing:
             # Making room in one cell may have made some in the next.
             missing = needs[cell] - cells[cell].slots.available
             wanted = max(missing, cells[cell].batch_pages)
-            if missing > 0 and self.evict(cell, wanted, cell in self._keeps) < missing:
+            evict = self.evict_copied if cell in self._keeps else self.evict
+            if missing > 0 and evict(cell, wanted) < missing:
                 self.missing = self._lacking(needs)
                 return False
         for cell, count in needs.items():
@@ -38,10 +39,10 @@ class Allocator:
             assert promised, "room was made, yet there is none"
         return True
 
-    def most(self, cell: int) -> int:
+    def max_slots(self, cell: int) -> int:
         """The most slots that can be promised in a cell, if all that is not pinned goes."""
-        tree = self._tree.cells[cell]
-        return tree.slots.available + tree.resident_pages - tree.pinned_pages
+        where = self._tree.cells[cell]
+        return where.slots.available + where.resident_pages - where.pinned_pages
 
     def _lacking(self, needs: Mapping[int, int]) -> dict[int, int]:
         cells = self._tree.cells
@@ -51,21 +52,28 @@ class Allocator:
             if count > cells[cell].slots.available
         }
 
-    def evict(self, cell: int, pages: int, sparing: bool = False) -> int:
-        """Drop at least `pages` pages from a cell if so many are evictable; how many it were.
+    def evict(self, cell: int, pages: int) -> int:
+        """Drop at least `pages` pages from a cell if so many are evictable; returns the count."""
+        return self._evict(cell, pages, lambda node, cell: False)
 
-        Nodes that follow each other and were always used together go together. `sparing` ends at
-        the first victim that is worth keeping and has no copy below.
+    def evict_copied(self, cell: int, pages: int) -> int:
+        """Like `evict`, but ends at the first victim whose only useful copy is in this cell."""
+        return self._evict(cell, pages, self.would_be_lost)
+
+    def _evict(self, cell: int, pages: int, spares: Callable[[Node, int], bool]) -> int:
+        """Drop victims until `pages` are gone, none is left, or the next one is spared.
+
+        Nodes that follow each other and were always used together go together.
         """
         tree, queue = self._tree, self._tree.cells[cell].queue
         dropped = 0
         node = queue.pop()
         while node is not None:
-            if sparing and self.would_be_lost(node, cell):
+            if spares(node, cell):
                 queue.offer(node)
                 break
             used, parent = (node.last, node.hits), node.parent
-            count = self.share(node, cell, pages - dropped)
+            count = self.pages_to_take(node, cell, pages - dropped)
             dropped += count
             if count == node.pages:
                 tree.drop(node, cell)
@@ -82,22 +90,22 @@ class Allocator:
 
     def would_be_lost(self, node: Node, cell: int) -> bool:
         """Whether the cell has the only copy of pages from which somebody may resume."""
-        tree = self._tree.cells[cell]
-        below = tree.anchor_bits & -(tree.bit << 1)
+        where = self._tree.cells[cell]
+        below = where.anchor_bits & -(where.bit << 1)
         if node.resident & below:
             return False
-        return tree.reach is None or in_reach(node, tree.reach)
+        return where.reach is None or in_reach(node, where.reach)
 
-    def share(self, node: Node, cell: int, pages: int) -> int:
+    def pages_to_take(self, node: Node, cell: int, pages: int) -> int:
         """How many pages to take off a victim's end when `pages` are wanted.
 
         Runs are cut in multiples of a batch. A window or a state is of no use in part, so those
         go whole.
         """
-        tree = self._tree.cells[cell]
-        if tree.reach is not None or node.pages <= tree.batch_pages:
+        where = self._tree.cells[cell]
+        if where.reach is not None or node.pages <= where.batch_pages:
             return node.pages
-        return min(node.pages, -(-pages // tree.batch_pages) * tree.batch_pages)
+        return min(node.pages, -(-pages // where.batch_pages) * where.batch_pages)
 
     def tail(self, node: Node, pages: int) -> Node:
         """The last `pages` pages of the node as a node of their own."""

@@ -19,15 +19,50 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from kvtide.index.evict.policies import Policy
 from kvtide.index.tree.node import Node
 
 Key = Any
 
 SAMPLE = 32
 """Candidates that a betting policy looks at besides the first one."""
+
+
+class Policy:
+    """What a queue asks of an eviction policy; the hooks do nothing. An instance serves one cell.
+
+    rises  a node's key never falls while it is cached: it needs no second entry when used
+    bets   the policy chooses among candidates (`victim`) and wants to know what happens
+    """
+
+    rises: ClassVar[bool] = True
+    bets: ClassVar[bool] = False
+
+    def key(self, node: Node) -> Any:
+        raise NotImplementedError
+
+    def asked(self, pages: int) -> None:
+        """A request with a prompt of so many pages begins."""
+
+    def used(self, node: Node) -> None:
+        """The node's pages were found by a match and will be read."""
+
+    def inserted(self, node: Node, first: int) -> None:
+        """The node's pages from number `first` on came into the cell."""
+
+    def removed(self, node: Node, first: int) -> None:
+        """The node's pages from number `first` on are about to leave the cell."""
+
+    def withdrawn(self, node: Node) -> None:
+        """The node's pages are nobody's any more, whatever any policy would have kept."""
+
+    def merged(self, upper: Node, lower: Node) -> None:
+        """The lower node is about to take over the upper one's pages."""
+
+    def victim(self, oldest: Node, some: Callable[[], list[Node]]) -> Node:
+        """Who goes: the node with the smallest key, or one of a sample that `some()` draws."""
+        return oldest
 
 
 class EvictionQueue:
@@ -37,10 +72,10 @@ class EvictionQueue:
         "_bets",
         "_bit",
         "_cell",
+        "_compact_at",
         "_entries",
         "_heap",
         "_key",
-        "_most",
         "_policy",
         "_reach",
         "_rises",
@@ -55,7 +90,7 @@ class EvictionQueue:
         self._key = policy.key if reach is None else _reach_first(policy.key, reach)
         self._heap: list[tuple[Key, int, Node]] = []
         self._entries = 0
-        self._most = 1024
+        self._compact_at = 1024
         self._bets = 0
 
     def nodes(self) -> set[int]:
@@ -117,11 +152,11 @@ class EvictionQueue:
         drawn = [node for _, _, node in self._heap[self._bets % step :: step]]
         fit = [node for node in drawn if self.evictable(node)]
         if 2 * len(fit) < len(drawn):
-            self._most = 0
+            self._compact_at = 0
         return fit
 
     def _push(self, node: Node) -> None:
-        if len(self._heap) >= self._most:
+        if len(self._heap) >= self._compact_at:
             self._compact()
         node.queued |= self._bit
         self._entries += 1
@@ -141,7 +176,7 @@ class EvictionQueue:
             node.queued |= self._bit
         heapq.heapify(kept)
         self._heap = kept
-        self._most = max(1024, 2 * len(kept))
+        self._compact_at = max(1024, 2 * len(kept))
 
 
 def _reach_first(key: Callable[[Node], Key], reach: int) -> Callable[[Node], Key]:

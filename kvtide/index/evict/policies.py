@@ -1,52 +1,17 @@
-"""Eviction policies: a key per node, the smallest goes first. No wall time, no chance.
+"""The eviction policies, by name: a key per node, the smallest goes first.
 
-A policy reads what `Books` keeps in the node: `last` (tick of the latest use), `born` (tick of
-its insertion), `hits` (how often it was reused), `priority` (the highest a request gave it).
-`rises` promises that a node's key never falls while it is cached; the eviction queue then needs
-no second entry when the node is used. `tide` has the default policy, `choice` the list of all.
+Keys depend on neither wall time nor chance. A policy reads what `Tree` keeps in the node: `last`
+(tick of the latest use), `born` (tick of its insertion), `hits` (how often it was reused) and
+`priority` (the highest of its requests). `tide` has the default policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
+from kvtide.index.evict.eviction_queue import Policy
+from kvtide.index.evict.tide import Tide
 from kvtide.index.tree.node import Node
-
-
-class Policy:
-    """The interface, and its do-nothing hooks. One instance serves one cell.
-
-    `bets`: the policy chooses among candidates (`victim`), and wants to know what happens.
-    """
-
-    rises: ClassVar[bool] = True
-    bets: ClassVar[bool] = False
-
-    def key(self, node: Node) -> Any:
-        raise NotImplementedError
-
-    def asked(self, pages: int) -> None:
-        """A request with a prompt of so many pages begins."""
-
-    def used(self, node: Node) -> None:
-        """The node's pages were found by a match and will be read."""
-
-    def inserted(self, node: Node, first: int) -> None:
-        """The node's pages from number `first` on came into the cell."""
-
-    def removed(self, node: Node, first: int) -> None:
-        """The node's pages from number `first` on are about to leave the cell."""
-
-    def withdrawn(self, node: Node) -> None:
-        """The node's pages are nobody's any more, whatever any policy would have kept."""
-
-    def merged(self, upper: Node, lower: Node) -> None:
-        """The lower node is about to take over the upper one's pages."""
-
-    def victim(self, oldest: Node, some: Callable[[], list[Node]]) -> Node:
-        """Who goes: the node with the smallest key, or one of a sample that `some()` draws."""
-        return oldest
 
 
 class Lru(Policy):
@@ -100,3 +65,30 @@ class Priority(Policy):
 
     def key(self, node: Node) -> Any:
         return (node.priority, node.last)
+
+
+DEFAULT_POLICY = "tide"
+
+POLICIES: dict[str, type[Policy]] = {
+    "tide": Tide,
+    "lru": Lru,
+    "lfu": Lfu,
+    "slru": Slru,
+    "fifo": Fifo,
+    "mru": Mru,
+    "filo": Filo,
+    "priority": Priority,
+}
+
+
+def policy(name: str, cell: int, reach: int | None, slots: int) -> Policy:
+    """A policy for one cell.
+
+    Tide weighs runs of history. Windows and states, which are in or out of reach before anything
+    else, go by LRU under it.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"no eviction policy named {name}; use {', '.join(POLICIES)}")
+    if name == "tide":
+        return Tide(cell, slots) if reach is None else Lru()
+    return POLICIES[name]()

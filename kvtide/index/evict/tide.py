@@ -17,13 +17,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from kvtide.index.evict.policies import Policy
+from kvtide.index.evict.eviction_queue import Policy
 from kvtide.index.keys import TOKEN_BYTES
 from kvtide.index.tree.node import Node
 
 SLACK = 0.01
 YOUNG_TICKS = 256
-KEEP = 0.9999577
+EWMA_DECAY = 0.9999577
 """What a tick leaves of the score: half of it after 16,384 ticks."""
 
 MIN_GHOSTS = 1024
@@ -67,9 +67,9 @@ class Tide(Policy):
             self._oldest += 1
         self._now += 1
         self._pages[self._now] = self._gone[self._now] = 0
-        self._lead *= KEEP
-        self._lru *= KEEP
-        self._asked = self._asked * KEEP + pages
+        self._lead *= EWMA_DECAY
+        self._lru *= EWMA_DECAY
+        self._asked = self._asked * EWMA_DECAY + pages
 
     def used(self, node: Node) -> None:
         last = node.marks[self._cell]

@@ -21,9 +21,9 @@ Run = list[Node]
 
 
 class Arrivals:
-    def __init__(self, tree: Tree, room: Allocator, leasing: Leasing) -> None:
+    def __init__(self, tree: Tree, allocator: Allocator, leasing: Leasing) -> None:
         self._tree = tree
-        self._room = room
+        self._allocator = allocator
         self._leasing = leasing
 
     def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
@@ -43,7 +43,7 @@ class Arrivals:
         runs = self._runs(lease, source, target)
         needs = {tree.cell(target, anchor): _pages(of_anchor) for anchor, of_anchor in runs.items()}
         arrival = None
-        if self._room.reserve(needs):
+        if self._allocator.reserve(needs):
             arrival = self._begin(runs, source, target)
             if target < source:
                 # Nobody waits for a copy downwards, and it does not move what a lease pins.
@@ -77,18 +77,26 @@ class Arrivals:
         victims, found = self._victims(here, there, pages)
         runs = {anchor: [[pin.node] for pin in victims]} if victims else {}
         arrival = None
-        if found and self._room.reserve({there: sum(pin.node.pages for pin in victims)}):
+        if found and self._allocator.reserve({there: sum(pin.node.pages for pin in victims)}):
             arrival = self._begin(runs, source, target)
             arrival.leaves_source = True
         for pin in victims:
             tree.pins.unpin(pin)
         return arrival
 
-    def land(self, arrival: Arrival, departs: bool) -> Departure | None:
-        """The bytes are there: the pages become readable in the target.
+    def land(self, arrival: Arrival) -> None:
+        """The bytes are there: the pages become readable in the target."""
+        self._let_go(arrival, self._receive(arrival))
 
-        If it `departs`, what is new there stays until the departure is over; None if it is nothing.
-        """
+    def land_departing(self, arrival: Arrival) -> Departure | None:
+        """Land the arrival, and pin its new pages until the departure ends; None without any."""
+        hidden = self._receive(arrival)
+        departure = self._depart(arrival)
+        self._let_go(arrival, hidden)
+        return departure
+
+    def _receive(self, arrival: Arrival) -> list[Node]:
+        """Make the pages readable; returns the hidden trees that may be swept afterwards."""
         tree = self._tree
         hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
@@ -99,7 +107,11 @@ class Arrivals:
                     tree.cells[part.cell].queue.offer(node)
                 else:
                     tree.cells[part.cell].slots.free(slots)
-        departure = self._depart(arrival) if departs else None
+        return hidden
+
+    def _let_go(self, arrival: Arrival, hidden: list[Node]) -> None:
+        """Unpin all that the arrival held; its leases pin the new pages instead."""
+        tree = self._tree
         for pin in arrival.pins:
             nodes = list(pin.nodes())
             tree.pins.unpin(pin)
@@ -111,7 +123,6 @@ class Arrivals:
             if lease.live:
                 self._leasing.repin(lease)
         sweep(tree, hidden)
-        return departure
 
     def fail(self, arrival: Arrival) -> None:
         """The bytes will not come: every slot goes back, nothing was ever readable."""
@@ -161,19 +172,19 @@ class Arrivals:
 
     def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
         """The next victims, pinned, that have to be copied; and how many pages leave in all."""
-        tree, room, queue = self._tree, self._room, self._tree.cells[here].queue
-        fits = room.most(there)
+        tree, allocator, queue = self._tree, self._allocator, self._tree.cells[here].queue
+        fits = allocator.max_slots(there)
         victims: list[Pin] = []
         found = 0
         while found < pages and (node := queue.pop()) is not None:
-            count = room.share(node, here, pages - found)
-            lost = not node.arriving >> there & 1 and room.would_be_lost(node, here)
+            count = allocator.pages_to_take(node, here, pages - found)
+            lost = not node.arriving >> there & 1 and allocator.would_be_lost(node, here)
             if lost and tree.cells[here].reach is None:
                 count = min(count, fits)
             if lost and not 0 < count <= fits:
                 queue.offer(node)
                 break
-            node = room.tail(node, count)
+            node = allocator.tail(node, count)
             found += count
             if lost:
                 fits -= count

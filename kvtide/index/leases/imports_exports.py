@@ -18,8 +18,7 @@ from kvtide.index.evict.allocation import Allocator
 from kvtide.index.keys import Prompt
 from kvtide.index.leases.leasing import Leasing
 from kvtide.index.leases.quarantine import hidden_roots, sweep
-from kvtide.index.match.match import Matcher
-from kvtide.index.match.stored_boundaries import Bits
+from kvtide.index.match.match import Bits, Matcher
 from kvtide.index.tree.holds import Departure, Import, IndexLease, Pin, Taken
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
@@ -46,9 +45,11 @@ class Outline:
 
 
 class ImportsExports:
-    def __init__(self, tree: Tree, room: Allocator, matcher: Matcher, leasing: Leasing) -> None:
+    def __init__(
+        self, tree: Tree, allocator: Allocator, matcher: Matcher, leasing: Leasing
+    ) -> None:
         self._tree = tree
-        self._room = room
+        self._allocator = allocator
         self._matcher = matcher
         self._leasing = leasing
 
@@ -79,7 +80,7 @@ class ImportsExports:
         cell_of = {name: tree.cell(Tier.HOST, n) for n, name in enumerate(tree.anchor_names)}
         cells = [cell_of[want.anchor] for want in wanted]
         needs = {cell: cells.count(cell) for cell in sorted(set(cells))}
-        if not self._room.reserve(needs):
+        if not self._allocator.reserve(needs):
             self._unguard(guards)
             return None
         slots = {c: iter(tree.cells[c].slots.take(n).tolist()) for c, n in needs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,18 +21,29 @@ from kvtide.spec import ModelMemory, Slots, Tier
 _TIERS = tuple(Tier)
 
 
+class Wish(NamedTuple):
+    """Which windows and states a reservation keeps.
+
+    checkpoints  page boundaries; None lets the placement choose
+    at_end       also what the request itself needs to continue from the reservation's end
+    """
+
+    checkpoints: tuple[int, ...] | None
+    at_end: bool = False
+
+
 class Leasing:
     def __init__(
         self,
         memory: ModelMemory,
         tree: Tree,
         matcher: Matcher,
-        room: Allocator,
+        allocator: Allocator,
         placement: Placement,
     ) -> None:
         self._tree = tree
         self._matcher = matcher
-        self._room = room
+        self._allocator = allocator
         self._placement = placement
         self._page = memory.page_tokens
         self._holdback = memory.holdback
@@ -99,30 +111,38 @@ class Leasing:
 
     # -- reserving --------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        lease: IndexLease,
-        tokens: int,
-        checkpoints: Iterable[int] | None,
-        growth: int,
-        running: bool,
+    def reserve(self, lease: IndexLease, tokens: int, growth: int) -> bool:
+        return self._reserve(lease, tokens, growth, Wish(None))
+
+    def reserve_with(
+        self, lease: IndexLease, tokens: int, checkpoints: Iterable[int], growth: int
     ) -> bool:
+        return self._reserve(lease, tokens, growth, Wish(tuple(checkpoints)))
+
+    def advance(self, lease: IndexLease, tokens: int, growth: int) -> bool:
+        return self._reserve(lease, tokens, growth, Wish(None, at_end=True))
+
+    def advance_without_checkpoints(self, lease: IndexLease, tokens: int, growth: int) -> bool:
+        return self._reserve(lease, tokens, growth, Wish((), at_end=True))
+
+    def _reserve(self, lease: IndexLease, tokens: int, growth: int, wish: Wish) -> bool:
         assert lease.live and self.owns(lease), "reserving with a lease that is not this index's"
         tree = self._tree
         tree.tick += 1
         start = lease.reserved
         open_end = max(start, -(-tokens // self._page))
         end = max(start, min(open_end, (tokens - self._holdback) // self._page))
-        planned = end
-        fresh = checkpoints is None and self._unplaced(lease, tokens, end, running)
+        planned, checkpoints = end, wish.checkpoints
+        fresh = checkpoints is None and self._unplaced(lease, tokens, end, wish)
         if fresh:
             planned = max(end, self._full_pages(lease.prompt))
             begun = lease.boundary
             checkpoints = tuple(self._placement.checkpoints(begun, planned, lease.branches))
-        stops = tuple(lease.wanted if checkpoints is None else checkpoints)
-        segments = plan(start, end, open_end, (*stops, end) if running else stops, self._reaches)
-        if running and self._finite:
-            segments = self._told_apart(segments, stops)
+        stops = lease.wanted if checkpoints is None else checkpoints
+        kept = (*stops, end) if wish.at_end else stops
+        segments = plan(start, end, open_end, kept, self._reaches)
+        if wish.at_end and self._finite:
+            segments = self._cut_at_checkpoints(segments, stops)
         if not self._promise(lease, segments, growth):
             return False
         if fresh:
@@ -132,7 +152,7 @@ class Leasing:
             others = (stop for stop in lease.wanted if not start < stop <= end)
             lease.wanted = (*others, *stops)
         lease.planned = max(lease.planned, planned)
-        lease.running = lease.running or running
+        lease.running = lease.running or wish.at_end
         for first, last, anchors in segments:
             segment = Segment(first, last, {})
             for anchor in anchors:
@@ -140,21 +160,20 @@ class Leasing:
             lease.segments.append(segment)
         return True
 
-    def _unplaced(self, lease: IndexLease, tokens: int, end: int, running: bool) -> bool:
-        """Whether the placement has yet to say where this request leaves checkpoints.
+    def _unplaced(self, lease: IndexLease, tokens: int, end: int, wish: Wish) -> bool:
+        """Whether the placement has yet to choose this request's checkpoints.
 
-        It is asked once, about all of the prompt, however small the parts in which that is
-        computed: less than a page each, if need be. A request that goes on beyond its prompt knows
-        no end: while it is `running` it has what it needs, and what it has last is its checkpoint.
+        It chooses once, for all of the prompt, however small the chunks in which that is computed.
+        Beyond the prompt a request has no known end: what it keeps last is its checkpoint.
         """
         if not self._tree.finite_cells:
             return False
-        if running:
+        if wish.at_end:
             full = (min(tokens, lease.prompt.tokens) - self._holdback) // self._page
             return not lease.placed and lease.boundary < full
         return max(lease.reserved, lease.placed) < end
 
-    def _told_apart(
+    def _cut_at_checkpoints(
         self, segments: list[PlannedSegment], stops: Iterable[int]
     ) -> list[PlannedSegment]:
         """The segments, cut where a checkpoint's pages begin and end: others pass, these stay."""
@@ -175,7 +194,7 @@ class Leasing:
             for anchor in anchors:
                 needs[anchor] = needs.get(anchor, 0) + last - first
         if not growth and not lease.growth:
-            return self._room.reserve(needs)
+            return self._allocator.reserve(needs)
         return self._grow(lease, needs, growth)
 
     def _grow(self, lease: IndexLease, needs: dict[int, int], growth: int) -> bool:
@@ -187,7 +206,7 @@ class Leasing:
             wanted = growth if reach is None else min(growth, 2 * reach)
             left[anchor] = max(had - count, wanted)
             missing[anchor] = max(0, count + left[anchor] - had)
-        if not self._room.reserve(missing):
+        if not self._allocator.reserve(missing):
             return False
         lease.growth = left
         return True
@@ -404,16 +423,11 @@ class Leasing:
         lease.node.leases -= 1
         tree.prune(lease.node)
 
-    def page_table(self, lease: IndexLease, anchor: int, coming: bool) -> Slots:
-        """The device slot of every page up to `lease.reserved`; -1 where there is none.
-
-        `coming` includes the slots into which pages are on their way.
-        """
+    def page_table(self, lease: IndexLease, anchor: int) -> Slots:
+        """The device slot of every page up to `lease.reserved`; -1 where there is none."""
         table = np.full(lease.reserved, -1, np.int32)
         for node in self._tree.path(lease.node):
             slots = node.slots[anchor]
-            if slots is None and coming and node.arriving >> anchor & 1:
-                slots = self._coming(node, anchor)
             if slots is not None:
                 table[node.depth : node.depth + node.pages] = slots
         for segment in lease.segments:
@@ -421,7 +435,15 @@ class Leasing:
                 table[segment.start : segment.end] = segment.slots[anchor]
         return table
 
-    def _coming(self, node: Node, cell: int) -> Slots:
+    def arriving_table(self, lease: IndexLease, anchor: int) -> Slots:
+        """The page table, with the slots into which pages are on their way."""
+        table = self.page_table(lease, anchor)
+        for node in self._tree.path(lease.node):
+            if node.slots[anchor] is None and node.arriving >> anchor & 1:
+                table[node.depth : node.depth + node.pages] = self._arriving_slots(node, anchor)
+        return table
+
+    def _arriving_slots(self, node: Node, cell: int) -> Slots:
         """The slots that an arrival has for the node's pages. Arrivals here follow one path."""
         assert node.arrivals is not None
         arrival = self._tree.arrivals[node.arrivals[cell]]

@@ -1,6 +1,6 @@
 """Pages that nobody may find again: out of the tree at once, out of every tier when they can be.
 
-A *hidden* tree hangs on a root that no prompt names. What was banished lies in one, and so does
+A *hidden* tree hangs on a root that no prompt names. What was quarantined lies in one, and so does
 what a lease computes for a scratch prompt. Leases and arrivals in it go on as ever: they know
 their node and its parents, and not the root's name. What differs is what happens to pages that
 nobody needs: they are dropped when the verb that let go of them ends, so that eviction and
@@ -16,7 +16,7 @@ from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
 
 
-def banish(tree: Tree, prompt: Prompt) -> int:
+def quarantine(tree: Tree, prompt: Prompt) -> int:
     """Hide all that shares the prompt's first page; how many pages that is, in all cells."""
     root = tree.roots.get((prompt.namespace, prompt.head))
     top = root.children.get(prompt.body[: tree.page_bytes]) if root is not None else None

@@ -8,20 +8,32 @@ deepest valid boundary: inside a node runs only grow, so where its end is not va
 page of it is.
 
 Matching changes nothing. `Index.pin` turns a hit into a lease.
+
+What a store holds is in no node: `deepest_boundary` asks the same rule of bitmaps. A test holds
+the two against each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtide.index.keys import Hidden, Prompt
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Tier
+
+MILESTONES = 4
+"""Pages come a quarter of the way at a time, each with all that its boundary needs."""
+
+Bits = npt.NDArray[np.bool_]
+"""For every page of a prompt: is it there?"""
+Pages = npt.NDArray[np.intp]
+"""Numbers of pages, of one anchor."""
 
 
 class Hit(NamedTuple):
@@ -103,7 +115,7 @@ class Matcher:
         """The deepest boundary that leaves a token to compute; below 0 for very short prompts."""
         return (prompt.tokens - self._shortfall) // self._page_tokens
 
-    def common(self, prompt: Prompt, other: Prompt, beyond: int) -> int:
+    def shared_pages(self, prompt: Prompt, other: Prompt, beyond: int) -> int:
         """How many pages of another prompt this one could go on from; 0 if not beyond `beyond`.
 
         The page after that is looked at first: prompts that part earlier cost next to nothing.
@@ -191,7 +203,7 @@ class Matcher:
             if pages > 0:
                 tier = self._fastest(node, anchor)
                 here = range(node.depth, node.depth + pages)
-                brought = _common(here, hit.prompt.fetched) if tier is Tier.HOST else 0
+                brought = _overlap(here, hit.prompt.fetched) if tier is Tier.HOST else 0
                 for where, count in ((tier, pages - brought), (Tier.STORAGE, brought)):
                     if count:
                         found[where] = found.get(where, 0) + count
@@ -235,7 +247,7 @@ class Matcher:
         return Stop(pool.name, limit * self._page_tokens, reason)
 
 
-def _common(a: range, b: range) -> int:
+def _overlap(a: range, b: range) -> int:
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
@@ -247,3 +259,39 @@ def shared_pages(run: bytes, body: bytes, offset: int, most: int, page_bytes: in
     ours = np.frombuffer(run, np.uint32, count // 4)
     theirs = np.frombuffer(body, np.uint32, count // 4, offset)
     return int((ours != theirs).argmax()) * 4 // page_bytes
+
+
+# -- the rule over bitmaps: what a store may bring ------------------------------------------
+
+
+def deepest_boundary(memory: ModelMemory, limit: int, there: Mapping[str, Bits]) -> int:
+    """The deepest boundary up to `limit` that is valid with these pages."""
+    valid = np.ones(limit + 1, bool)
+    for pool in memory.anchors:
+        if not pool.reuse.required:
+            continue
+        gaps = np.concatenate(([0], np.cumsum(~there[pool.name][:limit])))
+        reach = pool.reuse.reach_pages(memory.page_tokens)
+        if reach is None:
+            valid &= gaps == 0
+        else:
+            before = gaps[np.maximum(np.arange(limit + 1) - reach, 0)]
+            valid &= gaps == before
+    return int(np.flatnonzero(valid)[-1])
+
+
+def read_order(
+    memory: ModelMemory, boundary: int, held: Mapping[str, Bits], there: Mapping[str, Bits]
+) -> list[tuple[str, Pages]]:
+    """What is to be read for a boundary: milestone by milestone, each with all that it needs."""
+    steps = (boundary * n // MILESTONES for n in range(1, MILESTONES + 1))
+    stones = sorted({deepest_boundary(memory, step, there) for step in steps} - {0})
+    left = {pool.name: ~held[pool.name] & there[pool.name] for pool in memory.anchors}
+    runs: list[tuple[str, Pages]] = []
+    for stone in stones:
+        for pool in memory.anchors:
+            reach = pool.reuse.reach_pages(memory.page_tokens)
+            start = 0 if reach is None else max(0, stone - reach)
+            runs.append((pool.name, start + np.flatnonzero(left[pool.name][start:stone])))
+            left[pool.name][start:stone] = False
+    return runs

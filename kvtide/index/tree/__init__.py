@@ -1,0 +1,10 @@
+"""The radix tree of all pages, and every count that must agree with it.
+
+`tree`      the small steps (hold, drop, split …); the only module that changes a node
+`node`      a run of pages on which everything is the same: the unit of the tree
+`cells`     one anchor in one tier: slots, eviction queue, page counts
+`slots`     reserve → take → forfeit
+`holds`     what leases, arrivals, imports and departures hold
+`pins`      which pages must stay
+`presence`  which pages carry their optional sidecars
+"""

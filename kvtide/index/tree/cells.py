@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtide.index.evict.eviction_queue import EvictionQueue
-from kvtide.index.evict.policy_registry import policy
+from kvtide.index.evict.policies import policy
 from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, Tier
 
-BATCH_SHARE = 256
+BATCH_FRACTION = 256
 MAX_BATCH_PAGES = 256
 
 
@@ -44,7 +44,7 @@ class Cell:
         self.anchor_bits = 0
         self.reach = reach
         self.slots = SlotPool(slots)
-        self.batch_pages = max(1, min(slots // BATCH_SHARE, MAX_BATCH_PAGES))
+        self.batch_pages = max(1, min(slots // BATCH_FRACTION, MAX_BATCH_PAGES))
         self.policy = policy(eviction, number, reach, slots)
         self.queue = EvictionQueue(number, reach, self.policy)
         self.resident_pages = 0

@@ -78,13 +78,13 @@ class Pins:
 
     def _run(self, cell: int, node: Node, start: int, mask: int) -> tuple[Pin, Node]:
         """Pin nodes that of the cells in `mask` are in this one only; also where it stopped."""
-        tree = self._cells[cell]
-        bit = tree.bit
+        where = self._cells[cell]
+        bit = where.bit
         top = above = node
         while above.depth + above.pages > start and above.resident & mask == bit:
             pins = above.pins
             if not pins[cell]:
-                tree.pinned_pages += above.pages
+                where.pinned_pages += above.pages
             pins[cell] += 1
             top = above
             assert above.parent is not None
@@ -93,15 +93,15 @@ class Pins:
 
     def unpin(self, pin: Pin) -> None:
         cell, start = pin.cell, pin.start
-        tree = self._cells[cell]
+        where = self._cells[cell]
         node: Node | None = pin.node
         while node is not None and node.depth >= start and node.pages:
             pins = node.pins
             pins[cell] -= 1
             if not pins[cell]:
-                tree.pinned_pages -= node.pages
-                if tree.reach is None:
-                    tree.queue.offer(node)
+                where.pinned_pages -= node.pages
+                if where.reach is None:
+                    where.queue.offer(node)
                 else:  # it may have gone out of reach meanwhile
-                    tree.queue.offer_again(node)
+                    where.queue.offer_again(node)
             node = node.parent

@@ -140,11 +140,11 @@ class Tree:
             self._reach_changed(node.parent)
         for cell, added in slots.items():
             node.slots[cell] = np.concatenate((node.resident_slots(cell), added))
-            tree = self.cells[cell]
-            tree.resident_pages += pages
+            where = self.cells[cell]
+            where.resident_pages += pages
             if node.pins[cell]:
-                tree.pinned_pages += pages
-            self._tell_stored(node, cell, node.pages - pages)
+                where.pinned_pages += pages
+            self._notify_stored(node, cell, node.pages - pages)
 
     def join(self, node: Node) -> None:
         """Make one node of this one and its neighbours above and below, where nothing differs.
@@ -195,16 +195,16 @@ class Tree:
 
     def truncate(self, node: Node, pages: int, cell: int) -> None:
         """Drop all but the first `pages` pages of a leaf that is held in `cell` alone."""
-        self._tell_removed(node, cell, pages)
+        self._notify_removed(node, cell, pages)
         slots = node.resident_slots(cell)
-        tree = self.cells[cell]
-        tree.slots.free(slots[pages:])
-        tree.resident_pages -= node.pages - pages
+        where = self.cells[cell]
+        where.slots.free(slots[pages:])
+        where.resident_pages -= node.pages - pages
         node.slots[cell] = slots[:pages].copy()
         node.tokens = node.tokens[: pages * self.page_bytes]
         node.pages = pages
         node.key = None
-        tree.queue.offer(node)
+        where.queue.offer(node)
 
     def prune(self, node: Node) -> None:
         """Remove the node, and ancestors it alone kept alive, where nothing is held any more."""
@@ -285,7 +285,7 @@ class Tree:
         node.resident |= bit
         node.slots[cell] = slots
         self.cells[cell].resident_pages += node.pages
-        self._tell_stored(node, cell, 0)
+        self._notify_stored(node, cell, 0)
 
     def drop(self, node: Node, cell: int) -> None:
         """Forget the pages' copy in this cell, and the node if it was the last one.
@@ -306,12 +306,12 @@ class Tree:
 
     def _forget(self, node: Node, cell: int) -> None:
         assert node.resident >> cell & 1 and not node.pins[cell]
-        self._tell_removed(node, cell, 0)
-        tree = self.cells[cell]
-        tree.slots.free(node.resident_slots(cell))
-        tree.resident_pages -= node.pages
+        self._notify_removed(node, cell, 0)
+        where = self.cells[cell]
+        where.slots.free(node.resident_slots(cell))
+        where.resident_pages -= node.pages
         node.slots[cell] = None
-        node.resident &= ~tree.bit
+        node.resident &= ~where.bit
         self._lost_kid(node, cell)
 
     def arrive(self, node: Node, cell: int, number: int) -> None:
@@ -364,7 +364,7 @@ class Tree:
             self._offer_path(node)
         if hits:
             for cell in self.betting:
-                self._tell_used(node, cell)
+                self._notify_used(node, cell)
 
     def _offer_path(self, node: Node) -> None:
         """Keys on the path may have fallen, in every cell."""
@@ -373,7 +373,7 @@ class Tree:
                 if above.resident >> number & 1:
                     cell.queue.offer(above)
 
-    def _tell_used(self, node: Node, cell: int) -> None:
+    def _notify_used(self, node: Node, cell: int) -> None:
         used = self.cells[cell].policy.used
         above = node
         while above.parent is not None:
@@ -413,7 +413,7 @@ class Tree:
         (key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
         return key
 
-    def _tell_stored(self, node: Node, cell: int, first: int) -> None:
+    def _notify_stored(self, node: Node, cell: int, first: int) -> None:
         """Pages from number `first` on became readable: for the policy, and for who listens."""
         if node.hidden:
             return
@@ -422,7 +422,7 @@ class Tree:
         if self.listeners:
             self._emit(EventKind.STORED, cell, node, first)
 
-    def _tell_removed(self, node: Node, cell: int, first: int) -> None:
+    def _notify_removed(self, node: Node, cell: int, first: int) -> None:
         """Pages from number `first` on are about to leave the cell."""
         if node.hidden:
             return

@@ -1,7 +1,7 @@
-"""All transfers that are not over, in the order in which they were begun.
+"""Copies between tiers, from the wish to the end, and all of those that are not over.
 
-The owner of the books says what is reserved and what an end means; here is what they have in
-common: transfers begun since the last submission leave together, a transfer is judged by its
+The owner of a transfer says what is reserved for it and what its end means. Here is what all have
+in common: transfers begun since the last submission leave together, a transfer is judged by its
 ticket, and nothing is waited for longer than its deadline.
 """
 
@@ -9,14 +9,71 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from enum import IntEnum
-from typing import Generic
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Generic, TypeVar
 
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
+from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import Event
-from kvtide.transfer.transfer import H, Transfer, TransferState
+
+H = TypeVar("H")
+
+
+class TransferState(Enum):
+    PLANNED = "planned"
+    RESERVED = "reserved"
+    IN_FLIGHT = "in flight"
+    LANDED = "landed"
+    FAILED = "failed"
+
+
+_NEXT = {
+    TransferState.PLANNED: {TransferState.RESERVED, TransferState.LANDED, TransferState.FAILED},
+    TransferState.RESERVED: {TransferState.IN_FLIGHT, TransferState.FAILED},
+    TransferState.IN_FLIGHT: {TransferState.LANDED, TransferState.FAILED},
+    TransferState.LANDED: set(),
+    TransferState.FAILED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Transfer(Generic[H]):
+    """Pages of one or more anchors on their way, and everything they hold until they are there.
+
+           ┌──nothing to move────────────────────────────────────────┐
+        PLANNED ──room──▶ RESERVED ──submitted──▶ IN_FLIGHT ──done──▶ LANDED
+           └──no room──────────┴─────────gone wrong──┴───────────▶ FAILED
+
+    holding  what the owner of the books recorded for it: slots, pins. One thing, so that the end
+             of a transfer, either end, is one call.
+    error    why it failed. A transfer that failed on the way is over only when nothing of it
+             touches memory any more: until then its slots belong to nobody else.
+    late     it missed its deadline, here or on another rank, and nobody waits for it any more
+    """
+
+    number: int
+    way: Way
+    state: TransferState = TransferState.PLANNED
+    holds: H | None = None
+    moves: tuple[PageMove, ...] = ()
+    ticket: Ticket | None = None
+    error: BaseException | None = None
+    late: bool = False
+
+    def to(self, state: TransferState) -> None:
+        assert state in _NEXT[self.state], f"a transfer cannot go {self.state} → {state}"
+        self.state = state
+
+    @property
+    def over(self) -> bool:
+        return not _NEXT[self.state]
+
+    @property
+    def pages(self) -> int:
+        return sum(len(move.source_slots) for move in self.moves)
 
 
 class Verdict(IntEnum):
@@ -31,7 +88,9 @@ class Verdict(IntEnum):
     LANDED = 3
 
 
-class Traffic(Generic[H]):
+class Transfers(Generic[H]):
+    """All transfers that are not over, in the order in which they were begun."""
+
     def __init__(
         self, copier: Copier, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -54,10 +113,10 @@ class Traffic(Generic[H]):
         self._open[transfer.number] = transfer
         return transfer
 
-    def reserve(self, transfer: Transfer[H], holding: H, moves: tuple[PageMove, ...]) -> None:
+    def reserve(self, transfer: Transfer[H], holds: H, moves: tuple[PageMove, ...]) -> None:
         """It has its slots in every anchor, and can leave with the next submission."""
         transfer.to(TransferState.RESERVED)
-        transfer.holding, transfer.moves = holding, moves
+        transfer.holds, transfer.moves = holds, moves
 
     def fence(self) -> None:
         """Copies submitted before `drop_fence` wait for the work queued so far, and no other."""
@@ -85,13 +144,13 @@ class Traffic(Generic[H]):
         except Exception as raised:
             error = raised
         for transfer in leaving:
-            transfer.to(TransferState.FLYING)
+            transfer.to(TransferState.IN_FLIGHT)
             transfer.ticket, transfer.error = ticket, error
         return len(leaving)
 
-    def flying(self) -> list[Transfer[H]]:
+    def in_flight(self) -> list[Transfer[H]]:
         """Oldest first."""
-        return [transfer for transfer in self if transfer.state is TransferState.FLYING]
+        return [transfer for transfer in self if transfer.state is TransferState.IN_FLIGHT]
 
     def verdict(self, transfer: Transfer[H]) -> Verdict:
         ticket = transfer.ticket
@@ -105,5 +164,5 @@ class Traffic(Generic[H]):
     def end(self, transfer: Transfer[H], state: TransferState) -> None:
         """Landed or failed: from now on it holds nothing."""
         transfer.to(state)
-        transfer.holding = None
+        transfer.holds = None
         del self._open[transfer.number]
