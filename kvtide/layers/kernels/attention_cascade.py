@@ -111,8 +111,8 @@ def _compared(rows: Tensor, table: Tensor, each: int, page: int, keys: int) -> T
 @program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
 def _compare(  # type: ignore[no-untyped-def]
     rows, tables, known, count, pages, min_tokens,
-    EACH: tl.constexpr, SEQUENCES: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    PAGES: tl.constexpr,  # noqa: N803
+    EACH: tl.constexpr, SEQUENCES: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
     """How many tokens, in whole tiles, the sequences of a block have in common."""
     block, offset = tl.program_id(0), tl.arange(0, SEQUENCES)
@@ -145,9 +145,9 @@ def _attend_prefix(  # type: ignore[no-untyped-def]
     queries, keys, values, parts, weights, rows, tables, known, count, pages,
     query_token, query_head,
     key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    EACH: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    EACH: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     kv_head, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens = tl.load(known + 2 * block)

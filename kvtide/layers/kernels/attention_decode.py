@@ -115,7 +115,7 @@ def _laid(rows: Tensor, keys: int, window: int | None, prefixes: Prefixes | None
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _prefix(known, sequence, past, there, EACH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _prefix(known, sequence, past, there, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many tokens a sequence has in common with its block: those are taken together."""
     if EACH > 0:
         tokens = tl.load(known + 2 * (sequence // EACH), mask=there, other=0)
@@ -127,7 +127,7 @@ def _prefix(known, sequence, past, there, EACH: tl.constexpr):  # type: ignore[n
 @program("rows", "count")  # type: ignore[untyped-decorator]
 def _lay(  # type: ignore[no-untyped-def]
     rows, ends, known, count,
-    WINDOW: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
     total = tl.full([], 0, tl.int32)
     tl.store(ends, total)
@@ -148,7 +148,7 @@ def _lay(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _item(ends, tile, count, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _item(ends, tile, count, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The item that a tile is of."""
     sequence = tl.full([], 0, tl.int32)
     for at in range(0, count, SEQUENCES):
@@ -163,7 +163,7 @@ def _item(ends, tile, count, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr):  
 @triton.jit  # type: ignore[untyped-decorator]
 def _opened(  # type: ignore[no-untyped-def]
     query, key, value, opens, inner, factor,
-    CAPPED: tl.constexpr, M: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):
     """What a program begins with: the token's own key and value, or nothing."""
     score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32)[None, :], 1)
@@ -181,10 +181,10 @@ def _attend_single(  # type: ignore[no-untyped-def]
     count, pages,
     query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head,
     key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
-    EACH: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr,
+    EACH: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     program, whole = tl.program_id(0), tl.load(ends + count) * KV_HEADS
     share = tl.cdiv(whole, tl.num_programs(0))
@@ -231,7 +231,7 @@ def _attend_single(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _added(  # type: ignore[no-untyped-def]
-    parts, weights, place, ours, peak, total, sums, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    parts, weights, place, ours, peak, total, sums, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """Some more parts of a result, each with its share of the whole."""
     dim = tl.arange(0, D)
@@ -249,9 +249,9 @@ def _added(  # type: ignore[no-untyped-def]
 def _join(  # type: ignore[no-untyped-def]
     parts, weights, sinks, mixed, rows, ends, known, prefix_parts, prefix_weights,
     of_prefix, count, programs, mixed_token, mixed_head,
-    SINKS: tl.constexpr, EACH: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    SINKS: tl.constexpr, EACH: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """One result of what several programs have of an item."""
     sequence, head = tl.program_id(0), tl.program_id(1)

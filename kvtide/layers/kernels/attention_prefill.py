@@ -108,10 +108,10 @@ def _attend(  # type: ignore[no-untyped-def]
     mixed, parts, weights, laid, mixed_token, mixed_head, most, tables, pages,
     query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head,
     key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr, B: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
+    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr, B: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     number, row, dim = tl.program_id(0), tl.arange(0, M), tl.arange(0, D)
     item, items, count, origin, begin, each, at, stop = taken_by(
@@ -161,8 +161,8 @@ def _over(  # type: ignore[no-untyped-def]
     query, token, peak, total, new_keys, new_values, old_keys, old_values, table,
     low, high, first, until, start, end, past,
     new_key_token, new_value_token, key_slot, key_entry, value_slot, value_entry, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """Over tiles [low, high) of what a block sees, in the order of `tiles_of`."""
     sums, position = tl.zeros([M, D], tl.float32), past + token - start
@@ -201,9 +201,9 @@ def _over(  # type: ignore[no-untyped-def]
 @program("laid")  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     mixed, parts, weights, laid, mixed_token, mixed_head,
-    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,  # noqa: N803
-    R: tl.constexpr, P: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """Some rows of one block and KV head, of what several programs have of them."""
     lower, upper = tl.load(laid), tl.load(laid + 1)

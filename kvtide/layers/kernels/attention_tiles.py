@@ -52,7 +52,7 @@ def compiled_for(queries: Tensor, keys: Tensor, how: Attending, page_tokens: int
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(  # type: ignore[no-untyped-def]
     query, key, value, seen, peak, total, sums, inner, factor,
-    CAPPED: tl.constexpr, MASKED: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):
     """One more tile of keys: the highest score, the sum of shares, and the shares of values."""
     scores = tl.dot(query, key, input_precision="ieee")
@@ -72,7 +72,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _loaded(  # type: ignore[no-untyped-def]
-    pointers, there, inside, like, MASKED: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
+    pointers, there, inside, like, MASKED: tl.constexpr, PADDED: tl.constexpr,
 ):
     if MASKED:
         loaded = tl.load(pointers, mask=there & inside, other=0.0)
@@ -87,8 +87,8 @@ def _loaded(  # type: ignore[no-untyped-def]
 def earlier(  # type: ignore[no-untyped-def]
     query, position, peak, total, sums, keys, values, table, low, high, least,
     key_slot, key_entry, value_slot, value_entry, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """Over what was kept of tokens [low, high), from a multiple of N on; none before `least` is
     read, and without a mask the last tile is whole."""
@@ -128,8 +128,8 @@ def earlier(  # type: ignore[no-untyped-def]
 def own(  # type: ignore[no-untyped-def]
     query, token, peak, total, sums, keys, values, low, high, end, key_token, value_token,
     inner, factor,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """Over the step's own rows [low, high), of those that the sequence has before `end`."""
     dim, column = tl.arange(0, D), tl.arange(0, N)

@@ -72,7 +72,7 @@ def convolve(
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _channels(  # type: ignore[no-untyped-def]
-    block, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, C: tl.constexpr,  # noqa: N803
+    block, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, C: tl.constexpr,
 ):
     """A block's channels: of all, of its part, and which of them there are; and the part.
 
@@ -105,8 +105,8 @@ def _kept(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _keep_tail(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write, sequence, block,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,  # noqa: N803
-    TAIL: tl.constexpr, TAILS: tl.constexpr, C: tl.constexpr,  # noqa: N803
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+    TAIL: tl.constexpr, TAILS: tl.constexpr, C: tl.constexpr,
 ):
     """A sequence's last inputs, older ones among them where it brings fewer."""
     column, channel, inside, part = _channels(block, W0, W1, W2, C)
@@ -136,8 +136,8 @@ def _keep_tail(  # type: ignore[no-untyped-def]
 @program("rows")  # type: ignore[untyped-decorator]
 def _keep_tails(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,  # noqa: N803
-    TAIL: tl.constexpr, TAILS: tl.constexpr, C: tl.constexpr,  # noqa: N803
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+    TAIL: tl.constexpr, TAILS: tl.constexpr, C: tl.constexpr,
 ):
     sequence, block = tl.program_id(0), tl.program_id(1)
     _keep_tail(inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
@@ -148,9 +148,9 @@ def _keep_tails(  # type: ignore[no-untyped-def]
 def _convolve(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
     taps, bias, mixed, owners, count,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,  # noqa: N803
-    TAIL: tl.constexpr, TAILS: tl.constexpr, C: tl.constexpr, T: tl.constexpr,  # noqa: N803
-    BIAS: tl.constexpr, SWISHED: tl.constexpr, KEEPS: tl.constexpr,  # noqa: N803
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+    TAIL: tl.constexpr, TAILS: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
+    BIAS: tl.constexpr, SWISHED: tl.constexpr, KEEPS: tl.constexpr,
 ):
     block, token = tl.program_id(1), tl.program_id(0) * T + tl.arange(0, T)
     column, channel, inside, part = _channels(block, W0, W1, W2, C)

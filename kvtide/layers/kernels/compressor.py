@@ -132,7 +132,7 @@ def _left(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _taken(  # type: ignore[no-untyped-def]
     peak, total, mixed, products, product_token, position, first, low, high, half, channel, inside,
-    CHANNELS: tl.constexpr, TOGETHER: tl.constexpr,  # noqa: N803
+    CHANNELS: tl.constexpr, TOGETHER: tl.constexpr,
 ):
     """With the rows [low, high) of a block that begins at row `first`."""
     column = half + channel
@@ -157,8 +157,8 @@ def _taken(  # type: ignore[no-untyped-def]
 def _own(  # type: ignore[no-untyped-def]
     products, product_token, position, own_peak, own_total, own_mixed, own_slot,
     share_peak, share_total, share_mixed, share_slot, before, past, start, first, token,
-    channel, inside, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,  # noqa: N803
+    channel, inside, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
     """The mean of the block that begins at row `first`, up to a token."""
     begun = first < start
@@ -166,7 +166,7 @@ def _own(  # type: ignore[no-untyped-def]
         begun = (past > 0) & (first <= start)
     peak, total, mixed = _recalled(
         own_peak, own_total, own_mixed, own_slot, before, begun, channel, inside)
-    if OVERLAPS:  # noqa: SIM102
+    if OVERLAPS:
         # A later block begins with what the one before it has put into it.
         if first > start:
             peak, total, mixed = _recalled(
@@ -187,11 +187,11 @@ def _blocks(  # type: ignore[no-untyped-def]
     own_peak, own_total, own_mixed, own_slot, share_peak, share_total, share_mixed, share_slot,
     field, rope, scale, pad,
     field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr,  # noqa: N803
-    OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr, CLOSES: tl.constexpr,  # noqa: N803
-    LEAVES: tl.constexpr, KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,  # noqa: N803
-    PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr, CLOSES: tl.constexpr,
+    LEAVES: tl.constexpr, KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0)
     owner = tl.load(owners + token)
@@ -215,7 +215,7 @@ def _blocks(  # type: ignore[no-untyped-def]
         products, product_token, position, own_peak, own_total, own_mixed, own_slot,
         share_peak, share_total, share_mixed, share_slot, before, past, start, first, token,
         channel, inside, RATIO, CHANNELS, WIDTH, TOGETHER, OVERLAPS)
-    if CLOSES:  # noqa: SIM102
+    if CLOSES:
         if closes:
             mean = rounded(mixed / tl.where(inside, total, 1.0), ROUNDED)
             vector = normed_and_turned(

@@ -31,7 +31,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def activated(x, gain, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def activated(x, gain, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """An activation by its name in torch; `gain` is how steep a swish is."""
     if KIND == "swish":
         result = x / (1.0 + tl.exp(-gain * x))

@@ -176,8 +176,8 @@ def _prepared(
 @triton.jit  # type: ignore[untyped-decorator]
 def _inverse(  # type: ignore[no-untyped-def]
     system,
-    T: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
+    T: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Of the system with ones on its diagonal; what is given has zeros there and above.
 
@@ -211,9 +211,9 @@ def _strength(strengths, strength_row, token, head, live):  # type: ignore[no-un
 def _prepare(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
     inverses, shares, lefts, kepts, rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, B: tl.constexpr,  # noqa: N803
-    EXACT: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(spans + 3 * chunk + 1), tl.load(spans + 3 * chunk + 2)
@@ -225,8 +225,8 @@ def _prepare(  # type: ignore[no-untyped-def]
     at = convolved + token[:, None] * row + (head // GROUP) * KEYS + key[None, :]
     q = tl.load(at, mask=inside, other=0.0)
     k = tl.load(at + HEADS // GROUP * KEYS, mask=inside, other=0.0)
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
-    SCALE: tl.constexpr = KEYS ** -0.5  # noqa: N806
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    SCALE: tl.constexpr = KEYS ** -0.5
     q_length = _length(q.to(tl.float32)) * SCALE
     k_length = _length(k.to(tl.float32))
     dt = tl.load(dts + token * dt_row + head, mask=live, other=0.0).to(tl.float32)
@@ -255,7 +255,7 @@ def _prepare(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _forgetful(  # type: ignore[no-untyped-def]
     convolved, row, dts, dt_row, biases, decays, head, token, live,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,
 ):
     """Some tokens' queries and keys as long as they count, and the logarithms of decays."""
     key = tl.arange(0, K)
@@ -274,8 +274,8 @@ def _forgetful(  # type: ignore[no-untyped-def]
 @program("count")  # type: ignore[untyped-decorator]
 def _pairs(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, spans, pairs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, B: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,
+    T: tl.constexpr, B: tl.constexpr,
 ):
     """Of a block, key by key: the products with it of later keys, and of queries from its own on,
     with what is left of it there."""
@@ -309,9 +309,9 @@ def _pairs(  # type: ignore[no-untyped-def]
 def _prepare_by_channel(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
     inverses, shares, lefts, kepts, rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, B: tl.constexpr,  # noqa: N803
-    EXACT: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Block by block of a few tokens. Keys of earlier blocks are at hand with what is left of
     them where the block begins, so no exponent is positive."""
@@ -323,7 +323,7 @@ def _prepare_by_channel(  # type: ignore[no-untyped-def]
     number, in_keys = tl.arange(0, T // B)[:, None, None], (key < KEYS)[None, :]
     place, size = (chunk * HEADS + head).to(tl.int64), count.to(tl.int64) * HEADS * KEYS
     kind = rows.dtype.element_ty
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
     earlier, system = tl.zeros([T // B, B, K], tl.float32), tl.zeros([T // B, B, T], tl.float32)
     past = tl.zeros([K], tl.float32)
     for block in range(tl.cdiv(tl.minimum(end - first, T), B)):
@@ -367,9 +367,9 @@ def _prepare_by_channel(  # type: ignore[no-untyped-def]
 def _associate_chunks(  # type: ignore[no-untyped-def]
     mixed, states, spans, read, write, state_slot, state_head, state_key,
     convolved, row, count, firsts, inverses, shares, lefts, kepts, rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, V: tl.constexpr,  # noqa: N803
-    EXACT: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, V: tl.constexpr,
+    EXACT: tl.constexpr, WIDE: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(spans + 3 * sequence), tl.load(spans + 3 * sequence + 1)
@@ -385,8 +385,8 @@ def _associate_chunks(  # type: ignore[no-untyped-def]
     values = convolved + 2 * (HEADS // GROUP) * KEYS + head * VALUES + value[None, :]
     keys = convolved + (head // GROUP) * KEYS + key[None, :]
     size = count.to(tl.int64) * HEADS * KEYS
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
-    KIND: tl.constexpr = tl.float32 if WIDE else convolved.dtype.element_ty  # noqa: N806
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    KIND: tl.constexpr = tl.float32 if WIDE else convolved.dtype.element_ty
     for first in range(start, end, T):
         token, live = (first + step).to(tl.int64)[:, None], (first + step < end)[:, None]
         if EVEN:
@@ -430,8 +430,8 @@ def _associate_chunks(  # type: ignore[no-untyped-def]
 def _associate_token(  # type: ignore[no-untyped-def]
     mixed, states, spans, read, write, state_slot, state_head, state_key, convolved, row,
     dts, dt_row, biases, decays, strengths, strength_row,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    EVEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(spans + 3 * sequence).to(tl.int64)
@@ -446,7 +446,7 @@ def _associate_token(  # type: ignore[no-untyped-def]
     k = tl.load(at + HEADS // GROUP * KEYS, mask=key < KEYS, other=0.0).to(tl.float32)
     at = convolved + token * row + 2 * (HEADS // GROUP) * KEYS + head * VALUES + value
     v = tl.load(at, mask=value < VALUES, other=0.0).to(tl.float32)
-    SCALE: tl.constexpr = KEYS ** -0.5  # noqa: N806
+    SCALE: tl.constexpr = KEYS ** -0.5
     q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * SCALE
     k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
     each = head + key * 0 if EVEN else head * KEYS + key

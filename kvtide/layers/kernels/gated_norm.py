@@ -65,8 +65,8 @@ def _normed(x, weight, eps, width):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _open(  # type: ignore[no-untyped-def]
     mixed, gates, weights, result, gate_row, eps,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
-    NORM_FIRST: tl.constexpr, SWISHED: tl.constexpr, G: tl.constexpr, W: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr,
+    NORM_FIRST: tl.constexpr, SWISHED: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
 ):
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * G + tl.arange(0, G)
     place = tl.arange(0, W)

@@ -28,7 +28,7 @@ def host_copy(source: Tensor, target: Tensor) -> None:
 
 
 @program("source", "target", "count")  # type: ignore[untyped-decorator]
-def _carry(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _carry(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     theirs = source.to(tl.pointer_type(tl.int32))
     ours = target.to(tl.pointer_type(tl.int32))
     column = tl.arange(0, BLOCK)

@@ -195,7 +195,7 @@ def _divided(tokens: int, inner: int) -> tuple[int, int, int]:
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _after(  # type: ignore[no-untyped-def]
-    before, given, weights, row, live, at, there, WIDTH: tl.constexpr, COUNT: tl.constexpr,  # noqa: N803
+    before, given, weights, row, live, at, there, WIDTH: tl.constexpr, COUNT: tl.constexpr,
 ):
     """Columns `at` of all streams, which are of one, after a sublayer."""
     token, column = row.to(tl.int64), (at % WIDTH)[None, :]
@@ -214,9 +214,9 @@ def _after(  # type: ignore[no-untyped-def]
 @program("tokens")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     streams, project, logits, tokens, before, given, weights,
-    INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, P: tl.constexpr,  # noqa: N803
-    HALVES: tl.constexpr, SPREADS: tl.constexpr, COUNT: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, P: tl.constexpr,
+    HALVES: tl.constexpr, SPREADS: tl.constexpr, COUNT: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr,
 ):
     row = tl.program_id(0) * M + tl.arange(0, M)
     output, inner, live = tl.arange(0, P), tl.arange(0, K), row < tokens
@@ -246,7 +246,7 @@ def _project(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _matrix(  # type: ignore[no-untyped-def]
-    mixing, eps, ROUNDS: tl.constexpr,  # noqa: N803
+    mixing, eps, ROUNDS: tl.constexpr,
 ):
     """Of logits (count, count): rows and columns that add up to one."""
     mixing = tl.exp(mixing - tl.max(mixing, 1)[:, None])
@@ -261,9 +261,9 @@ def _matrix(  # type: ignore[no-untyped-def]
 @program("tokens")  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
     logits, streams, scales, base, x, weights, gains, tokens, norm_eps, eps, sublayer_eps,
-    PARTS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, ROUNDS: tl.constexpr,  # noqa: N803
-    NORMS: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr, FEW: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, ROUNDS: tl.constexpr,
+    NORMS: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, FEW: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     part, one = tl.arange(0, PARTS), tl.arange(0, COUNT)
@@ -300,7 +300,7 @@ def _weigh(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _spread(  # type: ignore[no-untyped-def]
     given, streams, weights, after,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

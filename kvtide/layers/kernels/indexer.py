@@ -156,8 +156,8 @@ def _rounds(entries: int, tile: int, count: int) -> Iterator[int]:
 @triton.jit  # type: ignore[untyped-decorator]
 def _keys_of(  # type: ignore[no-untyped-def]
     keys, scales, slot, within, queries,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr,
 ):
     """A tile of keys, one a row, and what their scores are to be multiplied with."""
     at, dim, there = slot.to(tl.int64) * SLOT + within * ENTRY, tl.arange(0, D), slot >= 0
@@ -174,9 +174,9 @@ def _keys_of(  # type: ignore[no-untyped-def]
 def _score_single(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, owners, slots, table, weights_row, scores_row,
     first,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,  # noqa: N803
-    RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
+    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """Of one token, as the only one of its sequence: a part of the entries."""
     token, parts = tl.program_id(1), tl.num_programs(0)
@@ -207,9 +207,9 @@ def _score_single(  # type: ignore[no-untyped-def]
 def _score_several(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, blocks, slots, table, weights_row, scores_row,
     first,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,  # noqa: N803
-    RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
+    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """Of neighbours in a sequence, a few after another: one tile of entries."""
     block = blocks + 3 * tl.program_id(1)
@@ -279,8 +279,8 @@ def _best(bits, there, count):  # type: ignore[no-untyped-def]
 @program("rows", "owners", "scores_row", "first", "width")  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
     scores, numbers, chosen, values, rows, owners, scores_row, first, count, width,
-    RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,  # noqa: N803
-    B: tl.constexpr, P: tl.constexpr,  # noqa: N803
+    RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,
+    B: tl.constexpr, P: tl.constexpr,
 ):
     """The best of a tile of a row, in the order in which they stand; behind them -1.
 

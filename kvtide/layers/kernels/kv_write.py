@@ -245,7 +245,7 @@ def widened(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def bounded(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def bounded(x, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Within what a group can hold; a NaN stays one."""
     return tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
 
@@ -258,7 +258,7 @@ def largest(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def located(rows, owners, slots, slots_sequence, token, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def located(rows, owners, slots, slots_sequence, token, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """A token's slot, -1 for none, and its place in there."""
     owner = tl.load(owners + token)
     position = tl.load(rows + 3 * owner + 2) + token - tl.load(rows + 3 * owner)
@@ -270,7 +270,7 @@ def located(rows, owners, slots, slots_sequence, token, PAGE: tl.constexpr):  # 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_plain(value, field, there, mask, FORM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def store_plain(value, field, there, mask, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores numbers one by one, and gives what was written."""
     if FORM == 0:
         code = value
@@ -287,7 +287,7 @@ def store_plain(value, field, there, mask, FORM: tl.constexpr):  # type: ignore[
 @triton.jit  # type: ignore[untyped-decorator]
 def store_scaled(  # type: ignore[no-untyped-def]
     value, field, there, mask, scales, live,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):
     """Packs a vector (groups, GROUP) in fp32, and gives it as it was written."""
     group = tl.arange(0, GROUPS)
@@ -303,8 +303,8 @@ def store_scaled(  # type: ignore[no-untyped-def]
 def _vector(  # type: ignore[no-untyped-def]
     values, field, scales, back, token, slot, place,
     value_token, value_head, field_slot, field_entry, scale_slot, scale_entry,
-    FORM: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
+    FORM: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):
     at = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside, live = at < WIDTH, slot >= 0
@@ -328,11 +328,11 @@ def _vectors(  # type: ignore[no-untyped-def]
     value_token, value_head, field_slot, field_entry, scale_slot, scale_entry,
     values2, field2, scales2, back2,
     value_token2, value_head2, field_slot2, field_entry2, scale_slot2, scale_entry2,
-    PAGE: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    FORM: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
-    FORM2: tl.constexpr, SCALED2: tl.constexpr, BACK2: tl.constexpr,  # noqa: N803
-    DIM2: tl.constexpr, WIDTH2: tl.constexpr, GROUPS2: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, GROUP: tl.constexpr,
+    FORM: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    FORM2: tl.constexpr, SCALED2: tl.constexpr, BACK2: tl.constexpr,
+    DIM2: tl.constexpr, WIDTH2: tl.constexpr, GROUPS2: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot, place = located(rows, owners, slots, slots_sequence, token, PAGE)
@@ -353,8 +353,8 @@ def _vectors(  # type: ignore[no-untyped-def]
 def store_joined(  # type: ignore[no-untyped-def]
     vector, slot, place, nope, rope, scale, pad,
     nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     """Packs a vector (groups, GROUP) in fp32, and gives it as it was written."""
     group, column = tl.arange(0, GROUPS), tl.arange(0, GROUP)
@@ -381,9 +381,9 @@ def store_joined(  # type: ignore[no-untyped-def]
 def _joined(  # type: ignore[no-untyped-def]
     rows, owners, slots, slots_sequence, values, value_token, back, nope, rope, scale, pad,
     nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE: tl.constexpr, BACK: tl.constexpr,  # noqa: N803
-    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, BACK: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot, place = located(rows, owners, slots, slots_sequence, token, PAGE)
@@ -402,8 +402,8 @@ def _joined(  # type: ignore[no-untyped-def]
 def store_entry(  # type: ignore[no-untyped-def]
     vector, slot, place, field, rope, scale, pad,
     field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     """A vector (groups, GROUP) in fp32 into an entry that has no other; as it was written."""
     at = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

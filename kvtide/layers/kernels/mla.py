@@ -181,7 +181,7 @@ def attend_latent(
 @triton.jit  # type: ignore[untyped-decorator]
 def _block_at(  # type: ignore[no-untyped-def]
     tile, column, chosen, far_slots, near_slots, blocks, begin, past, count, visible,
-    FAR_PAGE: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    FAR_PAGE: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr, N: tl.constexpr,
 ):
     """Slots of a tile's vectors, -1 where there are none, and their places in them: of blocks,
     and in tiles after those, of the window's tokens before the step."""
@@ -199,7 +199,7 @@ def _block_at(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _own(  # type: ignore[no-untyped-def]
     query, kept, kept_token, first, last, scale, peak, total, sums,
-    DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):
     """The step's rows from `first` to `last`."""
     dim = tl.arange(0, D)
@@ -221,14 +221,14 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     queries, kept, near_first, near_second, near_third, far_first, far_second, far_third,
     mixed, weights, chosen, sinks, rows, owners, near_slots, far_slots, near_table, far_table,
     kept_token, count, scale, tokens,
-    NEAR_SLOT: tl.constexpr, FAR_SLOT: tl.constexpr, ENTRY: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr, FAR_PAGE: tl.constexpr, RATIO: tl.constexpr,  # noqa: N803
-    CHOSEN: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,  # noqa: N803
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    NOPE: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
+    NEAR_SLOT: tl.constexpr, FAR_SLOT: tl.constexpr, ENTRY: tl.constexpr,
+    PAGE: tl.constexpr, FAR_PAGE: tl.constexpr, RATIO: tl.constexpr,
+    CHOSEN: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (HEADS + M - 1) // M  # noqa: N806
+    BLOCKS: tl.constexpr = (HEADS + M - 1) // M
     token, part, parts = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.num_programs(1)
     number = tl.load(owners + token)
     one = rows + 3 * number
@@ -282,7 +282,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _token_at(  # type: ignore[no-untyped-def]
     tile, column, chosen, slots, count, visible,
-    PAGE: tl.constexpr, CHOSEN: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, CHOSEN: tl.constexpr, N: tl.constexpr,
 ):
     """Numbers of a tile's tokens, and their slots, or the one of all; -1 where there are none."""
     entry = tile * N + column
@@ -301,13 +301,13 @@ def _token_at(  # type: ignore[no-untyped-def]
 def _attend_latent(  # type: ignore[no-untyped-def]
     queries, latents, scales, ropes, mixed, weights, chosen, rows, owners, slots, table,
     count, scale, tokens,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALE_SLOT: tl.constexpr,  # noqa: N803
-    SCALE_ENTRY: tl.constexpr, ROPE_SLOT: tl.constexpr, ROPE_ENTRY: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALE_SLOT: tl.constexpr,
+    SCALE_ENTRY: tl.constexpr, ROPE_SLOT: tl.constexpr, ROPE_ENTRY: tl.constexpr,
+    PAGE: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):
-    SHARES: tl.constexpr = (TOKENS * HEADS + M - 1) // M  # noqa: N806
+    SHARES: tl.constexpr = (TOKENS * HEADS + M - 1) // M
     place, part = backwards(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
     block, share = place // SHARES, place % SHARES
     # Where a program takes one token, its number is the block's.

@@ -98,7 +98,7 @@ def taken(scores, value, peak, total, sums):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def stored(  # type: ignore[no-untyped-def]
     mixed, weights, line, live, peak, total, sums,
-    DIM: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
 ):
     """What a program gives, by line: a part, a token and a head."""
     dim = tl.arange(0, D)
@@ -113,8 +113,8 @@ def stored(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def joined_vectors(  # type: ignore[no-untyped-def]
     first, second, third, at, there, like,
-    DIM: tl.constexpr, D: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    N: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr, D: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
+    N: tl.constexpr,
 ):
     """A tile of vectors, one a row: as they are, or of eight bits with powers of two, and a rest
     of sixteen."""
@@ -123,7 +123,7 @@ def joined_vectors(  # type: ignore[no-untyped-def]
         mask = there[:, None] & (dim < DIM)[None, :]
         tile = tl.load(first + at[:, None] + dim[None, :], mask=mask, other=0.0).to(like.dtype)
     else:
-        WITHIN: tl.constexpr = GROUP if D > GROUP else D  # noqa: N806
+        WITHIN: tl.constexpr = GROUP if D > GROUP else D
         group, within = tl.arange(0, D // WITHIN), tl.arange(0, WITHIN)
         dim = (group[:, None] * WITHIN + within[None, :])[None, :, :]
         row = there[:, None, None]
@@ -132,7 +132,7 @@ def joined_vectors(  # type: ignore[no-untyped-def]
         power = tl.load(third + at[:, None] + group[None, :], mask=mask, other=0).to(tl.int32)
         scale = (power << 23).to(tl.float32, bitcast=True).to(like.dtype)
         # The rest lies in the last group, of two bytes where the first part has one.
-        LAST: tl.constexpr = NOPE // WITHIN  # noqa: N806
+        LAST: tl.constexpr = NOPE // WITHIN
         mask = (within >= NOPE % WITHIN) & (within < DIM - LAST * WITHIN)
         mask = there[:, None] & mask[None, :]
         rest = second + (at // 2)[:, None] + (LAST * WITHIN - NOPE) + within[None, :]
@@ -147,7 +147,7 @@ def joined_vectors(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def scaled_vectors(  # type: ignore[no-untyped-def]
     latents, scales, at, scale_at, there, like,
-    DIM: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
 ):
     """A tile of latents, one a row: as they are, or of eight bits with a scale for every group."""
     if GROUP == 0:
@@ -155,7 +155,7 @@ def scaled_vectors(  # type: ignore[no-untyped-def]
         mask = there[:, None] & (dim < DIM)[None, :]
         tile = tl.load(latents + at[:, None] + dim[None, :], mask=mask, other=0.0).to(like.dtype)
     else:
-        WITHIN: tl.constexpr = GROUP if D > GROUP else D  # noqa: N806
+        WITHIN: tl.constexpr = GROUP if D > GROUP else D
         group, within = tl.arange(0, D // WITHIN), tl.arange(0, WITHIN)
         dim = (group[:, None] * WITHIN + within[None, :])[None, :, :]
         mask = there[:, None, None] & (dim < DIM)
@@ -168,7 +168,7 @@ def scaled_vectors(  # type: ignore[no-untyped-def]
 
 @program("lines", "parts")  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    mixed, weights, result, lines, parts, PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    mixed, weights, result, lines, parts, PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """One result of those of several parts, each with its share of the whole."""
     line, dim, part = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, PARTS)

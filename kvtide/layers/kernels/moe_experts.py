@@ -189,8 +189,8 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
 @program("pairs", "most")  # type: ignore[untyped-decorator]
 def _arrange(  # type: ignore[no-untyped-def]
     chosen, order, blocks, offset, pairs, most,
-    COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+    COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr,
 ):
     """One expert: where its pairs begin, which they are, and its blocks."""
     expert, lane = tl.program_id(0), tl.arange(0, TILE)
@@ -234,7 +234,7 @@ def _arrange(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile(  # type: ignore[no-untyped-def]
     matrix, first, rows, at,
-    WIDTH: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):
     """Some columns of these rows; where it is described, of those that follow the first."""
     if DESCRIBED:
@@ -251,10 +251,10 @@ def _tile(  # type: ignore[no-untyped-def]
 @program("most")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     x, weights, biases, out, order, blocks, most, limit, gain, plus,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPREAD: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,  # noqa: N803
-    BIASED: tl.constexpr, DESCRIBED: tl.constexpr, ACROSS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPREAD: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,
+    BIASED: tl.constexpr, DESCRIBED: tl.constexpr, ACROSS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):
     # Of a group of blocks all take the same columns before the next ones.
     program = tl.program_id(0)
@@ -304,7 +304,7 @@ def _project(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _gather(  # type: ignore[no-untyped-def]
     given, chosen, shares, out, start, stop,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * N + tl.arange(0, N)

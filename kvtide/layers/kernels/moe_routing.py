@@ -98,7 +98,7 @@ def _place(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(x, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _scores(x, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     if KIND == 1:
         x = sigmoid(x)
     elif KIND == 2:
@@ -113,10 +113,10 @@ def _scores(x, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # n
 def _of_best_groups(  # type: ignore[no-untyped-def]
     keys,
     lowest,
-    GROUPS: tl.constexpr,  # noqa: N803
-    ALLOWED: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    N: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,
+    ALLOWED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    N: tl.constexpr,
 ):
     """The keys of the groups that may be chosen from; of the others the lowest."""
     grouped = tl.reshape(keys, [GROUPS, N // GROUPS])
@@ -135,7 +135,7 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _told(  # type: ignore[no-untyped-def]
-    scores, expert, row, COUNT: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    scores, expert, row, COUNT: tl.constexpr, K: tl.constexpr,
 ):
     """The experts of a row of the table, and their scores."""
     lane = tl.arange(0, K)
@@ -151,8 +151,8 @@ def _told(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _picked(  # type: ignore[no-untyped-def]
     scores, bias, expert, inside,
-    BIASED: tl.constexpr, GROUPS: tl.constexpr, ALLOWED: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    BIASED: tl.constexpr, GROUPS: tl.constexpr, ALLOWED: tl.constexpr,
+    DEPTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):
     """The best experts, and their scores."""
     lane, ranked = tl.arange(0, K), scores
@@ -177,11 +177,11 @@ def _picked(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
     logits, bias, table, tokens, chosen, shares, token_stride, expert_stride, scale,
-    EXPERTS: tl.constexpr, COUNT: tl.constexpr, BESIDE: tl.constexpr,  # noqa: N803
-    TOLD: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr, ALLOWED: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
-    RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    EXPERTS: tl.constexpr, COUNT: tl.constexpr, BESIDE: tl.constexpr,
+    TOLD: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, ALLOWED: tl.constexpr, DEPTH: tl.constexpr,
+    RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
 ):
     token, expert, lane = tl.program_id(0).to(tl.int64), tl.arange(0, N), tl.arange(0, K)
     inside = expert < EXPERTS

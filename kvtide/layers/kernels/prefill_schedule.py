@@ -74,7 +74,7 @@ def shares(kv_heads: int, small: bool) -> dict[str, int]:
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def tiles_of(  # type: ignore[no-untyped-def]
-    start, past, first, until, WINDOW: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    start, past, first, until, WINDOW: tl.constexpr, N: tl.constexpr,
 ):
     """How many tiles a block of rows [first, until) sees: of earlier tokens and of the step's own,
     first without a mask, then with one. All that came before the first query is seen: only what
@@ -93,8 +93,8 @@ def tiles_of(  # type: ignore[no-untyped-def]
 @program("rows", "blocks", "laid", "most")  # type: ignore[untyped-decorator]
 def _lay(  # type: ignore[no-untyped-def]
     rows, blocks, laid, most,
-    SHARES: tl.constexpr, LEAST: tl.constexpr, OPENING: tl.constexpr, ROUNDS: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, B: tl.constexpr,  # noqa: N803
+    SHARES: tl.constexpr, LEAST: tl.constexpr, OPENING: tl.constexpr, ROUNDS: tl.constexpr,
+    KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, B: tl.constexpr,
 ):
     total = tl.full([], 0, tl.int32)
     used, high, longest = total, total, total
@@ -135,7 +135,7 @@ def _lay(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def row_of(  # type: ignore[no-untyped-def]
-    laid, low, high, SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr,  # noqa: N803
+    laid, low, high, SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr,
 ):
     """Of the row of shared tiles: where they begin among those of one KV head, how many each KV
     head has of them, and how many a share has."""
@@ -146,7 +146,7 @@ def row_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _items(  # type: ignore[no-untyped-def]
-    laid, low, high, begin, each, first, last, B: tl.constexpr,  # noqa: N803
+    laid, low, high, begin, each, first, last, B: tl.constexpr,
 ):
     """The numbers of KV heads and blocks, in the order of the row, whose tiles these two are."""
     first_block, last_block = low * 0 - 1, low * 0 - 1
@@ -162,7 +162,7 @@ def _items(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def taken_by(  # type: ignore[no-untyped-def]
     number, laid, most,
-    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr, B: tl.constexpr,  # noqa: N803
+    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr, B: tl.constexpr,
 ):
     """What a program takes: its first item and how many; of how many blocks a KV head has items,
     and which is the first of them; where that one's tiles begin among those of one KV head, and how

@@ -71,7 +71,7 @@ def keep_heads(
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _shrunk(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _shrunk(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """A head with its norm, rounded as the model computes, in fp32."""
     if NORM:
         gain = tl.load(weight, mask=inside, other=0.0)
@@ -83,8 +83,8 @@ def _shrunk(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[no-un
 @triton.jit  # type: ignore[untyped-decorator]
 def _prepared(  # type: ignore[no-untyped-def]
     source, here, cos, sin, weight, eps, gain,
-    NORM: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    NORM: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr,
+    T: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     """One head of some tokens, normed and turned."""
     dim = tl.arange(0, D)
@@ -110,7 +110,7 @@ def _prepared(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _angles(turns, token, ours, PAIRS: tl.constexpr, T: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _angles(turns, token, ours, PAIRS: tl.constexpr, T: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Cosines and sines for every dimension; of the first of a pair, the sine is negated."""
     if PAIRS == 0:
         return tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
@@ -125,7 +125,7 @@ def _angles(turns, token, ours, PAIRS: tl.constexpr, T: tl.constexpr, D: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _stored(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _stored(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """In the pool's dtype; eight bits saturate, and a NaN stays one."""
     if LIMIT > 0:
         y = y.to(tl.float32)
@@ -140,10 +140,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     rows, owners, tables, count, source_token, source_head, pages,
     key_slot, key_entry, key_head, value_slot, value_entry, value_head,
     query_eps, key_eps, key_gain,
-    PAGE: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,  # noqa: N803
-    GAIN: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EACH: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    GAIN: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EACH: tl.constexpr,
+    T: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
 ):
     begin, dim = tl.program_id(1) * EACH, tl.arange(0, D)[None, :]
     token = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)

@@ -69,8 +69,8 @@ def backwards(number, count):  # type: ignore[no-untyped-def]
 @program("rows", "count", "most", "low", "high")  # type: ignore[untyped-decorator]
 def _cut_rows(  # type: ignore[no-untyped-def]
     rows, table, firsts, count, most, low, high,
-    LEAST: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
-    B: tl.constexpr,  # noqa: N803
+    LEAST: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
+    B: tl.constexpr,
 ):
     place, total = tl.program_id(0) * B + tl.arange(0, B), tl.full([], 0, tl.int32)
     sequence, before = tl.zeros([B], tl.int32), tl.zeros([B], tl.int32)

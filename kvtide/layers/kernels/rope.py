@@ -90,7 +90,7 @@ def keep_turned(
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
     """In fp32, with the precision of the model's dtype."""
     if ROUNDED == 1:
         return from_bf16(bf16(x))
@@ -101,7 +101,7 @@ def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def turned(x, cos, sin, C: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def turned(x, cos, sin, C: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pairs of neighbours of x (C,), turned; cosines are 1 where nothing turns."""
     first, second = tl.split(tl.reshape(x, [C // 2, 2]))
     turned_first = rounded(first * cos - second * sin, ROUNDED)
@@ -112,7 +112,7 @@ def turned(x, cos, sin, C: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore
 @triton.jit  # type: ignore[untyped-decorator]
 def normed_and_turned(  # type: ignore[no-untyped-def]
     x, weight, turns, token, eps,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, C: tl.constexpr, ROUNDED: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr, PAIRS: tl.constexpr, C: tl.constexpr, ROUNDED: tl.constexpr,
 ):
     """A vector x (C,) in fp32, zero from DIM on; `turns` are those of the token."""
     column = tl.arange(0, C)
@@ -137,9 +137,9 @@ def narrowed(x, like):  # type: ignore[no-untyped-def]
 @program("count")  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     x, turns, token_stride, head_stride, count, eps,
-    HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
-    NORMS: tl.constexpr, BACK: tl.constexpr, ROUNDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NORMS: tl.constexpr, BACK: tl.constexpr, ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, live = FIRST + tl.arange(0, COLUMNS), row < count
@@ -167,9 +167,9 @@ def _keep_turned(  # type: ignore[no-untyped-def]
     x, x_token, weight, turns, kept, eps, rows, owners, slots, slots_sequence,
     field, rope, scale, pad,
     field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ROUNDED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ROUNDED: tl.constexpr,
+    KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     token, column = tl.program_id(0), tl.arange(0, GROUPS * GROUP)
     slot, place = located(rows, owners, slots, slots_sequence, token, PAGE)

@@ -132,8 +132,8 @@ def drawn(values: Tensor, facts: Tensor, limits: Tensor) -> Tensor:
 @program("rows")  # type: ignore[untyped-decorator]
 def _norm(  # type: ignore[no-untyped-def]
     x, y, weight, bias, total, result, rows, heads, x_token, x_head, y_token, y_head, eps,
-    ADDED: tl.constexpr, CENTRED: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr, W: tl.constexpr, R: tl.constexpr,  # noqa: N803
+    ADDED: tl.constexpr, CENTRED: tl.constexpr,
+    WIDTH: tl.constexpr, W: tl.constexpr, R: tl.constexpr,
 ):
     column = tl.arange(0, W)
     inside = column < WIDTH
@@ -168,7 +168,7 @@ def _norm(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(  # type: ignore[no-untyped-def]
     gates, ups, result, width, blocks, gate_row, gate_column, up_row, up_column, limit,
-    KIND: tl.constexpr, LIMITED: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr, LIMITED: tl.constexpr, N: tl.constexpr,
 ):
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     column = block * N + tl.arange(0, N)
@@ -186,7 +186,7 @@ def _gate(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _part(  # type: ignore[no-untyped-def]
     logits, scales, found, columns, parts, row_stride, column_stride,
-    SCALED: tl.constexpr, N: tl.constexpr,  # noqa: N803
+    SCALED: tl.constexpr, N: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
     column = part * N + tl.arange(0, N)
@@ -206,7 +206,7 @@ def _part(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    found, scales, result, columns, parts, SCALED: tl.constexpr, P: tl.constexpr  # noqa: N803
+    found, scales, result, columns, parts, SCALED: tl.constexpr, P: tl.constexpr
 ):
     row, part = tl.program_id(0), tl.arange(0, P)
     here = part < parts
@@ -226,7 +226,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 @program("rows")  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
-    values, facts, limits, places, rows, COUNT: tl.constexpr, C: tl.constexpr,  # noqa: N803
+    values, facts, limits, places, rows, COUNT: tl.constexpr, C: tl.constexpr,
 ):
     row, place = tl.program_id(0), tl.arange(0, C)
     here, limits = place < COUNT, limits + row

@@ -83,10 +83,10 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
 def _scan_chunks(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, mixed, states, rows, read, write,
     row, dt_row, state_slot, state_head, state_channel, min_dt, max_dt,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, D: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
@@ -102,9 +102,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     state = tl.load(states + source * state_slot + at_state, mask=inside & (source >= 0), other=0.0)
     state = state.to(tl.float32)
     shared = HEADS * DIM + (head // GROUP) * WIDTH + width[None, :]
-    EXACT: tl.constexpr = convolved.dtype.element_ty == tl.float32  # noqa: N806
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
-    KIND: tl.constexpr = tl.float32 if WIDE else convolved.dtype.element_ty  # noqa: N806
+    EXACT: tl.constexpr = convolved.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    KIND: tl.constexpr = tl.float32 if WIDE else convolved.dtype.element_ty
     for first in range(start, end, T):
         token, live = (first + step).to(tl.int64), first + step < end
         dt = tl.load(dts + token * dt_row + head, mask=live, other=0.0).to(tl.float32)
@@ -137,10 +137,10 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 def _scan_token(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, mixed, states, rows, read, write,
     row, dt_row, state_slot, state_head, state_channel, min_dt, max_dt,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, D: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    WIDE: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(rows + 3 * sequence).to(tl.int64)
