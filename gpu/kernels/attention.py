@@ -156,9 +156,9 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ("prefill 8k qwen3, 64 rows", row(attending, QWEN3, [(0, 8192)], ROWS=64)),
         ("prefill 8k qwen3, 2 stages", row(attending, QWEN3, [(0, 8192)], STAGES=2)),
         ("prefill 8k qwen3, 4 stages", row(attending, QWEN3, [(0, 8192)], STAGES=4)),
-        ("decode 64x4k qwen3, 264", row(attending, QWEN3, [(4096, 1)] * 64, PROGRAMS=264)),
-        ("decode 64x4k qwen3, 792", row(attending, QWEN3, [(4096, 1)] * 64, PROGRAMS=792)),
-        ("decode 1x32k qwen3, 264", row(attending, QWEN3, [(32 * 1024, 1)], PROGRAMS=264)),
+        ("decode 64x4k qwen3, 264", row(attending, QWEN3, [(4096, 1)] * 64, CTAS_PER_SM=2)),
+        ("decode 64x4k qwen3, 792", row(attending, QWEN3, [(4096, 1)] * 64, CTAS_PER_SM=6)),
+        ("decode 1x32k qwen3, 264", row(attending, QWEN3, [(32 * 1024, 1)], CTAS_PER_SM=2)),
         ("heads 64 qwen3", row(preparing, QWEN3, 64)),
         ("heads 8k qwen3", row(preparing, QWEN3, 8192)),
     ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.attention_tiles import compiled_for, earlier, scaling
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 
 ROWS = 64
@@ -28,8 +28,8 @@ WIDE_ROWS = 32
 """As many where numbers have four bytes."""
 MIN_TOKENS = 256
 """Fewer in common are not worth it."""
-PROGRAMS = 2 * 132
-"""As many keep a large device busy."""
+CTAS_PER_SM = 2
+"""CTAs that the grid has per SM, at most."""
 MAX_PARTS = 32
 _PAGES = 64
 """That are compared at a time."""
@@ -72,7 +72,8 @@ def attend_together(
     shape = compiled_for(queries, keys, how, page)
     key = ("prefixes", place.anchor, each, shape["N"])
     known = run.shared(key, lambda: _compared(batch.rows, table, each, page, shape["N"]))
-    most = min(PROGRAMS // (kv_heads * blocks), divided_up(batch.bounds.max_past, MIN_TOKENS))
+    ctas = CTAS_PER_SM * sm_count(queries.device)
+    most = min(ctas // (kv_heads * blocks), divided_up(batch.bounds.max_past, MIN_TOKENS))
     count_of_parts = 1 << max(1, min(most, MAX_PARTS)).bit_length() - 1
     parts = queries.new_empty((count_of_parts, count, heads, dim), dtype=torch.float32)
     found = Prefixes(each, known, parts, parts.new_empty((*parts.shape[:3], 2)))

@@ -27,12 +27,12 @@ from kvtide.layers.kernels.attention_tiles import (
     scaling,
 )
 from kvtide.layers.kernels.elementwise import tanh
-from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two
+from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.packing import Fields
 
-PROGRAMS = 3 * 132
-"""As many run at a time."""
+CTAS_PER_SM = 3
+"""CTAs that an SM runs at a time; the grid is one wave of them."""
 MAX_REGISTERS = 168
 """So that they do."""
 MIN_TILES = 2
@@ -58,7 +58,8 @@ def attend_singly(
         else min(batch.bounds.max_past, how.window + each)
     )
     most = count * kv_heads * max(1, -(-span // each))
-    programs = max(1, min(PROGRAMS, -(-most // MIN_TILES)))
+    ctas = CTAS_PER_SM * sm_count(queries.device)
+    programs = max(1, min(ctas, -(-most // MIN_TILES)))
     parts = queries.new_empty((count * kv_heads + programs, group, dim), dtype=torch.float32)
     # Of each part, the highest score and the sum of shares relative to it.
     weights = parts.new_empty((*parts.shape[:2], 2))

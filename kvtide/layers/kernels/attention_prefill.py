@@ -70,7 +70,7 @@ def _attend_blocks(
     rows = max(MIN_ROWS if few else usual, power_of_two(group))
     constants = compiled_for(queries, keys, how, run.step.page_tokens)
     small = rows * constants["D"] < LARGE
-    shared = shares(kv_heads, small)
+    shared = shares(kv_heads, small, queries.device)
     laid = laid_blocks(run, rows // group, shared, constants["WINDOW"], constants["N"])
     most, sizes = len(laid) - 2, {"GROUP": group, "TOKENS": rows // group, "M": rows, **shared}
     # A program has parts of two blocks at the most: of its first and of its last.

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from kvtide.layers.dense import RMSNorm, halves
 from kvtide.layers.kernels.elementwise import sigmoid
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.kernels.kv_write import bits, widened
 from kvtide.layers.kernels.rope import ROUNDED, narrowed, rounded
 
-PROGRAMS = 528
-"""As many keep a large device busy."""
+CTAS_PER_SM = 4
+"""CTAs that the grid of the projection has per SM, at most."""
 MANY_TOKENS = 1024
 """From so many on, programs take larger tiles of tokens."""
 MIN_INNER = 256
@@ -96,7 +96,7 @@ def passed(
     Of few tokens the program that projects streams makes them itself, each a part of one of them.
     """
     tokens, count, width = streams.shape
-    _, _, span = _divided(tokens, count * width)
+    _, _, span = _divided(tokens, count * width, streams.device)
     if tokens >= MANY_TOKENS or width % span:
         after = spread(given, streams, weights)
         return after, *gathered(following, after, norm)
@@ -165,7 +165,7 @@ def _logits(mixing: Mixing, streams: Tensor, handed: Handed | None = None) -> Te
     """
     (tokens, count, width), (parts, each, inner) = streams.shape, mixing.project.shape
     assert inner == count * width
-    tile, splits, span = _divided(tokens, inner)
+    tile, splits, span = _divided(tokens, inner, streams.device)
     logits = streams.new_empty((splits, tokens, each), dtype=torch.float32)
     before, given, weights = handed or (streams, streams, logits)
     _project[(divided_up(tokens, tile), splits)](
@@ -184,10 +184,11 @@ def _logits(mixing: Mixing, streams: Tensor, handed: Handed | None = None) -> Te
     return logits
 
 
-def _divided(tokens: int, inner: int) -> tuple[int, int, int]:
+def _divided(tokens: int, inner: int, device: torch.device) -> tuple[int, int, int]:
     """Tokens of a tile, how many programs share its inputs, and how many inputs each has."""
     tile = 4 * MIN_ROWS if tokens >= MANY_TOKENS else MIN_ROWS
-    splits = max(1, min(PROGRAMS // divided_up(tokens, tile), inner // MIN_INNER, 64))
+    ctas = CTAS_PER_SM * sm_count(device)
+    splits = max(1, min(ctas // divided_up(tokens, tile), inner // MIN_INNER, 64))
     splits = 1 << splits.bit_length() - 1
     return tile, splits, divided_up(divided_up(inner, _INNER), splits) * _INNER
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.kernels.query_blocks import spans
 from kvtide.spec import Encoding
@@ -31,8 +31,8 @@ SCORES = 1 << 26
 """So many are written down at a time."""
 QUERIES = 32
 """Queries that a program takes of a prompt."""
-PROGRAMS = 528
-"""As many keep a large device busy."""
+CTAS_PER_SM = 4
+"""CTAs that the grid of a decode batch has per SM, at most."""
 _KEYS = 128
 """Keys of a tile."""
 TILE = 4096
@@ -87,8 +87,9 @@ def score(
     last = min(len(queries), first + len(scores))
     tiles, single = divided_up(scores.shape[1], tile), batch.bounds.longest == 1
     if single:
+        ctas = CTAS_PER_SM * sm_count(queries.device)
         blocks, programs = batch.owners, len(queries)
-        parts = max(1, min(PROGRAMS // programs, tiles))
+        parts = max(1, min(ctas // programs, tiles))
     else:
         blocks = spans(run, QUERIES, within=(first, last)).table
         programs, parts = len(blocks), tiles

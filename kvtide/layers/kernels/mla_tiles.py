@@ -14,15 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.kernels.grid import MIN_ROWS, power_of_two
+from kvtide.layers.kernels.grid import MIN_ROWS, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 
 ROWS = 64
 """Heads, of one token or of several, that a program takes."""
 KEYS = 32
 """Keys of a tile, or half as many."""
-PROGRAMS = 132
-"""As many keep a large device busy: where there are fewer, each takes a part of the keys."""
 MAX_PARTS = 128
 MIN_KEYS = 32
 """Fewer keys than this are not worth a program."""
@@ -43,8 +41,8 @@ class SplitParts:
     @classmethod
     def of(cls, queries: Tensor, width: int, programs: int, rows: int, keys: int) -> SplitParts:
         """For so many programs, of so many rows each, and queries that see at most so many keys."""
-        room = PROGRAMS if rows >= ROWS else 2 * PROGRAMS
-        most = max(1, min(room // programs, -(-keys // MIN_KEYS), MAX_PARTS))
+        ctas = (1 if rows >= ROWS else 2) * sm_count(queries.device)
+        most = max(1, min(ctas // programs, -(-keys // MIN_KEYS), MAX_PARTS))
         count = 1 << (most.bit_length() - 1)  # Others were not tried.
         kind = queries.dtype if count == 1 else torch.float32
         shape = (count, *queries.shape[:2])

@@ -23,12 +23,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvtide.layers.kernels.elementwise import activated
-from kvtide.layers.kernels.grid import divided_up, power_of_two
+from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.moe import Experts, Gating, Routing, Stack
 
-PROGRAMS = 264
-"""As many keep a large device busy: where there are fewer, each takes fewer columns."""
+CTAS_PER_SM = 2
+"""CTAs that keep an SM busy: where there are fewer, each takes fewer columns."""
 COUNTED = 4096
 """Up to so many pairs, blocks lie one after another; with more there may be gaps."""
 _LOOKED_AT = (64, 512, COUNTED)
@@ -138,7 +138,8 @@ def project(
     outputs, inputs = stack.weight.shape[1] // (2 if gated else 1), stack.weight.shape[2]
     tiles, most = tiles.deep(inputs), len(arranged.blocks)
     columns = tiles.columns if gated else min(2 * tiles.columns, 256)
-    while columns > 32 and min(most, len(arranged.order)) * divided_up(outputs, columns) < PROGRAMS:
+    blocks, ctas = min(most, len(arranged.order)), CTAS_PER_SM * sm_count(x.device)
+    while columns > 32 and blocks * divided_up(outputs, columns) < ctas:
         columns //= 2
     out = x.new_empty((len(arranged.order), outputs))
     across = divided_up(outputs, columns)

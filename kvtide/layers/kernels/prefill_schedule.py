@@ -13,17 +13,16 @@ played with other sequences.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernels.grid import SEQUENCES_AT_ONCE
+from kvtide.layers.kernels.grid import SEQUENCES_AT_ONCE, sm_count
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.kernels.query_blocks import spans
 
-PROGRAMS = 132
-"""As many run at a time, or twice as many if they are small."""
 MIN_TILES = 8
 """Fewer are not worth a program."""
 OPENING_TILES = 6
@@ -62,10 +61,10 @@ def laid_blocks(
     return run.shared(("blocks", tokens, window, keys, *shared.values()), lay)
 
 
-def shares(kv_heads: int, small: bool) -> dict[str, int]:
+def shares(kv_heads: int, small: bool, device: torch.device) -> dict[str, int]:
     """How tiles of shared blocks are divided: constants of all programs here."""
     return {
-        "SHARES": 2 * PROGRAMS if small else PROGRAMS,
+        "SHARES": (2 if small else 1) * sm_count(device),
         "LEAST": MIN_TILES,
         "KV_HEADS": kv_heads,
     }

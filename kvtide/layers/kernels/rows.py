@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvtide.layers.elementwise import Activation
 from kvtide.layers.kernels.elementwise import activated
-from kvtide.layers.kernels.grid import divided_up, power_of_two
+from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import program
 
 TILE = 2048
 """Elements that a program takes at a time, where a row has fewer."""
-PROGRAMS = 1056
-"""As many keep a large device busy: where there are more rows, each takes several."""
+CTAS_PER_SM = 8
+"""CTAs that the grid has per SM, at most: where there are more rows, each takes several."""
 COLUMNS = 4096
 """Of a row of logits, what one program takes."""
 _FEW_ROWS = 64
@@ -53,7 +53,7 @@ def _normed(
     other = ours if y is None else _by_head(y)
     rows, padded = ours.shape[0] * ours.shape[1], power_of_two(width)
     each = max(1, TILE // padded)
-    _norm[(min(divided_up(rows, each), PROGRAMS),)](
+    _norm[(min(divided_up(rows, each), CTAS_PER_SM * sm_count(x.device)),)](
         *(ours, other, weight, weight if bias is None else bias, total, result),
         *(rows, ours.shape[1], *ours.stride()[:2], *other.stride()[:2], eps),
         ADDED=y is not None,

@@ -212,7 +212,8 @@ def test_parts_of_the_keys_are_joined(
     monkeypatch.setattr(sys.modules[__name__], "PAGE", 32)
     monkeypatch.setattr(attention_tiles, "KEYS", 16)
     monkeypatch.setattr(attention_decode, "MIN_TILES", 1)
-    monkeypatch.setattr(attention_decode, "PROGRAMS", programs)
+    monkeypatch.setattr(attention_decode, "CTAS_PER_SM", 1)
+    monkeypatch.setattr(attention_decode, "sm_count", lambda device: programs)
     step = [(130, 1), (0, 1), (17, 1), (41, 11), (64, 1)]
     found, wanted = both(CASES[case], step, device, torch.float32, KVDType.FP32)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
@@ -304,7 +305,7 @@ def test_blocks_of_tokens_are_shared_by_programs(
     monkeypatch.setattr(prefill_schedule, "MIN_TILES", 1)
     monkeypatch.setattr(prefill_schedule, "OPENING_TILES", -1000)
     monkeypatch.setattr(prefill_schedule, "MAX_ROUNDS", 1000)
-    monkeypatch.setattr(prefill_schedule, "PROGRAMS", programs)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: programs)
     laid = []
 
     def noted(*given: Any) -> Tensor:
@@ -330,18 +331,19 @@ def test_blocks_are_shared_where_that_is_worth_it(
     step = Step(at, at, rows, PAGE, lambda pool, layer: {}, lambda layer: None)
 
     def shared(window: int = 0) -> list[int]:
-        constants = prefill_schedule.shares(2, small=False)
+        constants = prefill_schedule.shares(2, False, device)
         laid = prefill_schedule.laid_blocks(ForwardPass(step), 32, constants, window, 16)
         return [int(number) for number in laid[0, :3]]
 
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 132)
     assert shared() == [0, 5, 6]
     assert shared(window=20) == [0, 0, 6]
-    monkeypatch.setattr(prefill_schedule, "PROGRAMS", 3)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 3)
     assert shared() == [3, 5, 6]
     monkeypatch.setattr(prefill_schedule, "MAX_ROUNDS", 2)
     assert shared() == [0, 0, 6]
     monkeypatch.setattr(prefill_schedule, "MAX_ROUNDS", 3)
-    monkeypatch.setattr(prefill_schedule, "PROGRAMS", 10)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 10)
     assert shared() == [0, 0, 6], "each has a program, and all are done at the same time"
 
 

@@ -91,7 +91,8 @@ def test_a_sum_is_rounded_and_then_normed(dtype: torch.dtype, device: torch.devi
 def test_programs_that_take_several_rows(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "PROGRAMS", 2)
+    monkeypatch.setattr(rows, "CTAS_PER_SM", 1)
+    monkeypatch.setattr(rows, "sm_count", lambda device: 2)
     monkeypatch.setattr(rows, "TILE", 64)
     for shape in ((13, 24), (3, 7, 16), (5, 100)):
         x, y, weight = (some(s, device, torch.float32) for s in (shape, shape, shape[-1:]))
