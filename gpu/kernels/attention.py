@@ -151,9 +151,9 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ("mixed 2k and 63x4k qwen3", row(attending, QWEN3, [(0, 2048)] + [(4096, 1)] * 63)),
         (
             "prefill 8k qwen3, 128 keys",
-            row(attending, QWEN3, [(0, 8192)], KEYS=128, TILE_BYTES=1 << 15, STAGES=2),
+            row(attending, QWEN3, [(0, 8192)], MAX_TILE_KEYS=128, TILE_BYTES=1 << 15, STAGES=2),
         ),
-        ("prefill 8k qwen3, 64 rows", row(attending, QWEN3, [(0, 8192)], ROWS=64)),
+        ("prefill 8k qwen3, 64 rows", row(attending, QWEN3, [(0, 8192)], TILE_ROWS=64)),
         ("prefill 8k qwen3, 2 stages", row(attending, QWEN3, [(0, 8192)], STAGES=2)),
         ("prefill 8k qwen3, 4 stages", row(attending, QWEN3, [(0, 8192)], STAGES=4)),
         ("decode 64x4k qwen3, 264", row(attending, QWEN3, [(4096, 1)] * 64, CTAS_PER_SM=2)),

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.mamba import CausalConv
 
 CHANNELS = 128
@@ -133,7 +133,7 @@ def _keep_tail(  # type: ignore[no-untyped-def]
         tl.store(kept2 + target * slot2 + within, tail, mask=there)
 
 
-@program("rows")  # type: ignore[untyped-decorator]
+@kernel("rows")  # type: ignore[untyped-decorator]
 def _keep_tails(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
@@ -144,7 +144,7 @@ def _keep_tails(  # type: ignore[no-untyped-def]
                sequence, block, W0, W1, W2, TAIL, TAILS, C)
 
 
-@program("rows", "owners", "count")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "count")  # type: ignore[untyped-decorator]
 def _convolve(  # type: ignore[no-untyped-def]
     inputs, input_row, kept0, kept1, kept2, slot0, slot1, slot2, rows, read, write,
     taps, bias, mixed, owners, count,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import bits, entry_fields, entry_shape, store_entry
 from kvtide.layers.kernels.rope import ROUNDED, normed_and_turned, rounded
 
@@ -180,7 +180,7 @@ def _own(  # type: ignore[no-untyped-def]
         token + 1, CHANNELS - WIDTH, channel, inside, CHANNELS, TOGETHER)
 
 
-@program("rows", "owners", "slots", "slots_sequence", "states", "states_sequence")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "slots", "slots_sequence", "states", "states_sequence")  # type: ignore[untyped-decorator]
 def _blocks(  # type: ignore[no-untyped-def]
     products, product_token, position, weight, turns, eps,
     rows, owners, slots, slots_sequence, states, states_sequence,

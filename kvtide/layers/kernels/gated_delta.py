@@ -36,8 +36,8 @@ from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
-from kvtide.layers.kernels.query_blocks import Spans, spans
+from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.query_blocks import QueryBlocks, query_blocks
 
 CHUNK = 64
 BLOCK = 16
@@ -108,12 +108,12 @@ def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: For
             V=block,
         )
         return mixed
-    chunks = spans(run, CHUNK)
+    chunks = query_blocks(run, CHUNK)
     exact = convolved.dtype is torch.float32
     done = _prepared(chunks, convolved, forgetting, shape | {"EXACT": exact})
     _associate_chunks[grid](
         *(*where, *states.stride()[:3], convolved, convolved.stride(0), len(convolved)),
-        *(chunks.firsts, done.inverse, done.shares, done.left, done.kept, done.rows),
+        *(chunks.first_blocks, done.inverse, done.shares, done.left, done.kept, done.rows),
         **shape,
         T=CHUNK,
         V=block,
@@ -131,7 +131,7 @@ def _all_of(forgetting: Forgetting) -> tuple[Tensor | int, ...]:
 
 
 def _prepared(
-    chunks: Spans, convolved: Tensor, forgetting: Forgetting, shape: dict[str, int]
+    chunks: QueryBlocks, convolved: Tensor, forgetting: Forgetting, shape: dict[str, int]
 ) -> Prepared:
     heads, keys, even = shape["HEADS"], shape["KEYS"], shape["EVEN"]
     count = len(chunks.table)
@@ -207,7 +207,7 @@ def _strength(strengths, strength_row, token, head, live):  # type: ignore[no-un
 
 
 # fmt: off
-@program("count")  # type: ignore[untyped-decorator]
+@kernel("count")  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
     inverses, shares, lefts, kepts, rows,
@@ -271,7 +271,7 @@ def _forgetful(  # type: ignore[no-untyped-def]
     return q * (_length(q) * KEYS ** -0.5)[:, None], k * _length(k)[:, None], logs
 
 
-@program("count")  # type: ignore[untyped-decorator]
+@kernel("count")  # type: ignore[untyped-decorator]
 def _pairs(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, spans, pairs,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,
@@ -305,7 +305,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     tl.store(at + count.to(tl.int64) * HEADS * B, share, mask=there)
 
 
-@program("count")  # type: ignore[untyped-decorator]
+@kernel("count")  # type: ignore[untyped-decorator]
 def _prepare_by_channel(  # type: ignore[no-untyped-def]
     convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
     inverses, shares, lefts, kepts, rows,
@@ -363,7 +363,7 @@ def _prepare_by_channel(  # type: ignore[no-untyped-def]
     tl.store(inverses + at, inverse.to(kind))
 
 
-@program("spans", "count")  # type: ignore[untyped-decorator]
+@kernel("spans", "count")  # type: ignore[untyped-decorator]
 def _associate_chunks(  # type: ignore[no-untyped-def]
     mixed, states, spans, read, write, state_slot, state_head, state_key,
     convolved, row, count, firsts, inverses, shares, lefts, kepts, rows,
@@ -426,7 +426,7 @@ def _associate_chunks(  # type: ignore[no-untyped-def]
     tl.store(states + at_state, state.to(states.dtype.element_ty), mask=inside & (target >= 0))
 
 
-@program("spans")  # type: ignore[untyped-decorator]
+@kernel("spans")  # type: ignore[untyped-decorator]
 def _associate_token(  # type: ignore[no-untyped-def]
     mixed, states, spans, read, write, state_slot, state_head, state_key, convolved, row,
     dts, dt_row, biases, decays, strengths, strength_row,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 
 BLOCK = 1024
 PROGRAMS = 16
@@ -27,7 +27,7 @@ def host_copy(source: Tensor, target: Tensor) -> None:
     _carry[grid](source.data_ptr(), target.data_ptr(), count, BLOCK=BLOCK)
 
 
-@program("source", "target", "count")  # type: ignore[untyped-decorator]
+@kernel("source", "target", "count")  # type: ignore[untyped-decorator]
 def _carry(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     theirs = source.to(tl.pointer_type(tl.int32))
     ours = target.to(tl.pointer_type(tl.int32))

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvtide.layers.dense import RMSNorm, halves
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import bits, widened
 from kvtide.layers.kernels.rope import ROUNDED, narrowed, rounded
 
@@ -212,7 +212,7 @@ def _after(  # type: ignore[no-untyped-def]
     return value
 
 
-@program("tokens")  # type: ignore[untyped-decorator]
+@kernel("tokens")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     streams, project, logits, tokens, before, given, weights,
     INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, P: tl.constexpr,
@@ -259,7 +259,7 @@ def _matrix(  # type: ignore[no-untyped-def]
     return mixing
 
 
-@program("tokens")  # type: ignore[untyped-decorator]
+@kernel("tokens")  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
     logits, streams, scales, base, x, weights, gains, tokens, norm_eps, eps, sublayer_eps,
     PARTS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, ROUNDS: tl.constexpr,

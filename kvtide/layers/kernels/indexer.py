@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
-from kvtide.layers.kernels.jit import program
-from kvtide.layers.kernels.query_blocks import spans
+from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.query_blocks import query_blocks
 from kvtide.spec import Encoding
 from kvtide.spec.pool import SCALED_GROUP
 
@@ -91,7 +91,7 @@ def score(
         blocks, programs = batch.owners, len(queries)
         parts = max(1, min(ctas // programs, tiles))
     else:
-        blocks = spans(run, QUERIES, within=(first, last)).table
+        blocks = query_blocks(run, QUERIES, rows=(first, last)).table
         programs, parts = len(blocks), tiles
     (_score_single if single else _score_several)[(parts, programs)](
         *(queries, weights, keys, keys if scales is None else scales, scores),
@@ -171,7 +171,7 @@ def _keys_of(  # type: ignore[no-untyped-def]
     return key.to(queries.dtype.element_ty), factor
 
 
-@program("rows", "owners", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
 def _score_single(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, owners, slots, table, weights_row, scores_row,
     first,
@@ -204,7 +204,7 @@ def _score_single(  # type: ignore[no-untyped-def]
         tl.store(scores + token.to(tl.int64) * scores_row + entry, found, mask=entry < visible)
 
 
-@program("rows", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
+@kernel("rows", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
 def _score_several(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, blocks, slots, table, weights_row, scores_row,
     first,
@@ -277,7 +277,7 @@ def _best(bits, there, count):  # type: ignore[no-untyped-def]
     return kept
 
 
-@program("rows", "owners", "scores_row", "first", "width")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "scores_row", "first", "width")  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
     scores, numbers, chosen, values, rows, owners, scores_row, first, count, width,
     RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields
 from kvtide.spec import Encoding
 from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP
@@ -321,7 +321,7 @@ def _vector(  # type: ignore[no-untyped-def]
         tl.store(back + token.to(tl.int64) * WIDTH + at, kept, mask=inside)
 
 
-@program("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
 def _vectors(  # type: ignore[no-untyped-def]
     rows, owners, slots, slots_sequence,
     values, field, scales, back,
@@ -377,7 +377,7 @@ def store_joined(  # type: ignore[no-untyped-def]
     return tl.where(at < NOPE, from_e4m3(code) * power[:, None], from_bf16(upper))
 
 
-@program("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
 def _joined(  # type: ignore[no-untyped-def]
     rows, owners, slots, slots_sequence, values, value_token, back, nope, rope, scale, pad,
     nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.moe import Experts, Gating, Routing, Stack
 
 CTAS_PER_SM = 2
@@ -187,7 +187,7 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
 
 
 # fmt: off
-@program("pairs", "most")  # type: ignore[untyped-decorator]
+@kernel("pairs", "most")  # type: ignore[untyped-decorator]
 def _arrange(  # type: ignore[no-untyped-def]
     chosen, order, blocks, offset, pairs, most,
     COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,
@@ -249,7 +249,7 @@ def _tile(  # type: ignore[no-untyped-def]
             return tl.load(where, mask=(column < WIDTH)[None, :], other=0.0)
 
 
-@program("most")  # type: ignore[untyped-decorator]
+@kernel("most")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     x, weights, biases, out, order, blocks, most, limit, gain, plus,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPREAD: tl.constexpr,

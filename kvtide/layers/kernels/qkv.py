@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields
 from kvtide.layers.qkv import Preparing
 
@@ -134,7 +134,7 @@ def _stored(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     return y.to(like.dtype.element_ty)
 
 
-@program("rows", "owners", "tables", "count", "pages")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "tables", "count", "pages")  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
     by_head, queries, new_keys, new_values, old_keys, old_values, turns, query_weight, key_weight,
     rows, owners, tables, count, source_token, source_head, pages,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import (
     bf16,
     bits,
@@ -134,7 +134,7 @@ def narrowed(x, like):  # type: ignore[no-untyped-def]
         return x.to(like.dtype.element_ty)
 
 
-@program("count")  # type: ignore[untyped-decorator]
+@kernel("count")  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     x, turns, token_stride, head_stride, count, eps,
     HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
@@ -162,7 +162,7 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(x + at, narrowed(value, x), mask=mask)
 
 
-@program("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
+@kernel("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
 def _keep_turned(  # type: ignore[no-untyped-def]
     x, x_token, weight, turns, kept, eps, rows, owners, slots, slots_sequence,
     field, rope, scale, pad,

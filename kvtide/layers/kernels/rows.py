@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtide.layers.elementwise import Activation
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 
 TILE = 2048
 """Elements that a program takes at a time, where a row has fewer."""
@@ -129,7 +129,7 @@ def drawn(values: Tensor, facts: Tensor, limits: Tensor) -> Tensor:
 
 
 # fmt: off
-@program("rows")  # type: ignore[untyped-decorator]
+@kernel("rows")  # type: ignore[untyped-decorator]
 def _norm(  # type: ignore[no-untyped-def]
     x, y, weight, bias, total, result, rows, heads, x_token, x_head, y_token, y_head, eps,
     ADDED: tl.constexpr, CENTRED: tl.constexpr,
@@ -224,7 +224,7 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(result + 2, peak.to(tl.float64) * scale + total.to(tl.float64))
 
 
-@program("rows")  # type: ignore[untyped-decorator]
+@kernel("rows")  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
     values, facts, limits, places, rows, COUNT: tl.constexpr, C: tl.constexpr,
 ):

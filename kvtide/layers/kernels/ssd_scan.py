@@ -24,7 +24,7 @@ from torch import Tensor
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.elementwise import softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 
 CHUNK = 64
 CHANNELS = 32
@@ -79,7 +79,7 @@ def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: T
 
 
 # fmt: off
-@program("rows")  # type: ignore[untyped-decorator]
+@kernel("rows")  # type: ignore[untyped-decorator]
 def _scan_chunks(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, mixed, states, rows, read, write,
     row, dt_row, state_slot, state_head, state_channel, min_dt, max_dt,
@@ -133,7 +133,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     tl.store(states + at_state, state.to(states.dtype.element_ty), mask=inside & (target >= 0))
 
 
-@program("rows")  # type: ignore[untyped-decorator]
+@kernel("rows")  # type: ignore[untyped-decorator]
 def _scan_token(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, mixed, states, rows, read, write,
     row, dt_row, state_slot, state_head, state_channel, min_dt, max_dt,
