@@ -219,8 +219,8 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_dim = offs_d < HEAD_DIM
     mask = (offs_m < HEADS_PER_KV)[:, None] & in_dim[None, :]
-    first_item = _item_of_tile(tile_offsets, lo_tile, count, KV_HEADS, BLOCK_SEQUENCES)
     last_item = _item_of_tile(tile_offsets, hi_tile - 1, count, KV_HEADS, BLOCK_SEQUENCES)
+    first_item = _item_of_tile(tile_offsets, lo_tile, count, KV_HEADS, BLOCK_SEQUENCES)
     for item in range(first_item, last_item + 1):
         sequence, kv_head = item // KV_HEADS, item % KV_HEADS
         token, past = tl.load(rows + 3 * sequence).to(tl.int64), tl.load(rows + 3 * sequence + 2)
@@ -228,8 +228,9 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
         seq_tiles = tl.load(tile_offsets + sequence + 1) - seq_offset
         item_begin = seq_offset * KV_HEADS + kv_head * seq_tiles
         lo, hi = tl.maximum(lo_tile - item_begin, 0), tl.minimum(hi_tile - item_begin, seq_tiles)
+        offsets = token * stride_q_token
         heads = (kv_head * HEADS_PER_KV + offs_m)[:, None]
-        offsets = token * stride_q_token + heads * stride_q_head + offs_d[None, :]
+        offsets = offsets + heads * stride_q_head + offs_d[None, :]
         q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
         k_offsets, v_offsets = token * stride_kn_token + offs_d, token * stride_vn_token + offs_d
         k = tl.load(k_new + k_offsets + kv_head * stride_kn_head, mask=in_dim, other=0.0)
@@ -268,8 +269,8 @@ def _accumulate_splits(  # type: ignore[no-untyped-def]
     m_split = tl.load(partial_stats + 2 * rows, mask=valid, other=float("-inf"))
     l_split = tl.load(partial_stats + 2 * rows + 1, mask=valid, other=0.0)
     mask = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
-    offsets = rows[:, None] * HEAD_DIM + offs_d[None, :]
-    acc_split = tl.load(partial_out + offsets, mask=mask, other=0.0)
+    acc_split = partial_out + rows[:, None] * HEAD_DIM + offs_d[None, :]
+    acc_split = tl.load(acc_split, mask=mask, other=0.0)
     m_new = tl.maximum(m_i, tl.max(m_split, 0))
     weight, alpha = tl.exp2(m_split - m_new), tl.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(l_split * weight, 0)

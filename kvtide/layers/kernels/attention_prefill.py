@@ -285,9 +285,8 @@ def _combine_splits(  # type: ignore[no-untyped-def]
         partial_row, valid = partial_row[None, :] * BLOCK_M + offs_m[:, None], (split < hi)[None, :]
         m_split = tl.load(partial_stats + 2 * partial_row, mask=valid, other=float("-inf"))
         l_split = tl.load(partial_stats + 2 * partial_row + 1, mask=valid, other=0.0)
-        offsets = partial_row[:, :, None] * HEAD_DIM
+        acc_split = partial_out + partial_row[:, :, None] * HEAD_DIM + offs_d[None, None, :]
         mask = valid[:, :, None] & (offs_d < HEAD_DIM)[None, None, :]
-        acc_split = partial_out + offsets + offs_d[None, None, :]
         acc_split = tl.load(acc_split, mask=mask, other=0.0)
         m_new = tl.maximum(m_i, tl.max(m_split, 1))
         # A row without a visible key has m_new = -inf; any finite value avoids a NaN.

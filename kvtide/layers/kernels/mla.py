@@ -218,8 +218,9 @@ def _locate_tile(  # type: ignore[no-untyped-def]
     Tiles of compressed entries come first, then those of the window's cached tokens.
     """
     is_compressed = tile < compressed_tiles
-    in_window = window_start + (tile - compressed_tiles) * BLOCK_N
-    entry = tl.where(is_compressed, tile * BLOCK_N, in_window) + cols
+    compressed_entry = tile * BLOCK_N
+    window_entry = window_start + (tile - compressed_tiles) * BLOCK_N
+    entry = tl.where(is_compressed, compressed_entry, window_entry) + cols
     if SELECTED:
         indices = tl.load(selected + entry, mask=is_compressed & (entry < top_k), other=-1)
         entry = tl.where(is_compressed, indices, entry)

@@ -158,8 +158,9 @@ def _items_of_tiles(  # type: ignore[no-untyped-def]
     lo_index, hi_index = lo_block * 0 - 1, lo_block * 0 - 1
     for start in range(lo_block, hi_block, BLOCK):
         block = start + tl.arange(0, BLOCK)
+        is_split = block < hi_block
         record = schedule + RECORD * (1 + block)
-        block_tile = tl.load(record, mask=block < hi_block, other=2147483647)
+        block_tile = tl.load(record, mask=is_split, other=2147483647)
         lo_index += tl.sum((block_tile - first_tile <= lo_tile % tiles_per_head).to(tl.int32), 0)
         hi_index += tl.sum((block_tile - first_tile <= hi_tile % tiles_per_head).to(tl.int32), 0)
     blocks = hi_block - lo_block

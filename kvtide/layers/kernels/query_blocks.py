@@ -87,8 +87,9 @@ def _divide_rows(  # type: ignore[no-untyped-def]
         row_start = tl.load(rows + 3 * offs, mask=offs < count, other=0)
         row_end = tl.load(rows + 3 * offs + 1, mask=offs < count, other=0)
         new_tokens = tl.minimum(row_end, hi) - tl.maximum(row_start, lo)
+        excluded = row_end - row_start < MIN_TOKENS
         seq_blocks = (tl.maximum(new_tokens, 0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        seq_blocks = tl.where(row_end - row_start < MIN_TOKENS, 0, seq_blocks)
+        seq_blocks = tl.where(excluded, 0, seq_blocks)
         block_ends = blocks_before + tl.cumsum(seq_blocks, 0)
         writes = (offs < count) & (tl.program_id(0) == 0)
         tl.store(first_blocks + offs, block_ends - seq_blocks, mask=writes)
