@@ -175,9 +175,9 @@ def _is_plain(sampling: SamplingParams) -> bool:
 def _likeliest(logits: Tensor, scales: Tensor | None = None) -> Tensor:
     """Of each row: the likeliest token, its logit, log Σ exp(scale · logits); (rows, 3) in fp64."""
     if logits.is_cuda:
-        from kvtide.layers.kernels.rows import likeliest
+        from kvtide.layers.kernels.sampling import greedy
 
-        return likeliest(logits, scales)
+        return greedy(logits, scales)
     peaks, tokens = logits.max(-1)
     steep = torch.ones_like(peaks) if scales is None else scales.float()
     # Each row by itself: how a sum is taken apart may depend on how many there are.
@@ -275,9 +275,9 @@ def _settings(drawing: SamplingInput, vocabulary: int) -> tuple[float, ...]:
 
 def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> Tensor:
     if values.is_cuda and values.shape[1] < vocabulary:
-        from kvtide.layers.kernels.rows import drawn
+        from kvtide.layers.kernels.sampling import sample_candidates
 
-        return drawn(values, facts, limits)
+        return sample_candidates(values, facts, limits)
     return _drawn(values.double(), facts, Limits(*limits[..., None]), vocabulary)
 
 
