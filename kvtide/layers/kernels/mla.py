@@ -300,8 +300,9 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
         PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
     for tile in range(lo, hi):
         is_compressed, valid = tile < compressed_tiles, slot >= 0
+        offsets = slot.to(tl.int64)
         stride_slot = tl.where(is_compressed, STRIDE_SLOT, STRIDE_WINDOW_SLOT)
-        offsets = slot.to(tl.int64) * stride_slot + within * STRIDE_ENTRY
+        offsets = offsets * stride_slot + within * STRIDE_ENTRY
         k = load_joined_tile(
             tl.where(is_compressed, compressed_nope, window_nope),
             tl.where(is_compressed, compressed_rope, window_rope),
