@@ -1,8 +1,8 @@
-"""Times every program with real shapes: `PYTHONPATH=. python3 gpu/kernels [NAME …]`.
+"""Times every kernel at published shapes: `PYTHONPATH=. python3 gpu/kernels [NAME …]`.
 
-A row is a name and what sets it up: a call, the bytes it must move, and the operations it must do.
-Calls are recorded and played, so that what Python does in between does not count; those of a
-module's `EAGER` rows wait for the device themselves, and are timed with what Python does.
+A row is a name and its setup, which gives a call, the bytes it must move, and its FLOPs. Calls are
+captured in a CUDA graph and replayed, so that Python does not count. A module's `EAGER` rows wait
+for the device themselves, and are timed with their Python.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ FOLDER = Path(__file__).parent
 TIMES = 20
 
 
-def seconds(call, recorded: bool) -> float:
-    """Of one call: the median of several, after some to warm up."""
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
+def seconds(call, captured: bool) -> float:
+    """The median time of one call, after a warm-up."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
         for _ in range(3):
             call()
-    aside.synchronize()
-    if recorded:
+    side.synchronize()
+    if captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
@@ -47,7 +47,7 @@ def main() -> int:
         path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_")
     )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print("| program | µs | TB/s | TFLOPS |\n|---|---:|---:|---:|")
+    print("| kernel | µs | TB/s | TFLOPS |\n|---|---:|---:|---:|")
     failed = 0
     for name in wanted:
         module = importlib.import_module(name)

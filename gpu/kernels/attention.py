@@ -1,8 +1,8 @@
-"""Attention by head over pages, and heads on their way there: shapes of published models.
+"""Paged prefill and decode attention, and QKV preparation, at shapes of published models.
 
-A row is a name and a function that gives what to time, the bytes that it must move, and its
-floating point operations. Bytes are those of keys and values that are seen, once for all queries of
-a prompt; of heads, everything that is read and written.
+ROWS: (name, setup), where setup() gives the call to time, the bytes it must move and its FLOPs.
+Bytes of attention are those of visible keys and values, once for all queries of a prefill chunk;
+bytes of QKV preparation are all that is read and written.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ GPT_OSS = Shape(64, 8, 64, window=128, sinks=True)
 def step_of(
     shape: Shape, sequences: list[tuple[int, int]], alike: int = 0
 ) -> tuple[ForwardPass, Place]:
-    """Tokens before the step and in it, of every sequence; pages are scattered.
+    """A step of sequences with so many cached and new tokens, in scattered pages.
 
-    `alike`: all begin with so many tokens of the first.
+    `alike`: the tokens of a prefix that all share.
     """
     reach = ALL if shape.window is None else shape.window - 1
     entry = by_head(shape.kv_heads, shape.dim, shape.kv.element)
@@ -78,7 +78,7 @@ def step_of(
 def attending(
     shape: Shape, sequences: list[tuple[int, int]], alike: int = 0, **constants: int
 ) -> Row:
-    """`constants` are those of the program, where others are tried."""
+    """`constants` replace those of the kernel modules, to try others."""
     run, place = step_of(shape, sequences, alike)
     tokens, dtype = len(run.positions), torch.bfloat16
     queries = torch.randn(tokens, shape.heads, shape.dim, device="cuda", dtype=dtype)
@@ -133,7 +133,7 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ("prefill 64 after 16k qwen3", row(attending, QWEN3, [(16 * 1024, 64)])),
         *(
             (
-                f"prefill {n}x544 after 11k qwen3, 8k alike",
+                f"prefill {n}x544 after 11k qwen3, 8k shared",
                 row(attending, QWEN3, [(11264, 544)] * n, 8192),
             )
             for n in (1, 2, 3, 4, 8)
@@ -146,21 +146,30 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ("decode 64x4k qwen3 fp8", row(attending, QWEN3_FP8, [(4096, 1)] * 64)),
         ("decode 64x1k gpt-oss window", row(attending, GPT_OSS, [(1024, 1)] * 64)),
         ("decode 32k and 63x1k qwen3", row(attending, QWEN3, [(32 * 1024, 1)] + [(1024, 1)] * 63)),
-        ("decode 64x10k qwen3, 8k alike", row(attending, QWEN3, [(10240, 1)] * 64, 8192)),
-        ("decode 14x12k qwen3, 8k alike", row(attending, QWEN3, [(12288, 1)] * 14, 8192)),
+        ("decode 64x10k qwen3, 8k shared", row(attending, QWEN3, [(10240, 1)] * 64, 8192)),
+        ("decode 14x12k qwen3, 8k shared", row(attending, QWEN3, [(12288, 1)] * 14, 8192)),
         ("mixed 2k and 63x4k qwen3", row(attending, QWEN3, [(0, 2048)] + [(4096, 1)] * 63)),
         (
             "prefill 8k qwen3, 128 keys",
-            row(attending, QWEN3, [(0, 8192)], KEYS=128, TILE_BYTES=1 << 15, STAGES=2),
+            row(attending, QWEN3, [(0, 8192)], MAX_TILE_KEYS=128, TILE_BYTES=1 << 15, STAGES=2),
         ),
-        ("prefill 8k qwen3, 64 rows", row(attending, QWEN3, [(0, 8192)], ROWS=64)),
+        ("prefill 8k qwen3, 64 rows", row(attending, QWEN3, [(0, 8192)], TILE_ROWS=64)),
         ("prefill 8k qwen3, 2 stages", row(attending, QWEN3, [(0, 8192)], STAGES=2)),
         ("prefill 8k qwen3, 4 stages", row(attending, QWEN3, [(0, 8192)], STAGES=4)),
-        ("decode 64x4k qwen3, 264", row(attending, QWEN3, [(4096, 1)] * 64, PROGRAMS=264)),
-        ("decode 64x4k qwen3, 792", row(attending, QWEN3, [(4096, 1)] * 64, PROGRAMS=792)),
-        ("decode 1x32k qwen3, 264", row(attending, QWEN3, [(32 * 1024, 1)], PROGRAMS=264)),
-        ("heads 64 qwen3", row(preparing, QWEN3, 64)),
-        ("heads 8k qwen3", row(preparing, QWEN3, 8192)),
+        (
+            "decode 64x4k qwen3, 2 CTAs per SM",
+            row(attending, QWEN3, [(4096, 1)] * 64, CTAS_PER_SM=2),
+        ),
+        (
+            "decode 64x4k qwen3, 6 CTAs per SM",
+            row(attending, QWEN3, [(4096, 1)] * 64, CTAS_PER_SM=6),
+        ),
+        (
+            "decode 1x32k qwen3, 2 CTAs per SM",
+            row(attending, QWEN3, [(32 * 1024, 1)], CTAS_PER_SM=2),
+        ),
+        ("qkv 64 qwen3", row(preparing, QWEN3, 64)),
+        ("qkv 8k qwen3", row(preparing, QWEN3, 8192)),
     ]
     return found
 

@@ -1,7 +1,6 @@
-"""Convolutions, Mamba2, gated delta and KDA at published shapes: what to time, and what it moves.
+"""Causal convolutions, Mamba2 (SSD), gated delta and KDA at published shapes.
 
-`ROWS`: names, and what makes a call ready: what to call, the bytes it moves at least, and its
-products' operations.
+ROWS: (name, setup), where setup() gives the call to time, the bytes it must move and its FLOPs.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def gates(lengths: Lengths, groups: int, width: int) -> Ready:
 
 
 def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
-    """With bf16 on the way, where it is tf32."""
+    """With bf16 intermediates in place of tf32."""
     call, moved, operations = make(lengths)
 
     def narrowed() -> object:
@@ -124,11 +123,11 @@ def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
 
 
 KINDS: dict[str, Callable[[Lengths], Ready]] = {
-    "convolution, 8192 channels": convolution,
-    "Mamba2, 128 heads of 64 x 128, 8 groups": mamba,
+    "causal conv, 8192 channels": convolution,
+    "Mamba2 SSD, 128 heads of 64 x 128, 8 groups": mamba,
     "gated delta, 32 (16) heads of 128 x 128": partial(delta, key_heads=16, by_channel=False),
     "KDA, 32 heads of 128 x 128": partial(delta, key_heads=32, by_channel=True),
-    "gate and norm, 8 groups of 1024": partial(gates, groups=8, width=1024),
+    "gated norm, 8 groups of 1024": partial(gates, groups=8, width=1024),
 }
 ROWS: list[tuple[str, Callable[[], Ready]]] = [
     (f"{kind}: {name}", partial(make, lengths))

@@ -176,9 +176,9 @@ def _is_greedy(sampling: SamplingParams) -> bool:
 def _greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
     """Of each row: argmax, its logit, and log Σ exp(scale · logits); (rows, 3) in fp64."""
     if logits.is_cuda:
-        from kvtide.layers.kernels.rows import likeliest
+        from kvtide.layers.kernels.sampling import greedy
 
-        return likeliest(logits, scales)
+        return greedy(logits, scales)
     maxima, tokens = logits.max(-1)
     scale = torch.ones_like(maxima) if scales is None else scales.float()
     # Row by row: how a sum is split may depend on the number of rows.
@@ -276,9 +276,9 @@ def _settings(each: SamplingInput, vocabulary: int) -> tuple[float, ...]:
 
 def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> Tensor:
     if values.is_cuda and values.shape[1] < vocabulary:
-        from kvtide.layers.kernels.rows import drawn
+        from kvtide.layers.kernels.sampling import sample_candidates
 
-        return drawn(values, facts, limits)
+        return sample_candidates(values, facts, limits)
     return _sample_candidates(values.double(), facts, Limits(*limits[..., None]), vocabulary)
 
 

@@ -70,7 +70,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.kernels.rows import normed
+            from kvtide.layers.kernels.norms import normed
 
             return normed(x, self.weight, self.eps)
         return self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), x)
@@ -78,7 +78,7 @@ class RMSNorm:
     def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
         if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.kernels.rows import added
+            from kvtide.layers.kernels.norms import added
 
             return added(x, y, self.weight, self.eps)
         total = x + y
@@ -96,7 +96,7 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.kernels.rows import layer_normed
+            from kvtide.layers.kernels.norms import layer_normed
 
             return layer_normed(x, self.weight, self.bias, self.eps)
         return self.arithmetic.rowwise(
@@ -124,7 +124,7 @@ class GatedMLP:
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.arithmetic.runs_programs(up.device):
-            from kvtide.layers.kernels.rows import gated
+            from kvtide.layers.kernels.norms import gated
 
             return self.down(gated(gate, up, self.activation, self.limit))
         if self.limit is not None:
@@ -135,7 +135,7 @@ class GatedMLP:
 def opened(arithmetic: Arithmetic, gates: Tensor, x: Tensor) -> Tensor:
     """x · σ(gates): one for every element, or (tokens, 1) for all of a token."""
     if arithmetic.runs_programs(x.device):
-        from kvtide.layers.kernels.rows import gated
+        from kvtide.layers.kernels.norms import gated
 
         return gated(gates, x, sigmoid)
     return x * arithmetic.rowwise(sigmoid, gates).to(x.dtype)

@@ -31,10 +31,10 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
     target_index,
     chunk_count,
     work_count,
-    WORD: tl.constexpr,  # noqa: N803
-    ALIGN: tl.constexpr,  # noqa: N803
-    WORDS: tl.constexpr,  # noqa: N803
-    AT_ONCE: tl.constexpr,  # noqa: N803
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WORDS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     column = tl.arange(0, WORDS)
     first = tl.program_id(0) * AT_ONCE

@@ -350,7 +350,7 @@ def test_the_logits_are_left_as_they_were():
 
 @pytest.mark.parametrize("candidates", [1, 5, 30])
 def test_the_program_draws_the_same(candidates: int, device: torch.device):
-    from kvtide.layers.kernels.rows import drawn
+    from kvtide.layers.kernels.sampling import sample_candidates
 
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(90, 40, generator=generator) * torch.rand(90, 1, generator=generator) * 6

@@ -1,31 +1,35 @@
-"""What layers do, as programs of a CUDA device; each says which torch code gives the same.
+"""Triton kernels of the layers. A kernel and its torch reference have the same file name, if any.
 
-Triton is imported in this folder and nowhere else among layers: only who has such a device needs
-it. A layer imports a program where it calls it, if `Arithmetic.runs_programs`. All of them also
-run in Triton's interpreter on a CPU, where tests compare them with the torch code.
+Triton is imported in this folder and in `transfer/kernel.py` alone: only a CUDA device needs it. A
+layer imports a kernel where it launches it. All kernels also run in Triton's interpreter on a CPU,
+where tests compare them with the torch reference.
 
-`attention`         attention by head over pages
-`attention_blocks`  which of its programs take which blocks of new tokens
-`attention_single`  the same of single tokens, whose keys all programs share
-`attention_prefix`  the same to what several sequences begin with
-`attention_tiles`   tiles of keys, for all of these
-`heads`             queries, keys and values from their projection to the pages
-`shared`            attention of all heads over one vector a token: latents, blocks with a window
-`tiles`             what `shared` is made of
-`choosing`          an indexer's scores of entries, and its choice of them
-`keeping`           entries into pages, packed and written at once
-`turning`           norms and rotations of what comes out of a projection
-`compressing`       the entries of blocks, and means under way
-`streams`           several residual streams around a sublayer
-`convolving`        causal convolutions, from and to running states
-`scanning`          Mamba2's recurrence
-`associating`       the gated delta rule: gated delta, and KDA
-`gating`            the norm and the gate that close a recurrent layer
-`experts`           mixtures of experts
-`routing`           which experts a token goes to, and their shares
-`rows`              norms, gates, the likeliest token: functions of single rows
-`spans`             neighbouring tokens of a sequence, for programs that take several
-`elementary`        functions of single elements
-`compiling`         what they are compiled for: a model, and not a step
-`sizes`             of tiles and grids
+| file | computes | torch reference (in `layers/`) |
+|---|---|---|
+| `attention_prefill` | paged FlashAttention of prefill chunks; entry point | `attention` |
+| `prefill_schedule` | which CTA of `attention_prefill` takes which blocks and splits | — |
+| `attention_decode` | paged decode attention, split-KV (Flash-Decoding) | `attention` |
+| `attention_cascade` | cascade attention: the shared prefix of a decode batch | `attention` |
+| `attention_tiles` | online softmax over tiles of keys, for these three | `attention` |
+| `mla` | paged attention over MLA latents, or a window and compressed entries | `mla` |
+| `mla_tiles` | online softmax and split-KV of `mla` | `attention` |
+| `indexer` | scores and top-k of sparse attention | `indexer` |
+| `compressor` | DeepSeek-V4's compressed entries | `compressor` |
+| `qkv` | norms and rope of queries and keys, and the KV write | `qkv` |
+| `kv_write` | packing and writing of entries into pages | `packing` |
+| `rope` | norm and rope of interleaved pairs | `rope` |
+| `causal_conv` | causal depthwise convolution | `mamba` |
+| `ssd_scan` | Mamba2's selective scan (SSD) | `ssd_scan` |
+| `gated_delta` | the gated delta rule, and KDA | `gated_delta` |
+| `gated_norm` | output norm and gate of recurrent layers | `mamba`, `linear_attention` |
+| `hyper_connections` | mixing of residual streams | `hyper_connections` |
+| `moe_experts` | grouped GEMM of experts | `moe` |
+| `moe_routing` | top-k experts and their weights | `moe` |
+| `norms` | RMS norm, layer norm, residual add, GLU | `elementwise` |
+| `sampling` | greedy argmax, and sampling from candidates | `engine/sampler` |
+| `host_copy` | small copies between host and device | `Tensor.copy_` |
+| `elementwise` | device functions of single elements | `elementwise` |
+| `query_blocks` | blocks of new tokens, for kernels that take several | — |
+| `grid` | sizes of tiles and grids, SM count | — |
+| `jit` | the decorator of kernels: what Triton may specialize on | — |
 """

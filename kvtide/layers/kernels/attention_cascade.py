@@ -1,11 +1,14 @@
-"""Attention of single tokens to what several of their sequences begin with.
+"""Cascade attention: the shared prefix of a decode batch, read once per group of sequences.
 
-Sequences over one system prompt have its pages in common, and each would read all of their keys for
-itself. Here neighbours in the batch are a block, whose queries go over the pages that all of them
-begin with together: these are read once for the block. `attention_single` takes what comes behind.
+Sequences over one system prompt share its pages. Neighbours in the batch form a group, whose
+queries attend together over the pages that all of them share. `attention_decode` attends over the
+rest of each sequence and combines both. Torch reference: `layers/attention.py`, `attend`.
 
-Which pages that are is found on the device, from the tables alone: a recorded step is played with
-other sequences.
+`_find_shared_prefix`  grid (groups,): the length of a group's common prefix, in whole tiles
+`_cascade_prefix`      grid (KV heads, groups, splits): paged split-KV attention over the prefix
+
+Surprising: shared prefixes are found on the device, by comparing block tables. A CUDA graph is
+replayed with other sequences, so nothing about them may be decided on the host.
 """
 
 from __future__ import annotations
@@ -18,161 +21,184 @@ from torch import Tensor
 
 from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels.attention_tiles import compiled_for, earlier, scaling
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.attention_tiles import (
+    attend_paged_keys,
+    kernel_constants,
+    softmax_scales,
+)
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
+from kvtide.layers.kernels.jit import kernel
 
-ROWS = 64
-"""Queries times heads of a block."""
-WIDE_ROWS = 32
-"""As many where numbers have four bytes."""
+TILE_ROWS = 64
+"""Rows of a tile: queries of a group times query heads per KV head."""
+FP32_TILE_ROWS = 32
+"""Rows of a tile in fp32."""
 MIN_TOKENS = 256
-"""Fewer in common are not worth it."""
-PROGRAMS = 2 * 132
-"""As many keep a large device busy."""
-MAX_PARTS = 32
-_PAGES = 64
-"""That are compared at a time."""
+"""A shorter common prefix is not worth a kernel of its own."""
+CTAS_PER_SM = 2
+"""CTAs that the grid has per SM, at most."""
+MAX_SPLITS = 32
+_PAGES_PER_TILE = 64
+"""Pages whose slots are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
-    """What blocks of sequences begin with, and what their tokens see there.
+class SharedPrefixes:
+    """The common prefixes of groups of sequences, and the attention over them.
 
-    each    sequences of a block
-    known   (blocks, 2) int32: how many tokens they have in common, 0 for too few, and one of the
-            sequences
-    parts   (parts, sequences, heads, dim) fp32, of the tokens in common
-    weights (parts, sequences, heads, 2): the highest score of each part, and the sum of shares
-            relative to it
+    group_sequences  sequences per group
+    prefix_lengths   (groups, 2) int32: tokens of the common prefix, 0 if too few, and a sequence
+                     of the group that has it
+    partial_out      (splits, sequences, heads, dim) fp32: acc of every split of the prefix
+    partial_stats    (splits, sequences, heads, 2) fp32: m_i and l_i of every split
     """
 
-    each: int
-    known: Tensor
-    parts: Tensor
-    weights: Tensor
+    group_sequences: int
+    prefix_lengths: Tensor
+    partial_out: Tensor
+    partial_stats: Tensor
 
     @property
-    def given(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.known, self.parts, self.weights
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.prefix_lengths, self.partial_out, self.partial_stats
 
 
-def attend_together(
+def attend_cascade(
     run: ForwardPass, place: Place, queries: Tensor, keys: Tensor, how: Attending
-) -> Prefixes | None:
-    """Of all sequences with one token; None where no two could have anything in common."""
+) -> SharedPrefixes | None:
+    """Attention of the decode batch over shared prefixes; None if no two sequences can share one.
+
+    A shared prefix needs full attention, at least two sequences and MIN_TOKENS of context.
+    """
     batch = run.batch
     (_, heads, dim), kv_heads, count = queries.shape, keys.shape[1], len(batch.rows)
-    group = heads // kv_heads
-    each = (ROWS if queries.itemsize < 4 else WIDE_ROWS) // group
-    if how.window is not None or min(each, count) < 2 or batch.bounds.max_past < MIN_TOKENS:
+    heads_per_kv = heads // kv_heads
+    group_sequences = (TILE_ROWS if queries.itemsize < 4 else FP32_TILE_ROWS) // heads_per_kv
+    if how.window is not None or min(group_sequences, count) < 2:
         return None
-    blocks, page = divided_up(count, each), run.step.page_tokens
+    if batch.bounds.max_past < MIN_TOKENS:
+        return None
+    groups, page = divided_up(count, group_sequences), run.step.page_tokens
     view, table = run.step.view(place.pool.name, place.layer), batch.slots[place.anchor]
-    shape = compiled_for(queries, keys, how, page)
-    key = ("prefixes", place.anchor, each, shape["N"])
-    known = run.shared(key, lambda: _compared(batch.rows, table, each, page, shape["N"]))
-    most = min(PROGRAMS // (kv_heads * blocks), divided_up(batch.bounds.max_past, MIN_TOKENS))
-    count_of_parts = 1 << max(1, min(most, MAX_PARTS)).bit_length() - 1
-    parts = queries.new_empty((count_of_parts, count, heads, dim), dtype=torch.float32)
-    found = Prefixes(each, known, parts, parts.new_empty((*parts.shape[:3], 2)))
-    _attend_prefix[(kv_heads, blocks, count_of_parts)](
-        *(queries, view["k"], view["v"], found.parts, found.weights),
-        *(batch.rows, table, known, count, table.stride(0)),
+    constants = kernel_constants(queries, keys, how, page)
+    key = ("prefixes", place.anchor, group_sequences, constants["BLOCK_N"])
+    prefix_lengths = run.shared(
+        key,
+        lambda: _shared_prefix_lengths(
+            batch.rows, table, group_sequences, page, constants["BLOCK_N"]
+        ),
+    )
+    ctas = CTAS_PER_SM * sm_count(queries.device)
+    max_splits = min(ctas // (kv_heads * groups), divided_up(batch.bounds.max_past, MIN_TOKENS))
+    splits = 1 << max(1, min(max_splits, MAX_SPLITS)).bit_length() - 1
+    partial_out = queries.new_empty((splits, count, heads, dim), dtype=torch.float32)
+    partial_stats = partial_out.new_empty((*partial_out.shape[:3], 2))
+    prefixes = SharedPrefixes(group_sequences, prefix_lengths, partial_out, partial_stats)
+    _cascade_prefix[(kv_heads, groups, splits)](
+        *(queries, view["k"], view["v"], prefixes.partial_out, prefixes.partial_stats),
+        *(batch.rows, table, prefix_lengths, count, table.stride(0)),
         *queries.stride()[:2],
         *view["k"].stride()[:3],
         *view["v"].stride()[:3],
-        *scaling(how),
-        EACH=each,
+        *softmax_scales(how),
+        GROUP_SEQUENCES=group_sequences,
         HEADS=heads,
-        GROUP=group,
-        M=max(MIN_ROWS, power_of_two(each * group)),
-        **shape,
+        HEADS_PER_KV=heads_per_kv,
+        BLOCK_M=max(MIN_ROWS, power_of_two(group_sequences * heads_per_kv)),
+        **constants,
         num_warps=4,
     )
-    return found
+    return prefixes
 
 
-def _compared(rows: Tensor, table: Tensor, each: int, page: int, keys: int) -> Tensor:
-    blocks = divided_up(len(rows), each)
-    known = rows.new_empty((blocks, 2))
-    _compare[(blocks,)](
-        *(rows, table, known, len(rows), table.stride(0), MIN_TOKENS),
-        EACH=each,
-        SEQUENCES=power_of_two(each),
-        PAGE=page,
-        N=keys,
-        PAGES=_PAGES,
+def _shared_prefix_lengths(
+    rows: Tensor, table: Tensor, group_sequences: int, page_tokens: int, tile_keys: int
+) -> Tensor:
+    groups = divided_up(len(rows), group_sequences)
+    prefix_lengths = rows.new_empty((groups, 2))
+    _find_shared_prefix[(groups,)](
+        *(rows, table, prefix_lengths, len(rows), table.stride(0), MIN_TOKENS),
+        GROUP_SEQUENCES=group_sequences,
+        BLOCK_SEQUENCES=power_of_two(group_sequences),
+        PAGE_TOKENS=page_tokens,
+        BLOCK_N=tile_keys,
+        PAGES_PER_TILE=_PAGES_PER_TILE,
     )
-    return known
+    return prefix_lengths
 
 
 # fmt: off
-@program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
-def _compare(  # type: ignore[no-untyped-def]
-    rows, tables, known, count, pages, min_tokens,
-    EACH: tl.constexpr, SEQUENCES: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    PAGES: tl.constexpr,  # noqa: N803
+@kernel("rows", "block_tables", "count", "stride_table")  # type: ignore[untyped-decorator]
+def _find_shared_prefix(  # type: ignore[no-untyped-def]
+    rows, block_tables, prefix_lengths, count, stride_table, min_tokens,
+    GROUP_SEQUENCES: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGES_PER_TILE: tl.constexpr,
 ):
-    """How many tokens, in whole tiles, the sequences of a block have in common."""
-    block, offset = tl.program_id(0), tl.arange(0, SEQUENCES)
-    number = block * EACH + offset
-    ours = (offset < EACH) & (number < count)
-    start = tl.load(rows + 3 * number, mask=ours, other=0)
-    end = tl.load(rows + 3 * number + 1, mask=ours, other=0)
-    past = tl.load(rows + 3 * number + 2, mask=ours, other=0)
-    ours = ours & (end - start == 1) & (past > 0)
-    one = tl.min(tl.where(ours, number, count - 1), 0)
-    shortest = tl.min(tl.where(ours, past, 2147483647), 0)
-    most = tl.where(tl.sum(ours.to(tl.int32)) > 1, shortest // PAGE, 0)
-    at, alike = 0, most
-    while at < alike:
-        page = at + tl.arange(0, PAGES)
-        where = number.to(tl.int64)[:, None] * pages + page[None, :]
-        inside = page < most
-        theirs = tl.load(tables + tl.cast(one, tl.int64) * pages + page, mask=inside, other=-1)
-        slots = tl.load(tables + where, mask=ours[:, None] & inside[None, :], other=-1)
-        other = tl.sum((ours[:, None] & (slots != theirs[None, :])).to(tl.int32), 0) > 0
-        alike = tl.minimum(alike, tl.min(tl.where(other, page, 2147483647), 0))
-        at += PAGES
-    tokens = alike * PAGE // N * N
-    tl.store(known + 2 * block, tl.where(tokens < min_tokens, 0, tokens))
-    tl.store(known + 2 * block + 1, one)
+    """Counts the leading slots that all block tables of a group share, in whole tiles."""
+    group, member = tl.program_id(0), tl.arange(0, BLOCK_SEQUENCES)
+    sequence = group * GROUP_SEQUENCES + member
+    valid = (member < GROUP_SEQUENCES) & (sequence < count)
+    start = tl.load(rows + 3 * sequence, mask=valid, other=0)
+    end = tl.load(rows + 3 * sequence + 1, mask=valid, other=0)
+    past = tl.load(rows + 3 * sequence + 2, mask=valid, other=0)
+    valid = valid & (end - start == 1) & (past > 0)
+    leader = tl.min(tl.where(valid, sequence, count - 1), 0)
+    shortest = tl.min(tl.where(valid, past, 2147483647), 0)
+    max_pages = tl.where(tl.sum(valid.to(tl.int32)) > 1, shortest // PAGE_TOKENS, 0)
+    first_page, common_pages = 0, max_pages
+    while first_page < common_pages:
+        offs_page = first_page + tl.arange(0, PAGES_PER_TILE)
+        offsets = sequence.to(tl.int64)[:, None] * stride_table + offs_page[None, :]
+        in_prefix = offs_page < max_pages
+        leader_table = block_tables + tl.cast(leader, tl.int64) * stride_table
+        leader_slots = tl.load(leader_table + offs_page, mask=in_prefix, other=-1)
+        slots = tl.load(block_tables + offsets, mask=valid[:, None] & in_prefix[None, :], other=-1)
+        differs = tl.sum((valid[:, None] & (slots != leader_slots[None, :])).to(tl.int32), 0) > 0
+        common_pages = tl.minimum(common_pages, tl.min(tl.where(differs, offs_page, 2147483647), 0))
+        first_page += PAGES_PER_TILE
+    tokens = common_pages * PAGE_TOKENS // BLOCK_N * BLOCK_N
+    tl.store(prefix_lengths + 2 * group, tl.where(tokens < min_tokens, 0, tokens))
+    tl.store(prefix_lengths + 2 * group + 1, leader)
 
 
-@program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
-def _attend_prefix(  # type: ignore[no-untyped-def]
-    queries, keys, values, parts, weights, rows, tables, known, count, pages,
-    query_token, query_head,
-    key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    EACH: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+@kernel("rows", "block_tables", "count", "stride_table")  # type: ignore[untyped-decorator]
+def _cascade_prefix(  # type: ignore[no-untyped-def]
+    q_ptr, k_cache, v_cache, partial_out, partial_stats, rows, block_tables, prefix_lengths, count,
+    stride_table,
+    stride_q_token, stride_q_head,
+    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
+    cap_scale, qk_scale,
+    GROUP_SEQUENCES: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    kv_head, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tokens = tl.load(known + 2 * block)
+    """Attends the queries of a group to one split of their common prefix."""
+    kv_head, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tokens = tl.load(prefix_lengths + 2 * group)
     if tokens == 0:
         return
-    row, dim = tl.arange(0, M), tl.arange(0, D)
-    number, head = block * EACH + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < EACH * GROUP) & (number < count)
-    token = tl.load(rows + 3 * number, mask=live, other=0).to(tl.int64)
-    live = live & (tl.load(rows + 3 * number + 1, mask=live, other=0) - token == 1)
-    here = live[:, None] & (dim < DIM)[None, :]
-    where = token[:, None] * query_token + head[:, None] * query_head + dim[None, :]
-    query = tl.load(queries + where, mask=here, other=0.0)
-    each = tl.cdiv(tokens // N, tl.num_programs(2)) * N
-    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    peak, total, sums = earlier(
-        query, row, peak, total, tl.zeros([M, D], tl.float32),
-        keys + kv_head * key_head, values + kv_head * value_head,
-        tables + tl.load(known + 2 * block + 1).to(tl.int64) * pages,
-        part * each, tl.minimum(part * each + each, tokens), 0,
-        key_slot, key_entry, value_slot, value_entry, inner, factor,
-        PAGE, WINDOW, CAPPED, False, N, DIM, D,
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    sequence = group * GROUP_SEQUENCES + offs_m // HEADS_PER_KV
+    head = kv_head * HEADS_PER_KV + offs_m % HEADS_PER_KV
+    row_valid = (offs_m < GROUP_SEQUENCES * HEADS_PER_KV) & (sequence < count)
+    token = tl.load(rows + 3 * sequence, mask=row_valid, other=0).to(tl.int64)
+    row_valid = row_valid & (tl.load(rows + 3 * sequence + 1, mask=row_valid, other=0) - token == 1)
+    mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+    offsets = token[:, None] * stride_q_token + head[:, None] * stride_q_head + offs_d[None, :]
+    q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
+    split_tokens = tl.cdiv(tokens // BLOCK_N, tl.num_programs(2)) * BLOCK_N
+    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    m_i, l_i, acc = attend_paged_keys(
+        q, offs_m, m_i, l_i, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
+        block_tables + tl.load(prefix_lengths + 2 * group + 1).to(tl.int64) * stride_table,
+        split * split_tokens, tl.minimum(split * split_tokens + split_tokens, tokens), 0,
+        stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+        PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D,
     )
-    line = (part.to(tl.int64) * count + number) * HEADS + head
-    tl.store(parts + line[:, None] * DIM + dim[None, :], sums, mask=here)
-    tl.store(weights + 2 * line, peak, mask=live)
-    tl.store(weights + 2 * line + 1, total, mask=live)
+    out_row = (split.to(tl.int64) * count + sequence) * HEADS + head
+    tl.store(partial_out + out_row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)
+    tl.store(partial_stats + 2 * out_row, m_i, mask=row_valid)
+    tl.store(partial_stats + 2 * out_row + 1, l_i, mask=row_valid)
 # fmt: on

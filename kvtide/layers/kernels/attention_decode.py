@@ -1,13 +1,17 @@
-"""Attention by head of single tokens, each over its sequence's pages.
+"""Paged decode attention (split-KV): one new token per sequence, as in Flash-Decoding.
 
-Every sequence and KV head is an item of so many tiles of keys, at least one. All items' tiles lie
-in one row, and the programs, as many as the device runs at a time, cut it into equal shares. Where
-a share ends within an item, another program goes on with it; `_join` adds up what the programs have
-of an item. What program p has of item i lies in place p + i, since going along the row either
-the one or the other grows.
+A work item is a sequence and a KV head, with at least one tile of keys. All items' tiles form one
+sequence of tiles, which the CTAs divide evenly, whatever the context lengths. A CTA boundary may
+fall inside an item; `_combine_splits` then combines its partial results. A shared prefix is left to
+`attention_cascade`. Torch reference: `layers/attention.py`, `attend`.
 
-How many programs there are depends on shapes and bounds alone, and who takes what on the lengths in
-`Batch.rows`, so a step can be recorded.
+`_count_tiles`      grid (1,): the prefix sum of tiles per sequence
+`_decode_split_kv`  grid (CTAS_PER_SM * SMs,) or fewer: online softmax over the tiles of a CTA
+`_combine_splits`   grid (sequences, heads): softmax-weighted sum of the splits, sinks included
+
+Surprising: CTA c writes its partial result of item i to row c + i. Along the tiles either c or i
+grows, so rows are unique. The grid depends on shapes and bounds alone, and which CTA does what on
+the lengths in `Batch.rows`, so a CUDA graph of the step can be replayed.
 """
 
 from __future__ import annotations
@@ -19,268 +23,298 @@ from torch import Tensor
 
 from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels.attention_cascade import Prefixes, attend_together
+from kvtide.layers.kernels.attention_cascade import SharedPrefixes, attend_cascade
 from kvtide.layers.kernels.attention_tiles import (
-    compiled_for,
-    earlier,
-    keys_of_tile,
-    scaling,
+    attend_paged_keys,
+    kernel_constants,
+    keys_per_tile,
+    softmax_scales,
 )
 from kvtide.layers.kernels.elementwise import tanh
-from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two, sm_count
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields
 
-PROGRAMS = 3 * 132
-"""As many run at a time."""
+CTAS_PER_SM = 3
+"""CTAs that an SM runs at a time; the grid is one wave of them."""
 MAX_REGISTERS = 168
-"""So that they do."""
+"""Registers per thread that let CTAS_PER_SM CTAs run on an SM."""
 MIN_TILES = 2
-"""Fewer are not worth a program."""
+"""Tiles per CTA, at least."""
 
 
-def attend_singly(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, mixed: Tensor
+def attend_decode(
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, out: Tensor
 ) -> None:
-    """Of all sequences with one token."""
+    """Attention of the decode batch (all sequences with one new token) into its rows of `out`."""
     batch, keys, values = run.batch, kept["k"], kept["v"]
     (_, heads, dim), kv_heads, count = queries.shape, keys.shape[1], len(batch.rows)
-    group, each = heads // kv_heads, keys_of_tile(queries, keys)
-    prefixes = attend_together(run, place, queries, keys, how)
-    blocks = None if prefixes is None else (place.anchor, prefixes.each)
-    ends = run.shared(
-        ("tiles", each, how.window, blocks),
-        lambda: _laid(batch.rows, each, how.window, prefixes),
+    heads_per_kv, tile_keys = heads // kv_heads, keys_per_tile(queries, keys)
+    prefixes = attend_cascade(run, place, queries, keys, how)
+    cascade = None if prefixes is None else (place.anchor, prefixes.group_sequences)
+    tile_offsets = run.shared(
+        ("tiles", tile_keys, how.window, cascade),
+        lambda: _tile_offsets(batch.rows, tile_keys, how.window, prefixes),
     )
-    span = (
+    visible_keys = (
         batch.bounds.max_past
         if how.window is None
-        else min(batch.bounds.max_past, how.window + each)
+        else min(batch.bounds.max_past, how.window + tile_keys)
     )
-    most = count * kv_heads * max(1, -(-span // each))
-    programs = max(1, min(PROGRAMS, -(-most // MIN_TILES)))
-    parts = queries.new_empty((count * kv_heads + programs, group, dim), dtype=torch.float32)
-    # Of each part, the highest score and the sum of shares relative to it.
-    weights = parts.new_empty((*parts.shape[:2], 2))
+    max_tiles = count * kv_heads * max(1, -(-visible_keys // tile_keys))
+    resident = CTAS_PER_SM * sm_count(queries.device)
+    ctas = max(1, min(resident, -(-max_tiles // MIN_TILES)))
+    partial_out = queries.new_empty(
+        (count * kv_heads + ctas, heads_per_kv, dim), dtype=torch.float32
+    )
+    # m_i and l_i of every partial result.
+    partial_stats = partial_out.new_empty((*partial_out.shape[:2], 2))
     view, table = run.step.view(place.pool.name, place.layer), batch.slots[place.anchor]
-    constants = compiled_for(queries, keys, how, run.step.page_tokens)
-    rows = max(MIN_ROWS, power_of_two(group))
-    _attend_single[(programs,)](
-        *(queries, keys, values, view["k"], view["v"], parts, weights),
-        *(batch.rows, table, ends, ends if prefixes is None else prefixes.known),
+    constants = kernel_constants(queries, keys, how, run.step.page_tokens)
+    tile_rows = max(MIN_ROWS, power_of_two(heads_per_kv))
+    _decode_split_kv[(ctas,)](
+        *(queries, keys, values, view["k"], view["v"], partial_out, partial_stats),
+        *(batch.rows, table, tile_offsets),
+        tile_offsets if prefixes is None else prefixes.prefix_lengths,
         *(count, table.stride(0)),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
         *view["k"].stride()[:3],
         *view["v"].stride()[:3],
-        *scaling(how),
+        *softmax_scales(how),
         KV_HEADS=kv_heads,
-        GROUP=group,
-        M=rows,
-        SEQUENCES=SEQUENCES_AT_ONCE,
-        EACH=0 if prefixes is None else prefixes.each,
+        HEADS_PER_KV=heads_per_kv,
+        BLOCK_M=tile_rows,
+        BLOCK_SEQUENCES=SEQUENCES_AT_ONCE,
+        GROUP_SEQUENCES=0 if prefixes is None else prefixes.group_sequences,
         **constants,
-        num_warps=4 if rows < 64 else 8,
-        maxnreg=MAX_REGISTERS if rows < 64 else None,
+        num_warps=4 if tile_rows < 64 else 8,
+        maxnreg=MAX_REGISTERS if tile_rows < 64 else None,
     )
-    _join[(count, heads)](
-        *(parts, weights, queries if how.sinks is None else how.sinks, mixed, batch.rows, ends),
-        *((ends, parts, weights) if prefixes is None else prefixes.given),
-        *(0 if prefixes is None else len(prefixes.parts), count, programs, *mixed.stride()[:2]),
+    _combine_splits[(count, heads)](
+        *(partial_out, partial_stats, queries if how.sinks is None else how.sinks, out),
+        *(batch.rows, tile_offsets),
+        *((tile_offsets, partial_out, partial_stats) if prefixes is None else prefixes.tensors),
+        *(0 if prefixes is None else len(prefixes.partial_out), count, ctas, *out.stride()[:2]),
         SINKS=how.sinks is not None,
-        EACH=0 if prefixes is None else prefixes.each,
+        GROUP_SEQUENCES=0 if prefixes is None else prefixes.group_sequences,
         KV_HEADS=kv_heads,
-        GROUP=group,
-        PARTS=16,
-        DIM=dim,
-        D=constants["D"],
+        HEADS_PER_KV=heads_per_kv,
+        BLOCK_SPLITS=16,
+        HEAD_DIM=dim,
+        BLOCK_D=constants["BLOCK_D"],
         num_warps=2,
     )
 
 
-def _laid(rows: Tensor, keys: int, window: int | None, prefixes: Prefixes | None) -> Tensor:
-    """Where every sequence's tiles begin among those of one KV head, and at last how many there
-    are. Sequences of several tokens have none."""
-    ends = rows.new_empty(len(rows) + 1)
-    _lay[(1,)](
-        *(rows, ends, ends if prefixes is None else prefixes.known, len(rows)),
+def _tile_offsets(
+    rows: Tensor, tile_keys: int, window: int | None, prefixes: SharedPrefixes | None
+) -> Tensor:
+    """(sequences + 1,) int32: the prefix sum of key tiles per sequence, of one KV head.
+
+    Sequences of a prefill chunk have no tiles here.
+    """
+    tile_offsets = rows.new_empty(len(rows) + 1)
+    _count_tiles[(1,)](
+        *(rows, tile_offsets),
+        tile_offsets if prefixes is None else prefixes.prefix_lengths,
+        len(rows),
         WINDOW=window or 0,
-        EACH=0 if prefixes is None else prefixes.each,
-        N=keys,
-        SEQUENCES=SEQUENCES_AT_ONCE,
+        GROUP_SEQUENCES=0 if prefixes is None else prefixes.group_sequences,
+        BLOCK_N=tile_keys,
+        BLOCK_SEQUENCES=SEQUENCES_AT_ONCE,
     )
-    return ends
+    return tile_offsets
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _prefix(known, sequence, past, there, EACH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """How many tokens a sequence has in common with its block: those are taken together."""
-    if EACH > 0:
-        tokens = tl.load(known + 2 * (sequence // EACH), mask=there, other=0)
+def _cascaded_tokens(  # type: ignore[no-untyped-def]
+    prefix_lengths, sequence, past, mask, GROUP_SEQUENCES: tl.constexpr,
+):
+    """Tokens of a sequence that cascade attention covers: its group's common prefix."""
+    if GROUP_SEQUENCES > 0:
+        tokens = tl.load(prefix_lengths + 2 * (sequence // GROUP_SEQUENCES), mask=mask, other=0)
         return tl.where(past >= tokens, tokens, 0)
     else:
         return past * 0
 
 
-@program("rows", "count")  # type: ignore[untyped-decorator]
-def _lay(  # type: ignore[no-untyped-def]
-    rows, ends, known, count,
-    WINDOW: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
+@kernel("rows", "count")  # type: ignore[untyped-decorator]
+def _count_tiles(  # type: ignore[no-untyped-def]
+    rows, tile_offsets, prefix_lengths, count,
+    WINDOW: tl.constexpr, GROUP_SEQUENCES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
 ):
-    total = tl.full([], 0, tl.int32)
-    tl.store(ends, total)
-    for at in range(0, count, SEQUENCES):
-        number = at + tl.arange(0, SEQUENCES)
-        ours = number < count
-        start = tl.load(rows + 3 * number, mask=ours, other=0)
-        end = tl.load(rows + 3 * number + 1, mask=ours, other=0)
-        past = tl.load(rows + 3 * number + 2, mask=ours, other=0)
+    """The prefix sum of the sequences' key tiles, by one CTA."""
+    tiles_before = tl.full([], 0, tl.int32)
+    tl.store(tile_offsets, tiles_before)
+    for start in range(0, count, BLOCK_SEQUENCES):
+        sequence = start + tl.arange(0, BLOCK_SEQUENCES)
+        valid = sequence < count
+        row_start = tl.load(rows + 3 * sequence, mask=valid, other=0)
+        row_end = tl.load(rows + 3 * sequence + 1, mask=valid, other=0)
+        past = tl.load(rows + 3 * sequence + 2, mask=valid, other=0)
         if WINDOW > 0:
-            begin = tl.maximum(past + 1 - WINDOW, 0) // N * N
+            first_key = tl.maximum(past + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         else:
-            begin = _prefix(known, number, past, ours, EACH)
-        tiles = tl.maximum(1, (past - begin + N - 1) // N)
-        tiles = tl.where(ours & (end - start == 1), tiles, 0)
-        tl.store(ends + number + 1, total + tl.cumsum(tiles, 0), mask=ours)
-        total += tl.sum(tiles, 0)
+            first_key = _cascaded_tokens(prefix_lengths, sequence, past, valid, GROUP_SEQUENCES)
+        tiles = tl.maximum(1, (past - first_key + BLOCK_N - 1) // BLOCK_N)
+        tiles = tl.where(valid & (row_end - row_start == 1), tiles, 0)
+        tl.store(tile_offsets + sequence + 1, tiles_before + tl.cumsum(tiles, 0), mask=valid)
+        tiles_before += tl.sum(tiles, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _item(ends, tile, count, KV_HEADS: tl.constexpr, SEQUENCES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The item that a tile is of."""
+def _item_of_tile(  # type: ignore[no-untyped-def]
+    tile_offsets, tile, count, KV_HEADS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
+):
+    """The work item that a tile belongs to: sequence * KV_HEADS + KV head."""
     sequence = tl.full([], 0, tl.int32)
-    for at in range(0, count, SEQUENCES):
-        number = at + tl.arange(0, SEQUENCES)
-        done = tl.load(ends + 1 + number, mask=number < count, other=2147483647 // KV_HEADS)
-        sequence += tl.sum((done * KV_HEADS <= tile).to(tl.int32), 0)
-    first = tl.load(ends + sequence)
-    each = tl.load(ends + sequence + 1) - first
-    return sequence * KV_HEADS + (tile - first * KV_HEADS) // each
+    for start in range(0, count, BLOCK_SEQUENCES):
+        offs = start + tl.arange(0, BLOCK_SEQUENCES)
+        end_tile = tl.load(tile_offsets + 1 + offs, mask=offs < count, other=2147483647 // KV_HEADS)
+        sequence += tl.sum((end_tile * KV_HEADS <= tile).to(tl.int32), 0)
+    seq_offset = tl.load(tile_offsets + sequence)
+    seq_tiles = tl.load(tile_offsets + sequence + 1) - seq_offset
+    return sequence * KV_HEADS + (tile - seq_offset * KV_HEADS) // seq_tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _opened(  # type: ignore[no-untyped-def]
-    query, key, value, opens, inner, factor,
-    CAPPED: tl.constexpr, M: tl.constexpr, D: tl.constexpr,  # noqa: N803
+def _init_state(  # type: ignore[no-untyped-def]
+    q, k, v, is_first, cap_scale, qk_scale,
+    CAPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """What a program begins with: the token's own key and value, or nothing."""
-    score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32)[None, :], 1)
+    """The initial state: the token's own key and value in an item's first split, else empty."""
+    qk = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32)[None, :], 1)
     if CAPPED:
-        score = tanh(score * inner)
-    peak = tl.where(opens, score * factor, float("-inf"))
-    total = tl.zeros([M], tl.float32) + tl.where(opens, 1.0, 0.0)
-    sums = tl.zeros([M, D], tl.float32) + tl.where(opens, value.to(tl.float32), 0.0)[None, :]
-    return peak, total, sums
+        qk = tanh(qk * cap_scale)
+    m_i = tl.where(is_first, qk * qk_scale, float("-inf"))
+    l_i = tl.zeros([BLOCK_M], tl.float32) + tl.where(is_first, 1.0, 0.0)
+    own = tl.where(is_first, v.to(tl.float32), 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32) + own[None, :]
+    return m_i, l_i, acc
 
 
-@program("rows", "tables", "count", "pages")  # type: ignore[untyped-decorator]
-def _attend_single(  # type: ignore[no-untyped-def]
-    queries, new_keys, new_values, old_keys, old_values, parts, weights, rows, tables, ends, known,
-    count, pages,
-    query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head,
-    key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
-    EACH: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+@kernel("rows", "block_tables", "count", "stride_table")  # type: ignore[untyped-decorator]
+def _decode_split_kv(  # type: ignore[no-untyped-def]
+    q_ptr, k_new, v_new, k_cache, v_cache, partial_out, partial_stats, rows, block_tables,
+    tile_offsets, prefix_lengths, count, stride_table,
+    stride_q_token, stride_q_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
+    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
+    cap_scale, qk_scale,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
+    GROUP_SEQUENCES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    program, whole = tl.program_id(0), tl.load(ends + count) * KV_HEADS
-    share = tl.cdiv(whole, tl.num_programs(0))
-    at, stop = program * share, tl.minimum(program * share + share, whole)
-    if at >= stop:
+    """Attends over this CTA's tiles, item by item, and stores a partial result of each."""
+    cta, total_tiles = tl.program_id(0), tl.load(tile_offsets + count) * KV_HEADS
+    tiles_per_cta = tl.cdiv(total_tiles, tl.num_programs(0))
+    lo_tile = cta * tiles_per_cta
+    hi_tile = tl.minimum(cta * tiles_per_cta + tiles_per_cta, total_tiles)
+    if lo_tile >= hi_tile:
         return
-    row, dim = tl.arange(0, M), tl.arange(0, D)
-    inside = dim < DIM
-    here = (row < GROUP)[:, None] & inside[None, :]
-    last = _item(ends, stop - 1, count, KV_HEADS, SEQUENCES)
-    for item in range(_item(ends, at, count, KV_HEADS, SEQUENCES), last + 1):
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    in_dim = offs_d < HEAD_DIM
+    mask = (offs_m < HEADS_PER_KV)[:, None] & in_dim[None, :]
+    last_item = _item_of_tile(tile_offsets, hi_tile - 1, count, KV_HEADS, BLOCK_SEQUENCES)
+    first_item = _item_of_tile(tile_offsets, lo_tile, count, KV_HEADS, BLOCK_SEQUENCES)
+    for item in range(first_item, last_item + 1):
         sequence, kv_head = item // KV_HEADS, item % KV_HEADS
         token, past = tl.load(rows + 3 * sequence).to(tl.int64), tl.load(rows + 3 * sequence + 2)
-        first = tl.load(ends + sequence)
-        each = tl.load(ends + sequence + 1) - first
-        begin = first * KV_HEADS + kv_head * each
-        skipped, until = tl.maximum(at - begin, 0), tl.minimum(stop - begin, each)
-        where = token * query_token + (kv_head * GROUP + row)[:, None] * query_head + dim[None, :]
-        query = tl.load(queries + where, mask=here, other=0.0)
-        key_at, value_at = token * new_key_token + dim, token * new_value_token + dim
-        key = tl.load(new_keys + key_at + kv_head * new_key_head, mask=inside, other=0.0)
-        value = tl.load(new_values + value_at + kv_head * new_value_head, mask=inside, other=0.0)
-        peak, total, sums = _opened(
-            query, key, value, skipped == 0, inner, factor, CAPPED, M, D
+        seq_offset = tl.load(tile_offsets + sequence)
+        seq_tiles = tl.load(tile_offsets + sequence + 1) - seq_offset
+        item_begin = seq_offset * KV_HEADS + kv_head * seq_tiles
+        lo, hi = tl.maximum(lo_tile - item_begin, 0), tl.minimum(hi_tile - item_begin, seq_tiles)
+        offsets = token * stride_q_token
+        heads = (kv_head * HEADS_PER_KV + offs_m)[:, None]
+        offsets = offsets + heads * stride_q_head + offs_d[None, :]
+        q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
+        k_offsets, v_offsets = token * stride_kn_token + offs_d, token * stride_vn_token + offs_d
+        k = tl.load(k_new + k_offsets + kv_head * stride_kn_head, mask=in_dim, other=0.0)
+        v = tl.load(v_new + v_offsets + kv_head * stride_vn_head, mask=in_dim, other=0.0)
+        m_i, l_i, acc = _init_state(
+            q, k, v, lo == 0, cap_scale, qk_scale, CAPPED, BLOCK_M, BLOCK_D
         )
         if WINDOW > 0:
-            least = tl.maximum(past + 1 - WINDOW, 0)
+            first_key = tl.maximum(past + 1 - WINDOW, 0)
         else:
-            least = _prefix(known, sequence, past, sequence >= 0, EACH)
-        low = least // N * N
-        peak, total, sums = earlier(
-            query, row * 0 + past, peak, total, sums,
-            old_keys + kv_head * key_head, old_values + kv_head * value_head,
-            tables + tl.cast(sequence, tl.int64) * pages,
-            low + skipped * N, tl.minimum(low + until * N, past), least,
-            key_slot, key_entry, value_slot, value_entry, inner, factor,
-            PAGE, WINDOW, CAPPED, True, N, DIM, D,
+            first_key = _cascaded_tokens(
+                prefix_lengths, sequence, past, sequence >= 0, GROUP_SEQUENCES)
+        first_tile_key = first_key // BLOCK_N * BLOCK_N
+        m_i, l_i, acc = attend_paged_keys(
+            q, offs_m * 0 + past, m_i, l_i, acc,
+            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
+            block_tables + tl.cast(sequence, tl.int64) * stride_table,
+            first_tile_key + lo * BLOCK_N, tl.minimum(first_tile_key + hi * BLOCK_N, past),
+            first_key,
+            stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+            PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
-        place = (tl.cast(item, tl.int64) + program) * GROUP + row
-        tl.store(parts + place[:, None] * DIM + dim[None, :], sums, mask=here)
-        tl.store(weights + 2 * place, peak, mask=row < GROUP)
-        tl.store(weights + 2 * place + 1, total, mask=row < GROUP)
+        out_row = (tl.cast(item, tl.int64) + cta) * HEADS_PER_KV + offs_m
+        tl.store(partial_out + out_row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)
+        tl.store(partial_stats + 2 * out_row, m_i, mask=offs_m < HEADS_PER_KV)
+        tl.store(partial_stats + 2 * out_row + 1, l_i, mask=offs_m < HEADS_PER_KV)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _added(  # type: ignore[no-untyped-def]
-    parts, weights, place, ours, peak, total, sums, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+def _accumulate_splits(  # type: ignore[no-untyped-def]
+    partial_out, partial_stats, rows, valid, m_i, l_i, acc, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Some more parts of a result, each with its share of the whole."""
-    dim = tl.arange(0, D)
-    peaks = tl.load(weights + 2 * place, mask=ours, other=float("-inf"))
-    totals = tl.load(weights + 2 * place + 1, mask=ours, other=0.0)
-    mask = ours[:, None] & (dim < DIM)[None, :]
-    some = tl.load(parts + place[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-    higher = tl.maximum(peak, tl.max(peaks, 0))
-    scales, before = tl.exp2(peaks - higher), tl.exp2(peak - higher)
-    total = total * before + tl.sum(totals * scales, 0)
-    return higher, total, sums * before + tl.sum(some * scales[:, None], 0)
+    """Rescales and adds some splits' partial results."""
+    offs_d = tl.arange(0, BLOCK_D)
+    m_split = tl.load(partial_stats + 2 * rows, mask=valid, other=float("-inf"))
+    l_split = tl.load(partial_stats + 2 * rows + 1, mask=valid, other=0.0)
+    mask = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+    acc_split = partial_out + rows[:, None] * HEAD_DIM + offs_d[None, :]
+    acc_split = tl.load(acc_split, mask=mask, other=0.0)
+    m_new = tl.maximum(m_i, tl.max(m_split, 0))
+    weight, alpha = tl.exp2(m_split - m_new), tl.exp2(m_i - m_new)
+    l_i = l_i * alpha + tl.sum(l_split * weight, 0)
+    return m_new, l_i, acc * alpha + tl.sum(acc_split * weight[:, None], 0)
 
 
-@program("rows", "of_prefix", "count", "programs")  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    parts, weights, sinks, mixed, rows, ends, known, prefix_parts, prefix_weights,
-    of_prefix, count, programs, mixed_token, mixed_head,
-    SINKS: tl.constexpr, EACH: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+@kernel("rows", "prefix_splits", "count", "ctas")  # type: ignore[untyped-decorator]
+def _combine_splits(  # type: ignore[no-untyped-def]
+    partial_out, partial_stats, sinks, out, rows, tile_offsets, prefix_lengths, prefix_out,
+    prefix_stats, prefix_splits, count, ctas, stride_out_token, stride_out_head,
+    SINKS: tl.constexpr, GROUP_SEQUENCES: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """One result of what several programs have of an item."""
+    """Combines the splits of a sequence and head, and those of its shared prefix."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(ends + sequence)
-    each = tl.load(ends + sequence + 1) - first
-    if each == 0:
+    seq_offset = tl.load(tile_offsets + sequence)
+    seq_tiles = tl.load(tile_offsets + sequence + 1) - seq_offset
+    if seq_tiles == 0:
         return
-    kv_head = head // GROUP
-    share = tl.cdiv(tl.load(ends + count) * KV_HEADS, programs)
-    begin = first * KV_HEADS + kv_head * each
-    low, high = begin // share, (begin + each - 1) // share + 1
-    dim = tl.arange(0, D)
-    peak, total, sums = float("-inf"), 0.0, tl.zeros([D], tl.float32)
+    kv_head = head // HEADS_PER_KV
+    tiles_per_cta = tl.cdiv(tl.load(tile_offsets + count) * KV_HEADS, ctas)
+    item_begin = seq_offset * KV_HEADS + kv_head * seq_tiles
+    lo, hi = item_begin // tiles_per_cta, (item_begin + seq_tiles - 1) // tiles_per_cta + 1
+    offs_d = tl.arange(0, BLOCK_D)
+    m_i, l_i, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     if SINKS:
-        peak, total = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, 1.0
-    for at in range(low, high, PARTS):
-        program = at + tl.arange(0, PARTS)
-        place = (sequence * KV_HEADS + kv_head + program).to(tl.int64) * GROUP + head % GROUP
-        peak, total, sums = _added(
-            parts, weights, place, program < high, peak, total, sums, DIM, D)
-    if EACH > 0:
+        m_i, l_i = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634, 1.0
+    for start in range(lo, hi, BLOCK_SPLITS):
+        cta = start + tl.arange(0, BLOCK_SPLITS)
+        out_row = (sequence * KV_HEADS + kv_head + cta).to(tl.int64) * HEADS_PER_KV
+        out_row += head % HEADS_PER_KV
+        m_i, l_i, acc = _accumulate_splits(
+            partial_out, partial_stats, out_row, cta < hi, m_i, l_i, acc, HEAD_DIM, BLOCK_D)
+    if GROUP_SEQUENCES > 0:
         past = tl.load(rows + 3 * sequence + 2)
-        if _prefix(known, sequence, past, sequence >= 0, EACH) > 0:
-            for at in range(0, of_prefix, PARTS):
-                part = at + tl.arange(0, PARTS)
-                place = (part.to(tl.int64) * count + sequence) * (KV_HEADS * GROUP) + head
-                peak, total, sums = _added(
-                    prefix_parts, prefix_weights, place, part < of_prefix,
-                    peak, total, sums, DIM, D)
-    where = tl.load(rows + 3 * sequence).to(tl.int64) * mixed_token + head * mixed_head + dim
-    tl.store(mixed + where, (sums / total).to(mixed.dtype.element_ty), mask=dim < DIM)
+        if _cascaded_tokens(prefix_lengths, sequence, past, sequence >= 0, GROUP_SEQUENCES) > 0:
+            for start in range(0, prefix_splits, BLOCK_SPLITS):
+                split = start + tl.arange(0, BLOCK_SPLITS)
+                out_row = (split.to(tl.int64) * count + sequence) * (KV_HEADS * HEADS_PER_KV) + head
+                m_i, l_i, acc = _accumulate_splits(
+                    prefix_out, prefix_stats, out_row, split < prefix_splits,
+                    m_i, l_i, acc, HEAD_DIM, BLOCK_D)
+    token = tl.load(rows + 3 * sequence).to(tl.int64)
+    offsets = token * stride_out_token + head * stride_out_head + offs_d
+    tl.store(out + offsets, (acc / l_i).to(out.dtype.element_ty), mask=offs_d < HEAD_DIM)
 # fmt: on

@@ -1,12 +1,15 @@
-"""Attention by head over pages as device programs, for all sequences of a step.
+"""Paged prefill attention: FlashAttention over the KV cache and the step's own keys, causal.
 
-The same sums as `attending.attend`, tile by tile with a running maximum, so nothing but a tile
-of scores is ever written down. Earlier tokens are read through the page table, the step's own from
-the step, as `attend_over_pages` does.
+Cached keys are read through the block table, the step's own keys from the step. A CTA takes a
+block of new tokens with all query heads of one KV head, over all keys that the block sees; or a
+split of the tiles of several blocks, as `prefill_schedule` says. `attend_paged` also launches
+`attention_decode` for the sequences with one new token. Torch reference: `layers/attention.py`,
+`attend`.
 
-Of several tokens of a sequence a program takes a block, over all keys that it sees; or a share of
-the tiles of several (`attention_blocks`), and `_join` adds up what programs have of a block. Single
-tokens are taken by `attention_single`.
+`_prefill`         grid (splits + blocks * KV heads,): online softmax over a CTA's tiles
+`_combine_splits`  grid (split blocks * KV heads, row tiles): combines blocks that were split
+
+Surprising: the grid has room for the most blocks there can be; CTAs without a block exit at once.
 """
 
 from __future__ import annotations
@@ -18,226 +21,283 @@ from torch import Tensor
 
 from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels.attention_decode import attend_singly
-from kvtide.layers.kernels.attention_tiles import compiled_for, earlier, own, scaling
+from kvtide.layers.kernels.attention_decode import attend_decode
+from kvtide.layers.kernels.attention_tiles import (
+    attend_new_keys,
+    attend_paged_keys,
+    kernel_constants,
+    softmax_scales,
+)
 from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.prefill_schedule import (
     RECORD,
-    laid_blocks,
-    row_of,
-    shares,
-    taken_by,
-    tiles_of,
+    schedule_blocks,
+    split_constants,
+    split_range,
+    tile_counts,
+    work_of_cta,
 )
 from kvtide.layers.packing import Fields
 
-ROWS = 128
-"""Queries times heads that a program takes."""
-WIDE_ROWS = 32
-"""As many where numbers have four bytes."""
-LARGE = 128 * 128
-"""Numbers of a block's result, with which a program is not small: one runs at a time."""
+TILE_ROWS = 128
+"""Rows of a tile (BLOCK_M): new tokens times query heads per KV head."""
+FP32_TILE_ROWS = 32
+"""Rows of a tile in fp32."""
+LARGE_TILE = 128 * 128
+"""Elements of acc (BLOCK_M * BLOCK_D) from which an SM runs one CTA at a time, not two."""
 MAX_REGISTERS = 128
-"""Of small ones of eight warps, so that two do."""
+"""Registers per thread that let two CTAs of eight warps run on an SM."""
 STAGES = 3
-"""Tiles of the step's own keys that are on their way."""
-JOINED = 1 << 13
-"""Numbers of parts that are joined at a time."""
+"""Pipeline stages of the loop over the step's own keys."""
+COMBINED_ELEMENTS = 1 << 13
+"""Elements of partial results that are combined at a time."""
 
 
 def attend_paged(
     run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
 ) -> Tensor:
-    """Of the step's queries (tokens, heads, dim), over what was kept and what the step brings."""
-    mixed, bounds = torch.empty_like(queries), run.batch.bounds
+    """Attention of queries (tokens, heads, dim) over cached keys and the step's own: prefill chunks
+    and decode tokens alike."""
+    out, bounds = torch.empty_like(queries), run.batch.bounds
     if bounds.longest > 1:
-        _attend_blocks(run, place, queries, kept, how, mixed)
+        _attend_prefill(run, place, queries, kept, how, out)
     if bounds.longest == 1 or bounds.singles:
-        attend_singly(run, place, queries, kept, how, mixed)
-    return mixed
+        attend_decode(run, place, queries, kept, how, out)
+    return out
 
 
-def _attend_blocks(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, mixed: Tensor
+def _attend_prefill(
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, out: Tensor
 ) -> None:
-    """Of all sequences with more than one token."""
+    """Attention of all prefill chunks: sequences with more than one new token."""
     keys, values, table = kept["k"], kept["v"], run.batch.slots[place.anchor]
     (_, heads, dim), kv_heads = queries.shape, keys.shape[1]
-    group, view = heads // kv_heads, run.step.view(place.pool.name, place.layer)
-    usual = ROWS if queries.itemsize < 4 else WIDE_ROWS
-    few = run.batch.bounds.longest * group <= MIN_ROWS
-    rows = max(MIN_ROWS if few else usual, power_of_two(group))
-    constants = compiled_for(queries, keys, how, run.step.page_tokens)
-    small = rows * constants["D"] < LARGE
-    shared = shares(kv_heads, small)
-    laid = laid_blocks(run, rows // group, shared, constants["WINDOW"], constants["N"])
-    most, sizes = len(laid) - 2, {"GROUP": group, "TOKENS": rows // group, "M": rows, **shared}
-    # A program has parts of two blocks at the most: of its first and of its last.
-    parts = queries.new_empty((2 * shared["SHARES"], rows, dim), dtype=torch.float32)
-    given = mixed, parts, parts.new_empty((*parts.shape[:2], 2)), laid, *mixed.stride()[:2]
-    _attend[(shared["SHARES"] + most * kv_heads,)](
+    heads_per_kv, view = heads // kv_heads, run.step.view(place.pool.name, place.layer)
+    max_rows = TILE_ROWS if queries.itemsize < 4 else FP32_TILE_ROWS
+    short = run.batch.bounds.longest * heads_per_kv <= MIN_ROWS
+    rows = max(MIN_ROWS if short else max_rows, power_of_two(heads_per_kv))
+    constants = kernel_constants(queries, keys, how, run.step.page_tokens)
+    small = rows * constants["BLOCK_D"] < LARGE_TILE
+    splits = split_constants(kv_heads, small, queries.device)
+    schedule = schedule_blocks(
+        run, rows // heads_per_kv, splits, constants["WINDOW"], constants["BLOCK_N"]
+    )
+    max_blocks, sizes = (
+        len(schedule) - 2,
+        {
+            "HEADS_PER_KV": heads_per_kv,
+            "BLOCK_TOKENS": rows // heads_per_kv,
+            "BLOCK_M": rows,
+            **splits,
+        },
+    )
+    # A split CTA leaves partial results of at most two blocks: its first and its last.
+    partial_out = queries.new_empty((2 * splits["SPLITS"], rows, dim), dtype=torch.float32)
+    outputs = (
+        out,
+        partial_out,
+        partial_out.new_empty((*partial_out.shape[:2], 2)),
+        schedule,
+        *out.stride()[:2],
+    )
+    _prefill[(splits["SPLITS"] + max_blocks * kv_heads,)](
         *(queries, keys, values, view["k"], view["v"]),
-        *(queries if how.sinks is None else how.sinks, *given, most, table, table.stride(0)),
+        *(
+            queries if how.sinks is None else how.sinks,
+            *outputs,
+            max_blocks,
+            table,
+            table.stride(0),
+        ),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
         *view["k"].stride()[:3],
         *view["v"].stride()[:3],
-        *scaling(how),
+        *softmax_scales(how),
         SINKS=how.sinks is not None,
-        B=SEQUENCES_AT_ONCE,
+        BLOCK=SEQUENCES_AT_ONCE,
         **constants,
         **sizes,
         num_warps=8 if rows > 64 else 4,
         num_stages=STAGES,
         maxnreg=MAX_REGISTERS if small and rows > 64 else None,
     )
-    # Of few tokens there are few blocks as a rule, each in many parts.
-    each, wide = 4 if few else MIN_ROWS, constants["D"]
-    blocks = min(most, 2 * shared["SHARES"] // kv_heads + 2)
-    _join[(blocks * kv_heads, rows // each)](
-        *given, R=each, P=max(1, JOINED // (each * wide)), DIM=dim, D=wide, **sizes
+    # Short chunks make few blocks, each in many splits.
+    combined_rows, block_d = 4 if short else MIN_ROWS, constants["BLOCK_D"]
+    blocks = min(max_blocks, 2 * splits["SPLITS"] // kv_heads + 2)
+    _combine_splits[(blocks * kv_heads, rows // combined_rows)](
+        *outputs,
+        BLOCK_ROWS=combined_rows,
+        BLOCK_SPLITS=max(1, COMBINED_ELEMENTS // (combined_rows * block_d)),
+        HEAD_DIM=dim,
+        BLOCK_D=block_d,
+        **sizes,
     )
 
 
 # fmt: off
-@program("laid", "most", "tables", "pages")  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    queries, new_keys, new_values, old_keys, old_values, sinks,
-    mixed, parts, weights, laid, mixed_token, mixed_head, most, tables, pages,
-    query_token, query_head, new_key_token, new_key_head, new_value_token, new_value_head,
-    key_slot, key_entry, key_head, value_slot, value_entry, value_head, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr, B: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+@kernel("schedule", "max_blocks", "block_tables", "stride_table")  # type: ignore[untyped-decorator]
+def _prefill(  # type: ignore[no-untyped-def]
+    q_ptr, k_new, v_new, k_cache, v_cache, sinks,
+    out, partial_out, partial_stats, schedule, stride_out_token, stride_out_head, max_blocks,
+    block_tables, stride_table,
+    stride_q_token, stride_q_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
+    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
+    cap_scale, qk_scale,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    number, row, dim = tl.program_id(0), tl.arange(0, M), tl.arange(0, D)
-    item, items, count, origin, begin, each, at, stop = taken_by(
-        number, laid, most, SHARES, LEAST, KV_HEADS, B
+    """Attends some blocks, or splits of them, over the cache and the step's own keys."""
+    cta, offs_m, offs_d = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    item, items, blocks, first_block, first_tile, tiles_per_head, lo_tile, hi_tile = work_of_cta(
+        cta, schedule, max_blocks, SPLITS, MIN_SPLIT_TILES, KV_HEADS, BLOCK
     )
-    for place in range(item, item + items):
-        kv_head, block = place // count, origin + place % count
-        record = laid + RECORD * (1 + block)
-        first, end = tl.load(record + 2), tl.load(record + 5)
-        token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-        live = (row < TOKENS * GROUP) & (token < end)
-        here = live[:, None] & (dim < DIM)[None, :]
-        where = token.to(tl.int64)[:, None] * query_token + head[:, None] * query_head
-        query = tl.load(queries + where + dim[None, :], mask=here, other=0.0)
-        until, start, past = tl.load(record + 3), tl.load(record + 4), tl.load(record + 6)
-        old, new, rest, masked = tiles_of(start, past, first, until, WINDOW, N)
-        tiles, ahead = old + new + rest + masked, kv_head * each + tl.load(record) - begin
-        low, high = tl.maximum(at - ahead, 0), tl.minimum(stop - ahead, tiles)
-        peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    for index in range(item, item + items):
+        kv_head, block = index // blocks, first_block + index % blocks
+        record = schedule + RECORD * (1 + block)
+        row_start, seq_end = tl.load(record + 2), tl.load(record + 5)
+        token = row_start + offs_m // HEADS_PER_KV
+        head = kv_head * HEADS_PER_KV + offs_m % HEADS_PER_KV
+        row_valid = (offs_m < BLOCK_TOKENS * HEADS_PER_KV) & (token < seq_end)
+        mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+        offsets = token.to(tl.int64)[:, None] * stride_q_token + head[:, None] * stride_q_head
+        q = tl.load(q_ptr + offsets + offs_d[None, :], mask=mask, other=0.0)
+        row_end, seq_start, past = tl.load(record + 3), tl.load(record + 4), tl.load(record + 6)
+        old_whole, new_whole, old_masked, new_masked = tile_counts(
+            seq_start, past, row_start, row_end, WINDOW, BLOCK_N)
+        tiles = old_whole + new_whole + old_masked + new_masked
+        block_tile = kv_head * tiles_per_head + tl.load(record) - first_tile
+        lo, hi = tl.maximum(lo_tile - block_tile, 0), tl.minimum(hi_tile - block_tile, tiles)
+        m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         if SINKS:
-            # They are counted with the last tile.
-            sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            peak = tl.where(high == tiles, sink, peak)
-            total = tl.where(high == tiles, total + 1.0, total)
-        peak, total, sums = _over(
-            query, token, peak, total,
-            new_keys + kv_head * new_key_head, new_values + kv_head * new_value_head,
-            old_keys + kv_head * key_head, old_values + kv_head * value_head,
-            tables + tl.load(record + 1).to(tl.int64) * pages,
-            low, high, first, until, start, end, past,
-            new_key_token, new_value_token, key_slot, key_entry, value_slot, value_entry,
-            inner, factor, PAGE, WINDOW, CAPPED, M, N, DIM, D,
+            # The split with the last tile counts the sink.
+            sink = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32)
+            sink = sink * 1.4426950408889634
+            m_i = tl.where(hi == tiles, sink, m_i)
+            l_i = tl.where(hi == tiles, l_i + 1.0, l_i)
+        m_i, l_i, acc = _attend_tiles(
+            q, token, m_i, l_i,
+            k_new + kv_head * stride_kn_head, v_new + kv_head * stride_vn_head,
+            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
+            block_tables + tl.load(record + 1).to(tl.int64) * stride_table,
+            lo, hi, row_start, row_end, seq_start, seq_end, past,
+            stride_kn_token, stride_vn_token, stride_k_slot, stride_k_entry, stride_v_slot,
+            stride_v_entry,
+            cap_scale, qk_scale, PAGE_TOKENS, WINDOW, CAPPED, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
-        if high - low == tiles:
-            where = token.to(tl.int64)[:, None] * mixed_token + head[:, None] * mixed_head
-            result = sums / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(mixed + where + dim[None, :], result.to(mixed.dtype.element_ty), mask=here)
+        if hi - lo == tiles:
+            rows = token.to(tl.int64)[:, None]
+            offsets = rows * stride_out_token + head[:, None] * stride_out_head
+            result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+            tl.store(out + offsets + offs_d[None, :], result.to(out.dtype.element_ty), mask=mask)
         else:
-            line = (2 * number + (at < ahead).to(tl.int32)) * M + row
-            tl.store(parts + line[:, None] * DIM + dim[None, :], sums, mask=(dim < DIM)[None, :])
-            tl.store(weights + 2 * line, peak)
-            tl.store(weights + 2 * line + 1, total)
+            out_row = (2 * cta + (lo_tile < block_tile).to(tl.int32)) * BLOCK_M + offs_m
+            partial = partial_out + out_row[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(partial, acc, mask=(offs_d < HEAD_DIM)[None, :])
+            tl.store(partial_stats + 2 * out_row, m_i)
+            tl.store(partial_stats + 2 * out_row + 1, l_i)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _over(  # type: ignore[no-untyped-def]
-    query, token, peak, total, new_keys, new_values, old_keys, old_values, table,
-    low, high, first, until, start, end, past,
-    new_key_token, new_value_token, key_slot, key_entry, value_slot, value_entry, inner, factor,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+def _attend_tiles(  # type: ignore[no-untyped-def]
+    q, q_row, m_i, l_i, k_new, v_new, k_cache, v_cache, block_table,
+    lo, hi, row_start, row_end, seq_start, seq_end, past,
+    stride_kn_token, stride_vn_token, stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry,
+    cap_scale, qk_scale,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Over tiles [low, high) of what a block sees, in the order of `tiles_of`."""
-    sums, position = tl.zeros([M, D], tl.float32), past + token - start
-    old, new, rest, _ = tiles_of(start, past, first, until, WINDOW, N)
+    """Accumulates tiles [lo, hi) of a block, in the order of `tile_counts`."""
+    acc, q_position = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), past + q_row - seq_start
+    old_whole, new_whole, old_masked, _ = tile_counts(
+        seq_start, past, row_start, row_end, WINDOW, BLOCK_N)
     if WINDOW > 0:
-        least = tl.maximum(past + first - start + 1 - WINDOW, 0)
-        bottom, ground = least // N * N, tl.maximum(start, first + 1 - WINDOW)
+        first_key = tl.maximum(past + row_start - seq_start + 1 - WINDOW, 0)
+        paged_start = first_key // BLOCK_N * BLOCK_N
+        new_start = tl.maximum(seq_start, row_start + 1 - WINDOW)
     else:
-        least, bottom, ground = 0, old * N, start + new * N
-        peak, total, sums = earlier(
-            query, position, peak, total, sums, old_keys, old_values, table,
-            low * N, tl.minimum(high, old) * N, least,
-            key_slot, key_entry, value_slot, value_entry, inner, factor,
-            PAGE, WINDOW, CAPPED, False, N, DIM, D,
+        first_key, paged_start, new_start = 0, old_whole * BLOCK_N, seq_start + new_whole * BLOCK_N
+        m_i, l_i, acc = attend_paged_keys(
+            q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table,
+            lo * BLOCK_N, tl.minimum(hi, old_whole) * BLOCK_N, first_key,
+            stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+            PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
-        peak, total, sums = own(
-            query, token, peak, total, sums, new_keys, new_values,
-            start + tl.maximum(low - old, 0) * N, start + tl.minimum(high - old, new) * N, end,
-            new_key_token, new_value_token, inner, factor, WINDOW, CAPPED, False, N, DIM, D,
+        m_i, l_i, acc = attend_new_keys(
+            q, q_row, m_i, l_i, acc, k_new, v_new,
+            seq_start + tl.maximum(lo - old_whole, 0) * BLOCK_N,
+            seq_start + tl.minimum(hi - old_whole, new_whole) * BLOCK_N, seq_end,
+            stride_kn_token, stride_vn_token, cap_scale, qk_scale, WINDOW, CAPPED, False, BLOCK_N,
+            HEAD_DIM, BLOCK_D,
         )
-    low, high = low - old - new, high - old - new
-    peak, total, sums = earlier(
-        query, position, peak, total, sums, old_keys, old_values, table,
-        bottom + tl.maximum(low, 0) * N, tl.minimum(bottom + tl.minimum(high, rest) * N, past),
-        least, key_slot, key_entry, value_slot, value_entry, inner, factor,
-        PAGE, WINDOW, CAPPED, True, N, DIM, D,
+    lo, hi = lo - old_whole - new_whole, hi - old_whole - new_whole
+    m_i, l_i, acc = attend_paged_keys(
+        q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table,
+        paged_start + tl.maximum(lo, 0) * BLOCK_N,
+        tl.minimum(paged_start + tl.minimum(hi, old_masked) * BLOCK_N, past),
+        first_key,
+        stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+        PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
     )
-    low, high = low - rest, high - rest
-    return own(
-        query, token, peak, total, sums, new_keys, new_values,
-        ground + tl.maximum(low, 0) * N, tl.minimum(ground + high * N, until), end,
-        new_key_token, new_value_token, inner, factor, WINDOW, CAPPED, True, N, DIM, D,
+    lo, hi = lo - old_masked, hi - old_masked
+    return attend_new_keys(
+        q, q_row, m_i, l_i, acc, k_new, v_new,
+        new_start + tl.maximum(lo, 0) * BLOCK_N, tl.minimum(new_start + hi * BLOCK_N, row_end),
+        seq_end,
+        stride_kn_token, stride_vn_token, cap_scale, qk_scale, WINDOW, CAPPED, True, BLOCK_N,
+        HEAD_DIM, BLOCK_D,
     )
 
 
-@program("laid")  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    mixed, parts, weights, laid, mixed_token, mixed_head,
-    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr,  # noqa: N803
-    R: tl.constexpr, P: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+@kernel("schedule")  # type: ignore[untyped-decorator]
+def _combine_splits(  # type: ignore[no-untyped-def]
+    out, partial_out, partial_stats, schedule, stride_out_token, stride_out_head,
+    SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Some rows of one block and KV head, of what several programs have of them."""
-    lower, upper = tl.load(laid), tl.load(laid + 1)
-    kv_head, block = tl.program_id(0) % KV_HEADS, lower + tl.program_id(0) // KV_HEADS
-    if block >= upper:
+    """Combines the splits of some rows of one block and KV head."""
+    lo_block, hi_block = tl.load(schedule), tl.load(schedule + 1)
+    kv_head, block = tl.program_id(0) % KV_HEADS, lo_block + tl.program_id(0) // KV_HEADS
+    if block >= hi_block:
         return
-    begin, each, share = row_of(laid, lower, upper, SHARES, LEAST, KV_HEADS)
-    record = laid + RECORD * (1 + block)
-    ahead = kv_head * each + tl.load(record) - begin
-    behind = kv_head * each + tl.load(record + RECORD) - begin
-    low, high = ahead // share, tl.cdiv(behind, share)
-    if high - low == 1:
+    first_tile, tiles_per_head, split_tiles = split_range(
+        schedule, lo_block, hi_block, SPLITS, MIN_SPLIT_TILES, KV_HEADS)
+    record = schedule + RECORD * (1 + block)
+    block_tile = kv_head * tiles_per_head + tl.load(record) - first_tile
+    next_tile = kv_head * tiles_per_head + tl.load(record + RECORD) - first_tile
+    lo, hi = block_tile // split_tiles, tl.cdiv(next_tile, split_tiles)
+    if hi - lo == 1:
         return
-    first, end = tl.load(record + 2), tl.load(record + 5)
-    row, dim = tl.program_id(1) * R + tl.arange(0, R), tl.arange(0, D)
-    peak, total = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32)
-    sums = tl.zeros([R, D], tl.float32)
-    for at in range(low, high, P):
-        number = at + tl.arange(0, P)
-        line = 2 * number + (number * share < ahead).to(tl.int32)
-        line, there = line[None, :] * M + row[:, None], (number < high)[None, :]
-        peaks = tl.load(weights + 2 * line, mask=there, other=float("-inf"))
-        totals = tl.load(weights + 2 * line + 1, mask=there, other=0.0)
-        some = parts + line[:, :, None] * DIM + dim[None, None, :]
-        some = tl.load(some, mask=there[:, :, None] & (dim < DIM)[None, None, :], other=0.0)
-        higher = tl.maximum(peak, tl.max(peaks, 1))
-        # Where nothing was seen yet, anything but an infinity will do.
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        before, scales = tl.exp2(peak - safe), tl.exp2(peaks - safe[:, None])
-        peak, total = higher, total * before + tl.sum(totals * scales, 1)
-        sums = sums * before[:, None] + tl.sum(some * scales[:, :, None], 1)
-    token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < TOKENS * GROUP) & (token < end)
-    where = token.to(tl.int64)[:, None] * mixed_token + head[:, None] * mixed_head + dim[None, :]
-    result = (sums / tl.where(total > 0, total, 1.0)[:, None]).to(mixed.dtype.element_ty)
-    tl.store(mixed + where, result, mask=live[:, None] & (dim < DIM)[None, :])
+    row_start, seq_end = tl.load(record + 2), tl.load(record + 5)
+    offs_m, offs_d = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_D)
+    m_i, l_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32), tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    for start in range(lo, hi, BLOCK_SPLITS):
+        split = start + tl.arange(0, BLOCK_SPLITS)
+        partial_row = 2 * split + (split * split_tiles < block_tile).to(tl.int32)
+        partial_row, valid = partial_row[None, :] * BLOCK_M + offs_m[:, None], (split < hi)[None, :]
+        m_split = tl.load(partial_stats + 2 * partial_row, mask=valid, other=float("-inf"))
+        l_split = tl.load(partial_stats + 2 * partial_row + 1, mask=valid, other=0.0)
+        acc_split = partial_out + partial_row[:, :, None] * HEAD_DIM + offs_d[None, None, :]
+        mask = valid[:, :, None] & (offs_d < HEAD_DIM)[None, None, :]
+        acc_split = tl.load(acc_split, mask=mask, other=0.0)
+        m_new = tl.maximum(m_i, tl.max(m_split, 1))
+        # A row without a visible key has m_new = -inf; any finite value avoids a NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, weight = tl.exp2(m_i - m_safe), tl.exp2(m_split - m_safe[:, None])
+        m_i, l_i = m_new, l_i * alpha + tl.sum(l_split * weight, 1)
+        acc = acc * alpha[:, None] + tl.sum(acc_split * weight[:, :, None], 1)
+    token, head = row_start + offs_m // HEADS_PER_KV, kv_head * HEADS_PER_KV + offs_m % HEADS_PER_KV
+    row_valid = (offs_m < BLOCK_TOKENS * HEADS_PER_KV) & (token < seq_end)
+    rows = token.to(tl.int64)[:, None]
+    offsets = rows * stride_out_token + head[:, None] * stride_out_head + offs_d[None, :]
+    result = (acc / tl.where(l_i > 0, l_i, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + offsets, result, mask=row_valid[:, None] & (offs_d < HEAD_DIM)[None, :])
 # fmt: on

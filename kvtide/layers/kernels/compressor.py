@@ -1,12 +1,14 @@
-"""Compressed streams as a device program: the means of all sequences' blocks at once.
+"""Compressed KV entries (DeepSeek-V4): gated means over blocks of tokens, for a whole step.
 
-What `compressing.Compressor` does, from its projection on. A token that closes a block makes the
-block's entry, normed, turned, packed and written. A token that is the last of its sequence or of
-its page leaves the means under way behind. Everything is known from the token's position alone, so
-there is one program for every token, most of which have nothing to do.
+Torch reference: `layers/compressor.py`, `Compressor`, from its projection on. A token that
+completes a block writes the block's entry: normed, rotated, packed. The last token of a sequence or
+of a page saves the incomplete means. Positions alone decide this.
 
-A block's tokens are taken together and not one by one. A mean under way stays what it is: the
-highest gate, and the sums relative to it.
+`_compress`  grid (tokens,): most CTAs exit at once
+
+A mean is an online softmax over the gates of a block: m_i, l_i and acc, as in attention, one per
+channel. Where blocks overlap, a token also contributes to the next block's mean ("next" below).
+Surprising: prefill takes two launches, since saving a mean may overwrite one that is still read.
 """
 
 from __future__ import annotations
@@ -20,21 +22,21 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import bits, entry_fields, entry_shape, store_entry
-from kvtide.layers.kernels.rope import ROUNDED, normed_and_turned, rounded
+from kvtide.layers.kernels.rope import ROUNDED, norm_and_rotate, rounded
 
-MAX_TOKENS = 16
-"""Of a block, that are taken together."""
+MAX_BLOCK_TOKENS = 16
+"""Tokens of a block that are reduced at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedStream:
-    """What a compressor is made of, after its projection.
+    """A compressor after its projection.
 
-    position  (tokens of a block, channels): added to gates
-    norm      the norm's weight, and eps
-    own, share  where means under way lie; there is a share where blocks overlap
+    position    (tokens of a block, channels): added to gates
+    norm        the norm's weight, and eps
+    own, share  pools of incomplete means: of the current block, and of the next if blocks overlap
     """
 
     entries: Place
@@ -47,198 +49,205 @@ class CompressedStream:
 def compress(
     run: ForwardPass, stream: CompressedStream, products: Tensor, turns: Tensor, dtype: torch.dtype
 ) -> None:
-    """Writes the entries that the step closes, and the means that it leaves under way.
+    """Writes the entries that the step completes, and saves the incomplete means.
 
-    products  (tokens, values and gates), fp32
-    turns     (tokens, 2, pairs), fp32: of the first position of every token's block
-    dtype     what the model computes in: means are rounded to it, as are norm and rotation
+    products  (tokens, values and gates), fp32: the projection
+    turns     (tokens, 2, pairs), fp32: cos and sin at the first position of every token's block
+    dtype     the model's: means, norm and rotation are rounded to it
     """
-    given = (run, stream, products, turns, dtype)
+    args = (run, stream, products, turns, dtype)
     if run.batch.bounds.longest == 1:
-        _take(*given, closes=True, leaves=True)
+        _launch(*args, writes_entries=True, writes_state=True)
         return
-    # A sequence's last token may write over what its first ones still read.
-    _take(*given, closes=True, leaves=False)
-    _take(*given, closes=False, leaves=True)
+    # A sequence's last token may overwrite a mean that its first tokens still read.
+    _launch(*args, writes_entries=True, writes_state=False)
+    _launch(*args, writes_entries=False, writes_state=True)
 
 
-def _take(
+def _launch(
     run: ForwardPass,
     stream: CompressedStream,
-    products: Tensor,
-    turns: Tensor,
+    projected: Tensor,
+    rotations: Tensor,
     dtype: torch.dtype,
     *,
-    closes: bool,
-    leaves: bool,
+    writes_entries: bool,
+    writes_state: bool,
 ) -> None:
     batch, view = run.batch, run.step.view(stream.entries.pool.name, stream.entries.layer)
     ratio, channels = stream.position.shape
     slots, states = batch.slots[stream.entries.anchor], batch.slots[stream.own.anchor]
     weight, eps = stream.norm
-    together = min(MAX_TOKENS, power_of_two(ratio)) if batch.bounds.longest > 1 else 1
-    _blocks[(len(products),)](
-        *(products, products.stride(0), stream.position, bits(weight), turns, eps),
+    block_tokens = min(MAX_BLOCK_TOKENS, power_of_two(ratio)) if batch.bounds.longest > 1 else 1
+    _compress[(len(projected),)](
+        *(projected, projected.stride(0), stream.position, bits(weight), rotations, eps),
         *(batch.rows, batch.owners, slots, slots.stride(0), states, states.stride(0)),
-        *_means(run, stream.own),
-        *_means(run, stream.share or stream.own),
+        *_mean_fields(run, stream.own),
+        *_mean_fields(run, stream.share or stream.own),
         *entry_fields(stream.entries, view),
         PAGE=run.step.page_tokens,
         RATIO=ratio,
         CHANNELS=channels,
         WIDTH=len(weight),
-        PAIRS=turns.shape[-1],
-        TOGETHER=together,
+        PAIRS=rotations.shape[-1],
+        BLOCK_TOKENS=block_tokens,
         OVERLAPS=stream.share is not None,
         ROUNDED=ROUNDED[dtype],
-        CLOSES=closes,
-        LEAVES=leaves,
+        WRITES_ENTRIES=writes_entries,
+        WRITES_STATE=writes_state,
         **entry_shape(stream.entries, view),
-        num_warps=8 if together * len(weight) > 4096 else 4,
+        num_warps=8 if block_tokens * len(weight) > 4096 else 4,
     )
 
 
-def _means(run: ForwardPass, place: Place) -> tuple[Tensor | int, ...]:
-    """Where a pool keeps them, and how far its slots are apart."""
+def _mean_fields(run: ForwardPass, place: Place) -> tuple[Tensor | int, ...]:
+    """A pool's fields of means (m, l and acc), and the stride of its slots."""
     view = run.step.view(place.pool.name, place.layer)
     fields = [view[name][:, -1] for name in ("peak", "total", "mixed")]
-    apart = {field.stride(0) for field in fields}
-    assert len(apart) == 1, f"pool {place.pool.name}: fields of a mean lie in pages of their own"
-    return (*fields, *apart)
+    slot_strides = {field.stride(0) for field in fields}
+    assert len(slot_strides) == 1, (
+        f"pool {place.pool.name}: fields of a mean have different slot strides"
+    )
+    return (*fields, *slot_strides)
 
 
 # fmt: off
 @triton.jit
-def _recalled(  # type: ignore[no-untyped-def]
-    peaks, totals, mixes, apart, slot, there, channel, inside
+def _load_mean(  # type: ignore[no-untyped-def]
+    m_ptr, l_ptr, acc_ptr, stride_slot, slot, valid, channel, in_width
 ):
-    """A mean under way, where there is one."""
-    at, mask = slot * apart + channel, inside & there & (slot >= 0)
-    peak = tl.load(peaks + at, mask=mask, other=float("-inf"))
-    total = tl.load(totals + at, mask=mask, other=0.0)
-    return peak, total, tl.load(mixes + at, mask=mask, other=0.0)
+    """The saved state of a mean, or an empty one."""
+    offsets, mask = slot * stride_slot + channel, in_width & valid & (slot >= 0)
+    m_i = tl.load(m_ptr + offsets, mask=mask, other=float("-inf"))
+    l_i = tl.load(l_ptr + offsets, mask=mask, other=0.0)
+    return m_i, l_i, tl.load(acc_ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def _left(  # type: ignore[no-untyped-def]
-    peak, total, mixed, peaks, totals, mixes, apart, slot, there, channel, inside
+def _store_mean(  # type: ignore[no-untyped-def]
+    m_i, l_i, acc, m_ptr, l_ptr, acc_ptr, stride_slot, slot, valid, channel, in_width
 ):
-    at, mask = slot * apart + channel, inside & there
-    tl.store(peaks + at, peak, mask=mask)
-    tl.store(totals + at, total, mask=mask)
-    tl.store(mixes + at, mixed, mask=mask)
+    offsets, mask = slot * stride_slot + channel, in_width & valid
+    tl.store(m_ptr + offsets, m_i, mask=mask)
+    tl.store(l_ptr + offsets, l_i, mask=mask)
+    tl.store(acc_ptr + offsets, acc, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _taken(  # type: ignore[no-untyped-def]
-    peak, total, mixed, products, product_token, position, first, low, high, half, channel, inside,
-    CHANNELS: tl.constexpr, TOGETHER: tl.constexpr,  # noqa: N803
+def _accumulate(  # type: ignore[no-untyped-def]
+    m_i, l_i, acc, projected, stride_token, position, first, lo, hi, first_channel, channel,
+    in_width,
+    CHANNELS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):
-    """With the rows [low, high) of a block that begins at row `first`."""
-    column = half + channel
-    for at in range(low, high, TOGETHER):
-        row = at + tl.arange(0, TOGETHER)
-        there = (row < high)[:, None] & inside[None, :]
-        where = row.to(tl.int64)[:, None] * product_token + column[None, :]
-        value = tl.load(products + where, mask=there, other=0.0)
-        gate = tl.load(products + where + CHANNELS, mask=there, other=float("-inf"))
-        where = (row - first)[:, None] * CHANNELS + column[None, :]
-        gate += tl.load(position + where, mask=there, other=0.0)
-        higher = tl.maximum(peak, tl.max(gate, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        share, before = tl.exp(gate - safe[None, :]), tl.exp(peak - safe)
-        total = total * before + tl.sum(share, 0)
-        mixed = mixed * before + tl.sum(share * value, 0)
-        peak = higher
-    return peak, total, mixed
+    """Accumulates rows [lo, hi) of a block that begins at row `first`."""
+    column = first_channel + channel
+    for start in range(lo, hi, BLOCK_TOKENS):
+        row = start + tl.arange(0, BLOCK_TOKENS)
+        mask = (row < hi)[:, None] & in_width[None, :]
+        offsets = row.to(tl.int64)[:, None] * stride_token + column[None, :]
+        value = tl.load(projected + offsets, mask=mask, other=0.0)
+        gate = tl.load(projected + offsets + CHANNELS, mask=mask, other=float("-inf"))
+        offsets = (row - first)[:, None] * CHANNELS + column[None, :]
+        gate += tl.load(position + offsets, mask=mask, other=0.0)
+        m_new = tl.maximum(m_i, tl.max(gate, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, alpha = tl.exp(gate - m_safe[None, :]), tl.exp(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha + tl.sum(p * value, 0)
+        m_i = m_new
+    return m_i, l_i, acc
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _own(  # type: ignore[no-untyped-def]
-    products, product_token, position, own_peak, own_total, own_mixed, own_slot,
-    share_peak, share_total, share_mixed, share_slot, before, past, start, first, token,
-    channel, inside, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,  # noqa: N803
+def _block_mean(  # type: ignore[no-untyped-def]
+    projected, stride_token, position, own_m, own_l, own_acc, stride_own,
+    next_m, next_l, next_acc, stride_next, old_slot, past, start, first, token,
+    channel, in_width, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):
-    """The mean of the block that begins at row `first`, up to a token."""
-    begun = first < start
+    """The mean (m_i, l_i, acc) of the block that begins at row `first`, up to a token."""
+    has_state = first < start
     if OVERLAPS:
-        begun = (past > 0) & (first <= start)
-    peak, total, mixed = _recalled(
-        own_peak, own_total, own_mixed, own_slot, before, begun, channel, inside)
-    if OVERLAPS:  # noqa: SIM102
-        # A later block begins with what the one before it has put into it.
+        has_state = (past > 0) & (first <= start)
+    m_i, l_i, acc = _load_mean(
+        own_m, own_l, own_acc, stride_own, old_slot, has_state, channel, in_width)
+    if OVERLAPS:
+        # A block after the first starts with the contribution of the block before it.
         if first > start:
-            peak, total, mixed = _recalled(
-                share_peak, share_total, share_mixed, share_slot, before, first - RATIO < start,
-                channel, inside)
-            peak, total, mixed = _taken(
-                peak, total, mixed, products, product_token, position, first - RATIO,
-                tl.maximum(first - RATIO, start), first, 0, channel, inside, CHANNELS, TOGETHER)
-    return _taken(
-        peak, total, mixed, products, product_token, position, first, tl.maximum(first, start),
-        token + 1, CHANNELS - WIDTH, channel, inside, CHANNELS, TOGETHER)
+            m_i, l_i, acc = _load_mean(
+                next_m, next_l, next_acc, stride_next, old_slot, first - RATIO < start,
+                channel, in_width)
+            m_i, l_i, acc = _accumulate(
+                m_i, l_i, acc, projected, stride_token, position, first - RATIO,
+                tl.maximum(first - RATIO, start), first, 0, channel, in_width, CHANNELS,
+                BLOCK_TOKENS)
+    return _accumulate(
+        m_i, l_i, acc, projected, stride_token, position, first, tl.maximum(first, start),
+        token + 1, CHANNELS - WIDTH, channel, in_width, CHANNELS, BLOCK_TOKENS)
 
 
-@program("rows", "owners", "slots", "slots_sequence", "states", "states_sequence")  # type: ignore[untyped-decorator]
-def _blocks(  # type: ignore[no-untyped-def]
-    products, product_token, position, weight, turns, eps,
-    rows, owners, slots, slots_sequence, states, states_sequence,
-    own_peak, own_total, own_mixed, own_slot, share_peak, share_total, share_mixed, share_slot,
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "owners", "slots", "stride_slots", "states", "stride_states"
+)
+def _compress(  # type: ignore[no-untyped-def]
+    projected, stride_token, ape, weight, rotations, eps,
+    rows, owners, slots, stride_slots, states, stride_states,
+    own_m, own_l, own_acc, stride_own, next_m, next_l, next_acc, stride_next,
     field, rope, scale, pad,
     field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, TOGETHER: tl.constexpr,  # noqa: N803
-    OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr, CLOSES: tl.constexpr,  # noqa: N803
-    LEAVES: tl.constexpr, KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,  # noqa: N803
-    PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr, WRITES_ENTRIES: tl.constexpr,
+    WRITES_STATE: tl.constexpr, KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0)
     owner = tl.load(owners + token)
-    rows, states = rows + 3 * owner, states + owner * states_sequence
+    rows, states = rows + 3 * owner, states + owner * stride_states
     start, end, past = tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
-    at = past + token - start
-    closes, stays_open = (at + 1) % RATIO == 0, (at + 1) % RATIO != 0
-    slot = tl.load(slots + owner * slots_sequence + at // PAGE).to(tl.int64)
-    after = tl.load(states + at // PAGE).to(tl.int64)
-    leaves = ((token == end - 1) | ((at + 1) % PAGE == 0)) & (after >= 0)
-    leaves = leaves & (stays_open | OVERLAPS)
-    works = closes & (slot >= 0)
-    if LEAVES:
-        works = (works | leaves) if CLOSES else leaves
-    if works == 0:
+    position = past + token - start
+    completes, incomplete = (position + 1) % RATIO == 0, (position + 1) % RATIO != 0
+    slot = tl.load(slots + owner * stride_slots + position // PAGE).to(tl.int64)
+    new_slot = tl.load(states + position // PAGE).to(tl.int64)
+    saves = ((token == end - 1) | ((position + 1) % PAGE == 0)) & (new_slot >= 0)
+    saves = saves & (incomplete | OVERLAPS)
+    has_work = completes & (slot >= 0)
+    if WRITES_STATE:
+        has_work = (has_work | saves) if WRITES_ENTRIES else saves
+    if has_work == 0:
         return
-    before = tl.load(states + tl.maximum(past - 1, 0) // PAGE).to(tl.int64)
+    old_slot = tl.load(states + tl.maximum(past - 1, 0) // PAGE).to(tl.int64)
     channel = tl.arange(0, GROUPS * GROUP)
-    inside, first = channel < WIDTH, token - at % RATIO
-    peak, total, mixed = _own(
-        products, product_token, position, own_peak, own_total, own_mixed, own_slot,
-        share_peak, share_total, share_mixed, share_slot, before, past, start, first, token,
-        channel, inside, RATIO, CHANNELS, WIDTH, TOGETHER, OVERLAPS)
-    if CLOSES:  # noqa: SIM102
-        if closes:
-            mean = rounded(mixed / tl.where(inside, total, 1.0), ROUNDED)
-            vector = normed_and_turned(
-                mean, weight, turns, token.to(tl.int64), eps, WIDTH, PAIRS, GROUPS * GROUP, ROUNDED)
+    in_width, first = channel < WIDTH, token - position % RATIO
+    m_i, l_i, acc = _block_mean(
+        projected, stride_token, ape, own_m, own_l, own_acc, stride_own,
+        next_m, next_l, next_acc, stride_next, old_slot, past, start, first, token,
+        channel, in_width, RATIO, CHANNELS, WIDTH, BLOCK_TOKENS, OVERLAPS)
+    if WRITES_ENTRIES:
+        if completes:
+            entry = rounded(acc / tl.where(in_width, l_i, 1.0), ROUNDED)
+            vector = norm_and_rotate(
+                entry, weight, rotations, token.to(tl.int64), eps, WIDTH, PAIRS, GROUPS * GROUP,
+                ROUNDED)
             store_entry(
-                tl.reshape(vector, [GROUPS, GROUP]), slot, at % PAGE // RATIO,
+                tl.reshape(vector, [GROUPS, GROUP]), slot, position % PAGE // RATIO,
                 field, rope, scale, pad, field_slot, field_entry, rope_slot, rope_entry,
                 scale_slot, scale_entry, pad_slot, pad_entry, KIND, NOPE, ROPE, PAD, GROUP, GROUPS)
-    if LEAVES:
+    if WRITES_STATE:
         if OVERLAPS:
-            next_peak, next_total, next_mixed = _recalled(
-                share_peak, share_total, share_mixed, share_slot, before, first < start,
-                channel, inside)
-            next_peak, next_total, next_mixed = _taken(
-                next_peak, next_total, next_mixed, products, product_token, position, first,
-                tl.maximum(first, start), token + 1, 0, channel, inside, CHANNELS, TOGETHER)
-            # Nobody may write before all have read.
+            m_next, l_next, acc_next = _load_mean(
+                next_m, next_l, next_acc, stride_next, old_slot, first < start,
+                channel, in_width)
+            m_next, l_next, acc_next = _accumulate(
+                m_next, l_next, acc_next, projected, stride_token, ape, first,
+                tl.maximum(first, start), token + 1, 0, channel, in_width, CHANNELS, BLOCK_TOKENS)
+            # All threads read before any thread writes.
             tl.debug_barrier()
-            _left(next_peak, next_total, next_mixed, own_peak, own_total, own_mixed, own_slot,
-                  after, leaves & closes, channel, inside)
-            _left(next_peak, next_total, next_mixed, share_peak, share_total, share_mixed,
-                  share_slot, after, leaves & stays_open, channel, inside)
+            _store_mean(m_next, l_next, acc_next, own_m, own_l, own_acc, stride_own,
+                  new_slot, saves & completes, channel, in_width)
+            _store_mean(m_next, l_next, acc_next, next_m, next_l, next_acc,
+                  stride_next, new_slot, saves & incomplete, channel, in_width)
         tl.debug_barrier()
-        _left(peak, total, mixed, own_peak, own_total, own_mixed, own_slot, after,
-              leaves & stays_open, channel, inside)
+        _store_mean(m_i, l_i, acc, own_m, own_l, own_acc, stride_own, new_slot,
+              saves & incomplete, channel, in_width)
 # fmt: on

@@ -1,6 +1,6 @@
-"""Functions of single elements, for programs: what `layers.elementary` has in torch, in fp32.
+"""Elementwise device functions in fp32, without a grid. Torch reference: `layers/elementwise.py`.
 
-They are made of what every device has, and none overflows to anything but its limit.
+They use only what every device has. Where they overflow, they overflow to their limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def sigmoid(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
-    """Exact where the exponential is small, too."""
+    """log(1 + exp x), also exact where the exponential is small."""
     small = tl.exp(-tl.abs(x))
     whole = 1.0 + small
     left = tl.where(whole == 1.0, 1.0, whole - 1.0)
@@ -31,8 +31,8 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def activated(x, gain, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """An activation by its name in torch; `gain` is how steep a swish is."""
+def activated(x, gain, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An activation by its name in `layers/elementwise.py`; `gain` is the slope of a swish."""
     if KIND == "swish":
         result = x / (1.0 + tl.exp(-gain * x))
     elif KIND == "sigmoid":

@@ -1,26 +1,24 @@
-"""The gated delta rule as device programs, for all sequences of a step: `delta`.
+"""The gated delta rule (gated delta net, and KDA with a gate per channel), chunked.
 
-Of single tokens a program takes a sequence, a head and a block of its values, and does what
-`delta.delta_tokens` does. Else there are these, for chunks as in `delta.delta_chunks`:
+Torch reference: `layers/gated_delta.py`, `delta_tokens` and `delta_chunks`.
 
-    pairs      where every channel forgets by itself: a few tokens and a head, pair by pair.
-    prepare    a chunk and a head: what has nothing to do with the state. How much of each token's
-               write the later ones see, the triangular system of that solved, and how much of the
-               state is left at each token. All chunks at once.
-    associate  a sequence, a head and a block of its values: over its chunks with the state in
-               registers, in fp32. Nobody else reads or writes this part of the state.
+`_delta_token`     grid (sequences, heads, value blocks): one decode token, state in registers
+`_score_pairs`     grid (blocks of tokens, heads): with a gate per channel, q·k and k·k pair by pair
+`_prepare_chunks`  grid (chunks, heads): all that does not depend on the state. The scores within a
+                   chunk, and the inverse of the triangular system of writes (UT transform).
+                   `_prepare_chunks_by_channel` is the same with a gate per channel.
+`_delta_chunks`    grid (sequences, heads, value blocks): over the chunks of a sequence, with the
+                   state in registers, in fp32. No other CTA touches this part of the state.
 
-The system is inverted by blocks, of one token, then two, four and so on: each of these is the
-inverse of a part of the system, and as bounded as what the rule itself does. (A series of powers
-would not be: where keys are alike, they grow before they vanish.)
+The triangular system is inverted by blocks of 1, 2, 4 … tokens. Each block is the inverse of a part
+of the system, so it is as bounded as the rule itself. (A power series is not: where keys are alike,
+its terms grow before they vanish.)
 
-Where a head forgets evenly, lengths and decays are factors of whole rows, and the products
-take keys and queries as they come. Where every channel forgets by itself, `prepare` writes down
-keys and queries with what is left of them.
+With a gate per head, norms and decays are factors of whole rows, and GEMMs take keys and queries as
+they are. With a gate per channel, `_prepare_chunks_by_channel` stores keys and queries decayed.
 
-Matrix products are as in `scanning`: with tf32 on the way off by half of what rounding the result
-to bf16 would be, with bf16 by twice as much as that. The system is inverted in fp32. A token that
-forgets more than e⁻²⁵ counts as that.
+Precision is that of `ssd_scan`: with tf32 intermediates the error is half of rounding the result to
+bf16, with bf16 twice that. The inverse is in fp32. Log decays are clamped at -25 per token.
 """
 
 from __future__ import annotations
@@ -36,20 +34,25 @@ from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
-from kvtide.layers.kernels.query_blocks import Spans, spans
+from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.query_blocks import QueryBlocks, query_blocks
 
-CHUNK = 64
-BLOCK = 16
-"""Tokens of a chunk that are taken pair by pair where every channel forgets by itself."""
-VALUES = 32
-"""Of a head, that a program takes."""
+CHUNK_TOKENS = 64
+PAIR_TOKENS = 16
+"""Tokens of a block that are scored pair by pair with a gate per channel."""
+VALUE_DIM = 32
+"""Value channels of a head per CTA (BLOCK_V), at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """Before their functions: time steps, (tokens, heads) or (tokens, heads · keys), and
-    strengths, (tokens, heads). By head the decay, and as many biases as there are time steps."""
+    """Gates before their activations, and parameters.
+
+    dt        (tokens, heads), or (tokens, heads · keys) with a gate per channel
+    dt_bias   as many as `dt` has columns
+    decay     (heads,)
+    strength  (tokens, heads): beta before its sigmoid
+    """
 
     dt: Tensor
     dt_bias: Tensor
@@ -58,408 +61,451 @@ class Forgetting:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """By chunk and head, with c tokens in a chunk.
+class _PreparedChunks:
+    """What `_delta_chunks` needs, by chunk and head, with c tokens in a chunk.
 
-    inverse  (c, c): from what was missed to what is written, strengths included
-    shares   (c, c): of what was written, in the results
-    left     (3, c), where a head forgets evenly: of the state in keys' and in queries' products,
-             and of what is written in the state at the end, lengths included; else (2, tokens,
-             heads, b), products of keys and of queries with the keys of a block of b tokens
-    kept     (keys) or (1): of the state before the chunk in that after it
-    rows     where every channel forgets by itself, (3, tokens, heads, keys): keys, queries, and
-             keys as they write, with what is left of them
+    inverse      (c, c): from residuals to updates, beta included
+    attn         (c, c): causal scores within the chunk
+    decay        with a gate per head (3, c): factors of k · state, of q · state, and of updates in
+                 the final state, norms included; else (2, tokens, heads, b), k · k and q · k within
+                 a block of b tokens
+    chunk_decay  (1) or (keys): decay of the state over the chunk
+    gated        with a gate per channel (3, tokens, heads, keys): decayed keys and queries, and
+                 keys decayed to the end of the chunk
     """
 
     inverse: Tensor
-    shares: Tensor
-    left: Tensor
-    kept: Tensor
-    rows: Tensor
+    attn: Tensor
+    decay: Tensor
+    chunk_decay: Tensor
+    gated: Tensor
 
 
 def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting) -> Tensor:
-    """(tokens, heads, values) in fp32, of queries, keys and values side by side, from and to the
-    running states."""
+    """The output (tokens, heads, values) in fp32, from and to the recurrent states.
+
+    `convolved` has queries, keys and values side by side.
+    """
     batch = run.batch
     read, write = run.state_slots(place)
     states = run.step.view(place.pool.name, place.layer)["delta"][:, -1]
     heads, keys, values = states.shape[1:]
-    mixed = torch.empty(
-        (len(convolved), heads, values), dtype=torch.float32, device=convolved.device
-    )
+    out = torch.empty((len(convolved), heads, values), dtype=torch.float32, device=convolved.device)
     key_heads = (convolved.shape[1] // keys - heads * values // keys) // 2
-    block = max(MIN_ROWS, min(VALUES, power_of_two(values)))
-    grid = (len(batch.rows), heads, divided_up(values, block))
-    where = (mixed, states, batch.rows, read, write)
-    shape = {
+    block_v = max(MIN_ROWS, min(VALUE_DIM, power_of_two(values)))
+    grid = (len(batch.rows), heads, divided_up(values, block_v))
+    state_args = (out, states, batch.rows, read, write)
+    constants = {
         "HEADS": heads,
         "GROUP": heads // key_heads,
-        "KEYS": keys,
-        "VALUES": values,
-        "EVEN": forgetting.dt.shape[1] == heads,
-        "K": max(MIN_ROWS, power_of_two(keys)),
+        "KEY_DIM": keys,
+        "VALUE_DIM": values,
+        "PER_HEAD": forgetting.dt.shape[1] == heads,
+        "BLOCK_K": max(MIN_ROWS, power_of_two(keys)),
     }
     if batch.bounds.longest == 1:
-        _associate_token[grid](
-            *(*where, *states.stride()[:3], convolved, convolved.stride(0)),
-            *_all_of(forgetting),
-            **shape,
-            V=block,
+        _delta_token[grid](
+            *(*state_args, *states.stride()[:3], convolved, convolved.stride(0)),
+            *_gate_arguments(forgetting),
+            **constants,
+            BLOCK_V=block_v,
         )
-        return mixed
-    chunks = spans(run, CHUNK)
+        return out
+    chunks = query_blocks(run, CHUNK_TOKENS)
     exact = convolved.dtype is torch.float32
-    done = _prepared(chunks, convolved, forgetting, shape | {"EXACT": exact})
-    _associate_chunks[grid](
-        *(*where, *states.stride()[:3], convolved, convolved.stride(0), len(convolved)),
-        *(chunks.firsts, done.inverse, done.shares, done.left, done.kept, done.rows),
-        **shape,
-        T=CHUNK,
-        V=block,
+    prepared = _launch_prepare(chunks, convolved, forgetting, constants | {"EXACT": exact})
+    _delta_chunks[grid](
+        *(*state_args, *states.stride()[:3], convolved, convolved.stride(0), len(convolved)),
+        *(
+            chunks.first_blocks,
+            prepared.inverse,
+            prepared.attn,
+            prepared.decay,
+            prepared.chunk_decay,
+            prepared.gated,
+        ),
+        **constants,
+        BLOCK_T=CHUNK_TOKENS,
+        BLOCK_V=block_v,
         EXACT=exact,
-        WIDE=ssd_scan.WIDE,
+        TF32=ssd_scan.WIDE,
         num_warps=4,
         num_stages=2 if convolved.itemsize == 2 else 1,
     )
-    return mixed
+    return out
 
 
-def _all_of(forgetting: Forgetting) -> tuple[Tensor | int, ...]:
+def _gate_arguments(forgetting: Forgetting) -> tuple[Tensor | int, ...]:
     dt, strength = forgetting.dt, forgetting.strength
     return dt, dt.stride(0), forgetting.dt_bias, forgetting.decay, strength, strength.stride(0)
 
 
-def _prepared(
-    chunks: Spans, convolved: Tensor, forgetting: Forgetting, shape: dict[str, int]
-) -> Prepared:
-    heads, keys, even = shape["HEADS"], shape["KEYS"], shape["EVEN"]
-    count = len(chunks.table)
+def _launch_prepare(
+    chunks: QueryBlocks, convolved: Tensor, forgetting: Forgetting, constants: dict[str, int]
+) -> _PreparedChunks:
+    heads, keys, per_head = constants["HEADS"], constants["KEY_DIM"], constants["PER_HEAD"]
+    chunk_count = len(chunks.table)
 
     def empty(*of: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(of, dtype=dtype, device=convolved.device)
 
-    # None of it is larger than a few: of two bytes, those with more digits.
-    kind = torch.float32 if shape["EXACT"] else torch.float16
+    # Magnitudes are small, so fp16 is the more precise 16-bit format.
+    dtype = torch.float32 if constants["EXACT"] else torch.float16
     tokens = len(convolved)
-    rows = (1,) if even else (3, tokens, heads, keys)
-    left = (count, heads, 3, CHUNK) if even else (2, tokens, heads, BLOCK)
-    done = Prepared(
-        inverse=empty(count, heads, CHUNK, CHUNK, dtype=kind),
-        shares=empty(count, heads, CHUNK, CHUNK, dtype=kind),
-        left=empty(*left),
-        kept=empty(count, heads, 1 if even else keys),
-        rows=empty(*rows, dtype=kind),
+    gated_shape = (1,) if per_head else (3, tokens, heads, keys)
+    decay_shape = (
+        (chunk_count, heads, 3, CHUNK_TOKENS) if per_head else (2, tokens, heads, PAIR_TOKENS)
     )
-    if not even:
-        given = _all_of(forgetting)[:4]
-        _pairs[(count * CHUNK // BLOCK, heads)](
-            *(convolved, convolved.stride(0), tokens, *given, chunks.table, done.left),
-            **{name: shape[name] for name in ("HEADS", "GROUP", "KEYS", "K")},
-            T=CHUNK,
-            B=BLOCK,
+    prepared = _PreparedChunks(
+        inverse=empty(chunk_count, heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype),
+        attn=empty(chunk_count, heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype),
+        decay_shape=empty(*decay_shape),
+        chunk_decay=empty(chunk_count, heads, 1 if per_head else keys),
+        gated_shape=empty(*gated_shape, dtype=dtype),
+    )
+    if not per_head:
+        gate_args = _gate_arguments(forgetting)[:4]
+        _score_pairs[(chunk_count * CHUNK_TOKENS // PAIR_TOKENS, heads)](
+            *(convolved, convolved.stride(0), tokens, *gate_args, chunks.table, prepared.decay),
+            **{name: constants[name] for name in ("HEADS", "GROUP", "KEY_DIM", "BLOCK_K")},
+            BLOCK_T=CHUNK_TOKENS,
+            BLOCK_B=PAIR_TOKENS,
             num_warps=4,
         )
-    prepare = _prepare if even else _prepare_by_channel
-    prepare[(count, heads)](
-        *(convolved, convolved.stride(0), len(convolved), *_all_of(forgetting), chunks.table),
-        *(done.inverse, done.shares, done.left, done.kept, done.rows),
-        **shape,
-        T=CHUNK,
-        B=BLOCK,
-        num_warps=4 if even else 8,
+    prepare = _prepare_chunks if per_head else _prepare_chunks_by_channel
+    prepare[(chunk_count, heads)](
+        *(
+            convolved,
+            convolved.stride(0),
+            len(convolved),
+            *_gate_arguments(forgetting),
+            chunks.table,
+        ),
+        *(prepared.inverse, prepared.attn, prepared.decay, prepared.chunk_decay, prepared.gated),
+        **constants,
+        BLOCK_T=CHUNK_TOKENS,
+        BLOCK_B=PAIR_TOKENS,
+        num_warps=4 if per_head else 8,
         num_stages=1,
     )
-    return done
+    return prepared
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _inverse(  # type: ignore[no-untyped-def]
     system,
-    T: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
+    BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Of the system with ones on its diagonal; what is given has zeros there and above.
+    """The inverse of 1 + system, for a strictly lower triangular system.
 
-    Of twice as many rows a time: [[A, 0], [B, C]] has [[A', 0], [-C' B A', C']].
+    Blocks double in size: [[A, 0], [B, C]] has the inverse [[A', 0], [-C' B A', C']].
     """
-    row, column = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
+    row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_T)[None, :]
     solved = tl.where(row == column, 1.0, 0.0)
     solved -= tl.where((row // 2 == column // 2), system, 0.0)
     for level in tl.static_range(1, 6):
-        if (2 << level) <= T:
-            joins = (row >> level != column >> level) & (row >> level + 1 == column >> level + 1)
-            part = tl.dot(tl.where(joins, system, 0.0), solved, input_precision=PRECISION)
-            solved -= tl.dot(solved, part, input_precision=PRECISION)
+        if (2 << level) <= BLOCK_T:
+            couples = (row >> level != column >> level) & (row >> level + 1 == column >> level + 1)
+            product = tl.dot(tl.where(couples, system, 0.0), solved, input_precision=PRECISION)
+            solved -= tl.dot(solved, product, input_precision=PRECISION)
     return solved
 
 
 @triton.jit
-def _length(x):  # type: ignore[no-untyped-def]
-    """What makes rows as long as one."""
+def _inverse_norm(x):  # type: ignore[no-untyped-def]
+    """Factors that L2-normalize rows."""
     return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
 @triton.jit
-def _strength(strengths, strength_row, token, head, live):  # type: ignore[no-untyped-def]
-    given = tl.load(strengths + token * strength_row + head, mask=live, other=0.0)
-    return tl.where(live, sigmoid(given.to(tl.float32)), 0.0)
+def _load_beta(betas, stride_beta, token, head, valid):  # type: ignore[no-untyped-def]
+    beta = tl.load(betas + token * stride_beta + head, mask=valid, other=0.0)
+    return tl.where(valid, sigmoid(beta.to(tl.float32)), 0.0)
 
 
 # fmt: off
-@program("count")  # type: ignore[untyped-decorator]
-def _prepare(  # type: ignore[no-untyped-def]
-    convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
-    inverses, shares, lefts, kepts, rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, B: tl.constexpr,  # noqa: N803
-    EXACT: tl.constexpr,  # noqa: N803
+@kernel("count")  # type: ignore[untyped-decorator]
+def _prepare_chunks(  # type: ignore[no-untyped-def]
+    convolved, stride_row, count, gates, stride_gate, gate_biases, decays, betas, stride_beta,
+    chunks,
+    inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(spans + 3 * chunk + 1), tl.load(spans + 3 * chunk + 2)
+    first, end = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
     if first >= end:
         return
-    step, key = tl.arange(0, T), tl.arange(0, K)
-    token, live = (first + step).to(tl.int64), first + step < end
-    inside = live[:, None] & (key < KEYS)[None, :]
-    at = convolved + token[:, None] * row + (head // GROUP) * KEYS + key[None, :]
-    q = tl.load(at, mask=inside, other=0.0)
-    k = tl.load(at + HEADS // GROUP * KEYS, mask=inside, other=0.0)
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
-    SCALE: tl.constexpr = KEYS ** -0.5  # noqa: N806
-    q_length = _length(q.to(tl.float32)) * SCALE
-    k_length = _length(k.to(tl.float32))
-    dt = tl.load(dts + token * dt_row + head, mask=live, other=0.0).to(tl.float32)
-    logs = tl.load(decays + head) * softplus(dt + tl.load(biases + head))
-    logs = tl.where(live, tl.maximum(logs, -25.0), 0.0)
-    strength = _strength(strengths, strength_row, token, head, live)
-    sums, total = tl.cumsum(logs), tl.sum(logs)
-    between = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * k_length[None, :]
-    share = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * q_length[:, None]
-    share = tl.where(step[:, None] >= step[None, :], share, 0.0)
-    kind = shares.dtype.element_ty
-    place = (chunk * HEADS + head).to(tl.int64)
-    at = place * T * T + step[:, None] * T + step[None, :]
-    tl.store(shares + at, share.to(kind))
-    seen = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between
-    seen = tl.where(step[:, None] > step[None, :], seen * (strength * k_length)[:, None], 0.0)
-    lefts += place * 3 * T + step
-    tl.store(lefts, k_length * tl.exp(sums))
-    tl.store(lefts + T, q_length * tl.exp(sums))
-    tl.store(lefts + 2 * T, k_length * tl.exp(tl.minimum(total - sums, 0.0)))
-    tl.store(kepts + place, tl.exp(total))
-    inverse = _inverse(seen, T, PRECISION) * strength[None, :]
-    tl.store(inverses + at, inverse.to(kind))
+    offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    token, valid = (first + offs_t).to(tl.int64), first + offs_t < end
+    mask = valid[:, None] & (offs_k < KEY_DIM)[None, :]
+    ptrs = convolved + token[:, None] * stride_row + (head // GROUP) * KEY_DIM + offs_k[None, :]
+    q = tl.load(ptrs, mask=mask, other=0.0)
+    k = tl.load(ptrs + HEADS // GROUP * KEY_DIM, mask=mask, other=0.0)
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    SCALE: tl.constexpr = KEY_DIM ** -0.5
+    q_scale = _inverse_norm(q.to(tl.float32)) * SCALE
+    k_scale = _inverse_norm(k.to(tl.float32))
+    gate = tl.load(gates + token * stride_gate + head, mask=valid, other=0.0).to(tl.float32)
+    log_decay = tl.load(decays + head) * softplus(gate + tl.load(gate_biases + head))
+    log_decay = tl.where(valid, tl.maximum(log_decay, -25.0), 0.0)
+    beta = _load_beta(betas, stride_beta, token, head, valid)
+    cum_decay, total_decay = tl.cumsum(log_decay), tl.sum(log_decay)
+    relative_decay = tl.exp(
+        tl.minimum(cum_decay[:, None] - cum_decay[None, :], 0.0)) * k_scale[None, :]
+    attn = tl.dot(q, tl.trans(k), input_precision=PRECISION) * relative_decay * q_scale[:, None]
+    attn = tl.where(offs_t[:, None] >= offs_t[None, :], attn, 0.0)
+    dtype = attn_ptr.dtype.element_ty
+    chunk_head = (chunk * HEADS + head).to(tl.int64)
+    ptrs = chunk_head * BLOCK_T * BLOCK_T + offs_t[:, None] * BLOCK_T + offs_t[None, :]
+    tl.store(attn_ptr + ptrs, attn.to(dtype))
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * relative_decay
+    system = tl.where(offs_t[:, None] > offs_t[None, :], system * (beta * k_scale)[:, None], 0.0)
+    decay_ptr += chunk_head * 3 * BLOCK_T + offs_t
+    tl.store(decay_ptr, k_scale * tl.exp(cum_decay))
+    tl.store(decay_ptr + BLOCK_T, q_scale * tl.exp(cum_decay))
+    tl.store(decay_ptr + 2 * BLOCK_T, k_scale * tl.exp(tl.minimum(total_decay - cum_decay, 0.0)))
+    tl.store(chunk_decay_ptr + chunk_head, tl.exp(total_decay))
+    inverse = _inverse(system, BLOCK_T, PRECISION) * beta[None, :]
+    tl.store(inverse_ptr + ptrs, inverse.to(dtype))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forgetful(  # type: ignore[no-untyped-def]
-    convolved, row, dts, dt_row, biases, decays, head, token, live,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,  # noqa: N803
+def _load_gated_qk(  # type: ignore[no-untyped-def]
+    convolved, stride_row, gates, stride_gate, gate_biases, decays, head, token, valid,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Some tokens' queries and keys as long as they count, and the logarithms of decays."""
-    key = tl.arange(0, K)
-    inside = live[:, None] & (key < KEYS)[None, :]
-    at = convolved + token[:, None] * row + (head // GROUP) * KEYS + key[None, :]
-    q = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    k = tl.load(at + HEADS // GROUP * KEYS, mask=inside, other=0.0).to(tl.float32)
-    at = token[:, None] * dt_row + head * KEYS + key[None, :]
-    dt = tl.load(dts + at, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(biases + head * KEYS + key, mask=key < KEYS, other=0.0)
-    logs = tl.load(decays + head) * softplus(dt + bias[None, :])
-    logs = tl.where(inside, tl.maximum(logs, -25.0), 0.0)
-    return q * (_length(q) * KEYS ** -0.5)[:, None], k * _length(k)[:, None], logs
+    """L2-normalized queries and keys of some tokens, and their log decays by channel."""
+    offs_k = tl.arange(0, BLOCK_K)
+    mask = valid[:, None] & (offs_k < KEY_DIM)[None, :]
+    ptrs = convolved + token[:, None] * stride_row + (head // GROUP) * KEY_DIM + offs_k[None, :]
+    q = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    k = tl.load(ptrs + HEADS // GROUP * KEY_DIM, mask=mask, other=0.0).to(tl.float32)
+    ptrs = token[:, None] * stride_gate + head * KEY_DIM + offs_k[None, :]
+    gate = tl.load(gates + ptrs, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(gate_biases + head * KEY_DIM + offs_k, mask=offs_k < KEY_DIM, other=0.0)
+    log_decay = tl.load(decays + head) * softplus(gate + bias[None, :])
+    log_decay = tl.where(mask, tl.maximum(log_decay, -25.0), 0.0)
+    q = q * (_inverse_norm(q) * KEY_DIM ** -0.5)[:, None]
+    return q, k * _inverse_norm(k)[:, None], log_decay
 
 
-@program("count")  # type: ignore[untyped-decorator]
-def _pairs(  # type: ignore[no-untyped-def]
-    convolved, row, count, dts, dt_row, biases, decays, spans, pairs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, B: tl.constexpr,  # noqa: N803
+@kernel("count")  # type: ignore[untyped-decorator]
+def _score_pairs(  # type: ignore[no-untyped-def]
+    convolved, stride_row, count, gates, stride_gate, gate_biases, decays, chunks, pairs,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
-    """Of a block, key by key: the products with it of later keys, and of queries from its own on,
-    with what is left of it there."""
-    chunk, head = tl.program_id(0) // (T // B), tl.program_id(1)
-    first = tl.load(spans + 3 * chunk + 1) + tl.program_id(0) % (T // B) * B
-    end = tl.load(spans + 3 * chunk + 2)
+    """Within a block, key j by key j: k · k_j of later tokens, and q · k_j causally, decayed."""
+    chunk, head = tl.program_id(0) // (BLOCK_T // BLOCK_B), tl.program_id(1)
+    first = tl.load(chunks + 3 * chunk + 1) + tl.program_id(0) % (BLOCK_T // BLOCK_B) * BLOCK_B
+    end = tl.load(chunks + 3 * chunk + 2)
     if first >= end:
         return
-    step, column = tl.arange(0, B), tl.arange(0, B)[None, :]
-    token, live = (first + step).to(tl.int64), first + step < end
-    q, k, logs = _forgetful(convolved, row, dts, dt_row, biases, decays, head, token, live,
-                            HEADS, GROUP, KEYS, K)
-    sums, until = tl.cumsum(logs, 0), tl.zeros([1, K], tl.float32)
-    seen, share = tl.zeros([B, B], tl.float32), tl.zeros([B, B], tl.float32)
-    for j in range(tl.minimum(end - first, B)):
-        one = (first + j + tl.arange(0, 1)).to(tl.int64)
-        _, other, more = _forgetful(convolved, row, dts, dt_row, biases, decays, head, one,
-                                    one < end, HEADS, GROUP, KEYS, K)
-        until += more
-        other = other * tl.exp(tl.minimum(sums - until, 0.0))
-        here = column == j
-        seen = tl.where(here & (step > j)[:, None], tl.sum(k * other, 1)[:, None], seen)
-        share = tl.where(here & (step >= j)[:, None], tl.sum(q * other, 1)[:, None], share)
-    at = pairs + (token[:, None] * HEADS + head) * B + column
-    there = live[:, None] & (column < B)
-    tl.store(at, seen, mask=there)
-    tl.store(at + count.to(tl.int64) * HEADS * B, share, mask=there)
+    offs_t, column = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_B)[None, :]
+    token, valid = (first + offs_t).to(tl.int64), first + offs_t < end
+    q, k, log_decay = _load_gated_qk(
+        convolved, stride_row, gates, stride_gate, gate_biases, decays, head, token, valid, HEADS,
+        GROUP, KEY_DIM, BLOCK_K)
+    cum_decay, decay_to_j = tl.cumsum(log_decay, 0), tl.zeros([1, BLOCK_K], tl.float32)
+    kk, qk = tl.zeros([BLOCK_B, BLOCK_B], tl.float32), tl.zeros([BLOCK_B, BLOCK_B], tl.float32)
+    for j in range(tl.minimum(end - first, BLOCK_B)):
+        token_j = (first + j + tl.arange(0, 1)).to(tl.int64)
+        _, k_j, log_decay_j = _load_gated_qk(
+            convolved, stride_row, gates, stride_gate, gate_biases, decays, head, token_j,
+            token_j < end, HEADS, GROUP, KEY_DIM, BLOCK_K)
+        decay_to_j += log_decay_j
+        k_j = k_j * tl.exp(tl.minimum(cum_decay - decay_to_j, 0.0))
+        is_j = column == j
+        kk = tl.where(is_j & (offs_t > j)[:, None], tl.sum(k * k_j, 1)[:, None], kk)
+        qk = tl.where(is_j & (offs_t >= j)[:, None], tl.sum(q * k_j, 1)[:, None], qk)
+    ptrs = pairs + (token[:, None] * HEADS + head) * BLOCK_B + column
+    mask = valid[:, None] & (column < BLOCK_B)
+    tl.store(ptrs, kk, mask=mask)
+    tl.store(ptrs + count.to(tl.int64) * HEADS * BLOCK_B, qk, mask=mask)
 
 
-@program("count")  # type: ignore[untyped-decorator]
-def _prepare_by_channel(  # type: ignore[no-untyped-def]
-    convolved, row, count, dts, dt_row, biases, decays, strengths, strength_row, spans,
-    inverses, shares, lefts, kepts, rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, B: tl.constexpr,  # noqa: N803
-    EXACT: tl.constexpr,  # noqa: N803
+@kernel("count")  # type: ignore[untyped-decorator]
+def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
+    convolved, stride_row, count, gates, stride_gate, gate_biases, decays, betas, stride_beta,
+    chunks,
+    inverse_ptr, attn_ptr, pair_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Block by block of a few tokens. Keys of earlier blocks are at hand with what is left of
-    them where the block begins, so no exponent is positive."""
+    """As `_prepare_chunks`, block by block. Keys of earlier blocks are kept decayed to the start
+    of the current one, so no exponent is positive."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    first, end = tl.load(spans + 3 * chunk + 1), tl.load(spans + 3 * chunk + 2)
+    first, end = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
     if first >= end:
         return
-    step, key, column = tl.arange(0, B), tl.arange(0, K), tl.arange(0, T)
-    number, in_keys = tl.arange(0, T // B)[:, None, None], (key < KEYS)[None, :]
-    place, size = (chunk * HEADS + head).to(tl.int64), count.to(tl.int64) * HEADS * KEYS
-    kind = rows.dtype.element_ty
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
-    earlier, system = tl.zeros([T // B, B, K], tl.float32), tl.zeros([T // B, B, T], tl.float32)
-    past = tl.zeros([K], tl.float32)
-    for block in range(tl.cdiv(tl.minimum(end - first, T), B)):
-        begin = block * B
-        token, live = (first + begin + step).to(tl.int64), first + begin + step < end
-        q, k, logs = _forgetful(convolved, row, dts, dt_row, biases, decays, head, token, live,
-                                HEADS, GROUP, KEYS, K)
-        sums, total = tl.cumsum(logs, 0), tl.sum(logs, 0)
-        left, old = tl.exp(sums), tl.trans(tl.reshape(earlier, [T, K]))
-        seen = tl.dot(k * left, old, input_precision=PRECISION)
-        share = tl.dot(q * left, old, input_precision=PRECISION)
-        # Within the block, from `_pairs`.
-        other = column - begin
-        here = live[:, None] & ((other >= 0) & (other < B))[None, :]
-        at = lefts + (token[:, None] * HEADS + head) * B + other[None, :]
-        seen = tl.where(here, tl.load(at, mask=here, other=0.0), seen)
-        at += count.to(tl.int64) * HEADS * B
-        share = tl.where(here, tl.load(at, mask=here, other=0.0), share)
-        at = shares + place * T * T + (begin + step)[:, None] * T + column[None, :]
-        tl.store(at, share.to(kind))
-        at = rows + (token[:, None] * HEADS + head) * KEYS + key[None, :]
-        left *= tl.exp(past)[None, :]
-        tl.store(at, (k * left).to(kind), mask=live[:, None] & in_keys)
-        tl.store(at + size, (q * left).to(kind), mask=live[:, None] & in_keys)
-        seen *= _strength(strengths, strength_row, token, head, live)[:, None]
-        system = tl.where(number == block, seen[None, :, :], system)
-        k *= tl.exp(tl.minimum(total[None, :] - sums, 0.0))
-        earlier = tl.where(number == block, k[None, :, :], earlier * tl.exp(total)[None, None, :])
-        past += total
-    token, live = (first + column).to(tl.int64), first + column < end
-    at = rows + 2 * size + (token[:, None] * HEADS + head) * KEYS + key[None, :]
-    tl.store(at, tl.reshape(earlier, [T, K]).to(kind), mask=live[:, None] & in_keys)
-    tl.store(kepts + place * KEYS + key, tl.exp(past), mask=key < KEYS)
-    strength = _strength(strengths, strength_row, token, head, live)
-    inverse = _inverse(tl.reshape(system, [T, T]), T, PRECISION) * strength[None, :]
-    at = place * T * T + column[:, None] * T + column[None, :]
-    tl.store(inverses + at, inverse.to(kind))
+    offs_b, offs_k, offs_t = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
+    offs_block = tl.arange(0, BLOCK_T // BLOCK_B)[:, None, None]
+    k_mask = (offs_k < KEY_DIM)[None, :]
+    chunk_head, plane = (chunk * HEADS + head).to(tl.int64), count.to(tl.int64) * HEADS * KEY_DIM
+    dtype = gated_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    earlier_k = tl.zeros([BLOCK_T // BLOCK_B, BLOCK_B, BLOCK_K], tl.float32)
+    system = tl.zeros([BLOCK_T // BLOCK_B, BLOCK_B, BLOCK_T], tl.float32)
+    chunk_decay = tl.zeros([BLOCK_K], tl.float32)
+    for block in range(tl.cdiv(tl.minimum(end - first, BLOCK_T), BLOCK_B)):
+        begin = block * BLOCK_B
+        token, valid = (first + begin + offs_b).to(tl.int64), first + begin + offs_b < end
+        q, k, log_decay = _load_gated_qk(
+            convolved, stride_row, gates, stride_gate, gate_biases, decays, head, token, valid,
+            HEADS, GROUP, KEY_DIM, BLOCK_K)
+        cum_decay, total_decay = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+        decay, k_t = tl.exp(cum_decay), tl.trans(tl.reshape(earlier_k, [BLOCK_T, BLOCK_K]))
+        kk = tl.dot(k * decay, k_t, input_precision=PRECISION)
+        qk = tl.dot(q * decay, k_t, input_precision=PRECISION)
+        # Within the block, from `_score_pairs`.
+        pair = offs_t - begin
+        in_block = valid[:, None] & ((pair >= 0) & (pair < BLOCK_B))[None, :]
+        ptrs = pair_ptr + (token[:, None] * HEADS + head) * BLOCK_B + pair[None, :]
+        kk = tl.where(in_block, tl.load(ptrs, mask=in_block, other=0.0), kk)
+        ptrs += count.to(tl.int64) * HEADS * BLOCK_B
+        qk = tl.where(in_block, tl.load(ptrs, mask=in_block, other=0.0), qk)
+        ptrs = attn_ptr + chunk_head * BLOCK_T * BLOCK_T
+        ptrs = ptrs + (begin + offs_b)[:, None] * BLOCK_T + offs_t[None, :]
+        tl.store(ptrs, qk.to(dtype))
+        ptrs = gated_ptr + (token[:, None] * HEADS + head) * KEY_DIM + offs_k[None, :]
+        decay *= tl.exp(chunk_decay)[None, :]
+        tl.store(ptrs, (k * decay).to(dtype), mask=valid[:, None] & k_mask)
+        tl.store(ptrs + plane, (q * decay).to(dtype), mask=valid[:, None] & k_mask)
+        kk *= _load_beta(betas, stride_beta, token, head, valid)[:, None]
+        system = tl.where(offs_block == block, kk[None, :, :], system)
+        k *= tl.exp(tl.minimum(total_decay[None, :] - cum_decay, 0.0))
+        earlier_k = tl.where(
+            offs_block == block, k[None, :, :], earlier_k * tl.exp(total_decay)[None, None, :])
+        chunk_decay += total_decay
+    token, valid = (first + offs_t).to(tl.int64), first + offs_t < end
+    ptrs = gated_ptr + 2 * plane + (token[:, None] * HEADS + head) * KEY_DIM + offs_k[None, :]
+    tl.store(
+        ptrs, tl.reshape(earlier_k, [BLOCK_T, BLOCK_K]).to(dtype), mask=valid[:, None] & k_mask)
+    tl.store(
+        chunk_decay_ptr + chunk_head * KEY_DIM + offs_k, tl.exp(chunk_decay), mask=offs_k < KEY_DIM)
+    beta = _load_beta(betas, stride_beta, token, head, valid)
+    inverse = _inverse(tl.reshape(system, [BLOCK_T, BLOCK_T]), BLOCK_T, PRECISION) * beta[None, :]
+    ptrs = chunk_head * BLOCK_T * BLOCK_T + offs_t[:, None] * BLOCK_T + offs_t[None, :]
+    tl.store(inverse_ptr + ptrs, inverse.to(dtype))
 
 
-@program("spans", "count")  # type: ignore[untyped-decorator]
-def _associate_chunks(  # type: ignore[no-untyped-def]
-    mixed, states, spans, read, write, state_slot, state_head, state_key,
-    convolved, row, count, firsts, inverses, shares, lefts, kepts, rows,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, T: tl.constexpr, V: tl.constexpr,  # noqa: N803
-    EXACT: tl.constexpr, WIDE: tl.constexpr,  # noqa: N803
+@kernel("rows", "count")  # type: ignore[untyped-decorator]
+def _delta_chunks(  # type: ignore[no-untyped-def]
+    out, states, rows, read, write, stride_slot, stride_head, stride_key,
+    convolved, stride_row, count, firsts, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr,
+    gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(spans + 3 * sequence), tl.load(spans + 3 * sequence + 1)
+    start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
     source = tl.load(read + sequence).to(tl.int64)
     target = tl.load(write + sequence).to(tl.int64)
-    step, key, value = tl.arange(0, T), tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
-    in_keys, in_values = (key < KEYS)[None, :], (value < VALUES)[None, :]
-    inside = (key < KEYS)[:, None] & in_values
-    at_state = head * state_head + key[:, None] * state_key + value[None, :]
-    state = tl.load(states + source * state_slot + at_state, mask=inside & (source >= 0), other=0.0)
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = (offs_k < KEY_DIM)[None, :], (offs_v < VALUE_DIM)[None, :]
+    state_mask = (offs_k < KEY_DIM)[:, None] & v_mask
+    state_offsets = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
+    state = tl.load(
+        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
     state = state.to(tl.float32)
-    place = (tl.load(firsts + sequence) * HEADS + head).to(tl.int64)
-    values = convolved + 2 * (HEADS // GROUP) * KEYS + head * VALUES + value[None, :]
-    keys = convolved + (head // GROUP) * KEYS + key[None, :]
-    size = count.to(tl.int64) * HEADS * KEYS
-    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"  # noqa: N806
-    KIND: tl.constexpr = tl.float32 if WIDE else convolved.dtype.element_ty  # noqa: N806
-    for first in range(start, end, T):
-        token, live = (first + step).to(tl.int64)[:, None], (first + step < end)[:, None]
-        if EVEN:
-            query = keys + token * row
-            at = query + HEADS // GROUP * KEYS
+    chunk_head = (tl.load(firsts + sequence) * HEADS + head).to(tl.int64)
+    v_base = convolved + 2 * (HEADS // GROUP) * KEY_DIM + head * VALUE_DIM + offs_v[None, :]
+    k_base = convolved + (head // GROUP) * KEY_DIM + offs_k[None, :]
+    plane = count.to(tl.int64) * HEADS * KEY_DIM
+    PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    DTYPE: tl.constexpr = tl.float32 if TF32 else convolved.dtype.element_ty
+    for first in range(start, end, BLOCK_T):
+        token, valid = (first + offs_t).to(tl.int64)[:, None], (first + offs_t < end)[:, None]
+        if PER_HEAD:
+            q_ptrs = k_base + token * stride_row
+            k_ptrs = q_ptrs + HEADS // GROUP * KEY_DIM
         else:
-            at = rows + (token * HEADS + head) * KEYS + key[None, :]
-            query = at + size
-        rounded, left = state.to(KIND), lefts + place * 3 * T + step
-        k = tl.load(at, mask=live & in_keys, other=0.0)
-        missed = tl.dot(k.to(KIND), rounded, input_precision=PRECISION)
-        if EVEN:
-            missed *= tl.load(left)[:, None]
-        v = tl.load(values + token * row, mask=live & in_values, other=0.0)
-        missed = v.to(tl.float32) - missed
-        within = place * T * T + step[:, None] * T + step[None, :]
-        inverse = tl.load(inverses + within)
-        written = tl.dot(inverse.to(KIND), missed.to(KIND), input_precision=PRECISION)
-        q = tl.load(query, mask=live & in_keys, other=0.0)
-        output = tl.dot(q.to(KIND), rounded, input_precision=PRECISION)
-        if EVEN:
-            output *= tl.load(left + T)[:, None]
-        share = tl.load(shares + within, mask=live, other=0.0)
-        output += tl.dot(share.to(KIND), written.to(KIND), input_precision=PRECISION)
-        tl.store(mixed + (token * HEADS + head) * VALUES + value[None, :], output,
-                 mask=live & in_values)
-        if EVEN:
-            written *= tl.load(left + 2 * T)[:, None]
-            state *= tl.load(kepts + place)
+            k_ptrs = gated_ptr + (token * HEADS + head) * KEY_DIM + offs_k[None, :]
+            q_ptrs = k_ptrs + plane
+        state_tile, decay = state.to(DTYPE), decay_ptr + chunk_head * 3 * BLOCK_T + offs_t
+        k = tl.load(k_ptrs, mask=valid & k_mask, other=0.0)
+        residual = tl.dot(k.to(DTYPE), state_tile, input_precision=PRECISION)
+        if PER_HEAD:
+            residual *= tl.load(decay)[:, None]
+        v = tl.load(v_base + token * stride_row, mask=valid & v_mask, other=0.0)
+        residual = v.to(tl.float32) - residual
+        tile_offsets = chunk_head * BLOCK_T * BLOCK_T + offs_t[:, None] * BLOCK_T + offs_t[None, :]
+        inverse = tl.load(inverse_ptr + tile_offsets)
+        update = tl.dot(inverse.to(DTYPE), residual.to(DTYPE), input_precision=PRECISION)
+        q = tl.load(q_ptrs, mask=valid & k_mask, other=0.0)
+        o = tl.dot(q.to(DTYPE), state_tile, input_precision=PRECISION)
+        if PER_HEAD:
+            o *= tl.load(decay + BLOCK_T)[:, None]
+        attn = tl.load(attn_ptr + tile_offsets, mask=valid, other=0.0)
+        o += tl.dot(attn.to(DTYPE), update.to(DTYPE), input_precision=PRECISION)
+        tl.store(out + (token * HEADS + head) * VALUE_DIM + offs_v[None, :], o,
+                 mask=valid & v_mask)
+        if PER_HEAD:
+            update *= tl.load(decay + 2 * BLOCK_T)[:, None]
+            state *= tl.load(chunk_decay_ptr + chunk_head)
         else:
-            k = tl.load(at + 2 * size, mask=live & in_keys, other=0.0)
-            state *= tl.load(kepts + place * KEYS + key, mask=key < KEYS, other=0.0)[:, None]
-        state += tl.dot(tl.trans(k.to(KIND)), written.to(KIND), input_precision=PRECISION)
-        place += HEADS
+            k = tl.load(k_ptrs + 2 * plane, mask=valid & k_mask, other=0.0)
+            state *= tl.load(
+                chunk_decay_ptr + chunk_head * KEY_DIM + offs_k, mask=offs_k < KEY_DIM,
+                other=0.0)[:, None]
+        state += tl.dot(tl.trans(k.to(DTYPE)), update.to(DTYPE), input_precision=PRECISION)
+        chunk_head += HEADS
     tl.debug_barrier()
-    at_state += target * state_slot
-    tl.store(states + at_state, state.to(states.dtype.element_ty), mask=inside & (target >= 0))
+    state_offsets += target * stride_slot
+    tl.store(
+        states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 
 
-@program("spans")  # type: ignore[untyped-decorator]
-def _associate_token(  # type: ignore[no-untyped-def]
-    mixed, states, spans, read, write, state_slot, state_head, state_key, convolved, row,
-    dts, dt_row, biases, decays, strengths, strength_row,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr,  # noqa: N803
+@kernel("rows")  # type: ignore[untyped-decorator]
+def _delta_token(  # type: ignore[no-untyped-def]
+    out, states, rows, read, write, stride_slot, stride_head, stride_key, convolved, stride_row,
+    gates, stride_gate, gate_biases, decays, betas, stride_beta,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(spans + 3 * sequence).to(tl.int64)
+    token = tl.load(rows + 3 * sequence).to(tl.int64)
     source = tl.load(read + sequence).to(tl.int64)
     target = tl.load(write + sequence).to(tl.int64)
-    key, value = tl.arange(0, K), tl.program_id(2) * V + tl.arange(0, V)
-    inside = (key < KEYS)[:, None] & (value < VALUES)[None, :]
-    at_state = head * state_head + key[:, None] * state_key + value[None, :]
-    state = tl.load(states + source * state_slot + at_state, mask=inside & (source >= 0), other=0.0)
-    at = convolved + token * row + (head // GROUP) * KEYS + key
-    q = tl.load(at, mask=key < KEYS, other=0.0).to(tl.float32)
-    k = tl.load(at + HEADS // GROUP * KEYS, mask=key < KEYS, other=0.0).to(tl.float32)
-    at = convolved + token * row + 2 * (HEADS // GROUP) * KEYS + head * VALUES + value
-    v = tl.load(at, mask=value < VALUES, other=0.0).to(tl.float32)
-    SCALE: tl.constexpr = KEYS ** -0.5  # noqa: N806
+    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    state_mask = (offs_k < KEY_DIM)[:, None] & (offs_v < VALUE_DIM)[None, :]
+    state_offsets = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
+    state = tl.load(
+        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
+    ptrs = convolved + token * stride_row + (head // GROUP) * KEY_DIM + offs_k
+    q = tl.load(ptrs, mask=offs_k < KEY_DIM, other=0.0).to(tl.float32)
+    k = tl.load(ptrs + HEADS // GROUP * KEY_DIM, mask=offs_k < KEY_DIM, other=0.0).to(tl.float32)
+    ptrs = convolved + token * stride_row + 2 * (HEADS // GROUP) * KEY_DIM
+    ptrs = ptrs + head * VALUE_DIM + offs_v
+    v = tl.load(ptrs, mask=offs_v < VALUE_DIM, other=0.0).to(tl.float32)
+    SCALE: tl.constexpr = KEY_DIM ** -0.5
     q *= tl.rsqrt(tl.sum(q * q) + 1e-6) * SCALE
     k *= tl.rsqrt(tl.sum(k * k) + 1e-6)
-    each = head + key * 0 if EVEN else head * KEYS + key
-    dt = tl.load(dts + token * dt_row + each, mask=key < KEYS, other=0.0).to(tl.float32)
-    dt += tl.load(biases + each, mask=key < KEYS, other=0.0)
-    strength = sigmoid(tl.load(strengths + token * strength_row + head).to(tl.float32))
-    state = state.to(tl.float32) * tl.exp(tl.load(decays + head) * softplus(dt))[:, None]
-    missed = v - tl.sum(state * k[:, None], 0)
-    state += k[:, None] * (missed * strength)[None, :]
-    output = tl.sum(state * q[:, None], 0)
-    at = mixed + (token * HEADS + head) * VALUES + value
-    tl.store(at, output, mask=value < VALUES)
+    gate_index = head + offs_k * 0 if PER_HEAD else head * KEY_DIM + offs_k
+    gate = tl.load(
+        gates + token * stride_gate + gate_index, mask=offs_k < KEY_DIM, other=0.0).to(tl.float32)
+    gate += tl.load(gate_biases + gate_index, mask=offs_k < KEY_DIM, other=0.0)
+    beta = sigmoid(tl.load(betas + token * stride_beta + head).to(tl.float32))
+    state = state.to(tl.float32) * tl.exp(tl.load(decays + head) * softplus(gate))[:, None]
+    residual = v - tl.sum(state * k[:, None], 0)
+    state += k[:, None] * (residual * beta)[None, :]
+    o = tl.sum(state * q[:, None], 0)
+    ptrs = out + (token * HEADS + head) * VALUE_DIM + offs_v
+    tl.store(ptrs, o, mask=offs_v < VALUE_DIM)
     tl.debug_barrier()
-    at_state += target * state_slot
-    tl.store(states + at_state, state.to(states.dtype.element_ty), mask=inside & (target >= 0))
+    state_offsets += target * stride_slot
+    tl.store(
+        states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 # fmt: on

@@ -1,6 +1,8 @@
-"""What closes a recurrent layer as one device program: a norm by group and a gate, in any order.
+"""The output norm and gate of a recurrent layer, fused: grouped RMS norm and gate in either order.
 
-The same as `recurrent.Mamba2` and `associative` do in torch, in fp32.
+`_gated_norm`  grid (tokens, blocks of groups)
+
+Torch reference: `layers/mamba.py`, `GroupedNorm`, and `layers/linear_attention.py`, `_gated`; fp32.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from torch import Tensor
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 
-CHANNELS = 1024
-"""That a program takes at least, if there are as many."""
+MIN_CHANNELS = 1024
+"""Channels per CTA, at least, if there are as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """groups      of channels, each normed by itself
-    weight      the norm's: (channels of a group), or (groups, channels); None without a norm
-    norm_first  before the gate opens
+    """groups      groups of channels, each with a norm of its own
+    weight      (channels of a group,) or (groups, channels); None: no norm
+    norm_first  the norm comes before the gate
     swished     the gate is x · σ(x), else σ(x)
     """
 
@@ -35,57 +37,59 @@ class GatedNorm:
 
 
 def open_gates(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
-    """Of (tokens, channels) each: in the dtype of the gates."""
+    """The gated norm of (tokens, channels), in the dtype of the gates."""
     tokens, channels = gates.shape
-    result = torch.empty((tokens, channels), dtype=gates.dtype, device=gates.device)
+    out = torch.empty((tokens, channels), dtype=gates.dtype, device=gates.device)
     width, weight = channels // how.groups, how.weight
-    padded = power_of_two(width)
-    groups = min(max(1, CHANNELS // padded), power_of_two(how.groups))
-    _open[(tokens, divided_up(how.groups, groups))](
-        *(mixed, gates, gates if weight is None else weight, result, gates.stride(0), how.eps),
+    block_width = power_of_two(width)
+    block_groups = min(max(1, MIN_CHANNELS // block_width), power_of_two(how.groups))
+    _gated_norm[(tokens, divided_up(how.groups, block_groups))](
+        *(mixed, gates, gates if weight is None else weight, out, gates.stride(0), how.eps),
         GROUPS=how.groups,
         WIDTH=width,
-        OWN=weight is not None and weight.dim() == 2,
+        PER_GROUP_WEIGHT=weight is not None and weight.dim() == 2,
         NORM=weight is not None,
         NORM_FIRST=how.norm_first,
-        SWISHED=how.swished,
-        G=groups,
-        W=padded,
-        num_warps=4 if groups * padded <= 2048 else 8,
+        SWISH=how.swished,
+        BLOCK_GROUPS=block_groups,
+        BLOCK_WIDTH=block_width,
+        num_warps=4 if block_groups * block_width <= 2048 else 8,
     )
-    return result
+    return out
 
 
 @triton.jit
-def _normed(x, weight, eps, width):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, eps, width):  # type: ignore[no-untyped-def]
     return x * tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None] * weight
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _open(  # type: ignore[no-untyped-def]
-    mixed, gates, weights, result, gate_row, eps,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
-    NORM_FIRST: tl.constexpr, SWISHED: tl.constexpr, G: tl.constexpr, W: tl.constexpr,  # noqa: N803
+def _gated_norm(  # type: ignore[no-untyped-def]
+    x_ptr, gate_ptr, weight_ptr, out, stride_gate, eps,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, PER_GROUP_WEIGHT: tl.constexpr, NORM: tl.constexpr,
+    NORM_FIRST: tl.constexpr, SWISH: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
 ):
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * G + tl.arange(0, G)
-    place = tl.arange(0, W)
-    inside = (group < GROUPS)[:, None] & (place < WIDTH)[None, :]
-    channel = group[:, None] * WIDTH + place[None, :]
-    at = token * (GROUPS * WIDTH) + channel
-    value = tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gates + token * gate_row + channel, mask=inside, other=0.0).to(tl.float32)
-    opened = sigmoid(gate)
-    if SWISHED:
-        opened *= gate
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    offs_w = tl.arange(0, BLOCK_WIDTH)
+    mask = (group < GROUPS)[:, None] & (offs_w < WIDTH)[None, :]
+    channel = group[:, None] * WIDTH + offs_w[None, :]
+    offsets = token * (GROUPS * WIDTH) + channel
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * stride_gate + channel, mask=mask, other=0.0).to(tl.float32)
+    gate_value = sigmoid(gate)
+    if SWISH:
+        gate_value *= gate
     if NORM:
-        own = channel if OWN else channel * 0 + place[None, :]
-        weight = tl.load(weights + own, mask=inside, other=0.0)
+        weight_index = channel if PER_GROUP_WEIGHT else channel * 0 + offs_w[None, :]
+        weight = tl.load(weight_ptr + weight_index, mask=mask, other=0.0)
         if NORM_FIRST:
-            value = _normed(value, weight, eps, WIDTH) * opened
+            x = _rms_norm(x, weight, eps, WIDTH) * gate_value
         else:
-            value = _normed(value * opened, weight, eps, WIDTH)
+            x = _rms_norm(x * gate_value, weight, eps, WIDTH)
     else:
-        value *= opened
-    tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
+        x *= gate_value
+    tl.store(out + offsets, x.to(out.dtype.element_ty), mask=mask)
 # fmt: on

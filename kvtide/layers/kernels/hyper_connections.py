@@ -1,10 +1,16 @@
-"""Mixing of residual streams as device programs: what `streams` does around a sublayer.
+"""Hyper-connections: mixing of residual streams around a sublayer, fused.
 
-Logits are a product of all streams of a token with few columns. Its inner dimension is long, so it
-is divided over programs, each of which leaves a part of the sum and of the norm, which is but one
-factor for a token. One more program a token makes weights of them, sums the streams, and norms
-that for the sublayer. Giving back is one program too. Streams are read twice and once, and
-written once; nothing else of that size is there.
+Torch reference: `layers/hyper_connections.py`, `Around` and `Joined`.
+
+`_project`         grid (token tiles, splits): logits of all streams of a token, a GEMM with few
+                   columns and a long inner dimension, which is split (split-K). The sum of squares
+                   for the RMS norm is one more column.
+`_gather_streams`  grid (tokens,): weights from logits (with Sinkhorn rounds for the mixing matrix),
+                   the weighted sum of streams, and the sublayer's norm
+`_spread_streams`  grid (tokens, column tiles): the streams after the sublayer
+
+Streams are read twice before a sublayer and once after it, and written once. With few tokens,
+`_project` also computes the streams after the previous sublayer (FUSED_SPREAD).
 """
 
 from __future__ import annotations
@@ -18,39 +24,39 @@ from torch import Tensor
 
 from kvtide.layers.dense import RMSNorm, halves
 from kvtide.layers.kernels.elementwise import sigmoid
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import bits, widened
 from kvtide.layers.kernels.rope import ROUNDED, narrowed, rounded
 
-PROGRAMS = 528
-"""As many keep a large device busy."""
+CTAS_PER_SM = 4
+"""CTAs that the grid of the projection has per SM, at most."""
 MANY_TOKENS = 1024
-"""From so many on, programs take larger tiles of tokens."""
-MIN_INNER = 256
-"""Fewer inputs than this are not worth a program."""
-_INNER = 128
-_BESIDE = 64
-"""Products of so many rows run beside the rest of a program. Triton 3.6 lets what is loaded ahead
-write over what they still read, so nothing is loaded ahead then."""
-_FEW = 8
-"""So few parts of a matrix are summed at a time that the matrix ends up with one warp, which needs
-no barrier in any of the rounds."""
+"""Tokens from which tiles are larger."""
+MIN_SPLIT_INNER = 256
+"""Inputs of a split, at least."""
+_BLOCK_INNER = 128
+_WGMMA_ROWS = 64
+"""Rows from which dots are asynchronous (WGMMA). Triton 3.6 then lets pipelined loads overwrite
+operands that are still read, so the loop has one stage."""
+_PARTIALS_AT_ONCE = 8
+"""Partial matrices summed at a time: so few that the matrix stays in one warp, and Sinkhorn rounds
+need no barrier."""
 _MAX_STREAMS = 4
 
 
-Handed = tuple[Tensor, Tensor, Tensor]
-"""Streams before a sublayer, what it gives, and the weights with which that is given back."""
+SublayerOutput = tuple[Tensor, Tensor, Tensor]
+"""The streams before a sublayer, its output, and the weights to spread it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """How a token's weights come from its streams.
+    """How a token's weights are computed from its streams.
 
-    project  (halves, outputs and some more, all streams), in the dtype of the streams
-    scales, base  for every output, fp32
-    eps      of weights; norm_eps of the norm before the projection
-    rounds   after which rows and columns of the mixing matrix add up to one; 0: there is none
+    project       (halves, padded outputs, all streams), in the dtype of the streams
+    scales, base  per output, fp32
+    eps           of weights; norm_eps of the norm before the projection
+    rounds        Sinkhorn rounds of the mixing matrix; 0: there is no matrix
     """
 
     project: Tensor
@@ -77,39 +83,39 @@ class Mixing:
 def gathered(
     mixing: Mixing, streams: Tensor, norm: RMSNorm, logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sublayer's input after its norm, and the weights with which its output is given back.
+    """The sublayer's normed input, and the weights to spread its output.
 
-    `logits` where they are known already.
+    `logits`: if already computed.
     """
     tokens, count, width = streams.shape
     x = streams.new_empty((tokens, width))
     weights = streams.new_empty((tokens, count + count**2), dtype=torch.float32)
-    _gather(mixing, streams, logits, x, weights, norm)
+    _launch_gather(mixing, streams, logits, x, weights, norm)
     return x, weights
 
 
 def passed(
     given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: RMSNorm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`spread`, and then `gathered` for the sublayer that follows.
+    """`spread`, and then `gathered` for the next sublayer.
 
-    Of few tokens the program that projects streams makes them itself, each a part of one of them.
+    With few tokens the projection kernel computes the spread streams itself.
     """
     tokens, count, width = streams.shape
-    _, _, span = _divided(tokens, count * width)
+    _, _, span = _split_inner(tokens, count * width, streams.device)
     if tokens >= MANY_TOKENS or width % span:
         after = spread(given, streams, weights)
         return after, *gathered(following, after, norm)
     after = torch.empty_like(streams)
-    handed = (streams.contiguous(), given.contiguous(), weights.contiguous())
-    logits = _logits(following, after, handed)
+    sublayer = (streams.contiguous(), given.contiguous(), weights.contiguous())
+    logits = _project_logits(following, after, sublayer)
     return after, *gathered(following, after, norm, logits)
 
 
 def joined(mixing: Mixing, streams: Tensor) -> Tensor:
-    """One stream of all of them."""
+    """All streams joined into one."""
     x = streams.new_empty((len(streams), streams.shape[2]))
-    _gather(mixing, streams, None, x, None, None)
+    _launch_gather(mixing, streams, None, x, None, None)
     return x
 
 
@@ -119,16 +125,16 @@ def spread(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
     streams, given = streams.contiguous(), given.contiguous()
     after, columns = torch.empty_like(streams), min(1024, power_of_two(width))
     assert count <= _MAX_STREAMS
-    _spread[(tokens, divided_up(width, columns))](
+    _spread_streams[(tokens, divided_up(width, columns))](
         *(bits(given), bits(streams), weights.contiguous(), bits(after)),
-        COUNT=count,
+        STREAMS=count,
         WIDTH=width,
         COLUMNS=columns,
     )
     return after
 
 
-def _gather(
+def _launch_gather(
     mixing: Mixing,
     streams: Tensor,
     logits: Tensor | None,
@@ -138,199 +144,208 @@ def _gather(
 ) -> None:
     tokens, count, width = streams.shape
     streams = streams.contiguous()
-    logits = _logits(mixing, streams) if logits is None else logits
-    _weigh[(tokens,)](
+    logits = _project_logits(mixing, streams) if logits is None else logits
+    _gather_streams[(tokens,)](
         *(logits, bits(streams), mixing.scales, mixing.base, bits(x)),
         logits if weights is None else weights,
         streams if norm is None else bits(norm.weight),
         *(tokens, mixing.norm_eps, mixing.eps, 0.0 if norm is None else norm.eps),
-        PARTS=len(logits),
-        P=logits.shape[2],
-        COUNT=count,
+        SPLITS=len(logits),
+        BLOCK_OUT=logits.shape[2],
+        STREAMS=count,
         ROUNDS=mixing.rounds,
         NORMS=norm is not None,
         ROUNDED=ROUNDED[streams.dtype],
         WIDTH=width,
         COLUMNS=power_of_two(width),
-        FEW=min(len(logits), _FEW),
+        BLOCK_PARTIALS=min(len(logits), _PARTIALS_AT_ONCE),
         num_warps=8 if width > 1024 else 4,
     )
 
 
-def _logits(mixing: Mixing, streams: Tensor, handed: Handed | None = None) -> Tensor:
-    """Parts of the logits (parts, tokens, outputs and some more).
+def _project_logits(
+    mixing: Mixing, streams: Tensor, sublayer: SublayerOutput | None = None
+) -> Tensor:
+    """Partial logits (splits, tokens, padded outputs), with the sum of squares as one more column.
 
-    Behind the logits of a token stands the sum of its squares. With what is `handed`, streams are
-    first written as they are after a sublayer.
+    With `sublayer`, the kernel first computes and stores the streams after that sublayer.
     """
     (tokens, count, width), (parts, each, inner) = streams.shape, mixing.project.shape
     assert inner == count * width
-    tile, splits, span = _divided(tokens, inner)
+    tile, splits, span = _split_inner(tokens, inner, streams.device)
     logits = streams.new_empty((splits, tokens, each), dtype=torch.float32)
-    before, given, weights = handed or (streams, streams, logits)
+    before, given, weights = sublayer or (streams, streams, logits)
     _project[(divided_up(tokens, tile), splits)](
         *(streams, mixing.project, logits, tokens, before, given, weights),
         INNER=inner,
         SPAN=span,
         OUTPUTS=len(mixing.base),
-        P=each,
+        BLOCK_OUT=each,
         HALVES=parts,
-        SPREADS=handed is not None,
-        COUNT=count,
-        M=tile,
-        K=_INNER,
-        num_stages=1 if tile >= _BESIDE else 4 if handed is None else 2,
+        FUSED_SPREAD=sublayer is not None,
+        STREAMS=count,
+        BLOCK_M=tile,
+        BLOCK_K=_BLOCK_INNER,
+        num_stages=1 if tile >= _WGMMA_ROWS else 4 if sublayer is None else 2,
     )
     return logits
 
 
-def _divided(tokens: int, inner: int) -> tuple[int, int, int]:
-    """Tokens of a tile, how many programs share its inputs, and how many inputs each has."""
+def _split_inner(tokens: int, inner: int, device: torch.device) -> tuple[int, int, int]:
+    """Tokens of a tile, splits of the inner dimension, and inputs of a split."""
     tile = 4 * MIN_ROWS if tokens >= MANY_TOKENS else MIN_ROWS
-    splits = max(1, min(PROGRAMS // divided_up(tokens, tile), inner // MIN_INNER, 64))
+    ctas = CTAS_PER_SM * sm_count(device)
+    splits = max(1, min(ctas // divided_up(tokens, tile), inner // MIN_SPLIT_INNER, 64))
     splits = 1 << splits.bit_length() - 1
-    return tile, splits, divided_up(divided_up(inner, _INNER), splits) * _INNER
+    return tile, splits, divided_up(divided_up(inner, _BLOCK_INNER), splits) * _BLOCK_INNER
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _after(  # type: ignore[no-untyped-def]
-    before, given, weights, row, live, at, there, WIDTH: tl.constexpr, COUNT: tl.constexpr,  # noqa: N803
+def _spread_columns(  # type: ignore[no-untyped-def]
+    before, given, weights, row, valid, column_index, mask, WIDTH: tl.constexpr,
+    STREAMS: tl.constexpr,
 ):
-    """Columns `at` of all streams, which are of one, after a sublayer."""
-    token, column = row.to(tl.int64), (at % WIDTH)[None, :]
-    ours = tl.minimum(tl.min(at // WIDTH, 0), COUNT - 1)
-    weights += token * (COUNT + COUNT * COUNT) + ours
-    value = tl.load(given + token[:, None] * WIDTH + column, mask=there, other=0.0).to(tl.float32)
-    value = value * tl.load(weights, mask=live, other=0.0)[:, None]
-    for number in tl.static_range(COUNT):
-        where = (token * COUNT + number)[:, None] * WIDTH + column
-        stream = tl.load(before + where, mask=there, other=0.0).to(tl.float32)
-        share = tl.load(weights + COUNT + number * COUNT, mask=live, other=0.0)
-        value += share[:, None] * stream
+    """Some columns of one stream after a sublayer, of all streams side by side."""
+    token, column = row.to(tl.int64), (column_index % WIDTH)[None, :]
+    stream = tl.minimum(tl.min(column_index // WIDTH, 0), STREAMS - 1)
+    weights += token * (STREAMS + STREAMS * STREAMS) + stream
+    value = tl.load(given + token[:, None] * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    value = value * tl.load(weights, mask=valid, other=0.0)[:, None]
+    for source in tl.static_range(STREAMS):
+        offsets = (token * STREAMS + source)[:, None] * WIDTH + column
+        stream_value = tl.load(before + offsets, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weights + STREAMS + source * STREAMS, mask=valid, other=0.0)
+        value += weight[:, None] * stream_value
     return value
 
 
-@program("tokens")  # type: ignore[untyped-decorator]
+@kernel("tokens")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
     streams, project, logits, tokens, before, given, weights,
-    INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, P: tl.constexpr,  # noqa: N803
-    HALVES: tl.constexpr, SPREADS: tl.constexpr, COUNT: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    HALVES: tl.constexpr, FUSED_SPREAD: tl.constexpr, STREAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    output, inner, live = tl.arange(0, P), tl.arange(0, K), row < tokens
-    begin = tl.program_id(1) * SPAN
-    squares, sums = tl.zeros([M, K], tl.float32), tl.zeros([M, P], tl.float32)
-    for first in range(begin, begin + SPAN, K):
-        at = first + inner
-        there = live[:, None] & (at < INNER)[None, :]
-        where = row.to(tl.int64)[:, None] * INNER + at[None, :]
-        if SPREADS:
-            value = _after(before, given, weights, row, live, at, there, INNER // COUNT, COUNT)
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output, offs_k, valid = tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_K), offs_m < tokens
+    split_start = tl.program_id(1) * SPAN
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_OUT], tl.float32)
+    for first in range(split_start, split_start + SPAN, BLOCK_K):
+        column = first + offs_k
+        mask = valid[:, None] & (column < INNER)[None, :]
+        offsets = offs_m.to(tl.int64)[:, None] * INNER + column[None, :]
+        if FUSED_SPREAD:
+            value = _spread_columns(
+                before, given, weights, offs_m, valid, column, mask, INNER // STREAMS, STREAMS)
             value = value.to(streams.dtype.element_ty)
-            tl.store(streams + where, value, mask=there)
+            tl.store(streams + offsets, value, mask=mask)
         else:
-            value = tl.load(streams + where, mask=there, other=0.0)
-        wide = value.to(tl.float32)
-        squares += wide * wide
+            value = tl.load(streams + offsets, mask=mask, other=0.0)
+        value32 = value.to(tl.float32)
+        squares += value32 * value32
         value = value.to(project.dtype.element_ty)
         for half in tl.static_range(HALVES):
-            where = (half * P + output)[:, None] * INNER + at[None, :]
-            weight = tl.load(project + where, mask=(at < INNER)[None, :], other=0.0)
-            sums = tl.dot(value, tl.trans(weight), sums, input_precision="ieee")
-    sums = tl.where((output == OUTPUTS)[None, :], tl.sum(squares, 1)[:, None], sums)
-    where = (tl.program_id(1).to(tl.int64) * tokens + row) * P
-    tl.store(logits + where[:, None] + output[None, :], sums, mask=live[:, None])
+            offsets = (half * BLOCK_OUT + output)[:, None] * INNER + column[None, :]
+            weight = tl.load(project + offsets, mask=(column < INNER)[None, :], other=0.0)
+            acc = tl.dot(value, tl.trans(weight), acc, input_precision="ieee")
+    acc = tl.where((output == OUTPUTS)[None, :], tl.sum(squares, 1)[:, None], acc)
+    offsets = (tl.program_id(1).to(tl.int64) * tokens + offs_m) * BLOCK_OUT
+    tl.store(logits + offsets[:, None] + output[None, :], acc, mask=valid[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _matrix(  # type: ignore[no-untyped-def]
-    mixing, eps, ROUNDS: tl.constexpr,  # noqa: N803
+def _sinkhorn(  # type: ignore[no-untyped-def]
+    matrix, eps, ROUNDS: tl.constexpr,
 ):
-    """Of logits (count, count): rows and columns that add up to one."""
-    mixing = tl.exp(mixing - tl.max(mixing, 1)[:, None])
-    mixing = mixing / tl.sum(mixing, 1)[:, None] + eps
-    mixing = mixing / (tl.sum(mixing, 0) + eps)[None, :]
+    """Sinkhorn normalization of logits (streams, streams): rows and columns sum to one."""
+    matrix = tl.exp(matrix - tl.max(matrix, 1)[:, None])
+    matrix = matrix / tl.sum(matrix, 1)[:, None] + eps
+    matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :]
     for _ in range(ROUNDS - 1):
-        mixing = mixing / (tl.sum(mixing, 1) + eps)[:, None]
-        mixing = mixing / (tl.sum(mixing, 0) + eps)[None, :]
-    return mixing
+        matrix = matrix / (tl.sum(matrix, 1) + eps)[:, None]
+        matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :]
+    return matrix
 
 
-@program("tokens")  # type: ignore[untyped-decorator]
-def _weigh(  # type: ignore[no-untyped-def]
+@kernel("tokens")  # type: ignore[untyped-decorator]
+def _gather_streams(  # type: ignore[no-untyped-def]
     logits, streams, scales, base, x, weights, gains, tokens, norm_eps, eps, sublayer_eps,
-    PARTS: tl.constexpr, P: tl.constexpr, COUNT: tl.constexpr, ROUNDS: tl.constexpr,  # noqa: N803
-    NORMS: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr, FEW: tl.constexpr,  # noqa: N803
+    SPLITS: tl.constexpr, BLOCK_OUT: tl.constexpr, STREAMS: tl.constexpr, ROUNDS: tl.constexpr,
+    NORMS: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_PARTIALS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    part, one = tl.arange(0, PARTS), tl.arange(0, COUNT)
-    rows = logits + (part.to(tl.int64) * tokens + token) * P
-    outputs: tl.constexpr = COUNT * (2 + COUNT) if ROUNDS > 0 else COUNT
-    column = tl.arange(0, COLUMNS)
-    inside = column < WIDTH
-    # Before all else: it takes a while, and nothing hangs on it yet.
-    where = (token * COUNT + one)[:, None] * WIDTH + column[None, :]
-    value = tl.load(streams + where, mask=inside[None, :], other=0)
-    factor = tl.rsqrt(tl.sum(tl.load(rows + outputs), 0) / (COUNT * WIDTH) + norm_eps)
-    take = tl.sum(tl.load(rows[:, None] + one[None, :]), 0) * factor
-    take = sigmoid(take * tl.load(scales + one) + tl.load(base + one)) + eps
+    split, stream = tl.arange(0, SPLITS), tl.arange(0, STREAMS)
+    rows = logits + (split.to(tl.int64) * tokens + token) * BLOCK_OUT
+    outputs: tl.constexpr = STREAMS * (2 + STREAMS) if ROUNDS > 0 else STREAMS
+    offs_d = tl.arange(0, COLUMNS)
+    inside = offs_d < WIDTH
+    # Prefetch: the streams are loaded first, and used last.
+    offsets = (token * STREAMS + stream)[:, None] * WIDTH + offs_d[None, :]
+    value = tl.load(streams + offsets, mask=inside[None, :], other=0)
+    factor = tl.rsqrt(tl.sum(tl.load(rows + outputs), 0) / (STREAMS * WIDTH) + norm_eps)
+    pre_weights = tl.sum(tl.load(rows[:, None] + stream[None, :]), 0) * factor
+    pre_weights = sigmoid(pre_weights * tl.load(scales + stream) + tl.load(base + stream)) + eps
     if ROUNDS > 0:
-        back = tl.sum(tl.load(rows[:, None] + COUNT + one[None, :]), 0) * factor
-        back = back * tl.load(scales + COUNT + one) + tl.load(base + COUNT + one)
-        weights += token * (COUNT + COUNT * COUNT)
-        tl.store(weights + one, 2.0 * sigmoid(back))
-        cell = one[:, None] * COUNT + one[None, :]
-        at, several = 2 * COUNT + cell, tl.zeros([FEW, COUNT, COUNT], tl.float32)
-        for few in tl.static_range(0, PARTS, FEW):
-            rows = logits + ((few + tl.arange(0, FEW)).to(tl.int64) * tokens + token) * P
-            several += tl.load(rows[:, None, None] + at[None, :, :])
-        mixing = tl.sum(several, 0) * factor * tl.load(scales + at) + tl.load(base + at)
-        tl.store(weights + COUNT + cell, _matrix(mixing, eps, ROUNDS))
-    sums = tl.sum(take[:, None] * widened(value), 0)
-    sums = rounded(sums, ROUNDED)
+        post_weights = tl.sum(tl.load(rows[:, None] + STREAMS + stream[None, :]), 0) * factor
+        post_weights = post_weights * tl.load(scales + STREAMS + stream)
+        post_weights = post_weights + tl.load(base + STREAMS + stream)
+        weights += token * (STREAMS + STREAMS * STREAMS)
+        tl.store(weights + stream, 2.0 * sigmoid(post_weights))
+        matrix_index = stream[:, None] * STREAMS + stream[None, :]
+        logit_index = 2 * STREAMS + matrix_index
+        partial = tl.zeros([BLOCK_PARTIALS, STREAMS, STREAMS], tl.float32)
+        for first in tl.static_range(0, SPLITS, BLOCK_PARTIALS):
+            split = first + tl.arange(0, BLOCK_PARTIALS)
+            rows = logits + (split.to(tl.int64) * tokens + token) * BLOCK_OUT
+            partial += tl.load(rows[:, None, None] + logit_index[None, :, :])
+        mixing = tl.sum(partial, 0) * factor * tl.load(scales + logit_index)
+        mixing = mixing + tl.load(base + logit_index)
+        tl.store(weights + STREAMS + matrix_index, _sinkhorn(mixing, eps, ROUNDS))
+    mixed = tl.sum(pre_weights[:, None] * widened(value), 0)
+    mixed = rounded(mixed, ROUNDED)
     if NORMS:
-        gain = widened(tl.load(gains + column, mask=inside, other=0))
-        sums = sums * tl.rsqrt(tl.sum(sums * sums, 0) / WIDTH + sublayer_eps) * gain
-    tl.store(x + token * WIDTH + column, narrowed(sums, x), mask=inside)
+        gain = widened(tl.load(gains + offs_d, mask=inside, other=0))
+        mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 0) / WIDTH + sublayer_eps) * gain
+    tl.store(x + token * WIDTH + offs_d, narrowed(mixed, x), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _spread(  # type: ignore[no-untyped-def]
+def _spread_streams(  # type: ignore[no-untyped-def]
     given, streams, weights, after,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    STREAMS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
     value = widened(tl.load(given + token * WIDTH + column, mask=inside, other=0))
-    weights += token * (COUNT + COUNT * COUNT)
-    at = token * COUNT * WIDTH + column
+    weights += token * (STREAMS + STREAMS * STREAMS)
+    at = token * STREAMS * WIDTH + column
     first, second = value * tl.load(weights), value
     third, fourth = value, value
-    if COUNT > 1:
+    if STREAMS > 1:
         second = value * tl.load(weights + 1)
-    if COUNT > 2:
+    if STREAMS > 2:
         third = value * tl.load(weights + 2)
-    if COUNT > 3:
+    if STREAMS > 3:
         fourth = value * tl.load(weights + 3)
-    for number in tl.static_range(COUNT):
-        row = weights + COUNT + number * COUNT
+    for number in tl.static_range(STREAMS):
+        row = weights + STREAMS + number * STREAMS
         stream = widened(tl.load(streams + at + number * WIDTH, mask=inside, other=0))
         first += tl.load(row) * stream
-        if COUNT > 1:
+        if STREAMS > 1:
             second += tl.load(row + 1) * stream
-        if COUNT > 2:
+        if STREAMS > 2:
             third += tl.load(row + 2) * stream
-        if COUNT > 3:
+        if STREAMS > 3:
             fourth += tl.load(row + 3) * stream
     tl.store(after + at, narrowed(first, after), mask=inside)
-    if COUNT > 1:
+    if STREAMS > 1:
         tl.store(after + at + WIDTH, narrowed(second, after), mask=inside)
-    if COUNT > 2:
+    if STREAMS > 2:
         tl.store(after + at + 2 * WIDTH, narrowed(third, after), mask=inside)
-    if COUNT > 3:
+    if STREAMS > 3:
         tl.store(after + at + 3 * WIDTH, narrowed(fourth, after), mask=inside)
 # fmt: on

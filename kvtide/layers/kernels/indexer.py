@@ -1,14 +1,17 @@
-"""Indexers: the scores of all entries that a query sees, and the choice of the best of them.
+"""The indexer of sparse attention: scores of all visible entries, and the top-k of each query.
 
-The same as `selecting.choose`, with numbers in place of a mask. Scores are written down, for as
-many queries at a time as there is room for. The choice is made tile by tile, then among those that
-are left, until they are one tile.
+`choose_paged` gives what `layers/indexer.py`, `choose`, gives (the torch reference), as indices in
+place of a mask. Scores are written to memory, for as many queries at a time as MAX_SCORES allows.
+Top-k runs tile by tile, then among the winners of all tiles, until one tile is left.
+
+`_score_decode`   grid (splits, tokens): one query over a split of its entries
+`_score_prefill`  grid (entry tiles, query blocks): one tile of entries, all queries of a block
+`_select_tile`    grid (tokens, tiles): top-k of a tile by radix selection
 
 What always holds:
-- Of equal scores the entry that stands first is taken. What is equal here may differ in its last
-  bits from what is equal in torch, where sums have another order.
-- Numbers stand first in a row, the lowest first, and behind them -1 where a query sees fewer.
-- Where no query can see more than it may choose, nothing is scored.
+- Of equal scores the first entry wins. Ties may differ from torch's in the last bits of sums.
+- Indices are at the front of a row in ascending order, then -1 where a query sees fewer.
+- Where no query can see more than top-k entries, nothing is scored.
 """
 
 from __future__ import annotations
@@ -21,59 +24,63 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
-from kvtide.layers.kernels.query_blocks import spans
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
+from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.query_blocks import query_blocks
 from kvtide.spec import Encoding
 from kvtide.spec.pool import SCALED_GROUP
 
-SCORES = 1 << 26
-"""So many are written down at a time."""
-QUERIES = 32
-"""Queries that a program takes of a prompt."""
-PROGRAMS = 528
-"""As many keep a large device busy."""
-_KEYS = 128
-"""Keys of a tile."""
+MAX_SCORES = 1 << 26
+"""Scores in memory at a time."""
+QUERY_BLOCK = 32
+"""Queries of a prefill chunk per CTA."""
+CTAS_PER_SM = 4
+"""CTAs that the grid of a decode batch has per SM, at most."""
+_TILE_KEYS = 128
+"""Keys per tile (BLOCK_N)."""
 TILE = 4096
-"""Scores that are looked at together, if so few are to be chosen that `FEWER` times as many fit."""
-FEWER = 4
+"""Scores per tile of the selection, or MIN_TILES_OF_TOP_K times top-k if that is more."""
+MIN_TILES_OF_TOP_K = 4
 _MIN_TILE = 1024
-"""As many, where no query can see more."""
+"""Scores per tile where no query sees more."""
 
 
 def choose_paged(
     run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, count: int
 ) -> Tensor:
-    """For each query the numbers of the entries that it sees: (tokens, count) int32.
+    """The indices of each query's top-k entries, (tokens, count) int32.
 
-    A query at position p sees up to `count` of the first (p + 1) // ratio entries, those with
-    the highest Σ over heads of weight · relu(query · key). Queries (tokens, heads, dim), weights
-    (tokens, heads), whose rows may lie apart.
+    Of the first (p + 1) // ratio entries, a query at position p selects up to `count` with the
+    highest Σ over heads of weight · relu(query · key). Queries are (tokens, heads, dim), weights
+    (tokens, heads) with any row stride.
     """
     batch, ratio = run.batch, place.pool.tokens_per_entry
-    most = (batch.bounds.max_past + batch.bounds.longest) // ratio
+    max_visible = (batch.bounds.max_past + batch.bounds.longest) // ratio
     chosen = batch.rows.new_empty((len(queries), count))
-    if most <= count:
-        _chosen(run, chosen.new_empty((1, 1), dtype=torch.float32), chosen, ratio, most, 0)
+    if max_visible <= count:
+        _select(run, chosen.new_empty((1, 1), dtype=torch.float32), chosen, ratio, max_visible, 0)
         return chosen
     queries = queries.contiguous()
-    each = len(queries) if batch.bounds.longest == 1 else max(1, SCORES // most)
+    queries_at_once = (
+        len(queries) if batch.bounds.longest == 1 else max(1, MAX_SCORES // max_visible)
+    )
     assert weights.stride(1) == 1
-    scores = weights.new_empty((min(each, len(queries)), most), dtype=torch.float32)
-    for first in range(0, len(queries), each):
+    scores = weights.new_empty(
+        (min(queries_at_once, len(queries)), max_visible), dtype=torch.float32
+    )
+    for first in range(0, len(queries), queries_at_once):
         score(run, place, queries, weights, scores, first)
-        ours = chosen[first : first + each]
-        _chosen(run, scores, ours, ratio, most, first)
+        rows = chosen[first : first + queries_at_once]
+        _select(run, scores, rows, ratio, max_visible, first)
     return chosen
 
 
 def score(
     run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, scores: Tensor, first: int
 ) -> None:
-    """Of the queries from row `first` on, as many as `scores` (queries, entries) has room for.
+    """Scores of the queries from row `first` on, as many as `scores` (queries, entries) has rows.
 
-    Nothing is written that holds for an entry which a query does not see.
+    Scores of entries that a query does not see are left unwritten.
     """
     batch, ratio = run.batch, place.pool.tokens_per_entry
     _, heads, dim = queries.shape
@@ -82,230 +89,246 @@ def score(
     assert (scales is not None) == (place.pool.entry.encoding is Encoding.SCALED)
     assert scales is None or dim <= SCALED_GROUP, "a key has one scale"
     table = batch.slots[place.anchor]
-    tile = _KEYS if queries.element_size() == 2 else 2 * MIN_ROWS
-    wide = max(MIN_ROWS, power_of_two(heads))
+    tile_keys = _TILE_KEYS if queries.element_size() == 2 else 2 * MIN_ROWS
+    block_heads = max(MIN_ROWS, power_of_two(heads))
     last = min(len(queries), first + len(scores))
-    tiles, single = divided_up(scores.shape[1], tile), batch.bounds.longest == 1
-    if single:
-        blocks, programs = batch.owners, len(queries)
-        parts = max(1, min(PROGRAMS // programs, tiles))
+    tiles, decode = divided_up(scores.shape[1], tile_keys), batch.bounds.longest == 1
+    if decode:
+        ctas = CTAS_PER_SM * sm_count(queries.device)
+        blocks, query_tiles = batch.owners, len(queries)
+        splits = max(1, min(ctas // query_tiles, tiles))
     else:
-        blocks = spans(run, QUERIES, within=(first, last)).table
-        programs, parts = len(blocks), tiles
-    (_score_single if single else _score_several)[(parts, programs)](
+        blocks = query_blocks(run, QUERY_BLOCK, rows=(first, last)).table
+        query_tiles, splits = len(blocks), tiles
+    (_score_decode if decode else _score_prefill)[(splits, query_tiles)](
         *(queries, weights, keys, keys if scales is None else scales, scores),
         *(batch.rows, blocks, table, table.stride(0), weights.stride(0), scores.stride(0), first),
-        SLOT=keys.stride(0),
-        ENTRY=keys.stride(1),
+        STRIDE_SLOT=keys.stride(0),
+        STRIDE_ENTRY=keys.stride(1),
         SCALED=scales is not None,
         PAGE=run.step.page_tokens // ratio,
         RATIO=ratio,
         HEADS=heads,
-        H=wide,
-        DIM=dim,
-        D=max(MIN_ROWS, power_of_two(dim)),
-        N=tile,
-        TOKENS=max(1, tile // wide),
-        num_warps=4 if single else 8,
-        num_stages=3 if single else 2,
+        BLOCK_H=block_heads,
+        HEAD_DIM=dim,
+        BLOCK_D=max(MIN_ROWS, power_of_two(dim)),
+        BLOCK_N=tile_keys,
+        TOKENS=max(1, tile_keys // block_heads),
+        num_warps=4 if decode else 8,
+        num_stages=3 if decode else 2,
     )
 
 
-def _chosen(
-    run: ForwardPass, scores: Tensor, chosen: Tensor, ratio: int, most: int, first: int
+def _select(
+    run: ForwardPass, scores: Tensor, chosen: Tensor, ratio: int, max_visible: int, first: int
 ) -> None:
-    """Fills `chosen`, whose first row is row `first` of the step; `most` is what a query can see.
+    """Fills `chosen`, whose first row is row `first` of the step, with the top-k indices.
 
-    With no more than may be chosen, scores are not looked at.
+    If no query can see more than top-k entries, scores are not read.
     """
     tokens, count = chosen.shape
-    tile = max(TILE, power_of_two(FEWER * count))
-    if most <= _MIN_TILE:
+    tile = max(TILE, power_of_two(MIN_TILES_OF_TOP_K * count))
+    if max_visible <= _MIN_TILE:
         tile = min(tile, _MIN_TILE)
-    numbers, width = chosen, most
-    for tiles in _rounds(most, tile, count):
+    numbers, width = chosen, max_visible
+    for tiles in _tiles_per_round(max_visible, tile, count):
         last = tiles == 1
         found = chosen if last else chosen.new_empty((tokens, tiles * count))
         values = scores if last else scores.new_empty(found.shape)
-        _choose[(tokens, tiles)](
+        _select_tile[(tokens, tiles)](
             *(scores, numbers, found, values, run.batch.rows, run.batch.owners),
             *(scores.stride(0), first, count, width),
             RATIO=ratio,
             FIRST=numbers is chosen,
             LAST=last,
-            SCORED=most > count,
-            B=tile,
-            P=power_of_two(count),
+            SCORED=max_visible > count,
+            BLOCK=tile,
+            BLOCK_K=power_of_two(count),
             num_warps=max(4, min(16, tile // 512)),
         )
         numbers, scores, width = found, values, tiles * count
 
 
-def _rounds(entries: int, tile: int, count: int) -> Iterator[int]:
-    """How many tiles there are in each round: so many of every tile go on to the next."""
+def _tiles_per_round(entries: int, tile: int, count: int) -> Iterator[int]:
+    """Tiles of each round of the selection; `count` winners of every tile enter the next round."""
     while (tiles := divided_up(entries, tile)) > 1:
         yield tiles
         entries = tiles * count
     yield 1
 
 
-# -- programs ----------------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _keys_of(  # type: ignore[no-untyped-def]
+def _load_keys(  # type: ignore[no-untyped-def]
     keys, scales, slot, within, queries,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """A tile of keys, one a row, and what their scores are to be multiplied with."""
-    at, dim, there = slot.to(tl.int64) * SLOT + within * ENTRY, tl.arange(0, D), slot >= 0
-    mask = there[:, None] & (dim < DIM)[None, :]
-    key = tl.load(keys + at[:, None] + dim[None, :], mask=mask, other=0.0)
+    """A tile of keys, one per row, and the scales of their scores."""
+    offsets = slot.to(tl.int64) * STRIDE_SLOT + within * STRIDE_ENTRY
+    dim, valid = tl.arange(0, BLOCK_D), slot >= 0
+    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    key = tl.load(keys + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
     factor = tl.full(slot.shape, 1.0, tl.float32)
     if SCALED:
-        # Of four bytes each, where keys have one.
-        factor = tl.load(scales + at // 4, mask=there, other=0.0)
+        # Scales have four bytes, elements of keys one.
+        factor = tl.load(scales + offsets // 4, mask=valid, other=0.0)
     return key.to(queries.dtype.element_ty), factor
 
 
-@program("rows", "owners", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
-def _score_single(  # type: ignore[no-untyped-def]
-    queries, weights, keys, scales, scores, rows, owners, slots, table, weights_row, scores_row,
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "owners", "block_tables", "stride_table", "stride_scores", "first"
+)
+def _score_decode(  # type: ignore[no-untyped-def]
+    queries, weights, keys, scales, scores, rows, owners, block_tables, stride_table,
+    stride_weights, stride_scores,
     first,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,  # noqa: N803
-    RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Of one token, as the only one of its sequence: a part of the entries."""
-    token, parts = tl.program_id(1), tl.num_programs(0)
-    number = tl.load(owners + token)
-    visible = (tl.load(rows + 3 * number + 2) + 1) // RATIO
-    head, dim, column = tl.arange(0, H), tl.arange(0, D), tl.arange(0, N)
-    line = token.to(tl.int64) * HEADS + head
-    mask = (head < HEADS)[:, None] & (dim < DIM)[None, :]
-    query = tl.load(queries + line[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-    weight = weights + token.to(tl.int64) * weights_row + head
+    """Scores of one decode token over a split of its entries."""
+    token, splits = tl.program_id(1), tl.num_programs(0)
+    sequence = tl.load(owners + token)
+    visible = (tl.load(rows + 3 * sequence + 2) + 1) // RATIO
+    head, dim, cols = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    query_row = token.to(tl.int64) * HEADS + head
+    mask = (head < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = tl.load(queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    weight = weights + token.to(tl.int64) * stride_weights + head
     weight = tl.load(weight, mask=head < HEADS, other=0.0).to(tl.float32)
-    each = tl.cdiv(tl.cdiv(visible, N), parts) * N
-    begin = tl.program_id(0) * each
-    pages, entry = slots + number * table, begin + column
+    split_entries = tl.cdiv(tl.cdiv(visible, BLOCK_N), splits) * BLOCK_N
+    begin = tl.program_id(0) * split_entries
+    pages, entry = block_tables + sequence * stride_table, begin + cols
     slot = tl.load(pages + entry // PAGE, mask=entry < visible, other=-1)
-    for at in range(begin, tl.minimum(begin + each, visible), N):
-        entry = at + column
-        key, factor = _keys_of(
-            keys, scales, slot, entry % PAGE, queries, SLOT, ENTRY, SCALED, DIM, D)
-        # Where the next tile lies is known before this one is done with.
-        slot = tl.load(pages + (entry + N) // PAGE, mask=entry + N < visible, other=-1)
-        products = tl.dot(key, tl.trans(query), input_precision="ieee")
-        found = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1) * factor
-        tl.store(scores + token.to(tl.int64) * scores_row + entry, found, mask=entry < visible)
+    for start_n in range(begin, tl.minimum(begin + split_entries, visible), BLOCK_N):
+        entry = start_n + cols
+        key, factor = _load_keys(
+            keys, scales, slot, entry % PAGE, queries, STRIDE_SLOT, STRIDE_ENTRY, SCALED, HEAD_DIM,
+            BLOCK_D)
+        # Prefetch: the slots of the next tile, before this one is used.
+        slot = tl.load(pages + (entry + BLOCK_N) // PAGE, mask=entry + BLOCK_N < visible, other=-1)
+        qk = tl.dot(key, tl.trans(query), input_precision="ieee")
+        score = tl.sum(tl.maximum(qk, 0.0) * weight[None, :], 1) * factor
+        tl.store(scores + token.to(tl.int64) * stride_scores + entry, score, mask=entry < visible)
 
 
-@program("rows", "slots", "table", "scores_row", "first")  # type: ignore[untyped-decorator]
-def _score_several(  # type: ignore[no-untyped-def]
-    queries, weights, keys, scales, scores, rows, blocks, slots, table, weights_row, scores_row,
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "block_tables", "stride_table", "stride_scores", "first"
+)
+def _score_prefill(  # type: ignore[no-untyped-def]
+    queries, weights, keys, scales, scores, rows, blocks, block_tables, stride_table,
+    stride_weights, stride_scores,
     first,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,  # noqa: N803
-    RATIO: tl.constexpr, HEADS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,  # noqa: N803
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Of neighbours in a sequence, a few after another: one tile of entries."""
+    """Scores of a block of queries, some at a time, over one tile of entries."""
     block = blocks + 3 * tl.program_id(1)
-    number, low, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
-    if number < 0:
+    sequence, lo, hi = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    if sequence < 0:
         return
-    before = tl.load(rows + 3 * number + 2) - tl.load(rows + 3 * number)
-    begin, visible = tl.program_id(0) * N, (before + end) // RATIO
-    if begin >= visible:
+    position_offset = tl.load(rows + 3 * sequence + 2) - tl.load(rows + 3 * sequence)
+    first_entry, visible = tl.program_id(0) * BLOCK_N, (position_offset + hi) // RATIO
+    if first_entry >= visible:
         return
-    row, dim, entry = tl.arange(0, TOKENS * H), tl.arange(0, D), begin + tl.arange(0, N)
-    token, head, after = row // H, row % H, tl.arange(0, TOKENS)
-    slot = tl.load(slots + number * table + entry // PAGE, mask=entry < visible, other=-1)
-    key, factor = _keys_of(keys, scales, slot, entry % PAGE, queries, SLOT, ENTRY, SCALED, DIM, D)
-    # The first that sees an entry of this tile.
-    low = tl.maximum(low, (begin + 1) * RATIO - 1 - before)
-    for at in range(low, end, TOKENS):
-        line = ((at + token) * HEADS + head).to(tl.int64)
-        live = (head < HEADS) & (at + token < end)
-        mask = live[:, None] & (dim < DIM)[None, :]
-        query = tl.load(queries + line[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
-        weight = weights + (at + token).to(tl.int64) * weights_row + head
-        weight = tl.load(weight, mask=live, other=0.0).to(tl.float32)
-        products = tl.dot(key, tl.trans(query), input_precision="ieee")
-        products = tl.maximum(products, 0.0) * weight[None, :]
-        found = tl.sum(tl.reshape(products, [N, TOKENS, H]), 2) * factor[:, None]
-        to = (at + after - first)[None, :] * scores_row + entry[:, None]
-        seen = entry[:, None] < ((before + at + after + 1) // RATIO)[None, :]
-        tl.store(scores + to, found, mask=seen & (at + after < end)[None, :])
+    row = tl.arange(0, TOKENS * BLOCK_H)
+    dim, entry = tl.arange(0, BLOCK_D), first_entry + tl.arange(0, BLOCK_N)
+    token, head, next_tokens = row // BLOCK_H, row % BLOCK_H, tl.arange(0, TOKENS)
+    slot = tl.load(
+        block_tables + sequence * stride_table + entry // PAGE, mask=entry < visible, other=-1)
+    key, factor = _load_keys(
+        keys, scales, slot, entry % PAGE, queries, STRIDE_SLOT, STRIDE_ENTRY, SCALED, HEAD_DIM,
+        BLOCK_D)
+    # The first query that sees an entry of this tile.
+    lo = tl.maximum(lo, (first_entry + 1) * RATIO - 1 - position_offset)
+    for at in range(lo, hi, TOKENS):
+        query_row = ((at + token) * HEADS + head).to(tl.int64)
+        row_valid = (head < HEADS) & (at + token < hi)
+        mask = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
+        query = tl.load(
+            queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        weight = weights + (at + token).to(tl.int64) * stride_weights + head
+        weight = tl.load(weight, mask=row_valid, other=0.0).to(tl.float32)
+        qk = tl.dot(key, tl.trans(query), input_precision="ieee")
+        qk = tl.maximum(qk, 0.0) * weight[None, :]
+        score = tl.sum(tl.reshape(qk, [BLOCK_N, TOKENS, BLOCK_H]), 2) * factor[:, None]
+        offsets = (at + next_tokens - first)[None, :] * stride_scores + entry[:, None]
+        visible_mask = entry[:, None] < ((position_offset + at + next_tokens + 1) // RATIO)[None, :]
+        tl.store(scores + offsets, score, mask=visible_mask & (at + next_tokens < hi)[None, :])
 
 
 @triton.jit
-def _ordered(scores, there):  # type: ignore[no-untyped-def]
-    """Scores as whole numbers of the same order; the least of all where there are none.
+def _sortable_bits(scores, valid):  # type: ignore[no-untyped-def]
+    """Scores as unsigned integers of the same order; 0 where invalid.
 
-    Zeros of both signs never meet: a sum is -0 only if all weights are negative, and then none is
+    +0 and -0 never occur together: a sum is -0 only if all weights are negative, and then none is
     +0.
     """
-    bits = tl.load(scores, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    bits = tl.load(scores, mask=valid, other=0.0).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -2147483648
-    return tl.where(there, bits, 0).to(tl.uint32, bitcast=True)
+    return tl.where(valid, bits, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _best(bits, there, count):  # type: ignore[no-untyped-def]
-    """Where the best `count` of a tile stand: of those at the lowest that is taken, the first.
+def _top_k(bits, valid, count):  # type: ignore[no-untyped-def]
+    """A mask of the top `count` of a tile; of ties at the threshold, the first ones.
 
-    That is found bit by bit, with no more than a sum over the tile for each, until just as many
-    are above it.
+    Radix selection: the threshold is found bit by bit, with one sum over the tile per bit, until
+    exactly `count` scores reach it.
     """
-    lowest, above = tl.full([], 0, tl.uint32), tl.sum(there.to(tl.int32), 0)
+    threshold, above = tl.full([], 0, tl.uint32), tl.sum(valid.to(tl.int32), 0)
     bit = tl.full([], 0x80000000, tl.uint32)
     while (bit > 0) & (above > count):
-        higher = lowest | bit
-        found = tl.sum((bits >= higher).to(tl.int32), 0)
-        lowest = tl.where(found >= count, higher, lowest)
-        above = tl.where(found >= count, found, above)
+        higher = threshold | bit
+        at_least = tl.sum((bits >= higher).to(tl.int32), 0)
+        threshold = tl.where(at_least >= count, higher, threshold)
+        above = tl.where(at_least >= count, at_least, above)
         bit = bit >> 1
-    kept = there & (bits >= lowest)
+    selected = valid & (bits >= threshold)
     if above > count:
-        alike = (kept & (bits == lowest)).to(tl.int32)
-        wanted = count - above + tl.sum(alike, 0)
-        kept = kept & ((alike == 0) | (tl.cumsum(alike, 0) <= wanted))
-    return kept
+        ties = (selected & (bits == threshold)).to(tl.int32)
+        ties_wanted = count - above + tl.sum(ties, 0)
+        selected = selected & ((ties == 0) | (tl.cumsum(ties, 0) <= ties_wanted))
+    return selected
 
 
-@program("rows", "owners", "scores_row", "first", "width")  # type: ignore[untyped-decorator]
-def _choose(  # type: ignore[no-untyped-def]
-    scores, numbers, chosen, values, rows, owners, scores_row, first, count, width,
-    RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,  # noqa: N803
-    B: tl.constexpr, P: tl.constexpr,  # noqa: N803
+@kernel("rows", "owners", "stride_scores", "first", "width")  # type: ignore[untyped-decorator]
+def _select_tile(  # type: ignore[no-untyped-def]
+    scores, indices, chosen, values, rows, owners, stride_scores, first, count, width,
+    RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """The best of a tile of a row, in the order in which they stand; behind them -1.
+    """The top-k of a tile of a row, in ascending order of index, then -1.
 
-    In the first round entries are numbered as they stand; later these are those of the round
-    before, with their `numbers`.
+    In the first round indices are those of entries; later they are the `indices` of the round
+    before.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
-    wide, entry = row.to(tl.int64), tile * B + tl.arange(0, B)
+    row64, entry = row.to(tl.int64), tile * BLOCK + tl.arange(0, BLOCK)
     if FIRST:
-        one = rows + 3 * tl.load(owners + first + row)
-        visible = (tl.load(one + 2) + first + row - tl.load(one) + 1) // RATIO
-        number, there = entry, entry < visible
+        seq = rows + 3 * tl.load(owners + first + row)
+        visible = (tl.load(seq + 2) + first + row - tl.load(seq) + 1) // RATIO
+        index, valid = entry, entry < visible
     else:
-        number = tl.load(numbers + wide * width + entry, mask=entry < width, other=-1)
-        there = number >= 0
-    kept = there
+        index = tl.load(indices + row64 * width + entry, mask=entry < width, other=-1)
+        valid = index >= 0
+    selected = valid
     if SCORED:
-        scores += wide * scores_row
-        kept = _best(_ordered(scores + entry, there), there, count)
-    place = tl.cumsum(kept.to(tl.int32), 0) - 1
-    at = (wide * tl.num_programs(1) + tile) * count
-    tl.store(chosen + at + place, number, mask=kept)
+        scores += row64 * stride_scores
+        selected = _top_k(_sortable_bits(scores + entry, valid), valid, count)
+    rank = tl.cumsum(selected.to(tl.int32), 0) - 1
+    out_offset = (row64 * tl.num_programs(1) + tile) * count
+    tl.store(chosen + out_offset + rank, index, mask=selected)
     if not LAST:
-        tl.store(values + at + place, tl.load(scores + entry, mask=kept, other=0.0), mask=kept)
-    lane = tl.arange(0, P)
-    rest = (lane > tl.max(place, 0)) & (lane < count)
-    tl.store(chosen + at + lane, lane * 0 - 1, mask=rest)
+        tl.store(
+            values + out_offset + rank, tl.load(scores + entry, mask=selected, other=0.0),
+            mask=selected)
+    lane = tl.arange(0, BLOCK_K)
+    rest = (lane > tl.max(rank, 0)) & (lane < count)
+    tl.store(chosen + out_offset + lane, lane * 0 - 1, mask=rest)
 # fmt: on

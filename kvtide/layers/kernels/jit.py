@@ -1,9 +1,9 @@
-"""How device programs are compiled: once for a model, and not for every step that looks different.
+"""The decorator of launched kernels: Triton compiles them once per model, not once per step.
 
-Triton compiles a program anew where a number is 1, a multiple of 16 or neither, and where an
-address is a multiple of 16 or not. For the strides of a model that is what makes loads fast. For
-what differs from step to step (how many tokens there are, how wide a page table is, where it lies)
-it would have everybody wait for a compiler in the midst of serving.
+Triton specializes on integer arguments (1, a multiple of 16, or neither) and on the alignment of
+pointers to 16 bytes. For a model's strides this makes loads fast. Arguments that vary from step to
+step (the token count, the width and the address of a page table) would trigger a compilation while
+serving, so `kernel` excludes them from specialization.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import triton
 
 
-def program(*varying: str) -> Any:
-    """Decorates what is launched: once compiled, it takes all values of the arguments named."""
+def kernel(*varying: str) -> Any:
+    """`triton.jit` without specialization on the arguments named here."""
 
     def made(function: Callable[..., Any]) -> Any:
         unknown = set(varying) - signature(function).parameters.keys()

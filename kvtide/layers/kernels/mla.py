@@ -1,14 +1,19 @@
-"""Attention of all heads over one vector a token: DeepSeek-V4's window and closed blocks, and
-latents (MLA).
+"""Paged attention of all heads over one vector per token: MLA's latents, and DeepSeek-V4's window
+with compressed blocks.
 
-`attend_blocks` gives what `attend_seen` gives over a window and blocks, `attend_latent` what
-`attend` and `attend_seen` give over latents. Sums go tile by tile with a running maximum. A program
-takes heads of one token, or of neighbours, since all of them meet the same keys; where there are
-few programs, each takes a part of the keys, and one more joins the parts.
+All heads share a key, so a tile of rows is the heads of one token, or of neighbouring ones. Where
+the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
+
+`attend_latent`  MLA over latents, all or the top-k of an indexer.
+                 Torch reference: `layers/attention.py`, `attend` and `attend_seen`.
+`attend_blocks`  DeepSeek-V4: a sliding window, and compressed entries, all or the top-k.
+                 Torch reference: `layers/attention.py`, `attend_seen`.
+`_attend_latents`     grid (query blocks * head tiles, splits)
+`_attend_compressed`  grid (tokens * head tiles, splits)
 
 What always holds:
-- How work is divided depends on shapes and `Bounds` alone.
-- Nothing is read where there is no slot. A query that sees nothing gets zeros.
+- Grids depend on shapes and `Bounds` alone, so a CUDA graph can be replayed.
+- Nothing is read where a table has no slot. A query without visible keys gets zeros.
 """
 
 from __future__ import annotations
@@ -22,38 +27,38 @@ from torch import Tensor
 from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.mla_tiles import (
-    KEYS,
     LOG2_E,
-    ROWS,
-    SplitParts,
-    joined_vectors,
-    rows_of,
-    scaled_vectors,
-    stored,
-    taken,
-    tiles,
+    TILE_KEYS,
+    TILE_ROWS,
+    SplitKV,
+    load_joined_tile,
+    load_scaled_tile,
+    online_softmax_step,
+    rows_per_tile,
+    store_partial,
+    tile_constants,
 )
-from kvtide.layers.kernels.query_blocks import backwards, spans
+from kvtide.layers.kernels.query_blocks import longest_first, query_blocks
 from kvtide.layers.packing import plain
 from kvtide.spec import Encoding
 from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP
 
 
 @dataclass(frozen=True, slots=True)
-class _Far:
-    """The blocks that queries see: `ratio` tokens each, 0 where there are none."""
+class _Compressed:
+    """The compressed entries that queries see, of `ratio` tokens each; 0 if there are none."""
 
     place: Place
     ratio: int
-    chosen: Tensor | None
+    selected: Tensor | None
 
-    def most(self, tokens: int) -> int:
-        """How many a query sees at the most, in sequences of so many tokens."""
+    def max_visible(self, tokens: int) -> int:
+        """Entries that a query sees at most, in a sequence of so many tokens."""
         if self.ratio == 0:
             return 0
-        return tokens // self.ratio if self.chosen is None else self.chosen.shape[1]
+        return tokens // self.ratio if self.selected is None else self.selected.shape[1]
 
 
 def attend_blocks(
@@ -65,54 +70,68 @@ def attend_blocks(
     how: Attending,
     chosen: Tensor | None = None,
 ) -> Tensor:
-    """Of queries (tokens, heads, dim), over vectors that are key and value at once.
+    """Attention of queries (tokens, heads, dim) over vectors that are key and value at once.
 
-    A query sees the last tokens of its sequence: those before the step through the pages of
-    `window`, the step's own in `kept` (tokens, dim). Of `entries` it sees the `chosen` ones, as
-    `choose_paged` gives them, or without them all that are closed where it stands.
+    A query sees a sliding window: cached tokens through the pages of `window`, the step's own in
+    `kept` (tokens, dim). Of the compressed `entries` it sees the `chosen` top-k (`choose_paged`),
+    or all that are complete at its position.
     """
     batch, queries = run.batch, queries.contiguous()
-    # Exact, if queries have the precision of what is kept or sixteen bits.
+    # Exact if queries have 16 bits, or the dtype of `kept`.
     kept = kept.to(queries.dtype)
     tokens, heads, dim = queries.shape
-    far = _Far(entries or window, entries.pool.tokens_per_entry if entries else 0, chosen)
-    rows = rows_of(heads)
-    programs = tokens * divided_up(heads, rows)
-    assert how.window is not None, "what the step brings is seen through a window"
-    span = far.most(batch.bounds.max_past + batch.bounds.longest) + how.window
-    parts = SplitParts.of(queries, dim, programs, rows, span)
-    near_fields, far_fields = _vectors_of(run, window), _vectors_of(run, far.place)
-    tables = batch.slots[window.anchor], batch.slots[far.place.anchor]
-    nope = near_fields[0].shape[-1] if window.pool.entry.encoding is Encoding.JOINED else 0
-    assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, "the rest is one group"
-    _attend_blocks[(programs, parts.count)](
-        *(queries, kept, *near_fields, *far_fields, parts.mixed, parts.weights),
+    compressed = _Compressed(
+        entries or window, entries.pool.tokens_per_entry if entries else 0, chosen
+    )
+    tile_rows = rows_per_tile(heads)
+    ctas = tokens * divided_up(heads, tile_rows)
+    assert how.window is not None, "the step's own tokens are seen through a window"
+    visible = compressed.max_visible(batch.bounds.max_past + batch.bounds.longest) + how.window
+    split = SplitKV.of(queries, dim, ctas, tile_rows, visible)
+    window_fields, compressed_fields = (
+        _packed_fields(run, window),
+        _packed_fields(run, compressed.place),
+    )
+    tables = batch.slots[window.anchor], batch.slots[compressed.place.anchor]
+    nope = window_fields[0].shape[-1] if window.pool.entry.encoding is Encoding.JOINED else 0
+    assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, (
+        "the rope part is within one group"
+    )
+    _attend_compressed[(ctas, split.count)](
+        *(
+            queries,
+            kept,
+            *window_fields,
+            *compressed_fields,
+            split.partial_out,
+            split.partial_stats,
+        ),
         *(queries if other is None else other for other in (chosen, how.sinks)),
         *(batch.rows, batch.owners, *tables, *(table.stride(0) for table in tables)),
         *(kept.stride(0), 0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
-        NEAR_SLOT=near_fields[0].stride(0),
-        FAR_SLOT=far_fields[0].stride(0),
-        ENTRY=near_fields[0].stride(1),
-        PAGE=run.step.page_tokens,
-        FAR_PAGE=run.step.page_tokens // max(1, far.ratio),
-        RATIO=far.ratio,
-        CHOSEN=chosen is not None,
+        STRIDE_WINDOW_SLOT=window_fields[0].stride(0),
+        STRIDE_SLOT=compressed_fields[0].stride(0),
+        STRIDE_ENTRY=window_fields[0].stride(1),
+        PAGE_TOKENS=run.step.page_tokens,
+        PAGE_ENTRIES=run.step.page_tokens // max(1, compressed.ratio),
+        RATIO=compressed.ratio,
+        SELECTED=chosen is not None,
         WINDOW=how.window,
         SINKS=how.sinks is not None,
-        SPLIT=parts.count > 1,
+        SPLIT=split.count > 1,
         HEADS=heads,
-        OWN=MIN_ROWS if batch.bounds.longest == 1 else 32,
-        DIM=dim,
+        BLOCK_NEW=MIN_ROWS if batch.bounds.longest == 1 else 32,
+        HEAD_DIM=dim,
         NOPE=nope,
         GROUP=JOINED_GROUP,
-        M=rows,
-        **tiles(queries, rows, dim, KEYS),
+        BLOCK_M=tile_rows,
+        **tile_constants(queries, tile_rows, dim, TILE_KEYS),
     )
-    return parts.joined(queries.dtype)
+    return split.combine(queries.dtype)
 
 
-def _vectors_of(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of a vector: itself, or what it is packed in."""
+def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tensor]:
+    """A vector's fields: nope, rope and scale if packed, else the vector in place of each."""
     view = run.step.view(place.pool.name, place.layer)
     if place.pool.entry.encoding is Encoding.JOINED:
         return view["nope"], view["rope"], plain(view["scale"])
@@ -125,235 +144,278 @@ def _vectors_of(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tensor]
 def attend_latent(
     run: ForwardPass, place: Place, queries: Tensor, how: Attending, chosen: Tensor | None = None
 ) -> Tensor:
-    """Of queries (tokens, heads, latent and shared dimensions): (tokens, heads, latent).
+    """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).
 
-    A key is a token's latent beside what all heads share, its value the latent. A query sees the
-    `chosen` tokens, as `choose_paged` gives them, or without them all up to itself. The step's own
-    are read from the pages too.
+    A key is a token's latent with its rope part, and its value the latent. A query sees the
+    `chosen` top-k tokens (`choose_paged`), or all up to itself. The step's own tokens are read from
+    the pages too.
     """
     batch, queries = run.batch, queries.contiguous()
     tokens, heads, _ = queries.shape
     view = run.step.view(place.pool.name, place.layer)
     latent, rope, scales = view["latent"], view["rope"], view.get("latent_scale")
-    rank, shared = latent.shape[-1], rope.shape[-1]
-    each = 1 if batch.bounds.longest == 1 or chosen is not None else max(1, ROWS // heads)
-    blocks, busy = batch.owners, tokens
-    if each > 1:
-        cut = spans(run, each)
-        blocks, busy = cut.table, cut.busy
-    rows = rows_of(each * heads)
-    shares = divided_up(each * heads, rows)
-    span = batch.bounds.max_past + batch.bounds.longest
-    seen = span if chosen is None else min(span, chosen.shape[1])
-    parts = SplitParts.of(queries, rank, busy * shares, rows, seen)
+    rank, rope_dim = latent.shape[-1], rope.shape[-1]
+    block_tokens = (
+        1 if batch.bounds.longest == 1 or chosen is not None else max(1, TILE_ROWS // heads)
+    )
+    blocks, busy_blocks = batch.owners, tokens
+    if block_tokens > 1:
+        query_tiles = query_blocks(run, block_tokens)
+        blocks, busy_blocks = query_tiles.table, query_tiles.busy
+    tile_rows = rows_per_tile(block_tokens * heads)
+    head_tiles = divided_up(block_tokens * heads, tile_rows)
+    visible = batch.bounds.max_past + batch.bounds.longest
+    visible_keys = visible if chosen is None else min(visible, chosen.shape[1])
+    split = SplitKV.of(queries, rank, busy_blocks * head_tiles, tile_rows, visible_keys)
     table = batch.slots[place.anchor]
-    # What is gathered or unpacked, or met by few, takes other room than larger tiles leave.
-    shared_by_many = rows == ROWS and chosen is None and scales is None
-    _attend_latent[(len(blocks) * shares, parts.count)](
-        *(queries, latent, latent if scales is None else scales, rope, parts.mixed, parts.weights),
+    # Larger tiles need shared memory that gathering, unpacking or few rows do not leave.
+    large = tile_rows == TILE_ROWS and chosen is None and scales is None
+    _attend_latents[(len(blocks) * head_tiles, split.count)](
+        *(
+            queries,
+            latent,
+            latent if scales is None else scales,
+            rope,
+            split.partial_out,
+            split.partial_stats,
+        ),
         *(queries if chosen is None else chosen, batch.rows, blocks, table, table.stride(0)),
         *(0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
-        SLOT=latent.stride(0),
-        ENTRY=latent.stride(1),
-        SCALE_SLOT=0 if scales is None else scales.stride(0),
-        SCALE_ENTRY=0 if scales is None else scales.stride(1),
-        ROPE_SLOT=rope.stride(0),
-        ROPE_ENTRY=rope.stride(1),
-        PAGE=run.step.page_tokens,
-        CHOSEN=chosen is not None,
-        SPLIT=parts.count > 1,
+        STRIDE_SLOT=latent.stride(0),
+        STRIDE_ENTRY=latent.stride(1),
+        STRIDE_SCALE_SLOT=0 if scales is None else scales.stride(0),
+        STRIDE_SCALE_ENTRY=0 if scales is None else scales.stride(1),
+        STRIDE_ROPE_SLOT=rope.stride(0),
+        STRIDE_ROPE_ENTRY=rope.stride(1),
+        PAGE_TOKENS=run.step.page_tokens,
+        SELECTED=chosen is not None,
+        SPLIT=split.count > 1,
         HEADS=heads,
-        TOKENS=each,
-        DIM=rank,
-        SHARED=shared,
-        S=max(MIN_ROWS, power_of_two(shared)),
+        TOKENS=block_tokens,
+        HEAD_DIM=rank,
+        ROPE_DIM=rope_dim,
+        BLOCK_ROPE=max(MIN_ROWS, power_of_two(rope_dim)),
         GROUP=0 if scales is None else SCALED_GROUP,
-        M=rows,
-        **tiles(queries, rows, rank, 2 * KEYS if shared_by_many else KEYS),
+        BLOCK_M=tile_rows,
+        **tile_constants(queries, tile_rows, rank, 2 * TILE_KEYS if large else TILE_KEYS),
     )
-    return parts.joined(queries.dtype)
+    return split.combine(queries.dtype)
 
 
-# -- programs ----------------------------------------------------------------------------------
+# -- kernels -----------------------------------------------------------------------------------
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _block_at(  # type: ignore[no-untyped-def]
-    tile, column, chosen, far_slots, near_slots, blocks, begin, past, count, visible,
-    FAR_PAGE: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr, N: tl.constexpr,  # noqa: N803
+def _locate_tile(  # type: ignore[no-untyped-def]
+    tile, cols, selected, compressed_table, window_table, compressed_tiles, window_start, past,
+    top_k, visible,
+    PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Slots of a tile's vectors, -1 where there are none, and their places in them: of blocks,
-    and in tiles after those, of the window's tokens before the step."""
-    far = tile < blocks
-    entry = tl.where(far, tile * N, begin + (tile - blocks) * N) + column
-    if CHOSEN:
-        picked = tl.load(chosen + entry, mask=far & (entry < count), other=-1)
-        entry = tl.where(far, picked, entry)
-    there = (entry >= 0) & (entry < tl.where(far, visible, past))
-    page = tl.where(far, entry // FAR_PAGE, entry // PAGE)
-    slot = tl.load(tl.where(far, far_slots, near_slots) + page, mask=there, other=-1)
-    return slot, tl.where(far, entry % FAR_PAGE, entry % PAGE)
+    """Slots of a tile's entries, -1 for none, and their offsets in the page.
+
+    Tiles of compressed entries come first, then those of the window's cached tokens.
+    """
+    is_compressed = tile < compressed_tiles
+    compressed_entry = tile * BLOCK_N
+    window_entry = window_start + (tile - compressed_tiles) * BLOCK_N
+    entry = tl.where(is_compressed, compressed_entry, window_entry) + cols
+    if SELECTED:
+        indices = tl.load(selected + entry, mask=is_compressed & (entry < top_k), other=-1)
+        entry = tl.where(is_compressed, indices, entry)
+    valid = (entry >= 0) & (entry < tl.where(is_compressed, visible, past))
+    page = tl.where(is_compressed, entry // PAGE_ENTRIES, entry // PAGE_TOKENS)
+    table = tl.where(is_compressed, compressed_table, window_table)
+    slot = tl.load(table + page, mask=valid, other=-1)
+    return slot, tl.where(is_compressed, entry % PAGE_ENTRIES, entry % PAGE_TOKENS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _own(  # type: ignore[no-untyped-def]
-    query, kept, kept_token, first, last, scale, peak, total, sums,
-    DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr,  # noqa: N803
+def _attend_new_keys(  # type: ignore[no-untyped-def]
+    q, kv_new, stride_new_token, first, last, scale, m_i, l_i, acc,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """The step's rows from `first` to `last`."""
-    dim = tl.arange(0, D)
-    for begin in range(first, last + 1, N):
-        row = begin + tl.arange(0, N)
-        mask = (row <= last)[:, None] & (dim < DIM)[None, :]
-        at = row.to(tl.int64)[:, None] * kept_token + dim[None, :]
-        key = tl.load(kept + at, mask=mask, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where((row <= last)[None, :], scores, float("-inf"))
-        peak, total, sums = taken(scores, key, peak, total, sums)
-    return peak, total, sums
+    """Accumulates the step's own rows from `first` to `last`."""
+    offs_d = tl.arange(0, BLOCK_D)
+    for start_n in range(first, last + 1, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        mask = (offs_n <= last)[:, None] & (offs_d < HEAD_DIM)[None, :]
+        offsets = offs_n.to(tl.int64)[:, None] * stride_new_token + offs_d[None, :]
+        k = tl.load(kv_new + offsets, mask=mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((offs_n <= last)[None, :], scores, float("-inf"))
+        m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
+    return m_i, l_i, acc
 
 
-@program(  # type: ignore[untyped-decorator]
-    "rows", "owners", "near_slots", "far_slots", "near_table", "far_table", "tokens"
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "owners", "window_tables", "compressed_tables", "stride_window_table", "stride_table",
+    "tokens"
 )
-def _attend_blocks(  # type: ignore[no-untyped-def]
-    queries, kept, near_first, near_second, near_third, far_first, far_second, far_third,
-    mixed, weights, chosen, sinks, rows, owners, near_slots, far_slots, near_table, far_table,
-    kept_token, count, scale, tokens,
-    NEAR_SLOT: tl.constexpr, FAR_SLOT: tl.constexpr, ENTRY: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr, FAR_PAGE: tl.constexpr, RATIO: tl.constexpr,  # noqa: N803
-    CHOSEN: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,  # noqa: N803
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr,  # noqa: N803
-    NOPE: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
+def _attend_compressed(  # type: ignore[no-untyped-def]
+    q_ptr, kv_new, window_nope, window_rope, window_scale, compressed_nope, compressed_rope,
+    compressed_scale,
+    partial_out, partial_stats, selected, sinks, rows, owners, window_tables, compressed_tables,
+    stride_window_table, stride_table,
+    stride_new_token, top_k, scale, tokens,
+    STRIDE_WINDOW_SLOT: tl.constexpr, STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr,
+    SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (HEADS + M - 1) // M  # noqa: N806
-    token, part, parts = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.num_programs(1)
-    number = tl.load(owners + token)
-    one = rows + 3 * number
-    start, past = tl.load(one), tl.load(one + 2)
+    HEAD_TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
+    token, split, splits = tl.program_id(0) // HEAD_TILES, tl.program_id(1), tl.num_programs(1)
+    sequence = tl.load(owners + token)
+    row = rows + 3 * sequence
+    start, past = tl.load(row), tl.load(row + 2)
     position = past + token - start
-    head, dim = tl.program_id(0) % BLOCKS * M + tl.arange(0, M), tl.arange(0, D)
-    live, column = head < HEADS, tl.arange(0, N)
-    line = token.to(tl.int64) * HEADS + head
-    inside = live[:, None] & (dim < DIM)[None, :]
-    query = tl.load(queries + line[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    if SINKS and part == parts - 1:
-        peak = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        total += 1.0
-    sums = tl.zeros([M, D], tl.float32)
-    # Tiles of blocks, then of the window before the step: this part of them.
-    begin, visible = tl.maximum(0, position + 1 - WINDOW), 0
+    head = tl.program_id(0) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    row_valid, cols = head < HEADS, tl.arange(0, BLOCK_N)
+    out_row = token.to(tl.int64) * HEADS + head
+    mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
+    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if SINKS and split == splits - 1:
+        m_i = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32) * 1.4426950408889634
+        l_i += 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Tiles of compressed entries, then of the window's cached tokens; this split takes [lo, hi).
+    window_start, visible = tl.maximum(0, position + 1 - WINDOW), 0
     if RATIO > 0:
         visible = (position + 1) // RATIO
-    # Numbers stand first among those chosen.
-    blocks = tl.cdiv(tl.minimum(count, visible) if CHOSEN else visible, N)
-    every = blocks + tl.cdiv(tl.maximum(past - begin, 0), N)
-    each = tl.cdiv(every, parts)
-    low, high = part * each, tl.minimum(every, part * each + each)
-    slot, within = _block_at(
-        low, column, chosen + token.to(tl.int64) * count, far_slots + number * far_table,
-        near_slots + number * near_table, blocks, begin, past, count, visible,
-        FAR_PAGE, PAGE, CHOSEN, N)
-    for tile in range(low, high):
-        far, there = tile < blocks, slot >= 0
-        at = slot.to(tl.int64) * tl.where(far, FAR_SLOT, NEAR_SLOT) + within * ENTRY
-        key = joined_vectors(
-            tl.where(far, far_first, near_first), tl.where(far, far_second, near_second),
-            tl.where(far, far_third, near_third), at, there, query, DIM, D, NOPE, GROUP, N)
-        # Where the next tile lies is known before this one is done with.
-        slot, within = _block_at(
-            tile + 1, column, chosen + token.to(tl.int64) * count, far_slots + number * far_table,
-            near_slots + number * near_table, blocks, begin, past, count, visible,
-            FAR_PAGE, PAGE, CHOSEN, N)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        peak, total, sums = taken(scores, key, peak, total, sums)
-    # The step's own tokens, with the last part.
-    first = tl.maximum(start, token + 1 - WINDOW) if part == parts - 1 else token + 1
-    peak, total, sums = _own(
-        query, kept, kept_token, first, token, scale, peak, total, sums, DIM, D, OWN)
-    line += part.to(tl.int64) * tokens * HEADS
-    stored(mixed, weights, line, live, peak, total, sums, DIM, D, SPLIT)
+    # Selected indices are at the front of their row.
+    compressed_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
+    total_tiles = compressed_tiles + tl.cdiv(tl.maximum(past - window_start, 0), BLOCK_N)
+    split_tiles = tl.cdiv(total_tiles, splits)
+    lo, hi = split * split_tiles, tl.minimum(total_tiles, split * split_tiles + split_tiles)
+    slot, within = _locate_tile(
+        lo, cols, selected + token.to(tl.int64) * top_k,
+        compressed_tables + sequence * stride_table,
+        window_tables + sequence * stride_window_table, compressed_tiles, window_start, past, top_k,
+        visible,
+        PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+    for tile in range(lo, hi):
+        is_compressed, valid = tile < compressed_tiles, slot >= 0
+        offsets = slot.to(tl.int64)
+        stride_slot = tl.where(is_compressed, STRIDE_SLOT, STRIDE_WINDOW_SLOT)
+        offsets = offsets * stride_slot + within * STRIDE_ENTRY
+        k = load_joined_tile(
+            tl.where(is_compressed, compressed_nope, window_nope),
+            tl.where(is_compressed, compressed_rope, window_rope),
+            tl.where(is_compressed, compressed_scale, window_scale), offsets, valid, q, HEAD_DIM,
+            BLOCK_D, NOPE, GROUP, BLOCK_N)
+        # Prefetch: the slots of the next tile, before this one is used.
+        slot, within = _locate_tile(
+            tile + 1, cols, selected + token.to(tl.int64) * top_k,
+            compressed_tables + sequence * stride_table,
+            window_tables + sequence * stride_window_table, compressed_tiles, window_start, past,
+            top_k, visible,
+            PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
+    # The last split takes the step's own tokens.
+    first = tl.maximum(start, token + 1 - WINDOW) if split == splits - 1 else token + 1
+    m_i, l_i, acc = _attend_new_keys(
+        q, kv_new, stride_new_token, first, token, scale, m_i, l_i, acc, HEAD_DIM, BLOCK_D,
+        BLOCK_NEW)
+    out_row += split.to(tl.int64) * tokens * HEADS
+    store_partial(
+        partial_out, partial_stats, out_row, row_valid, m_i, l_i, acc, HEAD_DIM, BLOCK_D, SPLIT)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _token_at(  # type: ignore[no-untyped-def]
-    tile, column, chosen, slots, count, visible,
-    PAGE: tl.constexpr, CHOSEN: tl.constexpr, N: tl.constexpr,  # noqa: N803
+def _locate_latents(  # type: ignore[no-untyped-def]
+    tile, cols, selected, block_table, top_k, visible,
+    PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Numbers of a tile's tokens, and their slots, or the one of all; -1 where there are none."""
-    entry = tile * N + column
-    if CHOSEN:
-        entry = tl.load(chosen + entry, mask=entry < count, other=-1)
-    if CHOSEN or PAGE % N > 0:
-        there = (entry >= 0) & (entry < visible)
-        slot = tl.load(slots + entry // PAGE, mask=there, other=-1)
+    """Indices of a tile's tokens, and their slots (one slot if a page holds whole tiles), -1 for
+    none."""
+    entry = tile * BLOCK_N + cols
+    if SELECTED:
+        entry = tl.load(selected + entry, mask=entry < top_k, other=-1)
+    if SELECTED or PAGE_TOKENS % BLOCK_N > 0:
+        valid = (entry >= 0) & (entry < visible)
+        slot = tl.load(block_table + entry // PAGE_TOKENS, mask=valid, other=-1)
     else:
-        # All of them lie in one page.
-        slot = tl.load(slots + tile * N // PAGE, mask=tile * N < visible, other=-1)
+        # The tile is within one page.
+        page = tile * BLOCK_N // PAGE_TOKENS
+        slot = tl.load(block_table + page, mask=tile * BLOCK_N < visible, other=-1)
     return entry, slot
 
 
-@program("rows", "owners", "slots", "table", "tokens")  # type: ignore[untyped-decorator]
-def _attend_latent(  # type: ignore[no-untyped-def]
-    queries, latents, scales, ropes, mixed, weights, chosen, rows, owners, slots, table,
-    count, scale, tokens,
-    SLOT: tl.constexpr, ENTRY: tl.constexpr, SCALE_SLOT: tl.constexpr,  # noqa: N803
-    SCALE_ENTRY: tl.constexpr, ROPE_SLOT: tl.constexpr, ROPE_ENTRY: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr, CHOSEN: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,  # noqa: N803
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "owners", "block_tables", "stride_table", "tokens"
+)
+def _attend_latents(  # type: ignore[no-untyped-def]
+    q_ptr, latents, scales, ropes, partial_out, partial_stats, selected, rows, owners, block_tables,
+    stride_table,
+    top_k, scale, tokens,
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, STRIDE_SCALE_SLOT: tl.constexpr,
+    STRIDE_SCALE_ENTRY: tl.constexpr, STRIDE_ROPE_SLOT: tl.constexpr,
+    STRIDE_ROPE_ENTRY: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    SHARES: tl.constexpr = (TOKENS * HEADS + M - 1) // M  # noqa: N806
-    place, part = backwards(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
-    block, share = place // SHARES, place % SHARES
-    # Where a program takes one token, its number is the block's.
-    number = tl.load(owners + block * (1 if TOKENS == 1 else 3))
-    first = block if TOKENS == 1 else tl.load(owners + block * 3 + 1)
-    if number < 0:
+    HEAD_TILES: tl.constexpr = (TOKENS * HEADS + BLOCK_M - 1) // BLOCK_M
+    index, split = longest_first(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
+    block, head_tile = index // HEAD_TILES, index % HEAD_TILES
+    # With one token per block, `owners` has the sequence of a token, else it has query blocks.
+    sequence = tl.load(owners + block * (1 if TOKENS == 1 else 3))
+    block_start = block if TOKENS == 1 else tl.load(owners + block * 3 + 1)
+    if sequence < 0:
         return
-    start, end = tl.load(rows + 3 * number), tl.load(rows + 3 * number + 1)
-    before = tl.load(rows + 3 * number + 2) - start
-    row = share * M + tl.arange(0, M)
-    dim, extra, column = tl.arange(0, D), tl.arange(0, S), tl.arange(0, N)
-    token, live = first + row // HEADS, row < TOKENS * HEADS
-    live = live & (token < end)
-    line = token.to(tl.int64) * HEADS + row % HEADS
-    queries, inside = queries + line[:, None] * (DIM + SHARED), live[:, None] & (dim < DIM)[None, :]
-    query = tl.load(queries + dim[None, :], mask=inside, other=0.0)
-    beside = live[:, None] & (extra < SHARED)[None, :]
-    query_rope = tl.load(queries + DIM + extra[None, :], mask=beside, other=0.0)
-    peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    sums = tl.zeros([M, D], tl.float32)
-    visible = before + tl.minimum(first + TOKENS, end)
-    every = tl.cdiv(tl.minimum(count, visible) if CHOSEN else visible, N)
-    each = tl.cdiv(every, tl.num_programs(1))
-    low, high = part * each, tl.minimum(every, part * each + each)
-    chosen, slots = chosen + first.to(tl.int64) * count, slots + number * table
-    entry, slot = _token_at(low, column, chosen, slots, count, visible, PAGE, CHOSEN, N)
-    for tile in range(low, high):
-        at, within = slot.to(tl.int64), entry % PAGE
-        if not CHOSEN and PAGE % N == 0:
-            entry, within = tile * N + column, tile * N % PAGE + column
-        there = (slot >= 0) & (entry < visible)
-        latent = scaled_vectors(
-            latents, scales, at * SLOT + within * ENTRY, at * SCALE_SLOT + within * SCALE_ENTRY,
-            there, query, DIM, D, GROUP, N)
-        near = at * ROPE_SLOT + within * ROPE_ENTRY
-        mask = there[:, None] & (extra < SHARED)[None, :]
-        rope = tl.load(ropes + near[:, None] + extra[None, :], mask=mask, other=0.0)
-        seen = there[None, :] & (entry[None, :] <= (before + token)[:, None])
-        # Where the next tile lies is known before this one is done with.
-        entry, slot = _token_at(tile + 1, column, chosen, slots, count, visible, PAGE, CHOSEN, N)
-        scores = tl.dot(query_rope, tl.trans(rope.to(query.dtype)), input_precision="ieee")
-        scores = tl.dot(query, tl.trans(latent), scores, input_precision="ieee") * scale
-        scores = tl.where(seen, scores, float("-inf"))
-        peak, total, sums = taken(scores, latent, peak, total, sums)
-    line += part.to(tl.int64) * tokens * HEADS
-    stored(mixed, weights, line, live, peak, total, sums, DIM, D, SPLIT)
+    row_start, row_end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
+    position_offset = tl.load(rows + 3 * sequence + 2) - row_start
+    offs_m = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d, offs_rope, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_ROPE), tl.arange(0, BLOCK_N)
+    token, row_valid = block_start + offs_m // HEADS, offs_m < TOKENS * HEADS
+    row_valid = row_valid & (token < row_end)
+    out_row = token.to(tl.int64) * HEADS + offs_m % HEADS
+    q_ptr = q_ptr + out_row[:, None] * (HEAD_DIM + ROPE_DIM)
+    mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + offs_d[None, :], mask=mask, other=0.0)
+    rope_mask = row_valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
+    q_rope = tl.load(q_ptr + HEAD_DIM + offs_rope[None, :], mask=rope_mask, other=0.0)
+    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    visible = position_offset + tl.minimum(block_start + TOKENS, row_end)
+    total_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
+    split_tiles = tl.cdiv(total_tiles, tl.num_programs(1))
+    lo, hi = split * split_tiles, tl.minimum(total_tiles, split * split_tiles + split_tiles)
+    selected = selected + block_start.to(tl.int64) * top_k
+    block_tables = block_tables + sequence * stride_table
+    entry, slot = _locate_latents(
+        lo, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, BLOCK_N)
+    for tile in range(lo, hi):
+        slot_index, page_entry = slot.to(tl.int64), entry % PAGE_TOKENS
+        if not SELECTED and PAGE_TOKENS % BLOCK_N == 0:
+            entry, page_entry = tile * BLOCK_N + cols, tile * BLOCK_N % PAGE_TOKENS + cols
+        valid = (slot >= 0) & (entry < visible)
+        k = load_scaled_tile(
+            latents, scales, slot_index * STRIDE_SLOT + page_entry * STRIDE_ENTRY,
+            slot_index * STRIDE_SCALE_SLOT + page_entry * STRIDE_SCALE_ENTRY,
+            valid, q, HEAD_DIM, BLOCK_D, GROUP, BLOCK_N)
+        rope_offsets = slot_index * STRIDE_ROPE_SLOT + page_entry * STRIDE_ROPE_ENTRY
+        tile_mask = valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
+        k_rope = ropes + rope_offsets[:, None] + offs_rope[None, :]
+        k_rope = tl.load(k_rope, mask=tile_mask, other=0.0)
+        visible_mask = valid[None, :] & (entry[None, :] <= (position_offset + token)[:, None])
+        # Prefetch: the slots of the next tile, before this one is used.
+        entry, slot = _locate_latents(
+            tile + 1, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, BLOCK_N)
+        scores = tl.dot(q_rope, tl.trans(k_rope.to(q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee") * scale
+        scores = tl.where(visible_mask, scores, float("-inf"))
+        m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
+    out_row += split.to(tl.int64) * tokens * HEADS
+    store_partial(
+        partial_out, partial_stats, out_row, row_valid, m_i, l_i, acc, HEAD_DIM, BLOCK_D, SPLIT)
 
 
 # fmt: on

@@ -1,15 +1,17 @@
-"""Mixtures of experts as device programs: what `Crew.mix` gives, for all experts at once.
+"""Mixture-of-experts layers: a grouped GEMM over all experts of this rank at once.
 
-A pair is a token and one of its experts. Pairs are put in order by expert, those of experts that
-other ranks have left out, and every expert's pairs are cut into blocks of a few rows. A program
-multiplies one block by some columns of its expert's weight. How many blocks there are is known
-on the device alone, so there are programs for the most that could be, and the others end at once.
+Torch reference: `layers/moe.py`, `ExpertGroup.mix`. A pair is a token and one of its experts. Pairs
+are sorted by expert (those of other ranks left out), and each expert's pairs are cut into blocks of
+rows. A CTA multiplies one block by some columns of its expert's weight.
 
-    arrange      pairs in order, and their blocks
-    project      gate and up, with the gating; then down, back to where the pairs stood
-    gather       a token's pairs by their shares, one after another: no order is left to chance
+`_sort_pairs`       grid (experts,): pairs in order of expert, and their blocks
+`_grouped_gemm`     grid (blocks * column tiles,): gate and up with the activation; then down, back
+                    to the order of pairs
+`_combine_experts`  grid (tokens, column tiles): the sum of a token's pairs by expert weight, in a
+                    fixed order, so that results are deterministic
 
-Nothing waits for the device and nothing depends on what tensors hold.
+Surprising: the count of blocks is known on the device alone. The grid has room for the most there
+can be, and CTAs without a block exit at once. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,26 +25,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvtide.layers.kernels.elementwise import activated
-from kvtide.layers.kernels.grid import divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.moe import Experts, Gating, Routing, Stack
 
-PROGRAMS = 264
-"""As many keep a large device busy: where there are fewer, each takes fewer columns."""
+CTAS_PER_SM = 2
+"""CTAs per SM, at least: with fewer, CTAs take fewer columns."""
 COUNTED = 4096
-"""Up to so many pairs, blocks lie one after another; with more there may be gaps."""
-_LOOKED_AT = (64, 512, COUNTED)
-"""Pairs that are looked at together, if there are no more."""
-_GROUP = 16
-"""Blocks that are taken together, so that a weight is read once for all of them."""
-_SUMMED = 1024
+"""Pairs up to which blocks are dense; with more there may be gaps between experts."""
+_PAIR_TILES = (64, 512, COUNTED)
+"""Tile sizes of the sort: the first one that holds all pairs, or the last."""
+_BLOCKS_PER_GROUP = 16
+"""Blocks whose CTAs run together, so that they share a weight tile in L2."""
+_GATHER_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What a program takes: rows of a block, columns of the weight (of gate and up each), and how
-    much of a row at a time, so many of them on their way. `described` tiles the device fetches by
-    their numbers, and no thread reckons where they lie."""
+    """GEMM tile sizes (BLOCK_M, BLOCK_N of gate and up each, BLOCK_K), warps and pipeline stages.
+
+    `described` tiles are loaded by TMA through tensor descriptors.
+    """
 
     rows: int
     columns: int
@@ -52,29 +55,28 @@ class Tiles:
     described: bool = False
 
     def deep(self, inputs: int) -> Tiles:
-        """As deep as divides the inputs, if anything does; rows are described whose bytes are a
-        multiple of 16."""
+        """With a depth that divides the inputs, if any does; TMA needs rows of 16-byte units."""
         fitting = (d for d in (self.depth, 64, 32) if d <= self.depth and inputs % d == 0)
         described = self.described and inputs % 8 == 0
         return replace(self, depth=next(fitting, 32), described=described)
 
 
 _EXACT = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2)
-"""Of fp32, whose products no matrix unit takes."""
+"""For fp32, which tensor cores do not take."""
 _HALF = {
     8: Tiles(16, 64, 128, warps=4, stages=4),
     20: Tiles(32, 64, 128, warps=4, stages=3),
     48: Tiles(64, 64, 64, warps=4, stages=4, described=True),
 }
-"""By the most rows that an expert has if all have the same. Few have more than a block then, and
-would have their weights read twice."""
+"""By the rows per expert if all have equally many: few experts then need a second block, which
+reads their weights twice."""
 _MANY = Tiles(128, 128, 64, warps=8, stages=4, described=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """order   (pairs,) of this rank: the numbers of those in it, by expert
-    blocks  (most, 3): expert, first and end place in `order`; first = end where there is none
+    """order   (pairs,): indices of this rank's pairs, sorted by expert
+    blocks  (max blocks, 3): expert, first and end index into `order`; first = end for none
     """
 
     order: Tensor
@@ -82,10 +84,10 @@ class Arranged:
 
 
 def mix(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
-    """Σ share · expert(x) over this rank's experts; in fp32 where ranks have still to add up."""
+    """Σ expert weight · expert(x) over this rank's experts; fp32 if ranks have yet to reduce."""
     x, k = x.contiguous(), routing.experts.shape[1]
     own, ranks = experts.crew.own, experts.crew.ranks
-    # Those that every token goes to say nothing of how often the others are chosen.
+    # Shared experts take every token; they say nothing of the load of routed ones.
     pairs, count = len(x) * (k - experts.beside), len(own) * ranks.count - experts.beside
     tiles = tiles_for(pairs, count, x.dtype)
     arranged = arrange(routing.experts, own, tiles.rows)
@@ -95,26 +97,26 @@ def mix(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """What suits so many pairs, if experts are chosen about equally often."""
+    """Tiles for so many pairs, assuming balanced experts."""
     if dtype == torch.float32:
         return _EXACT
     return next((tiles for rows, tiles in _HALF.items() if pairs <= rows * experts), _MANY)
 
 
 def arrange(chosen: Tensor, own: range, rows: int) -> Arranged:
-    """Pairs by expert, of equals the first one first, and their blocks of so many rows."""
+    """Pairs sorted by expert (stable), and their blocks of so many rows."""
     pairs, count = chosen.numel(), len(own)
     counted = pairs <= COUNTED
-    tile = next((tile for tile in _LOOKED_AT if pairs <= tile), COUNTED)
-    most = pairs // rows + (min(pairs, count) if counted else count)
+    tile = next((tile for tile in _PAIR_TILES if pairs <= tile), COUNTED)
+    max_blocks = pairs // rows + (min(pairs, count) if counted else count)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
-    blocks = torch.empty((most, 3), dtype=torch.int32, device=chosen.device)
-    _arrange[(count,)](
-        *(chosen.contiguous(), order, blocks, own.start, pairs, most),
+    blocks = torch.empty((max_blocks, 3), dtype=torch.int32, device=chosen.device)
+    _sort_pairs[(count,)](
+        *(chosen.contiguous(), order, blocks, own.start, pairs, max_blocks),
         COUNTED=counted,
         OWN=count,
         BINS=max(16, power_of_two(count)),
-        M=rows,
+        BLOCK_M=rows,
         TILE=tile,
         num_warps=4 if tile < COUNTED else 8,
     )
@@ -129,41 +131,42 @@ def project(
     spread: int = 0,
     gating: Gating | None = None,
 ) -> Tensor:
-    """Every block by its expert.
+    """The grouped GEMM of every block with its expert's weight.
 
-    With a gating, x has a row for each token, which is `spread` over so many pairs, and results
-    stand in the order of the blocks. Without, x stands so, and results are put back to their pairs.
+    With a gating, x has a row per token, which `spread` pairs share, and results are in sorted
+    order. Without, x is in sorted order, and results go back to the order of pairs.
     """
     gated = gating is not None and gating.gated
     outputs, inputs = stack.weight.shape[1] // (2 if gated else 1), stack.weight.shape[2]
-    tiles, most = tiles.deep(inputs), len(arranged.blocks)
+    tiles, max_blocks = tiles.deep(inputs), len(arranged.blocks)
     columns = tiles.columns if gated else min(2 * tiles.columns, 256)
-    while columns > 32 and min(most, len(arranged.order)) * divided_up(outputs, columns) < PROGRAMS:
+    blocks, ctas = min(max_blocks, len(arranged.order)), CTAS_PER_SM * sm_count(x.device)
+    while columns > 32 and blocks * divided_up(outputs, columns) < ctas:
         columns //= 2
     out = x.new_empty((len(arranged.order), outputs))
-    across = divided_up(outputs, columns)
+    column_tiles = divided_up(outputs, columns)
     left, right = x, stack.weight
     if tiles.described:
         right = TensorDescriptor.from_tensor(stack.weight.flatten(0, 1), [columns, tiles.depth])
         if spread == 0:
             left = TensorDescriptor.from_tensor(x, [tiles.rows, tiles.depth])
-    _project[(most * across,)](
+    _grouped_gemm[(max_blocks * column_tiles,)](
         *(left, right, x if stack.bias is None else stack.bias, out),
-        *(arranged.order, arranged.blocks, most),
+        *(arranged.order, arranged.blocks, max_blocks),
         *((gating.limit or 0.0, gating.gain, gating.offset) if gating else (0.0, 1.0, 0.0)),
         INPUTS=inputs,
         OUTPUTS=outputs,
-        SPREAD=spread,
+        PAIRS_PER_TOKEN=spread,
         GATED=gated,
         KIND="" if gating is None else gating.activation.__name__,
         LIMITED=gating is not None and gating.limit is not None,
         BIASED=stack.bias is not None,
-        DESCRIBED=tiles.described,
-        ACROSS=across,
-        GROUP=_GROUP,
-        M=tiles.rows,
-        N=columns,
-        K=tiles.depth,
+        USE_DESCRIPTORS=tiles.described,
+        COLUMN_TILES=column_tiles,
+        GROUP=_BLOCKS_PER_GROUP,
+        BLOCK_M=tiles.rows,
+        BLOCK_N=columns,
+        BLOCK_K=tiles.depth,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -171,151 +174,157 @@ def project(
 
 
 def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> Tensor:
-    """For every token the sum of its pairs by their shares; of other ranks' pairs nothing."""
+    """For every token the sum of its pairs by expert weight, without other ranks' pairs."""
     (tokens, k), width = routing.experts.shape, given.shape[1]
     out = given.new_empty((tokens, width), dtype=dtype)
-    _gather[(tokens, divided_up(width, _SUMMED))](
+    _combine_experts[(tokens, divided_up(width, _GATHER_COLUMNS))](
         *(given, routing.experts.contiguous(), routing.shares.contiguous(), out),
         *(own.start, own.stop),
         WIDTH=width,
-        COUNT=k,
-        N=_SUMMED,
+        TOP_K=k,
+        BLOCK_N=_GATHER_COLUMNS,
         num_warps=4,
     )
     return out
 
 
 # fmt: off
-@program("pairs", "most")  # type: ignore[untyped-decorator]
-def _arrange(  # type: ignore[no-untyped-def]
-    chosen, order, blocks, offset, pairs, most,
-    COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,  # noqa: N803
-    M: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+@kernel("pairs", "max_blocks")  # type: ignore[untyped-decorator]
+def _sort_pairs(  # type: ignore[no-untyped-def]
+    chosen, order, blocks, offset, pairs, max_blocks,
+    COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):
-    """One expert: where its pairs begin, which they are, and its blocks."""
+    """Sorts the pairs of one expert, and cuts them into blocks."""
     expert, lane = tl.program_id(0), tl.arange(0, TILE)
-    before, ours = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
-    for at in range(0, pairs, TILE):
-        number = at + lane
-        one = tl.load(chosen + number, mask=number < pairs, other=-1).to(tl.int32) - offset
-        before += ((number < pairs) & (one >= 0) & (one < expert)).to(tl.int32)
-        ours += ((number < pairs) & (one == expert)).to(tl.int32)
-    start, count = tl.sum(before, 0), tl.sum(ours, 0)
+    earlier_count, own_count = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    for first_pair in range(0, pairs, TILE):
+        pair = first_pair + lane
+        expert_of_pair = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32) - offset
+        is_earlier = (pair < pairs) & (expert_of_pair >= 0) & (expert_of_pair < expert)
+        earlier_count += is_earlier.to(tl.int32)
+        own_count += ((pair < pairs) & (expert_of_pair == expert)).to(tl.int32)
+    start, count = tl.sum(earlier_count, 0), tl.sum(own_count, 0)
     placed = start
-    for at in range(0, pairs, TILE):
-        number = at + lane
-        one = tl.load(chosen + number, mask=number < pairs, other=-1).to(tl.int32) - offset
-        mine = (number < pairs) & (one == expert)
-        rank = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order + placed + rank - 1, number, mask=mine)
+    for first_pair in range(0, pairs, TILE):
+        pair = first_pair + lane
+        expert_of_pair = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32) - offset
+        is_own = (pair < pairs) & (expert_of_pair == expert)
+        rank = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(order + placed + rank - 1, pair, mask=is_own)
         placed += tl.max(rank, 0)
     if COUNTED:
-        one = tl.load(chosen + lane, mask=lane < pairs, other=-1).to(tl.int32) - offset
-        inside = (lane < pairs) & (one >= 0) & (one < OWN)
-        counts = tl.histogram(tl.where(inside, one, 0), BINS, mask=inside)
-        earlier = tl.where(tl.arange(0, BINS) < expert, (counts + M - 1) // M, 0)
-        first = tl.sum(earlier, 0)
-        past = first + tl.cdiv(count, M)
+        expert_of_pair = tl.load(chosen + lane, mask=lane < pairs, other=-1).to(tl.int32) - offset
+        inside = (lane < pairs) & (expert_of_pair >= 0) & (expert_of_pair < OWN)
+        counts = tl.histogram(tl.where(inside, expert_of_pair, 0), BINS, mask=inside)
+        earlier_blocks = tl.where(tl.arange(0, BINS) < expert, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+        first_block = tl.sum(earlier_blocks, 0)
+        end_block = first_block + tl.cdiv(count, BLOCK_M)
     else:
-        # Never fewer than an expert needs, whatever the others have.
-        first = start // M + expert
-        past = (start + count) // M + expert + 1
-    past = tl.where(expert == OWN - 1, most, past)
-    for at in range(first, past, 64):
-        block = at + tl.arange(0, 64)
-        low = tl.minimum(start + (block - first) * M, start + count)
-        high = tl.minimum(low + M, start + count)
-        entry = blocks + 3 * block
-        tl.store(entry, low * 0 + expert, mask=block < past)
-        tl.store(entry + 1, low, mask=block < past)
-        tl.store(entry + 2, high, mask=block < past)
+        # An upper bound of the blocks of earlier experts, without counting them.
+        first_block = start // BLOCK_M + expert
+        end_block = (start + count) // BLOCK_M + expert + 1
+    end_block = tl.where(expert == OWN - 1, max_blocks, end_block)
+    for first_pair in range(first_block, end_block, 64):
+        block = first_pair + tl.arange(0, 64)
+        lo = tl.minimum(start + (block - first_block) * BLOCK_M, start + count)
+        hi = tl.minimum(lo + BLOCK_M, start + count)
+        record = blocks + 3 * block
+        tl.store(record, lo * 0 + expert, mask=block < end_block)
+        tl.store(record + 1, lo, mask=block < end_block)
+        tl.store(record + 2, hi, mask=block < end_block)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tile(  # type: ignore[no-untyped-def]
+def _load_tile(  # type: ignore[no-untyped-def]
     matrix, first, rows, at,
-    WIDTH: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, USE_DESCRIPTORS: tl.constexpr,
 ):
-    """Some columns of these rows; where it is described, of those that follow the first."""
-    if DESCRIBED:
+    """A tile of these rows; by TMA, of the rows that follow the first."""
+    if USE_DESCRIPTORS:
         return matrix.load([first, at])
     else:
-        column = at + tl.arange(0, K)
+        column = at + tl.arange(0, BLOCK_K)
         where = matrix + rows[:, None].to(tl.int64) * WIDTH + column[None, :]
-        if WIDTH % K == 0:
+        if WIDTH % BLOCK_K == 0:
             return tl.load(where)
         else:
             return tl.load(where, mask=(column < WIDTH)[None, :], other=0.0)
 
 
-@program("most")  # type: ignore[untyped-decorator]
-def _project(  # type: ignore[no-untyped-def]
-    x, weights, biases, out, order, blocks, most, limit, gain, plus,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SPREAD: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,  # noqa: N803
-    BIASED: tl.constexpr, DESCRIBED: tl.constexpr, ACROSS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+@kernel("max_blocks")  # type: ignore[untyped-decorator]
+def _grouped_gemm(  # type: ignore[no-untyped-def]
+    x, weights, biases, out, order, blocks, max_blocks, limit, gain, offset,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,
+    BIASED: tl.constexpr, USE_DESCRIPTORS: tl.constexpr, COLUMN_TILES: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    # Of a group of blocks all take the same columns before the next ones.
-    program = tl.program_id(0)
-    origin = program // (GROUP * ACROSS) * GROUP
-    among = tl.minimum(most - origin, GROUP)
-    within = program % (GROUP * ACROSS)
-    entry = blocks + 3 * (origin + within % among)
-    expert, first, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    # CTAs of a group of blocks take the same columns, then the next ones (L2 reuse).
+    cta = tl.program_id(0)
+    first_block = cta // (GROUP * COLUMN_TILES) * GROUP
+    group_blocks = tl.minimum(max_blocks - first_block, GROUP)
+    index = cta % (GROUP * COLUMN_TILES)
+    record = blocks + 3 * (first_block + index % group_blocks)
+    expert, first, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     if first >= end:
         return
-    height: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
-    row = first + tl.arange(0, M)
-    # Rows and columns too many do what the last one does, and are not kept.
-    place = tl.minimum(row, end - 1)
-    pair = tl.load(order + place)
-    source = pair // SPREAD if SPREAD > 0 else place
-    begin = within // among * N
-    column = begin + tl.arange(0, N)
-    taken, top = tl.minimum(column, OUTPUTS - 1), expert * height
-    sums, ups = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
-    for at in range(0, INPUTS, K):
-        given = _tile(x, first, source, at, INPUTS, K, DESCRIBED and SPREAD == 0)
-        weight = _tile(weights, top + begin, top + taken, at, INPUTS, K, DESCRIBED)
-        sums = tl.dot(given, weight.T, sums, input_precision="ieee")
+    weight_rows: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+    offs_m = first + tl.arange(0, BLOCK_M)
+    # Rows and columns out of range repeat the last one, and are not stored.
+    sorted_row = tl.minimum(offs_m, end - 1)
+    pair = tl.load(order + sorted_row)
+    x_row = pair // PAIRS_PER_TOKEN if PAIRS_PER_TOKEN > 0 else sorted_row
+    first_column = index // group_blocks * BLOCK_N
+    offs_n = first_column + tl.arange(0, BLOCK_N)
+    weight_column, first_row = tl.minimum(offs_n, OUTPUTS - 1), expert * weight_rows
+    acc, acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_k in range(0, INPUTS, BLOCK_K):
+        x_tile = _load_tile(
+            x, first, x_row, start_k, INPUTS, BLOCK_K, USE_DESCRIPTORS and PAIRS_PER_TOKEN == 0)
+        w_tile = _load_tile(
+            weights, first_row + first_column, first_row + weight_column, start_k, INPUTS, BLOCK_K,
+            USE_DESCRIPTORS)
+        acc = tl.dot(x_tile, w_tile.T, acc, input_precision="ieee")
         if GATED:
-            below = top + OUTPUTS
-            weight = _tile(weights, below + begin, below + taken, at, INPUTS, K, DESCRIBED)
-            ups = tl.dot(given, weight.T, ups, input_precision="ieee")
+            up_row = first_row + OUTPUTS
+            w_tile = _load_tile(
+                weights, up_row + first_column, up_row + weight_column, start_k, INPUTS, BLOCK_K,
+                USE_DESCRIPTORS)
+            acc_up = tl.dot(x_tile, w_tile.T, acc_up, input_precision="ieee")
     if BIASED:
-        bias = biases + top + taken
-        sums += tl.load(bias).to(tl.float32)[None, :]
+        bias = biases + first_row + weight_column
+        acc += tl.load(bias).to(tl.float32)[None, :]
         if GATED:
-            ups += tl.load(bias + OUTPUTS).to(tl.float32)[None, :]
+            acc_up += tl.load(bias + OUTPUTS).to(tl.float32)[None, :]
     if LIMITED:
-        sums = tl.minimum(sums, limit)
-        ups = tl.minimum(tl.maximum(ups, -limit), limit)
+        acc = tl.minimum(acc, limit)
+        acc_up = tl.minimum(tl.maximum(acc_up, -limit), limit)
     if KIND != "":
-        sums = activated(sums, gain, KIND)
+        acc = activated(acc, gain, KIND)
         if GATED:
-            sums *= ups + plus
-    target = row if SPREAD > 0 else pair
-    where = target[:, None].to(tl.int64) * OUTPUTS + column[None, :]
-    kept = (row < end)[:, None] & (column < OUTPUTS)[None, :]
-    tl.store(out + where, sums.to(out.dtype.element_ty), mask=kept)
+            acc *= acc_up + offset
+    out_row = offs_m if PAIRS_PER_TOKEN > 0 else pair
+    offsets = out_row[:, None].to(tl.int64) * OUTPUTS + offs_n[None, :]
+    mask = (offs_m < end)[:, None] & (offs_n < OUTPUTS)[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gather(  # type: ignore[no-untyped-def]
-    given, chosen, shares, out, start, stop,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr,  # noqa: N803
+def _combine_experts(  # type: ignore[no-untyped-def]
+    expert_out, chosen, expert_weights, out, start, stop,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * N + tl.arange(0, N)
-    inside = column < WIDTH
-    sums = tl.zeros([N], tl.float32)
-    for number in tl.static_range(COUNT):
-        pair = token * COUNT + number
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = column < WIDTH
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
         expert = tl.load(chosen + pair)
-        ours = (expert >= start) & (expert < stop)
-        share = tl.load(shares + pair).to(tl.float32)
-        value = tl.load(given + pair * WIDTH + column, mask=inside & ours, other=0.0)
-        sums += tl.where(ours, share, 0.0) * value.to(tl.float32)
-    tl.store(out + token * WIDTH + column, sums.to(out.dtype.element_ty), mask=inside)
+        is_own = (expert >= start) & (expert < stop)
+        weight = tl.load(expert_weights + pair).to(tl.float32)
+        value = tl.load(expert_out + pair * WIDTH + column, mask=mask & is_own, other=0.0)
+        acc += tl.where(is_own, weight, 0.0) * value.to(tl.float32)
+    tl.store(out + token * WIDTH + column, acc.to(out.dtype.element_ty), mask=mask)
 # fmt: on

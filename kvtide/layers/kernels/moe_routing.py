@@ -1,9 +1,12 @@
-"""Routing as one device program: from logits to the experts of every token, and their shares.
+"""MoE routing in one kernel: from router logits to the top-k experts of a token and their weights.
 
-The same as `moe.route` of scores, and as `moe.route_by_top_softmax`; of equals the first is taken,
-as `selecting.top` does. A program takes one token, whose experts it picks one after another. A
-score and its place are one number, the larger the better: what is picked last is what is largest.
-Where experts are told by token, it looks them up, and only their shares are by score.
+Torch reference: `layers/moe.py`, `score_and_route` and `route_by_top_softmax`; of equal scores the
+first expert wins, as in `layers/indexer.py`, `top`.
+
+`_route`  grid (tokens,): top-k by repeated maximum
+
+A score and its expert are packed into one 64-bit key, so that a maximum gives both. Where a table
+fixes the experts of a token (hash routing), the kernel looks them up and computes their weights.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _SCORES: dict[Activation | None, int] = {
 
 
 def takes(experts: int, choice: Choice, score: Activation | None) -> bool:
-    """Whether there is a program for it: groups are cut out of powers of two alone."""
+    """Whether the kernel supports this routing: groups need powers of two."""
     grouped = choice.allowed < choice.groups
     whole = experts & (experts - 1) == 0 and choice.groups & (choice.groups - 1) == 0
     return experts <= MAX_EXPERTS and score in _SCORES and (whole or not grouped)
@@ -45,9 +48,11 @@ def route(
     told: Told | None = None,
     beside: int = 0,
 ) -> Routing:
-    """By the scores of logits (tokens, experts), or by these as they are; `softmax_of_best` makes
-    shares of the chosen scores by a softmax, and leaves `choice` nothing but to choose. After
-    those there are so many experts `beside`, numbered after the others, with a share of one."""
+    """Routes by the scores of logits (tokens, experts), or by the logits themselves.
+
+    `softmax_of_best`: weights are the softmax of the top-k scores. `told`: a table fixes the
+    experts. `beside`: so many shared experts follow, numbered after the others, with weight one.
+    """
     tokens, experts = logits.shape
     count = choice.count if told is None else told.table.shape[1]
     columns, width = count + beside, max(32, power_of_two(experts))
@@ -60,151 +65,154 @@ def route(
         *(logits, logits if bias is None else bias, table, rows, chosen, shares),
         *(logits.stride(0), logits.stride(1), choice.scale),
         EXPERTS=experts,
-        COUNT=count,
-        BESIDE=beside,
-        TOLD=told is not None,
+        TOP_K=count,
+        SHARED_EXPERTS=beside,
+        FIXED=told is not None,
         SCORE=_SCORES[score],
         BIASED=bias is not None,
         GROUPS=choice.groups if grouped else 1,
-        ALLOWED=choice.allowed,
-        DEPTH=min(choice.group_depth, experts // choice.groups),
+        TOP_GROUPS=choice.allowed,
+        GROUP_DEPTH=min(choice.group_depth, experts // choice.groups),
         RENORMALISED=choice.renormalised,
         SOFTMAX=softmax_of_best,
-        N=experts if grouped else width,
-        K=power_of_two(columns),
+        BLOCK_EXPERTS=experts if grouped else width,
+        BLOCK_K=power_of_two(columns),
         num_warps=1 if width <= 512 else 2,
     )
     return Routing(chosen, shares)
 
 
 @triton.jit
-def _keys(value, place):  # type: ignore[no-untyped-def]
-    """Numbers in the order of values, and of equal ones the first place above the others."""
-    # There is one zero.
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+def _sort_keys(score, expert):  # type: ignore[no-untyped-def]
+    """Keys in the order of scores; of equal scores the first expert has the highest key."""
+    # -0 and +0 are equal.
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) + (0x7FFFFFFF - place).to(tl.int64)
+    return (bits.to(tl.int64) << 32) + (0x7FFFFFFF - expert).to(tl.int64)
 
 
 @triton.jit
-def _value(key):  # type: ignore[no-untyped-def]
+def _score_of_key(key):  # type: ignore[no-untyped-def]
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _place(key):  # type: ignore[no-untyped-def]
+def _expert_of_key(key):  # type: ignore[no-untyped-def]
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(x, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _scores(x, inside, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     if KIND == 1:
         x = sigmoid(x)
     elif KIND == 2:
-        raised = tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)
-        x = raised / tl.sum(raised, 0)
+        exponentials = tl.where(inside, tl.exp(x - tl.max(x, 0)), 0.0)
+        x = exponentials / tl.sum(exponentials, 0)
     elif KIND == 3:
         x = tl.sqrt(softplus(x))
     return x
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_best_groups(  # type: ignore[no-untyped-def]
+def _keep_best_groups(  # type: ignore[no-untyped-def]
     keys,
     lowest,
-    GROUPS: tl.constexpr,  # noqa: N803
-    ALLOWED: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    N: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_DEPTH: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
 ):
-    """The keys of the groups that may be chosen from; of the others the lowest."""
-    grouped = tl.reshape(keys, [GROUPS, N // GROUPS])
-    rest, strength = grouped, tl.zeros([GROUPS], tl.float32)
-    for _ in tl.static_range(DEPTH):
+    """Keys of the top groups; those of other groups become the lowest."""
+    grouped = tl.reshape(keys, [GROUPS, BLOCK_EXPERTS // GROUPS])
+    rest, group_score = grouped, tl.zeros([GROUPS], tl.float32)
+    for _ in tl.static_range(GROUP_DEPTH):
         best = tl.max(rest, 1)
-        strength += _value(best)
+        group_score += _score_of_key(best)
         rest = tl.where(rest == best[:, None], lowest, rest)
-    groups = _keys(strength, tl.arange(0, GROUPS))
-    left = groups
-    for _ in tl.static_range(ALLOWED):
-        left = tl.where(left == tl.max(left, 0), lowest, left)
-    return tl.reshape(tl.where((left == lowest)[:, None], grouped, lowest), [N])
+    group_keys = _sort_keys(group_score, tl.arange(0, GROUPS))
+    group_rest = group_keys
+    for _ in tl.static_range(TOP_GROUPS):
+        group_rest = tl.where(group_rest == tl.max(group_rest, 0), lowest, group_rest)
+    return tl.reshape(tl.where((group_rest == lowest)[:, None], grouped, lowest), [BLOCK_EXPERTS])
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _told(  # type: ignore[no-untyped-def]
-    scores, expert, row, COUNT: tl.constexpr, K: tl.constexpr,  # noqa: N803
+def _lookup_experts(  # type: ignore[no-untyped-def]
+    scores, expert, row, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """The experts of a row of the table, and their scores."""
-    lane = tl.arange(0, K)
-    experts = tl.load(row + lane, mask=lane < COUNT, other=0).to(tl.int32)
-    best = tl.zeros([K], tl.float32)
-    for number in tl.static_range(COUNT):
-        place = tl.sum(tl.where(lane == number, experts, 0), 0)
-        value = tl.sum(tl.where(expert == place, scores, 0.0), 0)
-        best = tl.where(lane == number, value, best)
+    """The fixed experts of a token, and their scores."""
+    lane = tl.arange(0, BLOCK_K)
+    experts = tl.load(row + lane, mask=lane < TOP_K, other=0).to(tl.int32)
+    best = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert_id = tl.sum(tl.where(lane == k, experts, 0), 0)
+        score = tl.sum(tl.where(expert == expert_id, scores, 0.0), 0)
+        best = tl.where(lane == k, score, best)
     return experts, best
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _picked(  # type: ignore[no-untyped-def]
+def _top_k(  # type: ignore[no-untyped-def]
     scores, bias, expert, inside,
-    BIASED: tl.constexpr, GROUPS: tl.constexpr, ALLOWED: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """The best experts, and their scores."""
-    lane, ranked = tl.arange(0, K), scores
+    """The top-k experts, and their scores without bias."""
+    lane, ranking = tl.arange(0, BLOCK_K), scores
     if BIASED:
-        ranked = scores + tl.load(bias + expert, mask=inside, other=0.0)
+        ranking = scores + tl.load(bias + expert, mask=inside, other=0.0)
     lowest = tl.full([1], -0x8000000000000000, tl.int64)
-    keys = tl.where(inside, _keys(ranked, expert), lowest)
+    keys = tl.where(inside, _sort_keys(ranking, expert), lowest)
     if GROUPS > 1:
-        keys = _of_best_groups(keys, lowest, GROUPS, ALLOWED, DEPTH, N)
-    experts, best = tl.zeros([K], tl.int32), tl.zeros([K], tl.float32)
-    for number in tl.static_range(COUNT):
+        keys = _keep_best_groups(keys, lowest, GROUPS, TOP_GROUPS, GROUP_DEPTH, BLOCK_EXPERTS)
+    experts, best = tl.zeros([BLOCK_K], tl.int32), tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
         key = tl.max(keys, 0)
-        place, value = _place(key), _value(key)
+        expert_id, score = _expert_of_key(key), _score_of_key(key)
         if BIASED:
-            value = tl.sum(tl.where(expert == place, scores, 0.0), 0)
-        experts = tl.where(lane == number, place, experts)
-        best = tl.where(lane == number, value, best)
+            score = tl.sum(tl.where(expert == expert_id, scores, 0.0), 0)
+        experts = tl.where(lane == k, expert_id, experts)
+        best = tl.where(lane == k, score, best)
         keys = tl.where(keys == key, lowest, keys)
     return experts, best
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
-    logits, bias, table, tokens, chosen, shares, token_stride, expert_stride, scale,
-    EXPERTS: tl.constexpr, COUNT: tl.constexpr, BESIDE: tl.constexpr,  # noqa: N803
-    TOLD: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr, ALLOWED: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
-    RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,  # noqa: N803
-    N: tl.constexpr, K: tl.constexpr,  # noqa: N803
+    logits, bias, table, tokens, chosen, expert_weights, token_stride, expert_stride, scale,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED_EXPERTS: tl.constexpr,
+    FIXED: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_DEPTH: tl.constexpr,
+    RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    token, expert, lane = tl.program_id(0).to(tl.int64), tl.arange(0, N), tl.arange(0, K)
+    token = tl.program_id(0).to(tl.int64)
+    expert, lane = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_K)
     inside = expert < EXPERTS
-    given = logits + token * token_stride + expert * expert_stride
-    x = tl.load(given, mask=inside, other=float("-inf")).to(tl.float32)
+    logit_ptrs = logits + token * token_stride + expert * expert_stride
+    x = tl.load(logit_ptrs, mask=inside, other=float("-inf")).to(tl.float32)
     scores = _scores(x, inside, SCORE)
-    if TOLD:
-        row = table + tl.load(tokens + token).to(tl.int64) * COUNT
-        experts, best = _told(scores, expert, row, COUNT, K)
+    if FIXED:
+        row = table + tl.load(tokens + token).to(tl.int64) * TOP_K
+        experts, weights = _lookup_experts(scores, expert, row, TOP_K, BLOCK_K)
     else:
-        experts, best = _picked(
-            scores, bias, expert, inside, BIASED, GROUPS, ALLOWED, DEPTH, COUNT, N, K
+        experts, weights = _top_k(
+            scores, bias, expert, inside, BIASED, GROUPS, TOP_GROUPS, GROUP_DEPTH, TOP_K,
+            BLOCK_EXPERTS, BLOCK_K
         )
     if SOFTMAX:
-        raised = tl.exp(best - tl.max(tl.where(lane < COUNT, best, float("-inf")), 0))
-        best = raised / tl.sum(tl.where(lane < COUNT, raised, 0.0), 0)
+        exponentials = tl.exp(weights - tl.max(tl.where(lane < TOP_K, weights, float("-inf")), 0))
+        weights = exponentials / tl.sum(tl.where(lane < TOP_K, exponentials, 0.0), 0)
     else:
         if RENORMALISED:
-            best = best / (tl.sum(best, 0) + 1e-20)
-        best = best * scale
-    experts = tl.where(lane < COUNT, experts, EXPERTS + lane - COUNT)
-    best = tl.where(lane < COUNT, best, 1.0)
-    at = token * (COUNT + BESIDE) + lane
-    tl.store(chosen + at, experts, mask=lane < COUNT + BESIDE)
-    tl.store(shares + at, best, mask=lane < COUNT + BESIDE)
+            weights = weights / (tl.sum(weights, 0) + 1e-20)
+        weights = weights * scale
+    experts = tl.where(lane < TOP_K, experts, EXPERTS + lane - TOP_K)
+    weights = tl.where(lane < TOP_K, weights, 1.0)
+    offsets = token * (TOP_K + SHARED_EXPERTS) + lane
+    tl.store(chosen + offsets, experts, mask=lane < TOP_K + SHARED_EXPERTS)
+    tl.store(expert_weights + offsets, weights, mask=lane < TOP_K + SHARED_EXPERTS)
 # fmt: on

@@ -1,189 +1,202 @@
-"""Which programs take which blocks of new tokens, in attention by head.
+"""Which CTA of prefill attention takes which block of new tokens.
 
-A block is some neighbouring new tokens of a sequence (`spans`), with all query heads of one KV
-head: so many tiles of keys. As many programs as run at a time are a round, and blocks seldom come
-in whole rounds. So the last ones, of one round and what makes none, are shared, unless they see
-little or the rounds are many: their tiles lie in one row, one KV head behind the other, and a round
-of programs cuts it into equal shares. All other blocks have a program each, and these begin when a
-share is done. A step has prompts after many tokens last, so what is shared is the longest.
+A block (`query_blocks`) with all query heads of one KV head is so many tiles of keys. A wave is as
+many CTAs as the device runs at a time, and blocks seldom fill whole waves. So the last blocks, of
+one full wave and the partial one, are split: their tiles, KV head after KV head, are divided
+evenly among one wave of CTAs. All other blocks have a CTA each, which starts when a split is done.
+Blocks are not split if they see little, or if there are many waves. A step has its prefill chunks
+with the longest context last, so the blocks that are split are the longest.
 
-Who takes what is worked out on the device, from the lengths in `Batch.rows`: a recorded step is
-played with other sequences.
+`_schedule`  grid (1,): the table of blocks, from the lengths in `Batch.rows`
+
+Torch reference: none, the test compares `attend_paged` with `layers/attention.py`, `attend`.
+Surprising: the schedule is made on the device, since a CUDA graph is replayed with other sequences.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernels.grid import SEQUENCES_AT_ONCE
-from kvtide.layers.kernels.jit import program
-from kvtide.layers.kernels.query_blocks import spans
+from kvtide.layers.kernels.grid import SEQUENCES_AT_ONCE, sm_count
+from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.query_blocks import query_blocks
 
-PROGRAMS = 132
-"""As many run at a time, or twice as many if they are small."""
 MIN_TILES = 8
-"""Fewer are not worth a program."""
-OPENING_TILES = 6
-"""As many take as long as going on with a block that another program began: twice in a share."""
-MAX_ROUNDS = 12
-"""Of more, what makes no round is little."""
+"""Tiles of a split, at least."""
+SPLIT_OVERHEAD_TILES = 6
+"""Cost in tiles of starting within a block; a split has it twice."""
+MAX_WAVES = 12
+"""With more waves, the partial last one costs little, and nothing is split."""
 RECORD = tl.constexpr(8)
-"""Numbers kept of a block, or room for them."""
+"""Fields of a block in the schedule, one of them padding."""
 
 
-def laid_blocks(
-    run: ForwardPass, tokens: int, shared: dict[str, int], window: int, keys: int
+def schedule_blocks(
+    run: ForwardPass, tokens: int, splits: dict[str, int], window: int, tile_keys: int
 ) -> Tensor:
-    """(blocks + 2, RECORD) int32, of blocks of so many tokens, that see tiles of so many keys.
+    """The schedule, (blocks + 2, RECORD) int32, for blocks of `tokens` and tiles of `tile_keys`.
 
-    First which blocks are shared, from one to before another, and how many blocks there are. Then,
-    of every block and of what is behind the last: where its tiles begin among those of one KV head,
-    its sequence, first row and end row, and the sequence's first row, end row and tokens before the
-    step.
+    Record 0: the first and the end block of those that are split, and the count of blocks. Then a
+    record for every block and one behind the last: its first tile among those of one KV head, its
+    sequence, first row and end row, and the sequence's first row, end row and context length.
     """
-    blocks = spans(run, tokens, singles=False).table
+    blocks = query_blocks(run, tokens, include_decode=False).table
 
-    def lay() -> Tensor:
-        laid = blocks.new_empty((len(blocks) + 2, RECORD.value))
-        _lay[(1,)](
-            *(run.batch.rows, blocks, laid, len(blocks)),
-            OPENING=OPENING_TILES,
-            ROUNDS=MAX_ROUNDS,
+    def scheduled() -> Tensor:
+        schedule = blocks.new_empty((len(blocks) + 2, RECORD.value))
+        _schedule[(1,)](
+            *(run.batch.rows, blocks, schedule, len(blocks)),
+            SPLIT_OVERHEAD=SPLIT_OVERHEAD_TILES,
+            WAVES=MAX_WAVES,
             WINDOW=window,
-            N=keys,
-            B=SEQUENCES_AT_ONCE,
-            **shared,
+            BLOCK_N=tile_keys,
+            BLOCK=SEQUENCES_AT_ONCE,
+            **splits,
         )
-        return laid
+        return schedule
 
-    return run.shared(("blocks", tokens, window, keys, *shared.values()), lay)
+    return run.shared(("blocks", tokens, window, tile_keys, *splits.values()), scheduled)
 
 
-def shares(kv_heads: int, small: bool) -> dict[str, int]:
-    """How tiles of shared blocks are divided: constants of all programs here."""
+def split_constants(kv_heads: int, small: bool, device: torch.device) -> dict[str, int]:
+    """Compile-time constants of the split; an SM runs two small CTAs at a time, else one."""
     return {
-        "SHARES": 2 * PROGRAMS if small else PROGRAMS,
-        "LEAST": MIN_TILES,
+        "SPLITS": (2 if small else 1) * sm_count(device),
+        "MIN_SPLIT_TILES": MIN_TILES,
         "KV_HEADS": kv_heads,
     }
 
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def tiles_of(  # type: ignore[no-untyped-def]
-    start, past, first, until, WINDOW: tl.constexpr, N: tl.constexpr,  # noqa: N803
+def tile_counts(  # type: ignore[no-untyped-def]
+    seq_start, past, row_start, row_end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """How many tiles a block of rows [first, until) sees: of earlier tokens and of the step's own,
-    first without a mask, then with one. All that came before the first query is seen: only what
-    whole tiles leave is masked."""
+    """Tiles that a block of rows [row_start, row_end) sees: whole tiles of cached and of new keys,
+    then masked tiles of both. Without a window, only the ends of both ranges need a mask."""
     if WINDOW > 0:
-        low = tl.maximum(past + first - start + 1 - WINDOW, 0) // N * N
-        rest = (tl.maximum(past - low, 0) + N - 1) // N
-        own = (until - tl.maximum(start, first + 1 - WINDOW) + N - 1) // N
-        return past * 0, past * 0, rest, own
+        first_key = tl.maximum(past + row_start - seq_start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        old_masked = (tl.maximum(past - first_key, 0) + BLOCK_N - 1) // BLOCK_N
+        new_start = tl.maximum(seq_start, row_start + 1 - WINDOW)
+        new_masked = (row_end - new_start + BLOCK_N - 1) // BLOCK_N
+        return past * 0, past * 0, old_masked, new_masked
     else:
-        before = (first - start) // N
-        own = (until - start - before * N + N - 1) // N
-        return past // N, before, (past % N + N - 1) // N, own
+        new_whole = (row_start - seq_start) // BLOCK_N
+        new_masked = (row_end - seq_start - new_whole * BLOCK_N + BLOCK_N - 1) // BLOCK_N
+        return past // BLOCK_N, new_whole, (past % BLOCK_N + BLOCK_N - 1) // BLOCK_N, new_masked
 
 
-@program("rows", "blocks", "laid", "most")  # type: ignore[untyped-decorator]
-def _lay(  # type: ignore[no-untyped-def]
-    rows, blocks, laid, most,
-    SHARES: tl.constexpr, LEAST: tl.constexpr, OPENING: tl.constexpr, ROUNDS: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, N: tl.constexpr, B: tl.constexpr,  # noqa: N803
+@kernel("rows", "blocks", "schedule", "max_blocks")  # type: ignore[untyped-decorator]
+def _schedule(  # type: ignore[no-untyped-def]
+    rows, blocks, schedule, max_blocks,
+    SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, SPLIT_OVERHEAD: tl.constexpr,
+    WAVES: tl.constexpr, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    total = tl.full([], 0, tl.int32)
-    used, high, longest = total, total, total
-    for at in range(0, most + 1, B):
-        number = at + tl.arange(0, B)
-        sequence = tl.load(blocks + 3 * number, mask=number < most, other=-1)
-        ours, one = sequence >= 0, rows + 3 * sequence
-        first = tl.load(blocks + 3 * number + 1, mask=ours, other=0)
-        until = tl.load(blocks + 3 * number + 2, mask=ours, other=0)
-        start, end = tl.load(one, mask=ours, other=0), tl.load(one + 1, mask=ours, other=0)
-        past = tl.load(one + 2, mask=ours, other=0)
-        old, new, rest, masked = tiles_of(start, past, first, until, WINDOW, N)
-        tiles = tl.where(ours, old + new + rest + masked, 0)
-        record, there = laid + RECORD * (1 + number), number <= most
-        tl.store(record, total + tl.cumsum(tiles, 0) - tiles, mask=there)
-        tl.store(record + 1, sequence, mask=there)
-        tl.store(record + 2, first, mask=there)
-        tl.store(record + 3, until, mask=there)
-        tl.store(record + 4, start, mask=there)
-        tl.store(record + 5, end, mask=there)
-        tl.store(record + 6, past, mask=there)
-        # Behind the last that sees more than a little is what fills a recording up.
-        seen = ours & (tiles > 2 * OPENING)
-        high = tl.maximum(high, tl.max(tl.where(seen, number + 1, 0), 0))
-        longest = tl.maximum(longest, tl.max(tiles, 0))
-        total += tl.sum(tiles, 0)
-        used += tl.sum(ours.to(tl.int32), 0)
-    rounds = high * KV_HEADS // SHARES
-    low = tl.maximum(rounds - 1, 0) * SHARES // KV_HEADS
-    items = (high - low) * KV_HEADS
-    tiles = tl.where(low == 0, total * KV_HEADS, items * longest)
-    shared = tl.maximum(tl.cdiv(tiles, SHARES), LEAST) + 2 * OPENING
-    pays = (tl.cdiv(items, SHARES) * longest > shared) & (rounds <= ROUNDS)
-    tl.store(laid, tl.where(pays, low, 0))
-    tl.store(laid + 1, tl.where(pays, high, 0))
-    tl.store(laid + 2, used)
+    """Fills the schedule, and decides which blocks are split, by one CTA."""
+    tiles_before = tl.full([], 0, tl.int32)
+    block_count, hi_block, longest_block = tiles_before, tiles_before, tiles_before
+    for start_block in range(0, max_blocks + 1, BLOCK):
+        block = start_block + tl.arange(0, BLOCK)
+        sequence = tl.load(blocks + 3 * block, mask=block < max_blocks, other=-1)
+        valid, row = sequence >= 0, rows + 3 * sequence
+        row_start = tl.load(blocks + 3 * block + 1, mask=valid, other=0)
+        row_end = tl.load(blocks + 3 * block + 2, mask=valid, other=0)
+        seq_start = tl.load(row, mask=valid, other=0)
+        seq_end = tl.load(row + 1, mask=valid, other=0)
+        past = tl.load(row + 2, mask=valid, other=0)
+        old_whole, new_whole, old_masked, new_masked = tile_counts(
+            seq_start, past, row_start, row_end, WINDOW, BLOCK_N)
+        tiles = tl.where(valid, old_whole + new_whole + old_masked + new_masked, 0)
+        record, in_table = schedule + RECORD * (1 + block), block <= max_blocks
+        tl.store(record, tiles_before + tl.cumsum(tiles, 0) - tiles, mask=in_table)
+        tl.store(record + 1, sequence, mask=in_table)
+        tl.store(record + 2, row_start, mask=in_table)
+        tl.store(record + 3, row_end, mask=in_table)
+        tl.store(record + 4, seq_start, mask=in_table)
+        tl.store(record + 5, seq_end, mask=in_table)
+        tl.store(record + 6, past, mask=in_table)
+        # Blocks behind the last one worth splitting are padding of a CUDA graph.
+        worth_splitting = valid & (tiles > 2 * SPLIT_OVERHEAD)
+        hi_block = tl.maximum(hi_block, tl.max(tl.where(worth_splitting, block + 1, 0), 0))
+        longest_block = tl.maximum(longest_block, tl.max(tiles, 0))
+        tiles_before += tl.sum(tiles, 0)
+        block_count += tl.sum(valid.to(tl.int32), 0)
+    waves = hi_block * KV_HEADS // SPLITS
+    lo_block = tl.maximum(waves - 1, 0) * SPLITS // KV_HEADS
+    items = (hi_block - lo_block) * KV_HEADS
+    tiles = tl.where(lo_block == 0, tiles_before * KV_HEADS, items * longest_block)
+    split_tiles = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_SPLIT_TILES) + 2 * SPLIT_OVERHEAD
+    pays = (tl.cdiv(items, SPLITS) * longest_block > split_tiles) & (waves <= WAVES)
+    tl.store(schedule, tl.where(pays, lo_block, 0))
+    tl.store(schedule + 1, tl.where(pays, hi_block, 0))
+    tl.store(schedule + 2, block_count)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def row_of(  # type: ignore[no-untyped-def]
-    laid, low, high, SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr,  # noqa: N803
+def split_range(  # type: ignore[no-untyped-def]
+    schedule, lo_block, hi_block, SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):
-    """Of the row of shared tiles: where they begin among those of one KV head, how many each KV
-    head has of them, and how many a share has."""
-    begin = tl.load(laid + RECORD * (1 + low))
-    each = tl.load(laid + RECORD * (1 + high)) - begin
-    return begin, each, tl.maximum(tl.cdiv(each * KV_HEADS, SHARES), LEAST)
+    """Of the tiles that are split: the first one within a KV head, how many each KV head has, and
+    how many a split has."""
+    first_tile = tl.load(schedule + RECORD * (1 + lo_block))
+    tiles_per_head = tl.load(schedule + RECORD * (1 + hi_block)) - first_tile
+    split_tiles = tl.maximum(tl.cdiv(tiles_per_head * KV_HEADS, SPLITS), MIN_SPLIT_TILES)
+    return first_tile, tiles_per_head, split_tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _items(  # type: ignore[no-untyped-def]
-    laid, low, high, begin, each, first, last, B: tl.constexpr,  # noqa: N803
+def _items_of_tiles(  # type: ignore[no-untyped-def]
+    schedule, lo_block, hi_block, first_tile, tiles_per_head, lo_tile, hi_tile, BLOCK: tl.constexpr,
 ):
-    """The numbers of KV heads and blocks, in the order of the row, whose tiles these two are."""
-    first_block, last_block = low * 0 - 1, low * 0 - 1
-    for at in range(low, high, B):
-        number = at + tl.arange(0, B)
-        begins = tl.load(laid + RECORD * (1 + number), mask=number < high, other=2147483647)
-        first_block += tl.sum((begins - begin <= first % each).to(tl.int32), 0)
-        last_block += tl.sum((begins - begin <= last % each).to(tl.int32), 0)
-    count = high - low
-    return first // each * count + first_block, last // each * count + last_block
+    """The items (KV head and block, in the order of tiles) that two tiles belong to."""
+    lo_index, hi_index = lo_block * 0 - 1, lo_block * 0 - 1
+    for start in range(lo_block, hi_block, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        is_split = block < hi_block
+        record = schedule + RECORD * (1 + block)
+        block_tile = tl.load(record, mask=is_split, other=2147483647)
+        lo_index += tl.sum((block_tile - first_tile <= lo_tile % tiles_per_head).to(tl.int32), 0)
+        hi_index += tl.sum((block_tile - first_tile <= hi_tile % tiles_per_head).to(tl.int32), 0)
+    blocks = hi_block - lo_block
+    lo_item = lo_tile // tiles_per_head * blocks + lo_index
+    return lo_item, hi_tile // tiles_per_head * blocks + hi_index
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def taken_by(  # type: ignore[no-untyped-def]
-    number, laid, most,
-    SHARES: tl.constexpr, LEAST: tl.constexpr, KV_HEADS: tl.constexpr, B: tl.constexpr,  # noqa: N803
+def work_of_cta(  # type: ignore[no-untyped-def]
+    cta, schedule, max_blocks,
+    SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """What a program takes: its first item and how many; of how many blocks a KV head has items,
-    and which is the first of them; where that one's tiles begin among those of one KV head, and how
-    many each KV head has in the row; and which tiles of the row are the program's.
+    """A CTA's work: its first item, and their count; the blocks per KV head, and the first of them;
+    that block's first tile within a KV head; the tiles per KV head; and its tiles [lo, hi).
 
-    Who has a block alone goes by a row in which all tiles are its own.
+    A CTA with a block of its own takes all tiles.
     """
-    low, high = tl.load(laid), tl.load(laid + 1)
-    nothing = low * 0
-    item, items, count, origin = nothing, nothing, most, nothing
-    begin, each, at, stop = nothing, nothing, nothing, nothing + 2147483647
-    if number >= SHARES:
-        block = most - 1 - (number - SHARES) // KV_HEADS
-        alone = (block < low) | ((block >= high) & (block < tl.load(laid + 2)))
-        item, items = (number - SHARES) % KV_HEADS * most + block, alone.to(tl.int32)
+    lo_block, hi_block = tl.load(schedule), tl.load(schedule + 1)
+    zero = lo_block * 0
+    item, items, blocks, first_block = zero, zero, max_blocks, zero
+    first_tile, tiles_per_head, lo_tile, hi_tile = zero, zero, zero, zero + 2147483647
+    if cta >= SPLITS:
+        block = max_blocks - 1 - (cta - SPLITS) // KV_HEADS
+        alone = (block < lo_block) | ((block >= hi_block) & (block < tl.load(schedule + 2)))
+        item, items = (cta - SPLITS) % KV_HEADS * max_blocks + block, alone.to(tl.int32)
     else:
-        begin, each, share = row_of(laid, low, high, SHARES, LEAST, KV_HEADS)
-        at, stop = number * share, tl.minimum(number * share + share, each * KV_HEADS)
-        count, origin = high - low, low
-        if at < stop:
-            item, last = _items(laid, low, high, begin, each, at, stop - 1, B)
-            items = last + 1 - item
-    return item, items, count, origin, begin, each, at, stop
+        first_tile, tiles_per_head, split_tiles = split_range(
+            schedule, lo_block, hi_block, SPLITS, MIN_SPLIT_TILES, KV_HEADS)
+        lo_tile = cta * split_tiles
+        hi_tile = tl.minimum(cta * split_tiles + split_tiles, tiles_per_head * KV_HEADS)
+        blocks, first_block = hi_block - lo_block, lo_block
+        if lo_tile < hi_tile:
+            item, last_item = _items_of_tiles(
+                schedule, lo_block, hi_block, first_tile, tiles_per_head, lo_tile, hi_tile - 1,
+                BLOCK)
+            items = last_item + 1 - item
+    return item, items, blocks, first_block, first_tile, tiles_per_head, lo_tile, hi_tile
 # fmt: on

@@ -1,8 +1,8 @@
-"""Queries, keys and values of a step, from their projection to the pages: one device program.
+"""QKV preparation and KV write, fused: norms, key gain, rope, and the write into pages.
 
-What `Preparing` and `ForwardPass.keep` do one after the other, with the same roundings between:
-norms, the gain of keys, the rotation, and the entries in the pool's dtype. A program takes some
-heads of some tokens, one head after the other.
+Torch reference: `layers/qkv.py`, `Preparing`, then `ForwardPass.keep`, with the same roundings.
+
+`_prepare_qkv`  grid (token tiles, head tiles): one head after another
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields
 from kvtide.layers.qkv import Preparing
 
-ELEMENTS = 2048
-"""Of one head that a program takes: whole tokens, at least one."""
+TILE_ELEMENTS = 2048
+"""Elements of one head per CTA: whole tokens, at least one."""
 HEADS = 8
-"""That a program takes, since they turn alike."""
+"""Heads per CTA, which share the rotation."""
 FEW_TOKENS = 256
-"""Up to here there are too few for a device, and every head of each has a program."""
+"""Tokens up to which every head of every token has a CTA."""
 
 
 def keep_heads(
     run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: Preparing
 ) -> tuple[Tensor, Fields]:
-    """Of heads (tokens, heads + 2 · KV heads, dim) the queries, and keys and values as kept.
+    """Queries, and keys and values as stored, of heads (tokens, heads + 2 · KV heads, dim).
 
-    `turns` is what a `Rope` says of the step's positions: (tokens, 2, pairs).
+    `turns`: cos and sin of the step's positions, (tokens, 2, pairs), as `Rope` gives them.
     """
     count, all_heads, dim = by_head.shape
     view, table = run.step.view(place.pool.name, place.layer), run.batch.slots[place.anchor]
@@ -40,9 +40,9 @@ def keep_heads(
     kept = {name: view[name].new_empty((count, kv_heads, dim)) for name in ("k", "v")}
     width = power_of_two(dim)
     few = count <= FEW_TOKENS
-    tokens, each = (1, 1) if few else (max(1, ELEMENTS // width), HEADS)
+    tokens, each = (1, 1) if few else (max(1, TILE_ELEMENTS // width), HEADS)
     norms = [how.query_norm, how.key_norm]
-    _prepare[(divided_up(count, tokens), divided_up(all_heads, each))](
+    _prepare_qkv[(divided_up(count, tokens), divided_up(all_heads, each))](
         *(by_head, queries, kept["k"], kept["v"], view["k"], view["v"]),
         by_head if turns is None else turns,
         *(by_head if norm is None else norm.weight for norm in norms),
@@ -52,7 +52,7 @@ def keep_heads(
         *view["v"].stride()[:3],
         *(0.0 if norm is None else norm.eps for norm in norms),
         how.key_gain,
-        PAGE=run.step.page_tokens,
+        PAGE_TOKENS=run.step.page_tokens,
         QUERY_NORM=how.query_norm is not None,
         KEY_NORM=how.key_norm is not None,
         GAIN=how.key_gain != 1.0,
@@ -60,10 +60,10 @@ def keep_heads(
         PAIRS=0 if turns is None else turns.shape[-1],
         HEADS=queries.shape[1],
         KV_HEADS=kv_heads,
-        EACH=each,
-        T=tokens,
-        DIM=dim,
-        D=width,
+        HEADS_PER_CTA=each,
+        BLOCK_T=tokens,
+        HEAD_DIM=dim,
+        BLOCK_D=width,
         num_warps=1 if few else 4,
     )
     return queries, kept
@@ -71,8 +71,8 @@ def keep_heads(
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def _shrunk(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """A head with its norm, rounded as the model computes, in fp32."""
+def _rms_scaled(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A head after its RMS norm, rounded to the model's dtype, in fp32."""
     if NORM:
         gain = tl.load(weight, mask=inside, other=0.0)
         return (x.to(tl.float32) * scale[:, None] * gain[None, :]).to(x.dtype).to(tl.float32)
@@ -81,52 +81,54 @@ def _shrunk(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _prepared(  # type: ignore[no-untyped-def]
-    source, here, cos, sin, weight, eps, gain,
-    NORM: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+def _norm_and_rotate(  # type: ignore[no-untyped-def]
+    source, mask, cos, sin, weight, eps, gain,
+    NORM: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """One head of some tokens, normed and turned."""
-    dim = tl.arange(0, D)
-    inside = dim < DIM
-    x = tl.load(source, mask=here, other=0.0)
-    scale = tl.zeros([T], tl.float32)
+    """One head of some tokens after norm, gain and rope."""
+    offs_d = tl.arange(0, BLOCK_D)
+    in_dim = offs_d < HEAD_DIM
+    x = tl.load(source, mask=mask, other=0.0)
+    scale = tl.zeros([BLOCK_T], tl.float32)
     if NORM:
-        wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
-    y = _shrunk(x, weight + dim, scale, inside, NORM)
+        x32 = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x32 * x32, 1) / HEAD_DIM + eps)
+    y = _rms_scaled(x, weight + offs_d, scale, in_dim, NORM)
     if GAIN:
         y = (y * gain).to(x.dtype).to(tl.float32)
     if PAIRS > 0:
-        turning = dim < 2 * PAIRS
-        # Each dimension beside the one that it turns with.
-        away = tl.where(turning, tl.where(dim < PAIRS, PAIRS, -PAIRS), 0)
-        other = tl.load(source + away[None, :], mask=here, other=0.0)
-        other = _shrunk(other, weight + dim + away, scale, inside, NORM)
+        rotates = offs_d < 2 * PAIRS
+        # Each dimension with its partner of the rotation.
+        partner_offset = tl.where(rotates, tl.where(offs_d < PAIRS, PAIRS, -PAIRS), 0)
+        partner = tl.load(source + partner_offset[None, :], mask=mask, other=0.0)
+        partner = _rms_scaled(partner, weight + offs_d + partner_offset, scale, in_dim, NORM)
         if GAIN:
-            other = (other * gain).to(x.dtype).to(tl.float32)
-        y = tl.where(turning[None, :], y * cos + other * sin, y)
+            partner = (partner * gain).to(x.dtype).to(tl.float32)
+        y = tl.where(rotates[None, :], y * cos + partner * sin, y)
     return y.to(x.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _angles(turns, token, ours, PAIRS: tl.constexpr, T: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Cosines and sines for every dimension; of the first of a pair, the sine is negated."""
+def _load_rotations(  # type: ignore[no-untyped-def]
+    rotations, token, valid, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """cos and sin of every dimension; the sine of a pair's first dimension is negated."""
     if PAIRS == 0:
-        return tl.zeros([T, D], tl.float32), tl.zeros([T, D], tl.float32)
+        return tl.zeros([BLOCK_T, BLOCK_D], tl.float32), tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     else:
-        dim = tl.arange(0, D)
-        first = dim < PAIRS
-        pair = tl.where(first, dim, dim - PAIRS)
-        angle = turns + token[:, None] * (2 * PAIRS) + pair[None, :]
-        mask = ours[:, None] & (dim < 2 * PAIRS)[None, :]
-        sin = tl.load(angle + PAIRS, mask=mask, other=0.0)
-        return tl.load(angle, mask=mask, other=1.0), tl.where(first[None, :], -sin, sin)
+        offs_d = tl.arange(0, BLOCK_D)
+        is_first = offs_d < PAIRS
+        pair = tl.where(is_first, offs_d, offs_d - PAIRS)
+        ptrs = rotations + token[:, None] * (2 * PAIRS) + pair[None, :]
+        mask = valid[:, None] & (offs_d < 2 * PAIRS)[None, :]
+        sin = tl.load(ptrs + PAIRS, mask=mask, other=0.0)
+        return tl.load(ptrs, mask=mask, other=1.0), tl.where(is_first[None, :], -sin, sin)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _stored(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """In the pool's dtype; eight bits saturate, and a NaN stays one."""
+def _to_pool_dtype(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Converts to the pool's dtype; fp8 saturates, NaN stays NaN."""
     if LIMIT > 0:
         y = y.to(tl.float32)
         y = tl.where(y > LIMIT, LIMIT, y)
@@ -134,50 +136,53 @@ def _stored(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]  # no
     return y.to(like.dtype.element_ty)
 
 
-@program("rows", "owners", "tables", "count", "pages")  # type: ignore[untyped-decorator]
-def _prepare(  # type: ignore[no-untyped-def]
-    by_head, queries, new_keys, new_values, old_keys, old_values, turns, query_weight, key_weight,
-    rows, owners, tables, count, source_token, source_head, pages,
-    key_slot, key_entry, key_head, value_slot, value_entry, value_head,
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "owners", "block_tables", "count", "stride_table"
+)
+def _prepare_qkv(  # type: ignore[no-untyped-def]
+    by_head, queries, k_new, v_new, k_cache, v_cache, rotations, query_weight, key_weight,
+    rows, owners, block_tables, count, stride_token, stride_head, stride_table,
+    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
     query_eps, key_eps, key_gain,
-    PAGE: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,  # noqa: N803
-    GAIN: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EACH: tl.constexpr,  # noqa: N803
-    T: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,  # noqa: N803
+    PAGE_TOKENS: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    GAIN: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PER_CTA: tl.constexpr,
+    BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    begin, dim = tl.program_id(1) * EACH, tl.arange(0, D)[None, :]
-    token = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    ours = token < count
-    here = ours[:, None] & (dim < DIM)
-    cos, sin = _angles(turns, token, ours, PAIRS, T, D)
-    owner = tl.load(owners + token, mask=ours, other=0)
-    one = rows + 3 * owner
-    position = tl.load(one + 2, mask=ours, other=0) - tl.load(one, mask=ours, other=0) + token
-    page = tables + owner.to(tl.int64) * pages + position // PAGE
-    slot = tl.load(page, mask=ours, other=-1).to(tl.int64)
-    kept = (slot >= 0)[:, None] & here
-    old_keys += (slot * key_slot + position % PAGE * key_entry)[:, None] + dim
-    old_values += (slot * value_slot + position % PAGE * value_entry)[:, None] + dim
-    for head in range(begin, tl.minimum(begin + EACH, HEADS + 2 * KV_HEADS)):
-        source = by_head + token[:, None] * source_token + head * source_head + dim
-        number = (head - HEADS) % KV_HEADS
-        new = (token[:, None] * KV_HEADS + number) * DIM + dim
+    first_head, offs_d = tl.program_id(1) * HEADS_PER_CTA, tl.arange(0, BLOCK_D)[None, :]
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    valid = token < count
+    mask = valid[:, None] & (offs_d < HEAD_DIM)
+    cos, sin = _load_rotations(rotations, token, valid, PAIRS, BLOCK_T, BLOCK_D)
+    owner = tl.load(owners + token, mask=valid, other=0)
+    row = rows + 3 * owner
+    position = tl.load(row + 2, mask=valid, other=0) - tl.load(row, mask=valid, other=0) + token
+    page = block_tables + owner.to(tl.int64) * stride_table + position // PAGE_TOKENS
+    slot = tl.load(page, mask=valid, other=-1).to(tl.int64)
+    cache_mask = (slot >= 0)[:, None] & mask
+    k_cache += (slot * stride_k_slot + position % PAGE_TOKENS * stride_k_entry)[:, None] + offs_d
+    v_cache += (slot * stride_v_slot + position % PAGE_TOKENS * stride_v_entry)[:, None] + offs_d
+    for head in range(first_head, tl.minimum(first_head + HEADS_PER_CTA, HEADS + 2 * KV_HEADS)):
+        source = by_head + token[:, None] * stride_token + head * stride_head + offs_d
+        kv_head = (head - HEADS) % KV_HEADS
+        new_offsets = (token[:, None] * KV_HEADS + kv_head) * HEAD_DIM + offs_d
         if head < HEADS:
-            query = _prepared(
-                source, here, cos, sin, query_weight, query_eps, 1.0,
-                QUERY_NORM, False, PAIRS, T, DIM, D,
+            query = _norm_and_rotate(
+                source, mask, cos, sin, query_weight, query_eps, 1.0,
+                QUERY_NORM, False, PAIRS, BLOCK_T, HEAD_DIM, BLOCK_D,
             )
-            tl.store(queries + (token[:, None] * HEADS + head) * DIM + dim, query, mask=here)
+            tl.store(
+                queries + (token[:, None] * HEADS + head) * HEAD_DIM + offs_d, query, mask=mask)
         elif head < HEADS + KV_HEADS:
-            y = _prepared(
-                source, here, cos, sin, key_weight, key_eps, key_gain,
-                KEY_NORM, GAIN, PAIRS, T, DIM, D,
+            y = _norm_and_rotate(
+                source, mask, cos, sin, key_weight, key_eps, key_gain,
+                KEY_NORM, GAIN, PAIRS, BLOCK_T, HEAD_DIM, BLOCK_D,
             )
-            key = _stored(y, new_keys, LIMIT)
-            tl.store(new_keys + new, key, mask=here)
-            tl.store(old_keys + number * key_head, key, mask=kept)
+            key = _to_pool_dtype(y, k_new, LIMIT)
+            tl.store(k_new + new_offsets, key, mask=mask)
+            tl.store(k_cache + kv_head * stride_k_head, key, mask=cache_mask)
         else:
-            value = _stored(tl.load(source, mask=here, other=0.0), new_values, LIMIT)
-            tl.store(new_values + new, value, mask=here)
-            tl.store(old_values + number * value_head, value, mask=kept)
+            value = _to_pool_dtype(tl.load(source, mask=mask, other=0.0), v_new, LIMIT)
+            tl.store(v_new + new_offsets, value, mask=mask)
+            tl.store(v_cache + kv_head * stride_v_head, value, mask=cache_mask)
 # fmt: on

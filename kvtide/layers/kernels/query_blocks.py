@@ -1,8 +1,10 @@
-"""Spans: neighbouring new tokens of one sequence, so many that one program takes them.
+"""Blocks of new tokens: neighbouring rows of one sequence that one CTA takes together.
 
-Which there are is worked out on the device from `Batch.rows`: a recorded step is played with other
-sequences. The table has room for as many as there can be. They stand in the order of their rows,
-and what is left of the room has no sequence.
+`_divide_rows`  grid (tiles of blocks,): the table of blocks, from the lengths in `Batch.rows`
+
+The table is made on the device, since a CUDA graph is replayed with other sequences. It has room
+for the most blocks there can be: blocks are in the order of their rows, and the rest of the table
+has no sequence. Torch reference: none; its test has it in Python.
 """
 
 from __future__ import annotations
@@ -15,83 +17,92 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass
 from kvtide.layers.kernels.grid import SEQUENCES_AT_ONCE, divided_up
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.step import Batch
 
-_AT_ONCE = 16
+_BLOCKS_PER_CTA = 16
+"""Rows of the table that a CTA fills."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
-    """table   (spans, 3) int32: sequence or -1, first row, end row
-    firsts  (sequences,) int32: the number of each sequence's first span
-    busy    as many as there would be of one sequence: by this, work is divided
+class QueryBlocks:
+    """table         (blocks, 3) int32: sequence or -1, first row, end row
+    first_blocks  (sequences,) int32: the index of each sequence's first block
+    busy          the blocks if all rows were of one sequence: sizes of grids depend on this
     """
 
     table: Tensor
-    firsts: Tensor
+    first_blocks: Tensor
     busy: int
 
 
-def spans(
-    run: ForwardPass, tokens: int, *, within: tuple[int, int] | None = None, singles: bool = True
-) -> Spans:
-    """Of up to so many tokens; of those rows of the step, or all; of sequences with one token too,
-    or not."""
-    low, high = within or (0, len(run.positions))
-    key = ("spans", tokens, low, high, singles)
-    return run.shared(key, lambda: _cut(run.batch, tokens, low, high, singles))
+def query_blocks(
+    run: ForwardPass,
+    block_tokens: int,
+    *,
+    rows: tuple[int, int] | None = None,
+    include_decode: bool = True,
+) -> QueryBlocks:
+    """Blocks of up to `block_tokens` tokens, of these rows of the step, or of all.
+
+    `include_decode`: sequences with one new token have a block too.
+    """
+    lo, hi = rows or (0, len(run.positions))
+    key = ("query_blocks", block_tokens, lo, hi, include_decode)
+    return run.shared(key, lambda: _divide(run.batch, block_tokens, lo, hi, include_decode))
 
 
-def _cut(batch: Batch, tokens: int, low: int, high: int, singles: bool) -> Spans:
-    count = len(batch.rows)
-    # The last one of every sequence may be smaller.
-    most = (high - low) // tokens + (count if singles else batch.bounds.prompts)
-    table, firsts = batch.rows.new_empty((most, 3)), batch.rows.new_empty(count)
-    _cut_rows[(divided_up(most, _AT_ONCE),)](
-        *(batch.rows, table, firsts, count, most, low, high),
-        LEAST=1 if singles else 2,
-        TOKENS=tokens,
-        SEQUENCES=SEQUENCES_AT_ONCE,
-        B=_AT_ONCE,
+def _divide(batch: Batch, block_tokens: int, lo: int, hi: int, include_decode: bool) -> QueryBlocks:
+    sequences = len(batch.rows)
+    # The last block of every sequence may be smaller.
+    max_blocks = (hi - lo) // block_tokens + (sequences if include_decode else batch.bounds.prompts)
+    table, first_blocks = batch.rows.new_empty((max_blocks, 3)), batch.rows.new_empty(sequences)
+    _divide_rows[(divided_up(max_blocks, _BLOCKS_PER_CTA),)](
+        *(batch.rows, table, first_blocks, sequences, max_blocks, lo, hi),
+        MIN_TOKENS=1 if include_decode else 2,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_SEQUENCES=SEQUENCES_AT_ONCE,
+        BLOCK=_BLOCKS_PER_CTA,
     )
-    return Spans(table, firsts, divided_up(high - low, tokens))
+    return QueryBlocks(table, first_blocks, divided_up(hi - lo, block_tokens))
 
 
 @triton.jit
-def backwards(number, count):  # type: ignore[no-untyped-def]
-    """Which span a program takes, so that those with the most to see come first: of a prompt, the
-    last ones."""
-    return count - 1 - number
+def longest_first(index, count):  # type: ignore[no-untyped-def]
+    """The block that CTA `index` takes: those with the longest context, the last ones, first."""
+    return count - 1 - index
 
 
 # fmt: off
-@program("rows", "count", "most", "low", "high")  # type: ignore[untyped-decorator]
-def _cut_rows(  # type: ignore[no-untyped-def]
-    rows, table, firsts, count, most, low, high,
-    LEAST: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,  # noqa: N803
-    B: tl.constexpr,  # noqa: N803
+@kernel("rows", "count", "max_blocks", "lo", "hi")  # type: ignore[untyped-decorator]
+def _divide_rows(  # type: ignore[no-untyped-def]
+    rows, table, first_blocks, count, max_blocks, lo, hi,
+    MIN_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    place, total = tl.program_id(0) * B + tl.arange(0, B), tl.full([], 0, tl.int32)
-    sequence, before = tl.zeros([B], tl.int32), tl.zeros([B], tl.int32)
-    for at in range(0, count, SEQUENCES):
-        number = at + tl.arange(0, SEQUENCES)
-        start = tl.load(rows + 3 * number, mask=number < count, other=0)
-        end = tl.load(rows + 3 * number + 1, mask=number < count, other=0)
-        inside = tl.minimum(end, high) - tl.maximum(start, low)
-        spans = tl.where(end - start < LEAST, 0, (tl.maximum(inside, 0) + TOKENS - 1) // TOKENS)
-        ends = total + tl.cumsum(spans, 0)
-        tl.store(firsts + number, ends - spans, mask=(number < count) & (tl.program_id(0) == 0))
-        done = (number < count)[None, :] & (ends[None, :] <= place[:, None])
-        sequence += tl.sum(done.to(tl.int32), 1)
-        before += tl.sum(tl.where(done, spans[None, :], 0), 1)
-        total += tl.sum(spans, 0)
-    there = (place < most) & (sequence < count)
-    start = tl.load(rows + 3 * sequence, mask=there, other=0)
-    end = tl.load(rows + 3 * sequence + 1, mask=there, other=0)
-    first = tl.maximum(start, low) + (place - before) * TOKENS
-    tl.store(table + 3 * place, tl.where(there, sequence, -1), mask=place < most)
-    tl.store(table + 3 * place + 1, first, mask=place < most)
-    end = tl.minimum(tl.minimum(end, high), first + TOKENS)
-    tl.store(table + 3 * place + 2, end, mask=place < most)
+    block, blocks_before = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.full([], 0, tl.int32)
+    sequence, seq_offset = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK_SEQUENCES):
+        offs = start + tl.arange(0, BLOCK_SEQUENCES)
+        row_start = tl.load(rows + 3 * offs, mask=offs < count, other=0)
+        row_end = tl.load(rows + 3 * offs + 1, mask=offs < count, other=0)
+        new_tokens = tl.minimum(row_end, hi) - tl.maximum(row_start, lo)
+        excluded = row_end - row_start < MIN_TOKENS
+        seq_blocks = (tl.maximum(new_tokens, 0) + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+        seq_blocks = tl.where(excluded, 0, seq_blocks)
+        block_ends = blocks_before + tl.cumsum(seq_blocks, 0)
+        writes = (offs < count) & (tl.program_id(0) == 0)
+        tl.store(first_blocks + offs, block_ends - seq_blocks, mask=writes)
+        earlier = (offs < count)[None, :] & (block_ends[None, :] <= block[:, None])
+        sequence += tl.sum(earlier.to(tl.int32), 1)
+        seq_offset += tl.sum(tl.where(earlier, seq_blocks[None, :], 0), 1)
+        blocks_before += tl.sum(seq_blocks, 0)
+    valid = (block < max_blocks) & (sequence < count)
+    row_start = tl.load(rows + 3 * sequence, mask=valid, other=0)
+    row_end = tl.load(rows + 3 * sequence + 1, mask=valid, other=0)
+    block_start = tl.maximum(row_start, lo) + (block - seq_offset) * BLOCK_TOKENS
+    tl.store(table + 3 * block, tl.where(valid, sequence, -1), mask=block < max_blocks)
+    tl.store(table + 3 * block + 1, block_start, mask=block < max_blocks)
+    row_end = tl.minimum(tl.minimum(row_end, hi), block_start + BLOCK_TOKENS)
+    tl.store(table + 3 * block + 2, row_end, mask=block < max_blocks)
 # fmt: on

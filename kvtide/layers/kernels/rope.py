@@ -1,7 +1,12 @@
-"""Norms and rotations of neighbours as device programs, for what comes out of a projection.
+"""RMS norm and rope of interleaved pairs, fused, for vectors that come out of a projection.
 
-What `elementary.rms_norm` and `rope.rotate_neighbours` do one after the other, rounded as they
-round, in one program. It writes over what it is given: nobody else needs that.
+Torch reference: `layers/elementwise.py`, `rms_norm`, then `layers/rope.py`, `rotate_neighbours`,
+with the same roundings.
+
+`_rotate_heads`       grid (tiles of rows,): in place
+`_norm_rotate_write`  grid (tokens,): also writes the KV entry
+
+Surprising: `turn` overwrites its input.
 """
 
 from __future__ import annotations
@@ -13,45 +18,45 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import divided_up, power_of_two
-from kvtide.layers.kernels.jit import program
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import (
     bf16,
     bits,
     entry_fields,
     entry_shape,
     from_bf16,
-    located,
+    locate,
     store_entry,
     widened,
 )
 from kvtide.spec import Encoding
 
-ELEMENTS = 4096
-"""That a program takes."""
+TILE_ELEMENTS = 4096
+"""Elements per CTA."""
 ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What programs are told of the model's dtype, for `rounded`."""
+"""The model's dtype as a constant of `rounded`."""
 
 
 def turn(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
-    """Turns the last dimensions of every head of x (tokens, heads, dim) where they lie.
+    """Rotates the last dimensions of every head of x (tokens, heads, dim), in place.
 
-    turns  (tokens, 2, pairs), fp32; `back`: the other way
-    eps    of an RMS norm over each head that comes before; None: there is none
+    turns  (tokens, 2, pairs), fp32: cos and sin; `back`: the inverse rotation
+    eps    of an RMS norm over each head before the rotation; None: no norm
     """
     tokens, heads, dim = x.shape
     assert x.stride(-1) == 1 and turns.is_contiguous()
     pairs = turns.shape[-1]
     first = 0 if eps is not None else dim - 2 * pairs
     columns = power_of_two(dim - first)
-    rows = max(1, ELEMENTS // columns)
-    _turn[(divided_up(tokens * heads, rows),)](
+    rows = max(1, TILE_ELEMENTS // columns)
+    _rotate_heads[(divided_up(tokens * heads, rows),)](
         *(bits(x), turns, x.stride(0), x.stride(1), tokens * heads, eps or 0.0),
         HEADS=heads,
         FIRST=first,
         DIM=dim,
         PAIRS=pairs,
-        NORMS=eps is not None,
-        BACK=back,
+        NORM=eps is not None,
+        INVERSE=back,
         ROUNDED=ROUNDED[x.dtype],
         ROWS=rows,
         COLUMNS=columns,
@@ -62,10 +67,9 @@ def turn(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = Fal
 def keep_turned(
     run: ForwardPass, place: Place, x: Tensor, norm: tuple[Tensor, float], turns: Tensor
 ) -> Tensor:
-    """Norms and turns the vectors x (tokens, dim) of the step, keeps them, and gives them as they
-    were kept. `norm`: its weight, and eps.
+    """Norms and rotates x (tokens, dim), writes it into pages, and returns it as stored.
 
-    Of a joined entry bf16 holds all that comes back.
+    `norm`: its weight, and eps. A joined entry comes back in bf16, which holds it exactly.
     """
     batch, view = run.batch, run.step.view(place.pool.name, place.layer)
     slots, shape = batch.slots[place.anchor], entry_shape(place, view)
@@ -74,11 +78,11 @@ def keep_turned(
     kind = torch.bfloat16 if joined else getattr(torch, part.logical.dtype.torch_name)
     kept = torch.empty(x.shape, dtype=kind, device=x.device)
     weight, eps = norm
-    _keep_turned[(len(x),)](
+    _norm_rotate_write[(len(x),)](
         *(bits(x), x.stride(0), bits(weight), turns, bits(kept), eps),
         *(batch.rows, batch.owners, slots, slots.stride(0)),
         *entry_fields(place, view),
-        PAGE=run.step.page_tokens,
+        PAGE_TOKENS=run.step.page_tokens,
         DIM=x.shape[1],
         PAIRS=turns.shape[-1],
         ROUNDED=ROUNDED[x.dtype],
@@ -90,8 +94,8 @@ def keep_turned(
 
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
-def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """In fp32, with the precision of the model's dtype."""
+def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32, rounded to the model's dtype."""
     if ROUNDED == 1:
         return from_bf16(bf16(x))
     elif ROUNDED == 2:
@@ -101,87 +105,90 @@ def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def turned(x, cos, sin, C: tl.constexpr, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Pairs of neighbours of x (C,), turned; cosines are 1 where nothing turns."""
-    first, second = tl.split(tl.reshape(x, [C // 2, 2]))
+def rotated(  # type: ignore[no-untyped-def]
+    x, cos, sin, BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
+):
+    """x (BLOCK,) with interleaved pairs rotated; cos is 1 where nothing rotates."""
+    first, second = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
     turned_first = rounded(first * cos - second * sin, ROUNDED)
     turned_second = rounded(second * cos + first * sin, ROUNDED)
-    return tl.reshape(tl.join(turned_first, turned_second), [C])
+    return tl.reshape(tl.join(turned_first, turned_second), [BLOCK])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def normed_and_turned(  # type: ignore[no-untyped-def]
-    x, weight, turns, token, eps,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, C: tl.constexpr, ROUNDED: tl.constexpr,  # noqa: N803
+def norm_and_rotate(  # type: ignore[no-untyped-def]
+    x, weight, rotations, token, eps,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
 ):
-    """A vector x (C,) in fp32, zero from DIM on; `turns` are those of the token."""
-    column = tl.arange(0, C)
+    """RMS norm and rotation of a vector x (BLOCK,) in fp32, which is zero from DIM on."""
+    column = tl.arange(0, BLOCK)
     gain = widened(tl.load(weight + column, mask=column < DIM, other=0))
     x = rounded(x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * gain, ROUNDED)
-    pair = tl.arange(0, C // 2) - (DIM // 2 - PAIRS)
-    turning, at = (pair >= 0) & (pair < PAIRS), token * (2 * PAIRS) + pair
-    cos = tl.load(turns + at, mask=turning, other=1.0)
-    sin = tl.load(turns + at + PAIRS, mask=turning, other=0.0)
-    return turned(x, cos, sin, C, ROUNDED)
+    pair = tl.arange(0, BLOCK // 2) - (DIM // 2 - PAIRS)
+    rotates, offsets = (pair >= 0) & (pair < PAIRS), token * (2 * PAIRS) + pair
+    cos = tl.load(rotations + offsets, mask=rotates, other=1.0)
+    sin = tl.load(rotations + offsets + PAIRS, mask=rotates, other=0.0)
+    return rotated(x, cos, sin, BLOCK, ROUNDED)
 
 
 @triton.jit
 def narrowed(x, like):  # type: ignore[no-untyped-def]
-    """What was rounded, as `like` points to it."""
+    """A rounded value in the dtype that `like` points to."""
     if like.dtype.element_ty == tl.int16:
         return bf16(x)
     else:
         return x.to(like.dtype.element_ty)
 
 
-@program("count")  # type: ignore[untyped-decorator]
-def _turn(  # type: ignore[no-untyped-def]
-    x, turns, token_stride, head_stride, count, eps,
-    HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,  # noqa: N803
-    NORMS: tl.constexpr, BACK: tl.constexpr, ROUNDED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+@kernel("count")  # type: ignore[untyped-decorator]
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    x, rotations, token_stride, head_stride, count, eps,
+    HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    NORM: tl.constexpr, INVERSE: tl.constexpr, ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column, live = FIRST + tl.arange(0, COLUMNS), row < count
-    token, mask = (row // HEADS).to(tl.int64), live[:, None] & (column < DIM)[None, :]
-    at = (token * token_stride + (row % HEADS) * head_stride)[:, None] + column[None, :]
-    value = widened(tl.load(x + at, mask=mask, other=0))
-    if NORMS:
-        factor = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
-        value = rounded(value * factor[:, None], ROUNDED)
+    column, valid = FIRST + tl.arange(0, COLUMNS), row < count
+    token, mask = (row // HEADS).to(tl.int64), valid[:, None] & (column < DIM)[None, :]
+    offsets = (token * token_stride + (row % HEADS) * head_stride)[:, None] + column[None, :]
+    value = widened(tl.load(x + offsets, mask=mask, other=0))
+    if NORM:
+        scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
+        value = rounded(value * scale[:, None], ROUNDED)
     pair = tl.arange(0, COLUMNS // 2) - ((DIM - FIRST) // 2 - PAIRS)
-    turning = live[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
-    turns_at = (token * (2 * PAIRS))[:, None] + pair[None, :]
-    cos = tl.load(turns + turns_at, mask=turning, other=1.0)
-    sin = tl.load(turns + turns_at + PAIRS, mask=turning, other=0.0)
-    if BACK:
+    rotates = valid[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
+    rotation_offsets = (token * (2 * PAIRS))[:, None] + pair[None, :]
+    cos = tl.load(rotations + rotation_offsets, mask=rotates, other=1.0)
+    sin = tl.load(rotations + rotation_offsets + PAIRS, mask=rotates, other=0.0)
+    if INVERSE:
         sin = -sin
     first, second = tl.split(tl.reshape(value, [ROWS, COLUMNS // 2, 2]))
     first, second = first * cos - second * sin, second * cos + first * sin
     value = tl.reshape(tl.join(first, second), [ROWS, COLUMNS])
-    tl.store(x + at, narrowed(value, x), mask=mask)
+    tl.store(x + offsets, narrowed(value, x), mask=mask)
 
 
-@program("rows", "owners", "slots", "slots_sequence")  # type: ignore[untyped-decorator]
-def _keep_turned(  # type: ignore[no-untyped-def]
-    x, x_token, weight, turns, kept, eps, rows, owners, slots, slots_sequence,
+@kernel("rows", "owners", "slots", "stride_slots_row")  # type: ignore[untyped-decorator]
+def _norm_rotate_write(  # type: ignore[no-untyped-def]
+    x, stride_x_token, weight, rotations, out, eps, rows, owners, slots, stride_slots_row,
     field, rope, scale, pad,
     field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ROUNDED: tl.constexpr,  # noqa: N803
-    KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,  # noqa: N803
+    PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ROUNDED: tl.constexpr,
+    KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
-    token, column = tl.program_id(0), tl.arange(0, GROUPS * GROUP)
-    slot, place = located(rows, owners, slots, slots_sequence, token, PAGE)
-    wide, inside = token.to(tl.int64), column < DIM
-    value = widened(tl.load(x + wide * x_token + column, mask=inside, other=0))
-    value = normed_and_turned(value, weight, turns, wide, eps, DIM, PAIRS, GROUPS * GROUP, ROUNDED)
-    back = store_entry(
-        tl.reshape(value, [GROUPS, GROUP]), slot, place, field, rope, scale, pad,
+    token, offs_d = tl.program_id(0), tl.arange(0, GROUPS * GROUP)
+    slot, entry_index = locate(rows, owners, slots, stride_slots_row, token, PAGE_TOKENS)
+    token64, in_dim = token.to(tl.int64), offs_d < DIM
+    value = widened(tl.load(x + token64 * stride_x_token + offs_d, mask=in_dim, other=0))
+    value = norm_and_rotate(
+        value, weight, rotations, token64, eps, DIM, PAIRS, GROUPS * GROUP, ROUNDED)
+    stored = store_entry(
+        tl.reshape(value, [GROUPS, GROUP]), slot, entry_index, field, rope, scale, pad,
         field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
         pad_slot, pad_entry, KIND, NOPE, ROPE, PAD, GROUP, GROUPS)
-    at = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    offs = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if KIND > 3:
-        back = narrowed(back, kept)
-    tl.store(kept + wide * DIM + at, back, mask=at < DIM)
+        stored = narrowed(stored, out)
+    tl.store(out + token64 * DIM + offs, stored, mask=offs < DIM)
 # fmt: on

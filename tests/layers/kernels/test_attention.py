@@ -210,16 +210,17 @@ def test_parts_of_the_keys_are_joined(
 ) -> None:
     """Shares of programs end within sequences, or take several of them; a page has two tiles."""
     monkeypatch.setattr(sys.modules[__name__], "PAGE", 32)
-    monkeypatch.setattr(attention_tiles, "KEYS", 16)
+    monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
     monkeypatch.setattr(attention_decode, "MIN_TILES", 1)
-    monkeypatch.setattr(attention_decode, "PROGRAMS", programs)
+    monkeypatch.setattr(attention_decode, "CTAS_PER_SM", 1)
+    monkeypatch.setattr(attention_decode, "sm_count", lambda device: programs)
     step = [(130, 1), (0, 1), (17, 1), (41, 11), (64, 1)]
     found, wanted = both(CASES[case], step, device, torch.float32, KVDType.FP32)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 def test_many_parts_are_joined(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_tiles, "KEYS", 16)
+    monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
     monkeypatch.setattr(attention_decode, "MIN_TILES", 1)
     found, wanted = both(
         CASES["odd group, odd width"], [(330, 1), (290, 1)], device, torch.float32, KVDType.FP32
@@ -253,16 +254,16 @@ def test_what_sequences_begin_with_is_read_once_for_several(
     case: str, alike: str, keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, given = CASES[case], ALIKE[alike]
-    monkeypatch.setattr(attention_tiles, "KEYS", keys)
+    monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", keys)
     monkeypatch.setattr(attention_cascade, "MIN_TOKENS", 32)
-    monkeypatch.setattr(attention_cascade, "WIDE_ROWS", 2 * shape.heads // shape.kv_heads)
-    compared, known = attention_cascade._compared, []
+    monkeypatch.setattr(attention_cascade, "FP32_TILE_ROWS", 2 * shape.heads // shape.kv_heads)
+    compared, known = attention_cascade._shared_prefix_lengths, []
 
     def noted(*numbers: object) -> Tensor:
         known.append(compared(*numbers))
         return known[-1]
 
-    monkeypatch.setattr(attention_cascade, "_compared", noted)
+    monkeypatch.setattr(attention_cascade, "_shared_prefix_lengths", noted)
     found, wanted = both(
         shape, given.step, device, torch.float32, KVDType.FP32, given.idle, given.prefix
     )
@@ -297,21 +298,21 @@ def test_blocks_of_tokens_are_shared_by_programs(
 ) -> None:
     """Shares end within blocks, or take several of them; others are taken whole."""
     given = BLOCKS[step]
-    monkeypatch.setattr(attention_tiles, "KEYS", 16)
-    monkeypatch.setattr(attention_prefill, "WIDE_ROWS", 16)
+    monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
+    monkeypatch.setattr(attention_prefill, "FP32_TILE_ROWS", 16)
     monkeypatch.setattr(attention_prefill, "SEQUENCES_AT_ONCE", 4)
     monkeypatch.setattr(prefill_schedule, "SEQUENCES_AT_ONCE", 4)
     monkeypatch.setattr(prefill_schedule, "MIN_TILES", 1)
-    monkeypatch.setattr(prefill_schedule, "OPENING_TILES", -1000)
-    monkeypatch.setattr(prefill_schedule, "MAX_ROUNDS", 1000)
-    monkeypatch.setattr(prefill_schedule, "PROGRAMS", programs)
+    monkeypatch.setattr(prefill_schedule, "SPLIT_OVERHEAD_TILES", -1000)
+    monkeypatch.setattr(prefill_schedule, "MAX_WAVES", 1000)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: programs)
     laid = []
 
     def noted(*given: Any) -> Tensor:
-        laid.append(prefill_schedule.laid_blocks(*given))
+        laid.append(prefill_schedule.schedule_blocks(*given))
         return laid[-1]
 
-    monkeypatch.setattr(attention_prefill, "laid_blocks", noted)
+    monkeypatch.setattr(attention_prefill, "schedule_blocks", noted)
     found, wanted = both(
         CASES[case], given.step, device, torch.float32, KVDType.FP32, idle=given.idle
     )
@@ -330,18 +331,19 @@ def test_blocks_are_shared_where_that_is_worth_it(
     step = Step(at, at, rows, PAGE, lambda pool, layer: {}, lambda layer: None)
 
     def shared(window: int = 0) -> list[int]:
-        constants = prefill_schedule.shares(2, small=False)
-        laid = prefill_schedule.laid_blocks(ForwardPass(step), 32, constants, window, 16)
+        constants = prefill_schedule.split_constants(2, False, device)
+        laid = prefill_schedule.schedule_blocks(ForwardPass(step), 32, constants, window, 16)
         return [int(number) for number in laid[0, :3]]
 
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 132)
     assert shared() == [0, 5, 6]
     assert shared(window=20) == [0, 0, 6]
-    monkeypatch.setattr(prefill_schedule, "PROGRAMS", 3)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 3)
     assert shared() == [3, 5, 6]
-    monkeypatch.setattr(prefill_schedule, "MAX_ROUNDS", 2)
+    monkeypatch.setattr(prefill_schedule, "MAX_WAVES", 2)
     assert shared() == [0, 0, 6]
-    monkeypatch.setattr(prefill_schedule, "MAX_ROUNDS", 3)
-    monkeypatch.setattr(prefill_schedule, "PROGRAMS", 10)
+    monkeypatch.setattr(prefill_schedule, "MAX_WAVES", 3)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 10)
     assert shared() == [0, 0, 6], "each has a program, and all are done at the same time"
 
 
@@ -368,7 +370,7 @@ def test_published_heads_in_half_precision(
     monkeypatch.setattr(sys.modules[__name__], "PAGE", page)
     prefix = (0, 2048) if step.startswith("alike") else (0, 0)
     if step == "alike, in one part":
-        monkeypatch.setattr(attention_cascade, "MAX_PARTS", 1)
+        monkeypatch.setattr(attention_cascade, "MAX_SPLITS", 1)
     given = LARGE_STEPS[step]
     found, wanted = both(LARGE[case], given, device, torch.bfloat16, kv, prefix=prefix)
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)

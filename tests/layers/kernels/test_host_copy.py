@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtide.layers.kernels.host_copy import BLOCK, PROGRAMS, host_copy
+from kvtide.layers.kernels.host_copy import BLOCK, CTAS, host_copy
 
 
-@pytest.mark.parametrize("count", [1, 15, BLOCK, BLOCK + 1, BLOCK * PROGRAMS + 5])
+@pytest.mark.parametrize("count", [1, 15, BLOCK, BLOCK + 1, BLOCK * CTAS + 5])
 def test_numbers_go_to_the_device_and_back_and_no_others_are_written(
     count: int, device: torch.device
 ) -> None:

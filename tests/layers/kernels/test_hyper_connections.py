@@ -14,7 +14,7 @@ from kvtide.layers import Blueprint, choose
 from kvtide.layers.arithmetic import Arithmetic, Batched
 from kvtide.layers.dense import RMSNorm
 from kvtide.layers.hyper_connections import Around, Joined
-from kvtide.layers.kernels import hyper_connections as programs
+from kvtide.layers.kernels import hyper_connections as kernels
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.config import Config
 from kvtide.spec.pool import NOTHING
@@ -171,13 +171,13 @@ def test_two_halves_are_one_projection(device: torch.device) -> None:
     whole = given.made(Around, Everywhere(), torch.float32)
     high = whole.mixing.project.bfloat16().float()
     both = torch.cat([high, whole.mixing.project - high])
-    found = programs.gathered(replace(whole.mixing, project=both), given.streams, given.norm)
+    found = kernels.gathered(replace(whole.mixing, project=both), given.streams, given.norm)
     for ours, theirs in zip(found, whole.normed(given.streams, given.norm), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_larger_tiles_give_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "MANY_TOKENS", 8)
+    monkeypatch.setattr(kernels, "MANY_TOKENS", 8)
     given = Given(CASES["two"], 70, torch.float32, device)
     program, plain = (given.made(Around, how(), torch.float32) for how in (Everywhere, Nowhere))
     found, wanted = (one.normed(given.streams, given.norm) for one in (program, plain))

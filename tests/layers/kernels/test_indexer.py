@@ -108,8 +108,8 @@ def test_the_programs_choose_what_torch_chooses(
 def test_queries_are_taken_a_few_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer, "SCORES", 4 * 46)
-    monkeypatch.setattr(indexer, "QUERIES", 4)
+    monkeypatch.setattr(indexer, "MAX_SCORES", 4 * 46)
+    monkeypatch.setattr(indexer, "QUERY_BLOCK", 4)
     filled, place, keys = a_step(STEPS["all at once"], 1, 16, device, torch.float32, KVDType.FP32)
     queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
     chosen = choose_paged(filled.run, place, queries, weights, 9)
@@ -125,7 +125,7 @@ def test_of_equals_the_first_is_taken(
     """Keys of small whole numbers: sums are exact in any order, and many are equal."""
     monkeypatch.setattr(indexer, "TILE", tile)
     monkeypatch.setattr(indexer, "_MIN_TILE", tile)
-    monkeypatch.setattr(indexer, "FEWER", 2)
+    monkeypatch.setattr(indexer, "MIN_TILES_OF_TOP_K", 2)
     filled, place, _ = a_step([(90, 1), (40, 9)], 1, 16, device, torch.float32, KVDType.FP32)
     view = filled.buffers.view("index", 0)["index_key"]
     generator = torch.Generator().manual_seed(2)
@@ -154,8 +154,8 @@ def test_a_choice_is_made_in_several_rounds(
 ) -> None:
     monkeypatch.setattr(indexer, "TILE", 4)
     monkeypatch.setattr(indexer, "_MIN_TILE", 4)
-    monkeypatch.setattr(indexer, "FEWER", 2)
-    assert list(indexer._rounds(71, 4, 1)) == [18, 5, 2, 1]
+    monkeypatch.setattr(indexer, "MIN_TILES_OF_TOP_K", 2)
+    assert list(indexer._tiles_per_round(71, 4, 1)) == [18, 5, 2, 1]
     filled, place, keys = a_step(STEPS[step], 1, 16, device, torch.float32, KVDType.FP32)
     queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
     chosen = choose_paged(filled.run, place, queries, weights, count)

@@ -1,4 +1,4 @@
-"""Mixtures of experts as device programs give what experts one by one give."""
+"""Mixtures of experts as device kernels give what experts one by one give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
-from kvtide.layers.kernels import moe_experts as programs
+from kvtide.layers.kernels import moe_experts as kernels
 from kvtide.layers.kernels.moe_experts import arrange, mix
 from kvtide.layers.moe import (
     Choice,
@@ -101,7 +101,7 @@ def test_the_programs_give_what_experts_one_by_one_give(
 def test_with_many_pairs_there_may_be_gaps_between_blocks(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "COUNTED", 16)
+    monkeypatch.setattr(kernels, "COUNTED", 16)
     case = CASES["swish"]
     experts, routing = made(case, device, torch.float32), routed(case, 21, device)
     x = drawn(21, case.inputs, seed=9, device=device, dtype=torch.float32)
@@ -113,7 +113,7 @@ def test_with_many_pairs_there_may_be_gaps_between_blocks(
 def test_tiles_may_be_fetched_by_their_numbers(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_EXACT", replace(programs._EXACT, described=True))
+    monkeypatch.setattr(kernels, "_EXACT", replace(kernels._EXACT, described=True))
     given = CASES[case]
     experts, routing = made(given, device, torch.float32), routed(given, 21, device)
     x = drawn(21, given.inputs, seed=9, device=device, dtype=torch.float32)
@@ -154,7 +154,7 @@ def test_ranks_add_what_their_own_experts_give(tokens: int, device: torch.device
 def test_pairs_are_in_order_and_every_block_has_rows_of_one_expert(
     own: range, counted: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "COUNTED", counted)
+    monkeypatch.setattr(kernels, "COUNTED", counted)
     chosen = torch.tensor([3, 0, 8, 3, 3, 4, 8, 3, 0, 3, 3, 3, 4, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
     arranged = arrange(chosen.view(-1, 1).to(device), own, 16)
     pairs = [n for e in own for n in range(len(chosen)) if chosen[n] == e]
@@ -168,7 +168,7 @@ def test_pairs_are_in_order_and_every_block_has_rows_of_one_expert(
 
 
 class Programmed(Batched):
-    """Runs programs wherever it is."""
+    """Runs kernels wherever it is."""
 
     def runs_programs(self, device: torch.device) -> bool:
         return True

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.dense import RMSNorm
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels import qkv as programs
+from kvtide.layers.kernels import qkv as kernels
 from kvtide.layers.kernels.qkv import keep_heads
 from kvtide.layers.qkv import Preparing
 from kvtide.layers.rope import Rope
@@ -131,9 +131,9 @@ def compare(
 @pytest.fixture(autouse=True)
 def many_tokens_to_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter takes long for every program."""
-    monkeypatch.setattr(programs, "FEW_TOKENS", 1)
-    monkeypatch.setattr(programs, "ELEMENTS", 1024)
-    monkeypatch.setattr(programs, "HEADS", 3)
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 1)
+    monkeypatch.setattr(kernels, "TILE_ELEMENTS", 1024)
+    monkeypatch.setattr(kernels, "HEADS", 3)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -144,7 +144,7 @@ def test_heads_are_those_of_torch(case: str, device: torch.device) -> None:
 def test_few_tokens_have_a_program_each(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "FEW_TOKENS", 16)
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 16)
     decoding = [(15, 1), (16, 1), (0, 1)]
     compare(CASES["qwen3"], decoding, device, torch.float32, KVDType.FP32, 2e-6)
 

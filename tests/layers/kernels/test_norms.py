@@ -1,4 +1,4 @@
-"""Row-wise device programs give what the torch code gives, and round where it rounds."""
+"""Norm and gate kernels give what the torch code gives, and round where it rounds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvtide.layers.elementwise import (
     sigmoid,
     swish,
 )
-from kvtide.layers.kernels import rows
-from kvtide.layers.kernels.rows import added, gated, layer_normed, likeliest, normed
+from kvtide.layers.kernels import norms
+from kvtide.layers.kernels.norms import added, gated, layer_normed, normed
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
@@ -85,22 +85,21 @@ def test_a_sum_is_rounded_and_then_normed(dtype: torch.dtype, device: torch.devi
         alike(total, x + y)
         assert not x.is_cuda or torch.equal(total, x + y)
         alike(result, rms_norm(total, weight, 1e-6))
-        assert torch.equal(x, kept), "what comes in stays as it was"
+        assert torch.equal(x, kept), "inputs are not written"
 
 
-def test_programs_that_take_several_rows(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "PROGRAMS", 2)
-    monkeypatch.setattr(rows, "TILE", 64)
+def test_a_cta_takes_several_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "CTAS_PER_SM", 1)
+    monkeypatch.setattr(norms, "sm_count", lambda device: 2)
+    monkeypatch.setattr(norms, "TILE", 64)
     for shape in ((13, 24), (3, 7, 16), (5, 100)):
         x, y, weight = (some(s, device, torch.float32) for s in (shape, shape, shape[-1:]))
         alike(normed(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
         alike(added(x, y, weight, 1e-6)[1], rms_norm(x + y, weight, 1e-6))
 
 
-def test_parts_of_a_wider_tensor(device: torch.device) -> None:
-    """Heads of a product with queries, keys and values side by side; every other element."""
+def test_strided_inputs(device: torch.device) -> None:
+    """Heads of a QKV projection; every other element."""
     wide = some((5, 9, 32), device, torch.float32)
     part, weight = wide[:, 2:6], weights(32, device)
     alike(normed(part, weight, 1e-6), rms_norm(part, weight, 1e-6))
@@ -154,13 +153,13 @@ def test_one_gate_for_all_of_a_row(device: torch.device) -> None:
 # -- layers ------------------------------------------------------------------------------------
 
 
-class ByPrograms(Batched):
+class WithKernels(Batched):
     def runs_programs(self, device: torch.device) -> bool:
         return True
 
 
-def test_layers_leave_it_to_programs(device: torch.device) -> None:
-    """Which give what their torch code gives."""
+def test_layers_launch_the_kernels(device: torch.device) -> None:
+    """They give what the torch code gives."""
     x, y = (some((5, 24), device, torch.float32, seed) for seed in (1, 2))
     weight, bias, gates = (some((n,), device, torch.float32, n) for n in (24, 24, 5))
     up = some((80, 24), device, torch.float32, 3)
@@ -179,53 +178,12 @@ def test_layers_leave_it_to_programs(device: torch.device) -> None:
             opened(arithmetic, y, x),
         ]
 
-    for found, wanted in zip(results(ByPrograms()), results(Deterministic()), strict=True):
+    for found, wanted in zip(results(WithKernels()), results(Deterministic()), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_without_programs_a_sum_and_its_norm_are_what_they_are_apart() -> None:
+def test_without_kernels_a_fused_sum_and_norm_are_those_of_torch() -> None:
     x, y = (some((5, 24), torch.device("cpu"), torch.bfloat16, seed) for seed in (1, 2))
     norm = RMSNorm(Deterministic(), weights(24, torch.device("cpu")), 1e-5)
     total, result = norm.added(x, y)
     assert torch.equal(total, x + y) and torch.equal(result, norm(x + y))
-
-
-# -- the likeliest column ----------------------------------------------------------------------
-
-
-def check(logits: Tensor, scales: Tensor | None = None) -> None:
-    found, wide = likeliest(logits, scales), logits.double()
-    highest = wide.amax(-1)
-    assert found[:, 0].tolist() == [row.index(max(row)) for row in wide.tolist()]
-    assert torch.equal(found[:, 1], highest)
-    scaled = wide if scales is None else wide * scales[:, None]
-    torch.testing.assert_close(found[:, 2], scaled.logsumexp(-1), rtol=0, atol=3e-6)
-
-
-def test_the_likeliest_and_the_sum_of_all(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "COLUMNS", 64)
-    for shape in ((1, 5), (3, 64), (2, 65), (2, 300)):
-        logits = some(shape, device, torch.float32) * 5
-        check(logits)
-        check(logits.repeat(1, 2)[:, 3:])
-        check(logits, torch.rand(len(logits), device=device) + 0.1)
-
-
-def test_of_equals_the_first_is_likeliest(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "COLUMNS", 16)
-    logits = torch.zeros(3, 70, device=device)
-    logits[1, [20, 25, 60]] = 3.0
-    logits[2, 69] = 1.0
-    check(logits)
-    logits[1, 32:48] = -torch.inf
-    check(logits)
-
-
-def test_vocabularies_as_published(device: torch.device) -> None:
-    sizes = [(1, 9000)] if device.type == "cpu" else [(64, 151_936), (1, 262_208), (300, 32_000)]
-    for size in sizes:
-        check(some(size, device, torch.float32) * 4)

@@ -1,6 +1,6 @@
-"""Attention over one vector a token, and indexers, at the shapes of published models.
+"""Attention over one vector per token (MLA, DeepSeek-V4), and indexers, at published shapes.
 
-ROWS: (name, setup), where setup() gives what to time, the bytes that it must move and its FLOPs.
+ROWS: (name, setup), where setup() gives the call to time, the bytes it must move and its FLOPs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda")
 
 
 def _run(memory: ModelMemory, past: int, count: int, sequences: int) -> ForwardPass:
-    """Sequences of so many tokens before the step and in it, over pools full of random numbers."""
+    """A step of sequences with so many cached and new tokens, over pools of random numbers."""
     pages = -(-(past + count) // PAGE)
     slots = {anchor.name: sequences * pages for anchor in memory.anchors}
     arrangement = Arrangement(memory, slots, Layout.PAGE_FIRST_DIRECT)
@@ -50,7 +50,7 @@ def _fill(field: Tensor) -> None:
     if field.dtype == torch.float8_e8m0fnu:
         field.view(torch.uint8).fill_(127)
     elif field.dtype == torch.float8_e4m3fn:
-        # Numbers of all sizes up to 2, of both signs, and no NaN.
+        # Magnitudes up to 2, both signs, no NaN.
         field.view(torch.uint8).random_(0, 0x40).add_(
             torch.randint_like(field.view(torch.uint8), 2) * 0x80
         )
@@ -75,7 +75,7 @@ def _latent(heads: int, past: int, count: int, sequences: int) -> Timed:
     return lambda: attend_latent(run, place, queries, how), moved, pairs * heads * (576 + 512) * 2
 
 
-# -- a window and blocks -----------------------------------------------------------------------
+# -- a window and compressed entries -----------------------------------------------------------
 
 
 def _blocks(
@@ -110,7 +110,7 @@ def _blocks(
 def _indexer(
     past: int, count: int, sequences: int, kv: KVDType = KVDType.BF16, part: str = "whole"
 ) -> Timed:
-    """`part`: all of it, the scores alone, or the choice by this program or by torch."""
+    """`part`: all of it, the scores alone, or the top-k alone, by our kernel or by torch."""
     pool = PoolSpec("index", (0,), scaled("index_key", 128, kv), tokens_per_entry=4)
     run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
     tokens, place, most = sequences * count, Place(pool, 0), (past + count) // 4
@@ -122,7 +122,7 @@ def _indexer(
     work: dict[str, Callable[[], object]] = {
         "whole": lambda: choose_paged(run, place, queries, weights, 512),
         "scores": lambda: indexer.score(run, place, queries, weights, scores, 0),
-        "choice": lambda: indexer._chosen(run, scores, found, 4, most, 0),
+        "top-k": lambda: indexer._select(run, scores, found, 4, most, 0),
         "torch.topk": lambda: scores.topk(512, sorted=False),
     }
     scored = part in ("whole", "scores")
@@ -132,28 +132,28 @@ def _indexer(
 
 K = 1024
 ROWS: list[tuple[str, Callable[[], Timed]]] = [
-    ("latents, 64 x 4k, 16 heads", lambda: _latent(16, 4 * K - 1, 1, 64)),
-    ("latents, 64 x 4k, 128 heads", lambda: _latent(128, 4 * K - 1, 1, 64)),
-    ("latents, 1 x 32k, 16 heads", lambda: _latent(16, 32 * K - 1, 1, 1)),
-    ("latents, prompt of 4k, 16 heads", lambda: _latent(16, 0, 4 * K, 1)),
-    ("c4, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64)),
-    ("c4, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64)),
-    ("c4, 1 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 1)),
-    ("c4, 1 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 1)),
-    ("c128, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64, 128, None)),
-    ("c128, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64, 128, None)),
-    ("c4, 4k tokens after 60k, bf16", lambda: _blocks(KVDType.BF16, 60 * K, 4 * K, 1)),
-    ("c4, 4k tokens after 60k, joined", lambda: _blocks(KVDType.FP8, 60 * K, 4 * K, 1)),
-    ("indexer, 64 x 32k entries", lambda: _indexer(128 * K - 1, 1, 64)),
+    ("MLA decode, 64 x 4k, 16 heads", lambda: _latent(16, 4 * K - 1, 1, 64)),
+    ("MLA decode, 64 x 4k, 128 heads", lambda: _latent(128, 4 * K - 1, 1, 64)),
+    ("MLA decode, 1 x 32k, 16 heads", lambda: _latent(16, 32 * K - 1, 1, 1)),
+    ("MLA prefill, 4k, 16 heads", lambda: _latent(16, 0, 4 * K, 1)),
+    ("C4 decode, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64)),
+    ("C4 decode, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64)),
+    ("C4 decode, 1 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 1)),
+    ("C4 decode, 1 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 1)),
+    ("C128 decode, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64, 128, None)),
+    ("C128 decode, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64, 128, None)),
+    ("C4 prefill, 4k after 60k, bf16", lambda: _blocks(KVDType.BF16, 60 * K, 4 * K, 1)),
+    ("C4 prefill, 4k after 60k, joined", lambda: _blocks(KVDType.FP8, 60 * K, 4 * K, 1)),
+    ("indexer decode, 64 x 32k entries", lambda: _indexer(128 * K - 1, 1, 64)),
     ("  scores", lambda: _indexer(128 * K - 1, 1, 64, part="scores")),
     ("  scores, fp8", lambda: _indexer(128 * K - 1, 1, 64, KVDType.FP8, "scores")),
-    ("  choice", lambda: _indexer(128 * K - 1, 1, 64, part="choice")),
-    ("  choice, 1 x 32k", lambda: _indexer(128 * K - 1, 1, 1, part="choice")),
+    ("  top-k", lambda: _indexer(128 * K - 1, 1, 64, part="top-k")),
+    ("  top-k, 1 x 32k", lambda: _indexer(128 * K - 1, 1, 1, part="top-k")),
     ("  torch.topk", lambda: _indexer(128 * K - 1, 1, 64, part="torch.topk")),
-    ("indexer, 1 x 32k entries", lambda: _indexer(128 * K - 1, 1, 1)),
-    ("indexer, 2k tokens x 16k entries", lambda: _indexer(62 * K, 2 * K, 1)),
+    ("indexer decode, 1 x 32k entries", lambda: _indexer(128 * K - 1, 1, 1)),
+    ("indexer prefill, 2k x 16k entries", lambda: _indexer(62 * K, 2 * K, 1)),
     ("  scores ", lambda: _indexer(62 * K, 2 * K, 1, part="scores")),
     ("  scores, fp8 ", lambda: _indexer(62 * K, 2 * K, 1, KVDType.FP8, "scores")),
-    ("  choice ", lambda: _indexer(62 * K, 2 * K, 1, part="choice")),
+    ("  top-k ", lambda: _indexer(62 * K, 2 * K, 1, part="top-k")),
     ("  torch.topk ", lambda: _indexer(62 * K, 2 * K, 1, part="torch.topk")),
 ]

@@ -1,4 +1,4 @@
-"""Experts and routing at published sizes: our programs, and torch's grouped product beside them."""
+"""MoE experts and routing at published sizes: our kernels beside torch's grouped GEMM."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from kvtide.layers.arithmetic import Batched, Deterministic
 from kvtide.layers.elementwise import sigmoid, softmax
-from kvtide.layers.kernels import moe_experts as programs
+from kvtide.layers.kernels import moe_experts as kernels
 from kvtide.layers.kernels import moe_routing as routes
 from kvtide.layers.moe import Choice, ExpertGroup, Experts, Gating, Routing, Stack, score_and_route
 from kvtide.layers.tensor_ranks import ALONE
 
 Timed = tuple[Callable[[], object], float, float]
-"""What is timed, the bytes that it has to move, and its operations."""
+"""The call to time, the bytes it must move, and its FLOPs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shape:
         return routes.route(logits, Choice(self.chosen), softmax)
 
     def cost(self, tokens: int, routing: Routing) -> tuple[float, float]:
-        """Weights of the experts that somebody goes to, what goes in and out; and operations."""
+        """Bytes of the weights of used experts, of inputs and outputs; and FLOPs."""
         touched, pairs = len(routing.experts.unique()), tokens * self.chosen
         moved = 2 * (touched * 3 * self.inputs * self.width + 2 * tokens * self.inputs)
         moved += 2 * pairs * 2 * (self.width + self.inputs)
@@ -60,7 +60,7 @@ def ours(shape: Shape, tokens: int) -> Timed:
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    return lambda: programs.mix(experts, x, routing), *shape.cost(tokens, routing)
+    return lambda: kernels.mix(experts, x, routing), *shape.cost(tokens, routing)
 
 
 def grouped(shape: Shape, tokens: int) -> Timed:
@@ -82,45 +82,45 @@ def grouped(shape: Shape, tokens: int) -> Timed:
 
 
 def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Timed:
-    """One of the programs by itself; `described` as far as its tiles are."""
+    """One kernel by itself; `described`: with tensor descriptors, where its tiles have them."""
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
     own, pairs = experts.crew.own, tokens * shape.chosen
-    tiles = programs.tiles_for(pairs, shape.experts, x.dtype)
+    tiles = kernels.tiles_for(pairs, shape.experts, x.dtype)
     tiles = replace(tiles, described=tiles.described and described)
-    order = programs.arrange(routing.experts, own, tiles.rows)
+    order = kernels.arrange(routing.experts, own, tiles.rows)
     up, down, gating = experts.gate_up, experts.down, experts.gating
-    inner = programs.project(x, up, order, tiles, shape.chosen, gating)
-    given = programs.project(inner, down, order, tiles)
+    inner = kernels.project(x, up, order, tiles, shape.chosen, gating)
+    given = kernels.project(inner, down, order, tiles)
     touched = len(routing.experts.unique())
     area = shape.inputs * shape.width
     wide = 2 * pairs * shape.inputs
     return {
-        "arrange": (lambda: programs.arrange(routing.experts, own, tiles.rows), 12.0 * pairs, 0.0),
+        "arrange": (lambda: kernels.arrange(routing.experts, own, tiles.rows), 12.0 * pairs, 0.0),
         "up": (
-            lambda: programs.project(x, up, order, tiles, shape.chosen, gating),
+            lambda: kernels.project(x, up, order, tiles, shape.chosen, gating),
             4.0 * touched * area,
             4.0 * pairs * area,
         ),
         "down": (
-            lambda: programs.project(inner, down, order, tiles),
+            lambda: kernels.project(inner, down, order, tiles),
             2.0 * touched * area + wide,
             2.0 * pairs * area,
         ),
         "gather": (
-            lambda: programs.gather(given, routing, own, x.dtype),
+            lambda: kernels.gather(given, routing, own, x.dtype),
             wide + wide / shape.chosen,
             0.0,
         ),
     }[name]
 
 
-def routed(experts: int, tokens: int, choice: Choice, *, program: bool) -> Timed:
+def routed(experts: int, tokens: int, choice: Choice, *, kernel: bool) -> Timed:
     torch.manual_seed(0)
     logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda")
     moved = 4.0 * tokens * (experts + 2 * choice.count)
-    if program:
+    if kernel:
         return lambda: routes.route(logits, choice, sigmoid, bias), moved, 0.0
     plain = Deterministic()
     return lambda: score_and_route(plain, logits, choice, sigmoid, bias), moved, 0.0
@@ -142,16 +142,16 @@ def _rows() -> list[tuple[str, Callable[[], Timed]]]:
             for piece in ("up", "down") if tokens > 64 else ():
                 rows.append(
                     (
-                        f"{name}, {tokens}: {piece}, places reckoned",
+                        f"{name}, {tokens}: {piece}, without tensor descriptors",
                         lambda s=shape, t=tokens, p=piece: part(s, t, p, described=False),
                     )
                 )
             rows.append((f"{name}, {tokens}: grouped_mm", lambda s=shape, t=tokens: grouped(s, t)))
     choice = Choice(8, groups=8, allowed=4, scale=2.5)
     for tokens in (1, 64, 8192):
-        for program in (True, False):
-            label = f"route {tokens} to 8 of 256{'' if program else ', torch'}"
-            rows.append((label, lambda t=tokens, p=program: routed(256, t, choice, program=p)))
+        for kernel in (True, False):
+            label = f"routing {tokens} to 8 of 256{'' if kernel else ', torch'}"
+            rows.append((label, lambda t=tokens, k=kernel: routed(256, t, choice, kernel=k)))
     return rows
 
 

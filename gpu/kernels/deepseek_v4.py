@@ -1,4 +1,4 @@
-"""DeepSeek-V4-Flash's parts beside attention: what they move, at the shapes that it has."""
+"""DeepSeek-V4-Flash's kernels beside attention, at its shapes: the bytes that they move."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def step(memory: ModelMemory, tokens: int) -> ForwardPass:
-    """One prompt of so many tokens; up to 64, as many sequences that generate."""
+    """A prefill of so many tokens; up to 64, a decode batch of as many sequences."""
     pasts = [(0, tokens)] if tokens > 64 else [(PAST + n, 1) for n in range(tokens)]
     pages = -(-(pasts[-1][0] + pasts[-1][1]) // PAGE)
     counts = {anchor.name: pages * len(pasts) for anchor in memory.anchors}
@@ -132,18 +132,21 @@ def spread(tokens: int) -> Work:
 
 
 ROWS: list[tuple[str, Callable[[], Work]]] = [
-    *((f"key normed, turned, packed, {n} tokens", lambda n=n: kept(n)) for n in (8192, 64)),
-    *((f"8 heads kept in bf16, {n} tokens", lambda n=n: kept_by_head(n)) for n in (8192, 64)),
+    *((f"key norm, rope and KV write, {n} tokens", lambda n=n: kept(n)) for n in (8192, 64)),
+    *((f"KV write of 8 bf16 heads, {n} tokens", lambda n=n: kept_by_head(n)) for n in (8192, 64)),
     *(
-        (f"C{ratio}, width {width}, {n} tokens", lambda n=n, r=ratio, w=width: compressed(n, r, w))
+        (
+            f"compressor C{ratio}, width {width}, {n} tokens",
+            lambda n=n, r=ratio, w=width: compressed(n, r, w),
+        )
         for ratio, width in ((4, 512), (4, 128), (128, 512))
         for n in (8192, 64)
     ),
-    *((f"queries normed and turned, {n} tokens", lambda n=n: turned(n, DIM, 1e-6))
+    *((f"query norm and rope, {n} tokens", lambda n=n: turned(n, DIM, 1e-6))
       for n in (8192, 64, 1)),
-    *((f"outputs turned back, {n} tokens", lambda n=n: turned(n, DIM, None))
+    *((f"inverse rope of outputs, {n} tokens", lambda n=n: turned(n, DIM, None))
       for n in (8192, 64, 1)),
-    *((f"streams gathered, {n} tokens", lambda n=n: gathered(n)) for n in (8192, 64, 1)),
-    *((f"streams passed on, {n} tokens", lambda n=n: passed(n)) for n in (64, 1)),
-    *((f"streams spread, {n} tokens", lambda n=n: spread(n)) for n in (8192, 64, 1)),
+    *((f"hyper-connections gather, {n} tokens", lambda n=n: gathered(n)) for n in (8192, 64, 1)),
+    *((f"hyper-connections spread and gather, {n} tokens", lambda n=n: passed(n)) for n in (64, 1)),
+    *((f"hyper-connections spread, {n} tokens", lambda n=n: spread(n)) for n in (8192, 64, 1)),
 ]  # fmt: skip
