@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtide.layers.arithmetic import Batched
-from kvtide.layers.attention import Attending
-from kvtide.layers.dense import RMSNorm
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending, Norm, Preparing
 from kvtide.layers.kernels import attention_decode, attention_prefill, attention_tiles
 from kvtide.layers.kernels.attention_prefill import attend_paged
 from kvtide.layers.kernels.qkv import keep_heads
-from kvtide.layers.qkv import Preparing
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
@@ -115,9 +112,7 @@ def preparing(shape: Shape, tokens: int) -> Row:
     run, place = step_of(shape, sequences)
     wide = shape.heads + 2 * shape.kv_heads
     heads = torch.randn(tokens, wide, shape.dim, device="cuda", dtype=torch.bfloat16)
-    query_norm, key_norm = (
-        RMSNorm(Batched(), torch.randn(shape.dim, device="cuda"), 1e-6) for _ in range(2)
-    )
+    query_norm, key_norm = (Norm(torch.randn(shape.dim, device="cuda"), 1e-6) for _ in range(2))
     how = Preparing(shape.kv_heads, query_norm, key_norm)
     turns = Rope(torch.rand(shape.dim // 2))(run.positions)
     moved = heads.nbytes + turns.nbytes + tokens * (wide + 2 * shape.kv_heads) * shape.dim * 2

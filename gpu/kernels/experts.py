@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.arithmetic import Batched, Deterministic
+from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import sigmoid, softmax
+from kvtide.layers.kernel_args import (
+    Choice,
+    ExpertGroup,
+    ExpertStack,
+    Gating,
+    Routing,
+    Stack,
+)
 from kvtide.layers.kernels import moe_experts as programs
 from kvtide.layers.kernels import moe_routing as routes
-from kvtide.layers.moe import Choice, ExpertGroup, Experts, Gating, Routing, Stack, score_and_route
+from kvtide.layers.moe_routing import score_and_route
 from kvtide.layers.tensor_ranks import ALONE
 
 Timed = tuple[Callable[[], object], float, float]
@@ -27,7 +35,7 @@ class Shape:
     inputs: int
     width: int
 
-    def weights(self) -> Experts:
+    def weights(self) -> ExpertStack:
         up, down = (self.width * 2, self.inputs), (self.inputs, self.width)
         stacks = [
             Stack(
@@ -37,7 +45,7 @@ class Shape:
             )
             for size in (up, down)
         ]
-        return Experts(Batched(), ExpertGroup(range(self.experts), ALONE), *stacks, Gating())
+        return ExpertStack(ExpertGroup(range(self.experts), ALONE), *stacks, Gating())
 
     def routing(self, tokens: int) -> Routing:
         logits = torch.randn(tokens, self.experts, device="cuda")

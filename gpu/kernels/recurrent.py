@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import ConvWeights, Forgetting, GatedNorm, Scanning
 from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.causal_conv import convolve
-from kvtide.layers.kernels.gated_delta import Forgetting, associate
-from kvtide.layers.kernels.gated_norm import GatedNorm, open_gates
-from kvtide.layers.kernels.ssd_scan import Scanning, scan
-from kvtide.layers.mamba import CausalConv
+from kvtide.layers.kernels.gated_delta import associate
+from kvtide.layers.kernels.gated_norm import open_gates
+from kvtide.layers.kernels.ssd_scan import scan
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import DType, Entry, Field, PoolSpec
 
@@ -62,9 +62,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def convolution(lengths: Lengths, channels: int = 8192, taps: int = 4) -> Ready:
     field = Field("conv", (channels, taps - 1), DType.BF16)
     run, place = step((field,), lengths)
-    conv = CausalConv.__new__(CausalConv)
-    conv.taps, conv.bias = drawn(taps, channels, dtype=torch.float32), None
-    conv.kept = [field]
+    conv = ConvWeights(drawn(taps, channels, dtype=torch.float32), None, (field,))
     inputs = drawn(sum(lengths), channels)
     tails = 2 * len(lengths) * channels * (taps - 1) * 2
     moved = 2 * 2 * inputs.numel() + tails

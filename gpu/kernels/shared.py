@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import indexer
 from kvtide.layers.kernels.indexer import choose_paged
 from kvtide.layers.kernels.mla import attend_blocks, attend_latent

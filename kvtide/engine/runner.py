@@ -154,7 +154,7 @@ class Runner:
         self._latest: StepGraph | None = None
         self.passes: Counter[str] = Counter()
         self._recordings: StepGraphs | None = None
-        if records and topology.ranks == 1 and model.runs_programs(self._device):
+        if records and topology.ranks == 1 and model.uses_kernels:
             where = graph_capture(self._device)
             self._recordings = StepGraphs(model, cache.view, where, max_rows, max_step_tokens)
 

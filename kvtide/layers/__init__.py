@@ -12,9 +12,11 @@
 `programs`    what layers do, as programs of a CUDA device
 """
 
-from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic, choose
+from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic
+from kvtide.layers.backend import choose
 from kvtide.layers.blueprint import Blueprint, Weights
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.ops import Ops
 from kvtide.layers.self_attention import Attention
 from kvtide.layers.step import Rows, Step
 
@@ -25,6 +27,7 @@ __all__ = [
     "Blueprint",
     "Deterministic",
     "ForwardPass",
+    "Ops",
     "Place",
     "Rows",
     "Step",

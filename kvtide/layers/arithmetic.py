@@ -12,7 +12,6 @@ one number of threads. Layers use the same few things and do not know which arit
                  that kind are verified not to depend on how many there are, else one by one.
     query_block  deterministic: one query attends at a time, over exactly what it sees.
     order        deterministic: of two orders of the same sums, the one that goes token by token.
-    runs_programs  batched, on a CUDA device: `programs` do what is written in torch elsewhere.
 
 What is neither of these (residual sums, products by element, look-ups) is exact per element. Matrix
 products outside of `linear` take operands that are `aligned`.
@@ -60,10 +59,6 @@ class Arithmetic(ABC):
     query_block: int
 
     @abstractmethod
-    def runs_programs(self, device: torch.device) -> bool:
-        """Whether layers leave their work to `programs` there."""
-
-    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Rows of x times the rows of weight."""
 
@@ -78,9 +73,6 @@ class Arithmetic(ABC):
 
 class Batched(Arithmetic):
     query_block = _QUERY_BLOCK
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return device.type == "cuda"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
@@ -103,9 +95,6 @@ class Deterministic(Arithmetic):
         self._product = product
         self._tile_rows: dict[object, int] = {}
         self._rows_together = all(map(rows_stand_alone, _ROW_FUNCTIONS))
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tile = self.tile_rows(weight)
@@ -130,10 +119,6 @@ class Deterministic(Arithmetic):
 
     def order(self, together: Summing, by_token: Summing) -> Summing:
         return by_token
-
-
-def choose(deterministic: bool) -> Arithmetic:
-    return Deterministic() if deterministic else Batched()
 
 
 # -- what the machine must do ------------------------------------------------------------------

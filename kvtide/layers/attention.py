@@ -1,4 +1,4 @@
-"""Attention of one sequence's new tokens over its context: the arithmetic, without pages.
+"""Paged attention by head: the torch reference, and attention without pages.
 
 The same code serves both modes. Queries are taken in blocks, and a block sees exactly the keys
 that some query in it sees. With blocks of one query every shape depends on nothing but how many
@@ -7,27 +7,30 @@ tokens that query sees, and so does the result; with larger blocks a mask does t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import aligned
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
+from kvtide.layers.packing import Fields
 
 
-@dataclass(frozen=True, slots=True)
-class Attending:
-    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32);
-    `cap` is a limit that scores come near and never reach."""
+def paged_attention(
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, block: int
+) -> Tensor:
+    """Attention of the step's queries (tokens, heads, dim) over the pages of their sequences.
 
-    scale: float
-    window: int | None = None
-    sinks: Tensor | None = None
-    cap: float | None = None
-
-    def first_seen(self, position: int) -> int:
-        """The first token that a query at this position sees."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
+    Keys and values of the step's own tokens come from the step: a page that is no longer needed
+    when the step ends has no slot.
+    """
+    mixed = []
+    for rows in run.sequences:
+        new = slice(rows.start, rows.end)
+        past = run.entries(place, rows, how.first_seen(rows.past))
+        context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
+        mixed.append(attend(queries[new], context["k"], context["v"], how, block))
+    return torch.cat(mixed)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:

@@ -22,6 +22,7 @@ from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import GatedMLP, Linear, RMSNorm
 from kvtide.layers.elementwise import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
+from kvtide.layers.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.spec import ModelMemory
 from kvtide.spec.config import Config
@@ -54,11 +55,15 @@ class Blueprint:
     config: Config
     weights: Weights
     memory: ModelMemory
-    arithmetic: Arithmetic
+    ops: Ops
     dtype: torch.dtype
     norm_offset: float = 0.0
     ranks: TensorRanks = ALONE
     prefix: str = ""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return self.ops.arithmetic
 
     def under(self, name: str) -> Blueprint:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -165,7 +170,7 @@ class Blueprint:
     def norm(self, name: str) -> RMSNorm:
         weight = self.tensor(f"{name}.weight", torch.float32) + self.norm_offset
         eps = self.config.number("rms_norm_eps", "norm_eps", "layer_norm_epsilon", default=1e-6)
-        return RMSNorm(self.arithmetic, weight, eps)
+        return RMSNorm(self.ops, weight, eps)
 
     def activation(self) -> Activation:
         given = self.config.find("hidden_act", "hidden_activation", "mlp_hidden_act")
@@ -180,4 +185,4 @@ class Blueprint:
         """`names` are those of the gate, up and down projections, if they are not the usual."""
         gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
         both = self.columns(gate, up)
-        return GatedMLP(self.arithmetic, both, self.rows(down), self.activation(), limit)
+        return GatedMLP(self.ops, both, self.rows(down), self.activation(), limit)

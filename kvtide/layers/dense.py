@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.elementwise import Activation, layer_norm, rms_norm, sigmoid
+from kvtide.layers.elementwise import Activation, halves
+from kvtide.layers.kernel_args import Norm
+from kvtide.layers.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 
 
@@ -41,9 +43,9 @@ class WideLinear:
     in bf16 have but one half, and lose nothing.
     """
 
-    def __init__(self, arithmetic: Arithmetic, weight: Tensor, dtype: torch.dtype) -> None:
-        self.arithmetic, self.outputs = arithmetic, len(weight)
-        self.divided = dtype == torch.bfloat16 and arithmetic.runs_programs(weight.device)
+    def __init__(self, ops: Ops, weight: Tensor, dtype: torch.dtype) -> None:
+        self.arithmetic, self.outputs = ops.arithmetic, len(weight)
+        self.divided = dtype == torch.bfloat16 and ops.uses_kernels
         self.weight = halves(weight) if self.divided else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,62 +55,44 @@ class WideLinear:
         return products if len(self.weight) == rows else products[:, :rows] + products[:, rows:]
 
 
-def halves(weight: Tensor) -> Tensor:
-    """A weight in bf16, and below it what that leaves, if it leaves anything."""
-    high = weight.to(torch.bfloat16)
-    low = (weight - high.float()).to(torch.bfloat16)
-    return torch.cat([high, low]) if bool(low.any()) else high
-
-
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
     """Over the last axis: of a token, or of each of its heads."""
 
-    arithmetic: Arithmetic
+    ops: Ops
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.kernels.rows import normed
+    @property
+    def params(self) -> Norm:
+        return Norm(self.weight, self.eps)
 
-            return normed(x, self.weight, self.eps)
-        return self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), x)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.params)
 
     def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
-        if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.kernels.rows import added
-
-            return added(x, y, self.weight, self.eps)
-        total = x + y
-        return total, self(total)
+        return self.ops.add_rms_norm(x, y, self.params)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
     """As `RMSNorm`, but around the mean and with a bias."""
 
-    arithmetic: Arithmetic
+    ops: Ops
     weight: Tensor
     bias: Tensor
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.arithmetic.runs_programs(x.device):
-            from kvtide.layers.kernels.rows import layer_normed
-
-            return layer_normed(x, self.weight, self.bias, self.eps)
-        return self.arithmetic.rowwise(
-            lambda rows: layer_norm(rows, self.weight, self.bias, self.eps), x
-        )
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
     """`gate_up` gives both factors side by side; `limit` is what neither may exceed."""
 
-    arithmetic: Arithmetic
+    ops: Ops
     gate_up: Linear
     down: Linear
     activation: Activation
@@ -123,19 +107,4 @@ class GatedMLP:
         return self.gated(*self.gate_up(x).chunk(2, dim=-1))
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.arithmetic.runs_programs(up.device):
-            from kvtide.layers.kernels.rows import gated
-
-            return self.down(gated(gate, up, self.activation, self.limit))
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.down(self.arithmetic.rowwise(self.activation, gate) * up)
-
-
-def opened(arithmetic: Arithmetic, gates: Tensor, x: Tensor) -> Tensor:
-    """x · σ(gates): one for every element, or (tokens, 1) for all of a token."""
-    if arithmetic.runs_programs(x.device):
-        from kvtide.layers.kernels.rows import gated
-
-        return gated(gates, x, sigmoid)
-    return x * arithmetic.rowwise(sigmoid, gates).to(x.dtype)
+        return self.down(self.ops.gated(gate, up, self.activation, self.limit))

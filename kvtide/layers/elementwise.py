@@ -73,6 +73,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (wide * weight + bias).to(x.dtype)
 
 
+def halves(weight: Tensor) -> Tensor:
+    """A weight in bf16, and below it what that leaves, if it leaves anything."""
+    high = weight.to(torch.bfloat16)
+    low = (weight - high.float()).to(torch.bfloat16)
+    return torch.cat([high, low]) if bool(low.any()) else high
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu2": relu_squared,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvtide.layers.packing import Fields, Packing, at_slots, packing, plain
+from kvtide.layers.packing import Fields, Packing, at_slots, packing
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import ALL, Field, ModelMemory, PoolSpec, SpecError
 
@@ -72,7 +72,6 @@ class ForwardPass:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self._targets: dict[tuple[str, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._shared: dict[Hashable, Any] = {}
         self.handed_on: dict[str, list[Tensor]] = {}
 
@@ -90,11 +89,6 @@ class ForwardPass:
         known = self.step.batch
         return known or self.shared(Batch, lambda: Batch.of(self.sequences, self.positions.device))
 
-    @property
-    def writes_by_program(self) -> bool:
-        """Whatever the arithmetic: the bytes are the same."""
-        return self.positions.is_cuda
-
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What several layers need alike (rotary angles), computed for the first that asks."""
         if key not in self._shared:
@@ -104,29 +98,12 @@ class ForwardPass:
 
     # -- entries: one for every token, or for every so many ------------------------------------
 
-    def keep(self, place: Place, entries: Mapping[str, Tensor]) -> Fields:
-        """Writes the step's entries, and returns them as they were written.
-
-        There is one for every token; in a pool of one entry for r tokens, one for every r-th token
-        that the step completes, sequence by sequence.
-        """
-        if self.writes_by_program and place.pool.tokens_per_entry == 1:
-            from kvtide.layers.kernels.kv_write import keep
-
-            return keep(self, place, entries)
-        rows, slots, within = self._target(place)
-        view = self.step.view(place.pool.name, place.layer)
-        kept = place.packing.pack(entries)
-        for name, value in kept.items():
-            plain(view[name])[slots, within] = plain(value)[rows]
-        return place.packing.unpack(kept, *entries)
-
     def entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
         """What was kept of a sequence's tokens [first, past), in their order.
 
         In a pool of one entry for r tokens: the entries that end before `past`.
         """
-        pool, per_page = place.pool, self._per_page(place)
+        pool, per_page = place.pool, self.entries_per_page(place)
         begin, end = first // pool.tokens_per_entry, rows.past // pool.tokens_per_entry
         pages = range(begin // per_page, -(-end // per_page))
         slots = rows.slots[place.anchor][pages.start : pages.stop]
@@ -140,26 +117,7 @@ class ForwardPass:
             found[name] = at_slots(field, slots).flatten(0, 1)[span]
         return place.packing.unpack(found)
 
-    def _target(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-        """The new entries that are kept, and each one's slot and place in it."""
-        each, per_page = place.pool.tokens_per_entry, self._per_page(place)
-        key = (place.anchor, each)
-        if key not in self._targets:
-            numbers = [
-                torch.arange(s.past // each, s.total // each, device=self.positions.device)
-                for s in self.sequences
-            ]
-            slots = torch.cat(
-                [
-                    s.slots[place.anchor][ours // per_page]
-                    for s, ours in zip(self.sequences, numbers, strict=True)
-                ]
-            )
-            kept = torch.nonzero(slots >= 0).squeeze(1)
-            self._targets[key] = kept, slots[kept], torch.cat(numbers)[kept] % per_page
-        return self._targets[key]
-
-    def _per_page(self, place: Place) -> int:
+    def entries_per_page(self, place: Place) -> int:
         return self.step.page_tokens // place.pool.tokens_per_entry
 
     # -- running state: one after the last token -----------------------------------------------

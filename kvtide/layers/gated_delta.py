@@ -21,6 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.elementwise import sigmoid, softplus, unit_length
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Forgetting
 from kvtide.layers.ssd_scan import decay_between
 
 _CHUNK_TOKENS = 64
@@ -44,6 +48,48 @@ class DeltaInput:
     def by_head(self) -> DeltaInput:
         """Heads first, for matrix products."""
         return DeltaInput(*(getattr(self, name).transpose(0, 1) for name in self.__slots__))
+
+
+def gated_delta(
+    arithmetic: Arithmetic,
+    run: ForwardPass,
+    place: Place,
+    convolved: Tensor,
+    forgetting: Forgetting,
+) -> Tensor:
+    """(tokens, heads, values) in fp32, from and to the running states.
+
+    Of queries, keys and values side by side in fp32; heads of values may share a query and a key.
+    """
+    heads, key_dim, value_dim = place.field("delta").shape
+    recur = arithmetic.order(delta_chunks, delta_tokens)
+    strength = arithmetic.rowwise(sigmoid, forgetting.strength)
+    dt = arithmetic.rowwise(softplus, forgetting.dt.float() + forgetting.dt_bias)
+    log_decay = forgetting.decay[:, None] * dt.unflatten(1, (heads, -1))
+    values = heads * value_dim
+    outputs = []
+    for rows in run.sequences:
+        before, ours = run.recall(place, rows), slice(rows.start, rows.end)
+        queries_keys, value = convolved[ours].split((convolved.shape[1] - values, values), dim=-1)
+        query, key = _directions(arithmetic, queries_keys, heads, key_dim)
+        value = value.reshape(-1, heads, value_dim)
+        shape = (heads, key_dim, value_dim)
+        state = convolved.new_zeros(shape) if before is None else before["delta"]
+        tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
+        output, state = recur(tokens, state)
+        run.remember(place, rows, {"delta": state})
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+def _directions(
+    arithmetic: Arithmetic, queries_keys: Tensor, heads: int, key_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of length one, for every head of values; queries scaled."""
+    by_head = queries_keys.reshape(len(queries_keys), 2, -1, key_dim)
+    by_head = arithmetic.rowwise(unit_length, by_head)
+    by_head = by_head.repeat_interleave(heads // by_head.shape[2], dim=2)
+    return by_head[:, 0] * key_dim**-0.5, by_head[:, 1]
 
 
 def delta_tokens(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:

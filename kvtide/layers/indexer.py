@@ -6,16 +6,59 @@ there are behind it, on the device, or on how a sequence was cut into steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import aligned
+from kvtide.layers.forward import ForwardPass, Place
 
 
 def top(scores: Tensor, count: int) -> Tensor:
     """Where the largest `count` scores of each row stand, best first, of equals the first one."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     return order[..., :count]
+
+
+def select_tokens(
+    run: ForwardPass,
+    place: Place,
+    queries: Tensor,
+    weights: Tensor,
+    kept: Tensor,
+    count: int,
+    block: int,
+) -> list[Tensor]:
+    """What each query selects of the tokens up to itself, by the index keys in `place`.
+
+    A mask (queries, tokens) for every sequence; `kept` are the step's own keys.
+    """
+    masks = []
+    for rows in run.sequences:
+        new = slice(rows.start, rows.end)
+        keys = torch.cat([run.entries(place, rows)["index_key"], kept[new]])
+        visible = run.positions[new] + 1
+        masks.append(choose(queries[new], weights[new], keys, visible, count, block))
+    return masks
+
+
+def select_blocks(
+    run: ForwardPass,
+    ratio: int,
+    entries: Sequence[Tensor],
+    queries: Tensor,
+    weights: Tensor,
+    count: int,
+    block: int,
+) -> list[Tensor]:
+    """What each query selects of the closed blocks before it: a mask for every sequence."""
+    masks = []
+    for rows, keys in zip(run.sequences, entries, strict=True):
+        new = slice(rows.start, rows.end)
+        visible = (run.positions[new] + 1) // ratio
+        masks.append(choose(queries[new], weights[new], keys, visible, count, block))
+    return masks
 
 
 def choose(

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.blueprint import Blueprint, WeightPart
+from kvtide.layers.causal_conv import conv_weights
 from kvtide.layers.dense import Linear, RMSNorm
-from kvtide.layers.elementwise import Activation, sigmoid, softplus, swish, unit_length
+from kvtide.layers.elementwise import Activation, sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.gated_delta import DeltaInput, delta_chunks, delta_tokens
-from kvtide.layers.mamba import CausalConv
-from kvtide.layers.step import Rows
+from kvtide.layers.kernel_args import Forgetting, GatedNorm
 
 
 class Associations:
@@ -31,12 +30,11 @@ class Associations:
     def __init__(
         self, blueprint: Blueprint, layer: int, parts: Sequence[WeightPart], names: Sequence[str]
     ) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.place = blueprint.place(layer, "delta")
         self.heads, self.key_dim, self.value_dim = self.place.field("delta").shape
-        self.conv = CausalConv(blueprint, self.place, parts, names)
+        self.conv = conv_weights(blueprint, self.place, parts, names)
         self.activation = blueprint.activation()
-        self.recur = self.arithmetic.order(delta_chunks, delta_tokens)
         self.channels = self.conv.taps.shape[1]
         bias = blueprint.tensor("dt_bias", torch.float32)
         decays = blueprint.tensor("A_log", torch.float32).flatten()
@@ -46,56 +44,15 @@ class Associations:
     def __call__(self, inputs: Tensor, dt: Tensor, strength: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
         strengths before their functions."""
-        if self.arithmetic.runs_programs(inputs.device):
-            from kvtide.layers.kernels.causal_conv import convolve
-            from kvtide.layers.kernels.gated_delta import Forgetting, associate
-
-            swished = self.activation is swish
-            convolved = convolve(run, self.place, self.conv, inputs, swished=swished)
-            convolved = convolved if swished else self.activation(convolved)
-            forgetting = Forgetting(dt, self.dt_bias, self.decay, strength)
-            return associate(run, self.place, convolved, forgetting)
-        inputs = self.conv.rounded(run, self.place, inputs).float()
-        strength = self.arithmetic.rowwise(sigmoid, strength)
-        dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias)
-        log_decay = self.decay[:, None] * dt.unflatten(1, (self.heads, -1))
-        mixed = [self._sequence(run, rows, inputs, log_decay, strength) for rows in run.sequences]
-        return torch.cat(mixed)
-
-    def _sequence(
-        self, run: ForwardPass, rows: Rows, inputs: Tensor, log_decay: Tensor, strength: Tensor
-    ) -> Tensor:
-        before, ours = run.recall(self.place, rows), slice(rows.start, rows.end)
-        convolved, tail = self.conv(inputs[ours], before)
-        convolved = self.arithmetic.rowwise(self.activation, convolved)
-        values = self.heads * self.value_dim
-        queries_keys, value = convolved.split((self.channels - values, values), dim=-1)
-        query, key = self._directions(queries_keys)
-        value = value.reshape(-1, self.heads, self.value_dim)
-        shape = (self.heads, self.key_dim, self.value_dim)
-        state = inputs.new_zeros(shape) if before is None else before["delta"]
-        tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
-        output, state = self.recur(tokens, state)
-        run.remember(self.place, rows, {**tail, "delta": state})
-        return output
-
-    def _directions(self, queries_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of length one, for every head of values; queries scaled."""
-        by_head = queries_keys.reshape(len(queries_keys), 2, -1, self.key_dim)
-        by_head = self.arithmetic.rowwise(unit_length, by_head)
-        by_head = by_head.repeat_interleave(self.heads // by_head.shape[2], dim=2)
-        return by_head[:, 0] * self.key_dim**-0.5, by_head[:, 1]
+        convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, self.activation)
+        forgetting = Forgetting(dt, self.dt_bias, self.decay, strength)
+        return self.ops.gated_delta(run, self.place, convolved, forgetting)
 
 
 def _gated(mixed: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
     """Normed by head, then gated, in the dtype of the gate: (tokens, heads · values)."""
-    if norm.arithmetic.runs_programs(mixed.device) and activation in (swish, sigmoid):
-        from kvtide.layers.kernels.gated_norm import GatedNorm, open_gates
-
-        how = GatedNorm(mixed.shape[1], norm.weight, norm.eps, swished=activation is swish)
-        return open_gates(mixed.flatten(1), gate, how)
-    opened = norm.arithmetic.rowwise(activation, gate.float())
-    return (norm(mixed).flatten(1) * opened).to(gate.dtype)
+    how = GatedNorm(mixed.shape[1], norm.weight, norm.eps, activation=activation)
+    return norm.ops.gated_norm(mixed.flatten(1), gate, how)
 
 
 class GatedDelta:
@@ -103,14 +60,13 @@ class GatedDelta:
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
         config = blueprint.config
-        self.arithmetic = blueprint.arithmetic
         decays = blueprint.tensor("A_log", torch.float32)
         heads = WeightPart(len(decays))
         keys = WeightPart(config.count("linear_num_key_heads"), config.count("linear_key_head_dim"))
         values = WeightPart(len(decays), config.count("linear_value_head_dim"))
         parts = [keys, keys, values, values, heads, heads]
         weight = blueprint.share_parts(_by_kind(blueprint, parts), parts)
-        self.project_in = Linear(self.arithmetic, weight)
+        self.project_in = Linear(blueprint.arithmetic, weight)
         self.memory = Associations(blueprint, layer, [keys, keys, values], ["conv1d"])
         self.project_out = blueprint.rows("out_proj", unit=values.width)
         # Its weights lie around one, also where those of the model's other norms do not.
@@ -144,7 +100,6 @@ class KimiDelta:
     """KDA: every channel of a key forgets by itself. The output is normed by head, then gated."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
-        self.arithmetic = blueprint.arithmetic
         self.width = blueprint.place(layer, "delta").field("delta").shape[1]
         decays = blueprint.tensor("A_log", torch.float32).flatten()
         part = WeightPart(len(decays), self.width)

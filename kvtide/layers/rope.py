@@ -66,7 +66,7 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 def rotate_neighbours(x: Tensor, turns: Tensor) -> Tensor:
     """As `rotate`, but the pairs are (2i, 2i + 1), and they are the last 2n dimensions.
 
-    Turns (tokens, 2, pairs) with their sines negated turn back.
+    `reversed_turns` rotate back.
     """
     rotary = 2 * turns.shape[-1]
     shape = (len(x), *[1] * (x.dim() - 2), rotary // 2)
@@ -75,6 +75,11 @@ def rotate_neighbours(x: Tensor, turns: Tensor) -> Tensor:
     first, second = pairs[..., 0], pairs[..., 1]
     turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return torch.cat([x[..., :-rotary], turned.flatten(-2).to(x.dtype)], dim=-1)
+
+
+def reversed_turns(turns: Tensor) -> Tensor:
+    """The same rotations the other way."""
+    return torch.stack([turns[:, 0], -turns[:, 1]], dim=1)
 
 
 def rope_parameters(config: Config, layer_type: str = "full_attention") -> Config:

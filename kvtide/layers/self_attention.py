@@ -11,12 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import Attending, attend
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import sigmoid
-from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.qkv import Heads, Preparing
+from kvtide.layers.forward import ForwardPass
+from kvtide.layers.kernel_args import Attending, Preparing
 from kvtide.layers.rope import Rope
 
 
@@ -39,14 +38,14 @@ class Attention:
         cap: float | None = None,
         key_gain: float = 1.0,
     ) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops, self.arithmetic = blueprint.ops, blueprint.arithmetic
         self.place = blueprint.place(layer, "k")
         self.kv_heads, self.head_dim = self.place.field("k").shape
         self.rope = rope
         self.qkv = self.projection(blueprint)
         self.out = blueprint.rows(self.OUT, unit=self.head_dim)
         query_norm, key_norm = (
-            blueprint.norm(name) if blueprint.has(f"{name}.weight") else None
+            blueprint.norm(name).params if blueprint.has(f"{name}.weight") else None
             for name in (self.QUERY_NORM, self.KEY_NORM)
         )
         self.preparing = Preparing(self.kv_heads, query_norm, key_norm, key_gain)
@@ -67,15 +66,8 @@ class Attention:
         turns = None
         if (rope := self.rope) is not None:
             turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
-        if self.arithmetic.runs_programs(by_head.device):
-            # Only who has such a device needs the compiler.
-            from kvtide.layers.kernels.attention_prefill import attend_paged
-            from kvtide.layers.kernels.qkv import keep_heads
-
-            queries, kept = keep_heads(run, self.place, by_head, turns, self.preparing)
-            return attend_paged(run, self.place, queries, kept, self.how).flatten(1)
-        heads, block = self.preparing(by_head, turns), self.arithmetic.query_block
-        return attend_over_pages(run, self.place, heads, self.how, block).flatten(1)
+        queries, kept = self.ops.qkv_write(run, self.place, by_head, turns, self.preparing)
+        return self.ops.paged_attention(run, self.place, queries, kept, self.how).flatten(1)
 
 
 class GatedAttention(Attention):
@@ -110,26 +102,3 @@ def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Heads that lie by turns, query, gate, query, gate: all queries, and all gates."""
     by_turns = weight.unflatten(0, (-1, 2, head_dim))
     return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)
-
-
-def attend_over_pages(
-    run: ForwardPass,
-    place: Place,
-    heads: Heads,
-    how: Attending,
-    query_block: int,
-) -> Tensor:
-    """Keeps the step's keys and values, and attends with its queries: (tokens, heads, dim).
-
-    Keys and values of the step's own tokens come from the step: a page that is no longer needed
-    when the step ends has no slot.
-    """
-    queries, keys, values = heads
-    kept = run.keep(place, {"k": keys, "v": values})
-    mixed = []
-    for rows in run.sequences:
-        new = slice(rows.start, rows.end)
-        past = run.entries(place, rows, how.first_seen(rows.past))
-        context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
-        mixed.append(attend(queries[new], context["k"], context["v"], how, query_block))
-    return torch.cat(mixed)

@@ -17,6 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.elementwise import softplus
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Scanning
+
 _CHUNK_TOKENS = 64
 
 
@@ -39,6 +44,35 @@ class ScanInput:
     def span(self, start: int, end: int) -> ScanInput:
         x, dt, b, c = (t[start:end] for t in (self.x, self.dt, self.b, self.c))
         return ScanInput(x, dt, self.decay, b, c)
+
+
+def ssd_scan(
+    arithmetic: Arithmetic,
+    run: ForwardPass,
+    place: Place,
+    how: Scanning,
+    convolved: Tensor,
+    dt: Tensor,
+) -> Tensor:
+    """(tokens, heads · dim) in fp32, the skip included, from and to the running states.
+
+    Of x, B and C side by side in fp32, and time steps (tokens, heads) before their bias.
+    """
+    heads, dim, width = place.field("ssm").shape
+    scan = arithmetic.order(scan_chunks, scan_tokens)
+    dt = arithmetic.rowwise(softplus, dt.float() + how.dt_bias).clamp(*how.dt_limits)
+    shared = (convolved.shape[1] - heads * dim) // 2
+    outputs = []
+    for rows in run.sequences:
+        ours, before = slice(rows.start, rows.end), run.recall(place, rows)
+        x, b, c = convolved[ours].split((heads * dim, shared, shared), dim=-1)
+        x = x.reshape(-1, heads, dim)
+        b, c = (t.reshape(len(x), -1, width) for t in (b, c))
+        state = x.new_zeros((heads, dim, width)) if before is None else before["ssm"]
+        output, state = scan(ScanInput(x, dt[ours], how.decay, b, c), state)
+        run.remember(place, rows, {"ssm": state})
+        outputs.append((output + x * how.skip).flatten(1))
+    return torch.cat(outputs)
 
 
 def scan_tokens(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:

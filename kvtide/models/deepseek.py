@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.elementwise import Activation, sigmoid, softmax
+from kvtide.layers.kernel_args import Choice
 from kvtide.layers.mla import LatentAttention, Rotation
-from kvtide.layers.moe import CORRECTION_BIAS, Choice, Mixture, Router
+from kvtide.layers.moe import CORRECTION_BIAS, Mixture, Router
 from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config

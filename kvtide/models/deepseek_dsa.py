@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.dense import LayerNorm, Linear
-from kvtide.layers.indexer import choose
 from kvtide.layers.mla import LatentAttention, Rotation
+from kvtide.layers.ops import Selection
 from kvtide.models.deepseek import (
     DeepSeek3,
     DeepSeekLayer,
@@ -36,13 +36,13 @@ class TokenIndexer:
 
     def __init__(self, blueprint: Blueprint, layer: int, rotation: Rotation) -> None:
         config = blueprint.config
-        self.arithmetic, self.rotation = blueprint.arithmetic, rotation
+        self.ops, self.arithmetic, self.rotation = blueprint.ops, blueprint.arithmetic, rotation
         self.place = blueprint.place(layer, "index_key")
         self.heads, self.count = config.count("index_n_heads"), config.count("index_topk")
         self.dim, self.turning = self.place.field("index_key").shape[0], rotation.rope.dims
         self.queries, self.keys = blueprint.linear("wq_b"), blueprint.linear("wk")
         self.key_norm = LayerNorm(
-            self.arithmetic,
+            self.ops,
             blueprint.tensor("k_norm.weight", torch.float32),
             blueprint.tensor("k_norm.bias", torch.float32),
             eps=1e-6,
@@ -51,24 +51,13 @@ class TokenIndexer:
         self.weights = Linear(self.arithmetic, weights)
         self.scale = (self.heads * self.dim) ** -0.5
 
-    def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> list[Tensor]:
+    def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> Selection:
         """What queries see, as `LatentAttention.attended` takes it."""
         queries = self._turned(self.queries(narrow).view(len(x), self.heads, self.dim), run)
         keys = self._turned(self.key_norm(self.keys(x))[:, None], run)[:, 0]
-        kept = run.keep(self.place, {"index_key": keys})["index_key"]
+        kept = self.ops.kv_write(run, self.place, {"index_key": keys})["index_key"]
         weights = self.weights(x.float()) * self.scale
-        if self.arithmetic.runs_programs(x.device):
-            # Only who has such a device needs the compiler.
-            from kvtide.layers.kernels.indexer import choose_paged
-
-            return [choose_paged(run, self.place, queries, weights, self.count)]
-        block, chosen = self.arithmetic.query_block, []
-        for rows in run.sequences:
-            new = slice(rows.start, rows.end)
-            context = torch.cat([run.entries(self.place, rows)["index_key"], kept[new]])
-            visible = run.positions[new] + 1
-            chosen.append(choose(queries[new], weights[new], context, visible, self.count, block))
-        return chosen
+        return self.ops.select_tokens(run, self.place, queries, weights, kept, self.count)
 
     def _turned(self, x: Tensor, run: ForwardPass) -> Tensor:
         first, rest = x[..., : self.turning], x[..., self.turning :]

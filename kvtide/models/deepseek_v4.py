@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Place, Step
-from kvtide.layers.attention import Attending, attend_seen
 from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
-from kvtide.layers.elementwise import rms_norm, sqrt_softplus
+from kvtide.layers.elementwise import sqrt_softplus
 from kvtide.layers.hyper_connections import Around, Joined
-from kvtide.layers.indexer import choose
-from kvtide.layers.moe import Choice, Mixture, Router
-from kvtide.layers.rope import Rope, rope, rotate_neighbours
-from kvtide.layers.step import Rows
+from kvtide.layers.kernel_args import Attending, Choice
+from kvtide.layers.moe import Mixture, Router
+from kvtide.layers.ops import Selection
+from kvtide.layers.rope import Rope, rope
 from kvtide.models.deepseek_v4_names import DeepSeekV4Weights
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -44,38 +43,22 @@ class BlockIndexer:
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str, rotation: Rope) -> None:
         config = blueprint.config
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.compressor = Compressor(blueprint.under("compressor"), layer, pool, rotation)
         self.queries = blueprint.linear("wq_b")
         self.heads = config.count("index_n_heads")
-        self.scale = self.compressor.width**-0.5 * self.heads**-0.5
+        self.scale = self.compressor.stream.width**-0.5 * self.heads**-0.5
         self.count = config.count("index_topk")
 
     def __call__(
         self, low: Tensor, weights: Tensor, products: Tensor, turns: Tensor, run: ForwardPass
-    ) -> list[Tensor]:
-        """By sequence: (tokens, entries), true where chosen."""
-        queries = self.queries(low).view(len(low), self.heads, -1)
-        queries, weights = rotate_neighbours(queries, turns), weights * self.scale
-        chosen = []
-        for rows, keys in zip(run.sequences, self.compressor(products, run), strict=True):
-            new = slice(rows.start, rows.end)
-            visible = (run.positions[new] + 1) // self.compressor.ratio
-            block = self.arithmetic.query_block
-            chosen.append(choose(queries[new], weights[new], keys, visible, self.count, block))
-        return chosen
-
-    def by_program(
-        self, low: Tensor, weights: Tensor, products: Tensor, turns: Tensor, run: ForwardPass
-    ) -> Tensor:
-        """The numbers of those that are chosen, (tokens, count): -1 for none."""
-        from kvtide.layers.kernels.indexer import choose_paged
-        from kvtide.layers.kernels.rope import turn
-
-        self.compressor.write(products, run)
-        queries = turn(self.queries(low).view(len(low), self.heads, -1), turns)
-        # What all weights are multiplied by changes no choice.
-        return choose_paged(run, self.compressor.entries, queries, weights, self.count)
+    ) -> Selection:
+        entries = self.compressor(products, run)
+        queries = self.ops.rope(self.queries(low).view(len(low), self.heads, -1), turns)
+        stream = self.compressor.stream
+        return self.ops.select_blocks(
+            run, stream, entries, queries, weights, self.scale, self.count
+        )
 
 
 class CompressedAttention:
@@ -87,7 +70,7 @@ class CompressedAttention:
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str | None, rotation: Rope) -> None:
         config = blueprint.config
-        self.arithmetic = blueprint.arithmetic
+        self.ops, self.arithmetic = blueprint.ops, blueprint.arithmetic
         self.rotation = rotation
         self.window = _window(blueprint, layer)
         self.dim, groups = config.count("head_dim"), config.count("o_groups")
@@ -105,7 +88,6 @@ class CompressedAttention:
         )
         self.out = blueprint.rows("wo_b", unit=rank)
         self.eps = config.number("rms_norm_eps")
-        self.one = torch.ones((), device=sinks.device)
 
     def _compress(self, blueprint: Blueprint, layer: int, pool: str | None) -> None:
         """Compressor and indexer, and all that tokens are multiplied by."""
@@ -123,84 +105,35 @@ class CompressedAttention:
                 names.append("indexer.weights_proj")
                 self.sides.append(self.indexer.heads)
             self.compressed = [len(weight) for weight in weights]
-            self.compress = WideLinear(self.arithmetic, torch.cat(weights), blueprint.dtype)
+            self.compress = WideLinear(self.ops, torch.cat(weights), blueprint.dtype)
         self.project = blueprint.linear(*names)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         turns = run.shared(
             self.rotation, lambda: self.arithmetic.rowwise(self.rotation, run.positions)
         )
-        if self.arithmetic.runs_programs(x.device):
-            return self._by_program(x, turns, run)
-        weights = self.project.weight.split(self.sides)
-        low, keys, *rest = (self.arithmetic.linear(x, weight) for weight in weights)
-        low, products = self.low_norm(low), self._products(x)
-        queries = rotate_neighbours(self._heads(low), turns)
-        keys = rotate_neighbours(self.key_norm(keys), turns)
-        kept = run.keep(self.window, {"kv": keys})["kv"]
-        entries, chosen = [kept[:0]] * len(run.sequences), None
+        low, keys, *rest = self.ops.linear_parts(x, self.project.weight, self.sides)
+        low, norm = self.low_norm(low), self.key_norm.params
+        kept = self.ops.norm_rope_write(run, self.window, keys, norm, turns)
+        products, entries, stream, selected = self._products(x), [], None, None
         if self.compressor is not None:
-            entries = self.compressor(products[0], run)
+            entries, stream = self.compressor(products[0], run), self.compressor.stream
         if self.indexer is not None:
-            chosen = self.indexer(low, rest[0], products[1], turns, run)
-        mixed = []
-        for number, rows in enumerate(run.sequences):
-            new = slice(rows.start, rows.end)
-            past = run.entries(self.window, rows, self.how.first_seen(rows.past))["kv"]
-            context = torch.cat([past, kept[new], entries[number]])[:, None]
-            blocks = self._blocks(run.positions[new], len(entries[number]))
-            blocks = blocks if chosen is None else chosen[number]
-            seen = torch.cat([self._seen(rows, len(past), x.device), blocks], dim=1)
-            block = self.arithmetic.query_block
-            mixed.append(attend_seen(queries[new], context, context, seen, self.how, block))
-        return self._out(rotate_neighbours(torch.cat(mixed), _back(turns)))
-
-    def _by_program(self, x: Tensor, turns: Tensor, run: ForwardPass) -> Tensor:
-        """The same over pages: nothing is gathered, and nothing depends on what a page holds."""
-        from kvtide.layers.kernels.mla import attend_blocks
-        from kvtide.layers.kernels.rope import keep_turned, turn
-
-        low, keys, *rest = self.project(x).split(self.sides, dim=1)
-        low, norm = self.low_norm(low), (self.key_norm.weight, self.key_norm.eps)
-        kept, products = keep_turned(run, self.window, keys, norm, turns), self._products(x)
-        entries, chosen = None, None
-        if self.compressor is not None:
-            self.compressor.write(products[0], run)
-            entries = self.compressor.entries
-        if self.indexer is not None:
-            chosen = self.indexer.by_program(low, rest[0], products[1], turns, run)
-        queries = turn(self.queries(low).unflatten(1, (-1, self.dim)), turns, self.eps)
-        mixed = attend_blocks(run, self.window, kept, entries, queries, self.how, chosen)
-        return self._out(turn(mixed, turns, back=True))
+            selected = self.indexer(low, rest[0], products[1], turns, run)
+        queries = self.ops.rope(self.queries(low).unflatten(1, (-1, self.dim)), turns, self.eps)
+        mixed = self.ops.block_attention(
+            run, self.window, kept, stream, entries, queries, self.how, selected
+        )
+        return self._out(self.ops.rope(mixed, turns, back=True))
 
     def _products(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each compressor takes."""
         return () if self.compress is None else self.compress(x).split(self.compressed, dim=1)
 
-    def _heads(self, low: Tensor) -> Tensor:
-        heads = self.queries(low).unflatten(1, (-1, self.dim))
-        return self.arithmetic.rowwise(lambda rows: rms_norm(rows, self.one, self.eps), heads)
-
-    def _seen(self, rows: Rows, past: int, device: torch.device) -> Tensor:
-        """(tokens, past + tokens): which tokens of the window each query sees."""
-        key = torch.arange(rows.past - past, rows.total, device=device)
-        query = torch.arange(rows.past, rows.total, device=device)[:, None]
-        return (key <= query) & (key > query - (self.how.window or 0))
-
-    def _blocks(self, positions: Tensor, count: int) -> Tensor:
-        """(tokens, entries): which blocks are closed where a query stands."""
-        ratio = self.compressor.ratio if self.compressor else 1
-        return torch.arange(count, device=positions.device) < ((positions + 1) // ratio)[:, None]
-
     def _out(self, mixed: Tensor) -> Tensor:
         """Every group of heads by itself into few dimensions, then all of them together."""
         groups = mixed.flatten(1).unflatten(1, (len(self.out_groups), -1))
-        if self.arithmetic.runs_programs(mixed.device):
-            low = mixed.new_empty((len(mixed), *self.out_groups.shape[:2]))
-            torch.bmm(groups.transpose(0, 1), self.out_groups.mT, out=low.transpose(0, 1))
-        else:
-            linear, pairs = self.arithmetic.linear, enumerate(self.out_groups)
-            low = torch.stack([linear(groups[:, i], weight) for i, weight in pairs], dim=1)
+        low = self.ops.grouped_linear(groups, self.out_groups)
         return self.out(low.flatten(1))
 
 
@@ -324,11 +257,6 @@ def _window(blueprint: Blueprint, layer: int) -> Place:
     """Where a layer keeps its last tokens: with all the others, or as a draft."""
     pools = (p for p in blueprint.memory.pools if layer in p.layers and p.tail_entries is None)
     return Place(next(pool for pool in pools if pool.tokens_per_entry == 1), layer)
-
-
-def _back(turns: Tensor) -> Tensor:
-    """The same turns the other way."""
-    return torch.stack([turns[:, 0], -turns[:, 1]], dim=1)
 
 
 def _rotations(config: Config) -> tuple[Rope, Rope]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.dense import Linear
-from kvtide.layers.moe import ExpertGroup, Experts, Gating, Stack, route_by_top_softmax
+from kvtide.layers.kernel_args import ExpertGroup, Gating, Stack
+from kvtide.layers.moe import Experts, stack_experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
@@ -20,18 +21,18 @@ class ClampedExperts:
 
     def __init__(self, blueprint: Blueprint) -> None:
         config = blueprint.config
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.router = blueprint.linear("router")
         self.chosen = config.count("num_experts_per_tok", "experts_per_token")
         gain, limit = config.number("swiglu_alpha"), config.number("swiglu_limit")
-        crew = ExpertGroup.of(blueprint, config.count("num_local_experts"))
+        crew = ExpertGroup.of(config, blueprint.ranks, config.count("num_local_experts"))
         gate_up = _stack(blueprint, "experts.gate_up_proj", crew, _gate_first)
         down = _stack(blueprint, "experts.down_proj", crew)
         gating = Gating(limit=limit, gain=gain, offset=1.0)
-        self.experts = Experts(self.arithmetic, crew, gate_up, down, gating)
+        self.experts = Experts(crew=crew, gate_up=gate_up, down=down, gating=gating, ops=self.ops)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
+        routing = self.ops.route_by_top_softmax(self.router(x), self.chosen)
         return self.experts(x, routing)
 
 
@@ -47,7 +48,7 @@ def _stack(
         Linear(blueprint.arithmetic, arranged(weights[number].T), arranged(biases[number]))
         for number in crew.own
     )
-    return Stack.of(each, len(crew.own))
+    return stack_experts(each, len(crew.own))
 
 
 def _gate_first(rows: Tensor) -> Tensor:

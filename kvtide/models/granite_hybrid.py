@@ -15,21 +15,21 @@ from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.blueprint import WeightPart
 from kvtide.layers.dense import GatedMLP
 from kvtide.layers.mamba import Mamba2
-from kvtide.layers.moe import Experts, route_by_top_softmax
+from kvtide.layers.moe import Experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
 
 class GraniteExperts:
     def __init__(self, blueprint: Blueprint) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.router = blueprint.linear("router.layer")
         self.chosen = blueprint.config.count("num_experts_per_tok")
         weights = ("input_linear.weight", "output_linear.weight")
         self.experts = Experts.stacked(blueprint, len(self.router.weight), *weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
+        routing = self.ops.route_by_top_softmax(self.router(x), self.chosen)
         return self.experts(x, routing)
 
 
@@ -63,7 +63,7 @@ def _shared_mlp(blueprint: Blueprint) -> GatedMLP:
     channels = WeightPart(blueprint.config.count("shared_intermediate_size"))
     gate_up = blueprint.fused("input_linear", [channels, channels])
     down = blueprint.rows("output_linear")
-    return GatedMLP(blueprint.arithmetic, gate_up, down, blueprint.activation())
+    return GatedMLP(blueprint.ops, gate_up, down, blueprint.activation())
 
 
 class GraniteHybrid(Decoder):

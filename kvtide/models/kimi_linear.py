@@ -12,9 +12,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.kernel_args import Choice
 from kvtide.layers.linear_attention import KimiDelta
 from kvtide.layers.mla import LatentAttention
-from kvtide.layers.moe import Choice, Mixture, Router
+from kvtide.layers.moe import Mixture, Router
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 

@@ -23,12 +23,14 @@ Layer = Callable[[Tensor, ForwardPass], Tensor]
 class Model(Protocol):
     """A forward pass over paged state. `memory` declares every tensor it keeps between tokens.
 
-    A model may be one stage of several: a range of layers, which `memory` says.
+    A model may be one stage of several: a range of layers, which `memory` says. `uses_kernels`:
+    whether Triton kernels do its work, so that its forward pass can be captured in a CUDA graph.
     """
 
     memory: ModelMemory
     vocabulary: int
     max_positions: int
+    uses_kernels: bool
 
     def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
         """Hidden states, a row for every token of the step: those after the final norm, or what
@@ -39,9 +41,6 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32, for the rows that the caller wants them of; on the last stage only."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        """Whether all its work is left to programs there, so that a pass can be recorded."""
 
 
 class Decoder:
@@ -56,7 +55,7 @@ class Decoder:
     def __init__(self, blueprint: Blueprint) -> None:
         config, base = blueprint.config, blueprint.under(self.BASE)
         self.memory = blueprint.memory
-        self.arithmetic = blueprint.arithmetic
+        self.arithmetic, self.uses_kernels = blueprint.arithmetic, blueprint.ops.uses_kernels
         self.max_positions = config.count("max_position_embeddings", "model_max_length")
         self.vocabulary = config.count("vocab_size")
         self.width, self.dtype = config.count("hidden_size"), blueprint.dtype
@@ -109,6 +108,3 @@ class Decoder:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float()
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return self.arithmetic.runs_programs(device)

@@ -16,8 +16,9 @@ from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import Activation
+from kvtide.layers.kernel_args import Choice, Routing
 from kvtide.layers.mamba import Mamba2
-from kvtide.layers.moe import Choice, Experts, Mixture, Router, Routing
+from kvtide.layers.moe import Experts, Mixture, Router
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 

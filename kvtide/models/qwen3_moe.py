@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.elementwise import softmax
-from kvtide.layers.moe import Choice, Experts, score_and_route
+from kvtide.layers.kernel_args import Choice
+from kvtide.layers.moe import Experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -26,7 +27,7 @@ class SparseMLP:
     """
 
     def __init__(self, blueprint: Blueprint, choice: Choice, *names: str) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.router = blueprint.linear("gate")
         self.choice = choice
         experts, count = blueprint.under("experts"), len(self.router.weight)
@@ -36,7 +37,7 @@ class SparseMLP:
             self.experts = Experts.numbered(experts, count, *names)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = score_and_route(self.arithmetic, self.router(x), self.choice, softmax)
+        routing = self.ops.route(self.router(x), self.choice, softmax)
         return self.experts(x, routing)
 
 

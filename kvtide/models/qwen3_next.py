@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.dense import opened
+from kvtide.layers.elementwise import sigmoid
 from kvtide.layers.linear_attention import GatedDelta
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.layers.self_attention import GatedAttention
@@ -23,13 +23,13 @@ from kvtide.models.qwen3_moe import SparseMLP, choice
 
 class SharedSparseMLP:
     def __init__(self, blueprint: Blueprint) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.experts = SparseMLP(blueprint, choice(blueprint.config))
         self.shared = blueprint.under("shared_expert").mlp()
         self.gate = blueprint.linear("shared_expert_gate")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.experts(x) + opened(self.arithmetic, self.gate(x), self.shared(x))
+        return self.experts(x) + self.ops.gated(self.gate(x), self.shared(x), sigmoid)
 
 
 class Qwen3NextLayer:

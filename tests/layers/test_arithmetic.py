@@ -14,9 +14,10 @@ from kvtide.layers.arithmetic import (
     product_rows_stand_alone,
     rows_stand_alone,
 )
-from kvtide.layers.attention import Attending, attend
+from kvtide.layers.attention import attend
 from kvtide.layers.elementwise import gelu_tanh, rms_norm, softplus, swish
-from kvtide.layers.moe import ExpertGroup, Routing
+from kvtide.layers.kernel_args import Attending, ExpertGroup, Routing
+from kvtide.layers.moe_experts import mix
 from kvtide.layers.ssd_scan import ScanInput, scan_chunks, scan_tokens
 from kvtide.layers.tensor_ranks import ALONE
 
@@ -181,7 +182,7 @@ def test_a_tokens_experts_are_added_in_one_order_in_any_company() -> None:
     def run(rows: slice) -> Tensor:
         routing = Routing(chosen[rows], shares[rows])
         crew = ExpertGroup(range(len(weights)), ALONE)
-        return crew.mix(x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
+        return mix(crew, x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
 
     whole = run(slice(0, 20))
     formula = torch.stack(

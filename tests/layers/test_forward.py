@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
+from kvtide.layers.kv_write import kv_write
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError
 from kvtide.tiers import Arrangement, Buffers, Layout
 
@@ -42,7 +43,7 @@ def forward_pass(buffers: Buffers, *sequences: tuple[int, int, list[int]]) -> Fo
 def test_entries_come_back_from_scattered_pages_in_order(buffers: Buffers) -> None:
     place = Place.holding("k", MEMORY, 0)
     written = torch.arange(22.0).view(11, 2)
-    forward_pass(buffers, (0, 11, [5, 2, 7])).keep(place, {"k": written})
+    kv_write(forward_pass(buffers, (0, 11, [5, 2, 7])), place, {"k": written})
     run = forward_pass(buffers, (11, 1, [5, 2, 7]))
     for first in (0, 3, 4, 10):
         assert run.entries(place, run.sequences[0], first)["k"].tolist() == written[first:].tolist()
@@ -51,7 +52,7 @@ def test_entries_come_back_from_scattered_pages_in_order(buffers: Buffers) -> No
 def test_each_sequence_of_a_step_is_written_to_its_own_pages(buffers: Buffers) -> None:
     place = Place.holding("k", MEMORY, 1)
     written = torch.arange(14.0).view(7, 2)
-    forward_pass(buffers, (2, 3, [0, 1]), (6, 4, [2, 3, 4])).keep(place, {"k": written})
+    kv_write(forward_pass(buffers, (2, 3, [0, 1]), (6, 4, [2, 3, 4])), place, {"k": written})
     held = buffers.view("swa", 1)["k"]
     where = [(0, 2), (0, 3), (1, 0), (3, 2), (3, 3), (4, 0), (4, 1)]
     assert [held[at].tolist() for at in where] == written.tolist()
@@ -60,7 +61,7 @@ def test_each_sequence_of_a_step_is_written_to_its_own_pages(buffers: Buffers) -
 
 def test_tokens_whose_page_has_no_slot_are_not_written(buffers: Buffers) -> None:
     place = Place.holding("k", MEMORY, 0)
-    forward_pass(buffers, (0, 9, [-1, 6, -1])).keep(place, {"k": torch.ones(9, 2)})
+    kv_write(forward_pass(buffers, (0, 9, [-1, 6, -1])), place, {"k": torch.ones(9, 2)})
     held = buffers.view("kv", 0)["k"].isfinite().all(-1)
     assert held[6].all()
     assert int(held.sum()) == 4
@@ -68,7 +69,7 @@ def test_tokens_whose_page_has_no_slot_are_not_written(buffers: Buffers) -> None
 
 def test_what_is_kept_is_returned_as_it_will_be_read(buffers: Buffers) -> None:
     place, fine = Place.holding("k", MEMORY, 0), torch.full((4, 2), 1.001)
-    kept = forward_pass(buffers, (0, 4, [3])).keep(place, {"k": fine})["k"]
+    kept = kv_write(forward_pass(buffers, (0, 4, [3])), place, {"k": fine})["k"]
     run = forward_pass(buffers, (4, 1, [3, 4]))
     assert torch.equal(kept, run.entries(place, run.sequences[0], 0)["k"])
     assert torch.equal(run.rounded(place, "k", fine), kept.float())

@@ -10,7 +10,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from kvtide.layers.arithmetic import Batched
-from kvtide.layers.moe import Choice, Routing, route
+from kvtide.layers.kernel_args import Choice, Routing
+from kvtide.layers.moe_routing import route
 
 TOKENS, EXPERTS, WIDTH = 200, 12, 16
 

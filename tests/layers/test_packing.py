@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
+from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import Packing, packing, stored
 from kvtide.spec import DType, Encoding, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError
 from kvtide.spec.config import Config
@@ -349,7 +350,7 @@ def test_packed_entries_come_back_from_pages(layout: Layout, device: torch.devic
         field = place.field("index_key" if name == "c4_index" else "kv")
         count = tokens // place.pool.tokens_per_entry
         values = torch.randn((count, *field.shape), generator=generator).to(device)
-        kept = forward_pass(buffers, 0, tokens, slots).keep(place, {field.name: values})
+        kept = kv_write(forward_pass(buffers, 0, tokens, slots), place, {field.name: values})
         assert kept.keys() == {field.name}
         run = forward_pass(buffers, tokens, 1, slots)
         assert torch.equal(run.rounded(place, field.name, values), kept[field.name])

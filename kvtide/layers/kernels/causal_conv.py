@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import ConvWeights
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
-from kvtide.layers.mamba import CausalConv
 
 CHANNELS = 128
 TOKENS = 16
@@ -29,7 +29,7 @@ _MAX_PARTS = 3
 
 
 def convolve(
-    run: ForwardPass, place: Place, conv: CausalConv, inputs: Tensor, *, swished: bool
+    run: ForwardPass, place: Place, conv: ConvWeights, inputs: Tensor, *, swished: bool
 ) -> Tensor:
     """Of inputs (tokens, channels), from and to the running states of their sequences.
 

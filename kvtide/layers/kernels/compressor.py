@@ -11,14 +11,12 @@ highest gate, and the sums relative to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import CompressedStream
 from kvtide.layers.kernels.grid import power_of_two
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.kernels.kv_write import bits, entry_fields, entry_shape, store_entry
@@ -28,32 +26,13 @@ MAX_TOKENS = 16
 """Of a block, that are taken together."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedStream:
-    """What a compressor is made of, after its projection.
-
-    position  (tokens of a block, channels): added to gates
-    norm      the norm's weight, and eps
-    own, share  where means under way lie; there is a share where blocks overlap
-    """
-
-    entries: Place
-    own: Place
-    share: Place | None
-    position: Tensor
-    norm: tuple[Tensor, float]
-
-
-def compress(
-    run: ForwardPass, stream: CompressedStream, products: Tensor, turns: Tensor, dtype: torch.dtype
-) -> None:
+def compress(run: ForwardPass, stream: CompressedStream, products: Tensor, turns: Tensor) -> None:
     """Writes the entries that the step closes, and the means that it leaves under way.
 
     products  (tokens, values and gates), fp32
     turns     (tokens, 2, pairs), fp32: of the first position of every token's block
-    dtype     what the model computes in: means are rounded to it, as are norm and rotation
     """
-    given = (run, stream, products, turns, dtype)
+    given = (run, stream, products, turns)
     if run.batch.bounds.longest == 1:
         _take(*given, closes=True, leaves=True)
         return
@@ -67,7 +46,6 @@ def _take(
     stream: CompressedStream,
     products: Tensor,
     turns: Tensor,
-    dtype: torch.dtype,
     *,
     closes: bool,
     leaves: bool,
@@ -90,7 +68,7 @@ def _take(
         PAIRS=turns.shape[-1],
         TOGETHER=together,
         OVERLAPS=stream.share is not None,
-        ROUNDED=ROUNDED[dtype],
+        ROUNDED=ROUNDED[stream.dtype],
         CLOSES=closes,
         LEAVES=leaves,
         **entry_shape(stream.entries, view),

@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Forgetting
 from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
@@ -44,17 +45,6 @@ BLOCK = 16
 """Tokens of a chunk that are taken pair by pair where every channel forgets by itself."""
 VALUES = 32
 """Of a head, that a program takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forgetting:
-    """Before their functions: time steps, (tokens, heads) or (tokens, heads · keys), and
-    strengths, (tokens, heads). By head the decay, and as many biases as there are time steps."""
-
-    dt: Tensor
-    dt_bias: Tensor
-    decay: Tensor
-    strength: Tensor
 
 
 @dataclass(frozen=True, slots=True)

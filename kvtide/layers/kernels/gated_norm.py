@@ -5,33 +5,18 @@ The same as `recurrent.Mamba2` and `associative` do in torch, in fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.elementwise import swish
+from kvtide.layers.kernel_args import GatedNorm
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 
 CHANNELS = 1024
 """That a program takes at least, if there are as many."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatedNorm:
-    """groups      of channels, each normed by itself
-    weight      the norm's: (channels of a group), or (groups, channels); None without a norm
-    norm_first  before the gate opens
-    swished     the gate is x · σ(x), else σ(x)
-    """
-
-    groups: int
-    weight: Tensor | None
-    eps: float = 0.0
-    norm_first: bool = True
-    swished: bool = True
 
 
 def open_gates(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
@@ -48,7 +33,7 @@ def open_gates(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
         OWN=weight is not None and weight.dim() == 2,
         NORM=weight is not None,
         NORM_FIRST=how.norm_first,
-        SWISHED=how.swished,
+        SWISHED=how.activation is swish,
         G=groups,
         W=padded,
         num_warps=4 if groups * padded <= 2048 else 8,

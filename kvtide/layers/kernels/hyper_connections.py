@@ -9,14 +9,15 @@ written once; nothing else of that size is there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.dense import RMSNorm, halves
+from kvtide.layers.elementwise import halves
+from kvtide.layers.kernel_args import Mixing, Norm
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
@@ -43,39 +44,21 @@ Handed = tuple[Tensor, Tensor, Tensor]
 """Streams before a sublayer, what it gives, and the weights with which that is given back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mixing:
-    """How a token's weights come from its streams.
+def packed(mixing: Mixing, dtype: torch.dtype) -> Mixing:
+    """As programs take it, for streams in `dtype`.
 
-    project  (halves, outputs and some more, all streams), in the dtype of the streams
-    scales, base  for every output, fp32
-    eps      of weights; norm_eps of the norm before the projection
-    rounds   after which rows and columns of the mixing matrix add up to one; 0: there is none
+    `project` becomes (halves, outputs and some more, all streams), in the dtype of the streams.
     """
-
-    project: Tensor
-    scales: Tensor
-    base: Tensor
-    eps: float
-    norm_eps: float
-    rounds: int = 0
-
-    @classmethod
-    def of(
-        cls, project: Tensor, scales: Tensor, base: Tensor, dtype: torch.dtype, **numbers: float
-    ) -> Mixing:
-        """`project` (outputs, all streams) in fp32, for streams in `dtype`."""
-        outputs, inner = project.shape
-        parts = halves(project) if dtype is torch.bfloat16 else project
-        rows = max(MIN_ROWS, power_of_two(outputs + 1))
-        padded = parts.new_zeros((len(parts) // outputs, rows, inner))
-        padded[:, :outputs] = parts.unflatten(0, (-1, outputs))
-        eps, norm_eps, rounds = (numbers[name] for name in ("eps", "norm_eps", "rounds"))
-        return cls(padded, scales.contiguous(), base, eps, norm_eps, int(rounds))
+    outputs, inner = mixing.project.shape
+    parts = halves(mixing.project) if dtype is torch.bfloat16 else mixing.project
+    rows = max(MIN_ROWS, power_of_two(outputs + 1))
+    padded = parts.new_zeros((len(parts) // outputs, rows, inner))
+    padded[:, :outputs] = parts.unflatten(0, (-1, outputs))
+    return replace(mixing, project=padded, scales=mixing.scales.contiguous())
 
 
 def gathered(
-    mixing: Mixing, streams: Tensor, norm: RMSNorm, logits: Tensor | None = None
+    mixing: Mixing, streams: Tensor, norm: Norm, logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sublayer's input after its norm, and the weights with which its output is given back.
 
@@ -89,7 +72,7 @@ def gathered(
 
 
 def passed(
-    given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: RMSNorm
+    given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`spread`, and then `gathered` for the sublayer that follows.
 
@@ -134,7 +117,7 @@ def _gather(
     logits: Tensor | None,
     x: Tensor,
     weights: Tensor | None,
-    norm: RMSNorm | None,
+    norm: Norm | None,
 ) -> None:
     tokens, count, width = streams.shape
     streams = streams.contiguous()

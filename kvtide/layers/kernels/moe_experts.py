@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvtide.layers.kernel_args import ExpertStack, Gating, Routing, Stack
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
-from kvtide.layers.moe import Experts, Gating, Routing, Stack
 
 PROGRAMS = 264
 """As many keep a large device busy: where there are fewer, each takes fewer columns."""
@@ -81,7 +81,7 @@ class Arranged:
     blocks: Tensor
 
 
-def mix(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
+def mix(experts: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
     """Σ share · expert(x) over this rank's experts; in fp32 where ranks have still to add up."""
     x, k = x.contiguous(), routing.experts.shape[1]
     own, ranks = experts.crew.own, experts.crew.ranks

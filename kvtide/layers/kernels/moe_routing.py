@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvtide.layers import elementwise
 from kvtide.layers.elementwise import Activation
+from kvtide.layers.kernel_args import Choice, Routing, Told
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import power_of_two
-from kvtide.layers.moe import Choice, Routing, Told
 
 MAX_EXPERTS = 1024
 _SCORES: dict[Activation | None, int] = {

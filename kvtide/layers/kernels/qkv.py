@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Preparing
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.packing import Fields
-from kvtide.layers.qkv import Preparing
 
 ELEMENTS = 2048
 """Of one head that a program takes: whole tokens, at least one."""

@@ -15,13 +15,12 @@ that the sums stay small enough for their differences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Scanning
 from kvtide.layers.kernels.elementwise import softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
@@ -33,16 +32,6 @@ WIDE = True
 """Whether products in bf16 take what is computed on the way in tf32, not in bf16."""
 _MAX_WIDE = 128
 """Columns of a state, in tf32: of more, there are not registers enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scanning:
-    """A mixer's own numbers, by head, in fp32; and the bounds of time steps."""
-
-    dt_bias: Tensor
-    decay: Tensor
-    skip: Tensor
-    dt_limits: tuple[float, ...]
 
 
 def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.attention import Attending, attend
+from kvtide.layers.attention import attend
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import (
     attention_cascade,
     attention_decode,
@@ -22,6 +23,7 @@ from kvtide.layers.kernels import (
     prefill_schedule,
 )
 from kvtide.layers.kernels.attention_prefill import attend_paged
+from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import plain
 from kvtide.layers.step import Batch, Bounds, Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
@@ -132,7 +134,7 @@ def both(
     run = ForwardPass(Step(at, at, tuple(rows), PAGE, buffers.view, lambda layer: None))
     queries = some(start, case.heads)
     new = {"k": some(start, case.kv_heads), "v": some(start, case.kv_heads)}
-    kept = run.keep(place, new)
+    kept = kv_write(run, place, new)
     if idle:
         run = recorded(run, idle)
         kept = {name: functional.pad(value, (0, 0, 0, 0, 0, idle)) for name, value in kept.items()}

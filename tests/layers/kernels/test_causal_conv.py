@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtide.layers.causal_conv import convolve as one_sequence
 from kvtide.layers.elementwise import swish
 from kvtide.layers.kernels.causal_conv import convolve
 from kvtide.spec import DType, Field
@@ -42,7 +43,7 @@ def compared(
     assert found.dtype is dtype
     wide = conv.rounded(one.run, one.place, inputs).float()
     for number, (rows, state) in enumerate(zip(one.rows, one.states, strict=True)):
-        wanted, kept_tail = conv(wide[rows.start : rows.end], state)
+        wanted, kept_tail = one_sequence(conv, wide[rows.start : rows.end], state)
         wanted = swish(wanted) if swished else wanted
         ours = found[rows.start : rows.end].float()
         torch.testing.assert_close(ours, wanted, rtol=close, atol=close)

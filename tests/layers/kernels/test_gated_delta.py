@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.gated_delta import DeltaInput, delta_tokens
-from kvtide.layers.kernels.gated_delta import Forgetting, associate
+from kvtide.layers.kernel_args import Forgetting
+from kvtide.layers.kernels.gated_delta import associate
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
 

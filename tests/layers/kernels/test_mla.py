@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import Attending, attend_seen
+from kvtide.layers.attention import attend_seen
 from kvtide.layers.forward import Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import mla_tiles
 from kvtide.layers.kernels.mla import attend_blocks, attend_latent
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse

@@ -10,19 +10,14 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
+from kvtide.layers.kernel_args import Choice, ExpertGroup, Gating, Routing, Stack
 from kvtide.layers.kernels import moe_experts as programs
 from kvtide.layers.kernels.moe_experts import arrange, mix
-from kvtide.layers.moe import (
-    Choice,
-    ExpertGroup,
-    Experts,
-    Gating,
-    Routing,
-    Stack,
-    route_by_top_softmax,
-    score_and_route,
-)
+from kvtide.layers.moe import Experts
+from kvtide.layers.moe_experts import mix_experts
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
+from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.triton_ops import TritonOps
 from tests.layers.kernels.repeating import same_again
 
 SWISH = Gating()
@@ -67,7 +62,9 @@ def made(case: Case, device: torch.device, dtype: torch.dtype) -> Experts:
     outputs = case.width * (2 if case.gating.gated else 1)
     crew = ExpertGroup(range(case.experts), ALONE)
     stacks = stack(outputs, case.inputs, 1), stack(case.inputs, case.width, 3)
-    return Experts(Batched(), crew, *stacks, case.gating)
+    return Experts(
+        crew=crew, gate_up=stacks[0], down=stacks[1], gating=case.gating, ops=TorchOps(Batched())
+    )
 
 
 def routed(case: Case, tokens: int, device: torch.device) -> Routing:
@@ -83,7 +80,7 @@ def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
         return Stack(stack.weight.float(), None if stack.bias is None else stack.bias.float())
 
     exact = replace(experts, gate_up=wide(experts.gate_up), down=wide(experts.down))
-    return exact.crew.mix(x.float(), routing, exact._expert)
+    return mix_experts(Batched(), exact, x.float(), routing)
 
 
 @pytest.mark.parametrize("tokens", [1, 21])
@@ -167,23 +164,16 @@ def test_pairs_are_in_order_and_every_block_has_rows_of_one_expert(
     assert covered == list(range(len(pairs)))
 
 
-class Programmed(Batched):
-    """Runs programs wherever it is."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
 def test_layers_leave_routes_and_experts_to_the_programs(device: torch.device) -> None:
-    case, arithmetic = CASES["swish"], Programmed()
+    case, ops = CASES["swish"], TritonOps()
     experts = made(case, device, torch.float32)
     x = drawn(5, case.inputs, seed=9, device=device, dtype=torch.float32)
     logits = drawn(5, case.experts, seed=10, device=device, dtype=torch.float32)
-    by_scores = score_and_route(arithmetic, logits, Choice(case.chosen), softmax)
-    by_logits = route_by_top_softmax(arithmetic, logits, case.chosen)
+    by_scores = ops.route(logits, Choice(case.chosen), softmax)
+    by_logits = ops.route_by_top_softmax(logits, case.chosen)
     assert by_scores.experts.dtype == by_logits.experts.dtype == torch.int32
     torch.testing.assert_close(by_scores.shares, by_logits.shares)
-    found = replace(experts, arithmetic=arithmetic)(x, by_scores)
+    found = replace(experts, ops=ops)(x, by_scores)
     torch.testing.assert_close(found, one_by_one(experts, x, by_logits), rtol=0, atol=2e-5)
 
 

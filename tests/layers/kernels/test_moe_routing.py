@@ -9,8 +9,9 @@ from torch import Tensor
 from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import Activation, sigmoid, softmax, sqrt_softplus
 from kvtide.layers.indexer import top
+from kvtide.layers.kernel_args import Choice, Routing, Told
 from kvtide.layers.kernels import moe_routing
-from kvtide.layers.moe import Choice, Routing, Told, route_by_top_softmax, score_and_route
+from kvtide.layers.moe_routing import route_by_top_softmax, score_and_route
 
 PLAIN = Deterministic()
 """Runs no programs, wherever it is."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Batched
-from kvtide.layers.dense import RMSNorm
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Norm, Preparing
 from kvtide.layers.kernels import qkv as programs
 from kvtide.layers.kernels.qkv import keep_heads
-from kvtide.layers.qkv import Preparing
+from kvtide.layers.kv_write import kv_write
+from kvtide.layers.qkv import split_heads
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ModelMemory, PoolSpec
@@ -42,7 +43,7 @@ class Case:
 
     def preparing(self, device: torch.device) -> Preparing:
         query_norm, key_norm = (
-            RMSNorm(Batched(), _some(seed, self.dim).to(device) + 1, 1e-6) if self.normed else None
+            Norm(_some(seed, self.dim).to(device) + 1, 1e-6) if self.normed else None
             for seed in (1, 2)
         )
         return Preparing(self.kv_heads, query_norm, key_norm, self.key_gain)
@@ -112,8 +113,8 @@ def compare(
     if case.pairs:
         turns = Rope(torch.linspace(1, 0.01, case.pairs), 1.1)(ours.positions)
     queries, kept = keep_heads(ours, place, heads, turns, how)
-    wanted, keys, values = how(heads, turns)
-    expected = theirs.keep(place, {"k": keys, "v": values})
+    wanted, keys, values = split_heads(Batched(), heads, turns, how)
+    expected = kv_write(theirs, place, {"k": keys, "v": values})
     assert queries.dtype == dtype and queries.is_contiguous()
     torch.testing.assert_close(queries.float(), wanted.float(), rtol=close, atol=close)
     # A sum in another order shows in a few of them; a rounding that is left out, in many.

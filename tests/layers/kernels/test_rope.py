@@ -11,6 +11,7 @@ from torch import Tensor
 from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.elementwise import rms_norm
 from kvtide.layers.kernels.rope import keep_turned, turn
+from kvtide.layers.kv_write import kv_write
 from kvtide.layers.rope import Rope, rotate_neighbours
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, packed
@@ -103,7 +104,7 @@ def test_keys_are_kept_as_the_torch_code_keeps_them(
             kept.append(keep_turned(run, place, keys, (weight, EPS), turns).float())
         else:
             turned = rotate_neighbours(rms_norm(keys, weight, EPS), turns)
-            kept.append(run.keep(place, {"kv": turned})["kv"].float())
+            kept.append(kv_write(run, place, {"kv": turned})["kv"].float())
         pages.append(place.packing.unpack(view("kv", 0))["kv"])
     torch.testing.assert_close(kept[0], kept[1], rtol=0.13, atol=1e-3)
     torch.testing.assert_close(pages[0], pages[1], rtol=0.13, atol=1e-3, equal_nan=True)

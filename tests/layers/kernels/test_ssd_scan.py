@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.elementwise import softplus
-from kvtide.layers.kernels.ssd_scan import Scanning, scan
+from kvtide.layers.kernel_args import Scanning
+from kvtide.layers.kernels.ssd_scan import scan
 from kvtide.layers.ssd_scan import ScanInput, scan_tokens
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world

@@ -1,0 +1,56 @@
+"""The sum of what a token's experts give, each by its share: the torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.elementwise import swish
+from kvtide.layers.kernel_args import ExpertGroup, ExpertStack, Gating, Routing, Stack
+
+Expert = Callable[[int, Tensor], Tensor]
+
+
+def mix_experts(arithmetic: Arithmetic, stack: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
+    """Σ share · expert(x) over the experts of all ranks."""
+
+    def expert(number: int, x: Tensor) -> Tensor:
+        given = _gated(arithmetic, stack.gating, _linear(arithmetic, stack.gate_up, number, x))
+        return _linear(arithmetic, stack.down, number, given)
+
+    return mix(stack.crew, x, routing, expert)
+
+
+def mix(crew: ExpertGroup, x: Tensor, routing: Routing, expert: Expert) -> Tensor:
+    """Σ share · expert(x), where `expert` numbers this rank's own from 0.
+
+    A token's experts are added in ascending order, whatever other tokens are in the step.
+    """
+    mixed = torch.zeros_like(x, dtype=torch.float32)
+    for number in routing.experts.unique().tolist():
+        if number in crew.own:
+            chosen = routing.experts == number
+            rows = torch.nonzero(chosen.any(-1)).squeeze(1)
+            shares = (routing.shares * chosen).sum(-1, keepdim=True)[rows]
+            mixed[rows] += expert(number - crew.own.start, x[rows]) * shares
+    return crew.ranks.total(mixed).to(x.dtype)
+
+
+def _linear(arithmetic: Arithmetic, stack: Stack, number: int, x: Tensor) -> Tensor:
+    bias = None if stack.bias is None else stack.bias[number]
+    return arithmetic.linear(x, stack.weight[number], bias)
+
+
+def _gated(arithmetic: Arithmetic, how: Gating, given: Tensor) -> Tensor:
+    def opened(rows: Tensor) -> Tensor:
+        return swish(rows, how.gain) if how.activation is swish else how.activation(rows)
+
+    if not how.gated:
+        return arithmetic.rowwise(opened, given)
+    gate, up = given.chunk(2, dim=-1)
+    if how.limit is not None:
+        gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
+    return arithmetic.rowwise(opened, gate) * (up + how.offset if how.offset else up)
