@@ -68,7 +68,7 @@ def ours(shape: Shape, tokens: int) -> Timed:
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    return lambda: programs.mix(experts, x, routing), *shape.cost(tokens, routing)
+    return lambda: programs.mix_experts(experts, x, routing), *shape.cost(tokens, routing)
 
 
 def grouped(shape: Shape, tokens: int) -> Timed:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import ConvWeights, Forgetting, GatedNorm, Scanning
-from kvtide.layers.kernels import ssd_scan
-from kvtide.layers.kernels.causal_conv import convolve
-from kvtide.layers.kernels.gated_delta import associate
-from kvtide.layers.kernels.gated_norm import open_gates
-from kvtide.layers.kernels.ssd_scan import scan
+from kvtide.layers.kernels import ssd_scan as ssd_scan_kernels
+from kvtide.layers.kernels.causal_conv import causal_conv
+from kvtide.layers.kernels.gated_delta import gated_delta
+from kvtide.layers.kernels.gated_norm import gated_norm
+from kvtide.layers.kernels.ssd_scan import ssd_scan
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import DType, Entry, Field, PoolSpec
 
@@ -66,7 +66,7 @@ def convolution(lengths: Lengths, channels: int = 8192, taps: int = 4) -> Ready:
     inputs = drawn(sum(lengths), channels)
     tails = 2 * len(lengths) * channels * (taps - 1) * 2
     moved = 2 * 2 * inputs.numel() + tails
-    return partial(convolve, run, place, conv, inputs, swished=True), moved, 0
+    return partial(causal_conv, run, place, conv, inputs, swished=True), moved, 0
 
 
 def mamba(
@@ -81,7 +81,7 @@ def mamba(
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))
     operations = 2 * tokens * heads * (chunk * width + chunk * dim + 2 * dim * width)
-    return partial(scan, run, place, how, convolved, dt), moved, operations
+    return partial(ssd_scan, run, place, how, convolved, dt), moved, operations
 
 
 def delta(
@@ -97,14 +97,14 @@ def delta(
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))
     operations = 2 * tokens * heads * (3 * dim * dim + 4 * chunk * dim)
-    return partial(associate, run, place, convolved, forgetting), moved, operations
+    return partial(gated_delta, run, place, convolved, forgetting), moved, operations
 
 
 def gates(lengths: Lengths, groups: int, width: int) -> Ready:
     tokens = sum(lengths)
     mixed, given = drawn(tokens, groups * width, dtype=torch.float32), drawn(tokens, groups * width)
     how = GatedNorm(groups, drawn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
-    return partial(open_gates, mixed, given, how), 8 * tokens * groups * width, 0
+    return partial(gated_norm, mixed, given, how), 8 * tokens * groups * width, 0
 
 
 def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
@@ -112,11 +112,11 @@ def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
     call, moved, operations = make(lengths)
 
     def narrowed() -> object:
-        before, ssd_scan.WIDE = ssd_scan.WIDE, False
+        before, ssd_scan_kernels.WIDE = ssd_scan_kernels.WIDE, False
         try:
             return call()
         finally:
-            ssd_scan.WIDE = before
+            ssd_scan_kernels.WIDE = before
 
     return narrowed, moved, operations
 

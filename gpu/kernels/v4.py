@@ -51,7 +51,7 @@ def kept(tokens: int) -> Work:
     x, turns = some(tokens, DIM), some(tokens, 2, ROTARY // 2, dtype=torch.float32)
     norm = (some(DIM), 1e-6)
     moved = tokens * (DIM * 2 + 584 + DIM * 2 + ROTARY * 4)
-    return lambda: rope.keep_turned(run, place, x, norm, turns), moved, 0
+    return lambda: rope.norm_rope_write(run, place, x, norm, turns), moved, 0
 
 
 def kept_by_head(tokens: int) -> Work:
@@ -59,7 +59,7 @@ def kept_by_head(tokens: int) -> Work:
     run = step(ModelMemory("heads", PAGE, (place.pool,), 1), tokens)
     heads = some(tokens, 48, 128)
     entries = {"k": heads[:, 32:40], "v": heads[:, 40:]}
-    return lambda: kv_write.keep(run, place, entries), tokens * 8 * 128 * 2 * 4, 0
+    return lambda: kv_write.kv_write(run, place, entries), tokens * 8 * 128 * 2 * 4, 0
 
 
 def compressed(tokens: int, ratio: int, width: int) -> Work:
@@ -98,7 +98,7 @@ def compressed(tokens: int, ratio: int, width: int) -> Work:
 def turned(tokens: int, dim: int, eps: float | None) -> Work:
     x, turns = some(tokens, HEADS, dim), some(tokens, 2, ROTARY // 2, dtype=torch.float32)
     moved = tokens * HEADS * 2 * 2 * (dim if eps is not None else ROTARY)
-    return lambda: rope.turn(x, turns, eps), moved, 0
+    return lambda: rope.rope(x, turns, eps), moved, 0
 
 
 def mixing() -> Mixing:
@@ -106,7 +106,7 @@ def mixing() -> Mixing:
     project = some(outputs, STREAMS * HIDDEN, dtype=torch.float32) * 0.01
     scales, base = some(outputs, dtype=torch.float32), some(outputs, dtype=torch.float32)
     given = Mixing(project, scales, base, eps=1e-6, norm_eps=1e-6, rounds=20)
-    return hyper_connections.packed(given, torch.bfloat16)
+    return hyper_connections.packed_mixing(given, torch.bfloat16)
 
 
 def gathered(tokens: int) -> Work:
@@ -114,7 +114,7 @@ def gathered(tokens: int) -> Work:
     norm = Norm(some(HIDDEN), 1e-6)
     moved = tokens * HIDDEN * 2 * (2 * STREAMS + 1) + how.project.nbytes
     flops = 2 * tokens * how.project.numel()
-    return lambda: hyper_connections.gathered(how, x, norm), moved, flops
+    return lambda: hyper_connections.gather_streams(how, x, norm), moved, flops
 
 
 def passed(tokens: int) -> Work:
@@ -123,14 +123,14 @@ def passed(tokens: int) -> Work:
     weights = some(tokens, STREAMS + STREAMS**2, dtype=torch.float32)
     moved = tokens * HIDDEN * 2 * (3 * STREAMS + 2) + how.project.nbytes
     flops = 2 * tokens * how.project.numel()
-    return lambda: hyper_connections.passed(given, x, weights, how, norm), moved, flops
+    return lambda: hyper_connections.pass_streams(given, x, weights, how, norm), moved, flops
 
 
 def spread(tokens: int) -> Work:
     x, given = some(tokens, STREAMS, HIDDEN), some(tokens, HIDDEN)
     weights = some(tokens, STREAMS + STREAMS**2, dtype=torch.float32)
     moved = tokens * HIDDEN * 2 * (2 * STREAMS + 1)
-    return lambda: hyper_connections.spread(given, x, weights), moved, 0
+    return lambda: hyper_connections.spread_streams(given, x, weights), moved, 0
 
 
 ROWS: list[tuple[str, Callable[[], Work]]] = [

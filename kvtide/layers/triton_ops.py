@@ -29,18 +29,18 @@ from kvtide.layers.kernel_args import (
     Told,
 )
 from kvtide.layers.kernels import hyper_connections, moe_routing, rows
-from kvtide.layers.kernels.attention_prefill import attend_paged
-from kvtide.layers.kernels.causal_conv import convolve
+from kvtide.layers.kernels.attention_prefill import paged_attention
+from kvtide.layers.kernels.causal_conv import causal_conv
 from kvtide.layers.kernels.compressor import compress
-from kvtide.layers.kernels.gated_delta import associate
-from kvtide.layers.kernels.gated_norm import open_gates
-from kvtide.layers.kernels.indexer import choose_paged
-from kvtide.layers.kernels.kv_write import keep
-from kvtide.layers.kernels.mla import attend_blocks, attend_latent
-from kvtide.layers.kernels.moe_experts import mix
-from kvtide.layers.kernels.qkv import keep_heads
-from kvtide.layers.kernels.rope import keep_turned, turn
-from kvtide.layers.kernels.ssd_scan import scan
+from kvtide.layers.kernels.gated_delta import gated_delta
+from kvtide.layers.kernels.gated_norm import gated_norm
+from kvtide.layers.kernels.indexer import select_entries
+from kvtide.layers.kernels.kv_write import kv_write
+from kvtide.layers.kernels.mla import block_attention, mla_attention
+from kvtide.layers.kernels.moe_experts import mix_experts
+from kvtide.layers.kernels.qkv import qkv_write
+from kvtide.layers.kernels.rope import norm_rope_write, rope
+from kvtide.layers.kernels.ssd_scan import ssd_scan
 from kvtide.layers.ops import Selection
 from kvtide.layers.packing import Fields
 from kvtide.layers.torch_ops import TorchOps
@@ -52,7 +52,7 @@ class WrittenByKernel(TorchOps):
     def kv_write(self, run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
         if place.pool.tokens_per_entry > 1:
             return super().kv_write(run, place, entries)
-        return keep(run, place, entries)
+        return kv_write(run, place, entries)
 
 
 class TritonOps(WrittenByKernel):
@@ -91,7 +91,7 @@ class TritonOps(WrittenByKernel):
     def rope(
         self, x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False
     ) -> Tensor:
-        return turn(x, turns, eps, back=back)
+        return rope(x, turns, eps, back=back)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -103,17 +103,17 @@ class TritonOps(WrittenByKernel):
         turns: Tensor | None,
         how: Preparing,
     ) -> tuple[Tensor, Fields]:
-        return keep_heads(run, place, by_head, turns, how)
+        return qkv_write(run, place, by_head, turns, how)
 
     def norm_rope_write(
         self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, turns: Tensor
     ) -> Tensor:
-        return keep_turned(run, place, x, norm, turns)
+        return norm_rope_write(run, place, x, norm, turns)
 
     def paged_attention(
         self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
     ) -> Tensor:
-        return attend_paged(run, place, queries, kept, how)
+        return paged_attention(run, place, queries, kept, how)
 
     def mla_attention(
         self,
@@ -124,7 +124,7 @@ class TritonOps(WrittenByKernel):
         how: Attending,
         selected: Selection | None,
     ) -> Tensor:
-        return attend_latent(run, place, queries, how, _numbers(selected))
+        return mla_attention(run, place, queries, how, _numbers(selected))
 
     def select_tokens(
         self,
@@ -135,7 +135,7 @@ class TritonOps(WrittenByKernel):
         kept: Tensor,
         count: int,
     ) -> Selection:
-        return [choose_paged(run, place, queries, weights, count)]
+        return [select_entries(run, place, queries, weights, count)]
 
     def compress(
         self, run: ForwardPass, stream: CompressedStream, products: Tensor
@@ -158,7 +158,7 @@ class TritonOps(WrittenByKernel):
         count: int,
     ) -> Selection:
         # A factor of all weights changes no selection.
-        return [choose_paged(run, stream.entries, queries, weights, count)]
+        return [select_entries(run, stream.entries, queries, weights, count)]
 
     def block_attention(
         self,
@@ -172,7 +172,7 @@ class TritonOps(WrittenByKernel):
         selected: Selection | None,
     ) -> Tensor:
         blocks = None if stream is None else stream.entries
-        return attend_blocks(run, window, kept, blocks, queries, how, _numbers(selected))
+        return block_attention(run, window, kept, blocks, queries, how, _numbers(selected))
 
     # -- recurrent layers ------------------------------------------------------------------------
 
@@ -185,21 +185,21 @@ class TritonOps(WrittenByKernel):
         activation: Activation | None = None,
     ) -> Tensor:
         swished = activation is swish
-        convolved = convolve(run, place, conv, inputs, swished=swished)
+        convolved = causal_conv(run, place, conv, inputs, swished=swished)
         return convolved if swished or activation is None else activation(convolved)
 
     def ssd_scan(
         self, run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor
     ) -> Tensor:
-        return scan(run, place, how, convolved, dt)
+        return ssd_scan(run, place, how, convolved, dt)
 
     def gated_delta(
         self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting
     ) -> Tensor:
-        return associate(run, place, convolved, forgetting)
+        return gated_delta(run, place, convolved, forgetting)
 
     def gated_norm(self, x: Tensor, gate: Tensor, how: GatedNorm) -> Tensor:
-        return open_gates(x, gate, how) if how.has_kernel else super().gated_norm(x, gate, how)
+        return gated_norm(x, gate, how) if how.has_kernel else super().gated_norm(x, gate, how)
 
     # -- mixtures of experts ---------------------------------------------------------------------
 
@@ -213,36 +213,36 @@ class TritonOps(WrittenByKernel):
         told: Told | None = None,
         beside: int = 0,
     ) -> Routing:
-        if moe_routing.takes(logits.shape[1], choice, score):
+        if moe_routing.has_kernel(logits.shape[1], choice, score):
             return moe_routing.route(logits, choice, score, bias, told=told, beside=beside)
         return super().route(logits, choice, score, bias, told=told, beside=beside)
 
     def route_by_top_softmax(self, logits: Tensor, count: int) -> Routing:
-        if moe_routing.takes(logits.shape[1], Choice(count), None):
+        if moe_routing.has_kernel(logits.shape[1], Choice(count), None):
             return moe_routing.route(logits, Choice(count), None, softmax_of_best=True)
         return super().route_by_top_softmax(logits, count)
 
     def experts(self, stack: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
-        return stack.crew.ranks.total(mix(stack, x, routing)).to(x.dtype)
+        return stack.crew.ranks.total(mix_experts(stack, x, routing)).to(x.dtype)
 
     # -- hyper-connections -----------------------------------------------------------------------
 
     def packed_mixing(self, mixing: Mixing, dtype: torch.dtype) -> Mixing:
-        return hyper_connections.packed(mixing, dtype)
+        return hyper_connections.packed_mixing(mixing, dtype)
 
     def gather_streams(self, mixing: Mixing, streams: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        return hyper_connections.gathered(mixing, streams, norm)
+        return hyper_connections.gather_streams(mixing, streams, norm)
 
     def spread_streams(self, given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
-        return hyper_connections.spread(given, streams, weights)
+        return hyper_connections.spread_streams(given, streams, weights)
 
     def pass_streams(
         self, given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return hyper_connections.passed(given, streams, weights, following, norm)
+        return hyper_connections.pass_streams(given, streams, weights, following, norm)
 
     def join_streams(self, mixing: Mixing, streams: Tensor) -> Tensor:
-        return hyper_connections.joined(mixing, streams)
+        return hyper_connections.join_streams(mixing, streams)
 
 
 def _numbers(selected: Selection | None) -> Tensor | None:

@@ -46,7 +46,7 @@ JOINED = 1 << 13
 """Numbers of parts that are joined at a time."""
 
 
-def attend_paged(
+def paged_attention(
     run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
 ) -> Tensor:
     """Of the step's queries (tokens, heads, dim), over what was kept and what the step brings."""

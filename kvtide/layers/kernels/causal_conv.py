@@ -28,7 +28,7 @@ TOKENS = 16
 _MAX_PARTS = 3
 
 
-def convolve(
+def causal_conv(
     run: ForwardPass, place: Place, conv: ConvWeights, inputs: Tensor, *, swished: bool
 ) -> Tensor:
     """Of inputs (tokens, channels), from and to the running states of their sequences.

@@ -68,7 +68,9 @@ class Prepared:
     rows: Tensor
 
 
-def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting) -> Tensor:
+def gated_delta(
+    run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting
+) -> Tensor:
     """(tokens, heads, values) in fp32, of queries, keys and values side by side, from and to the
     running states."""
     batch = run.batch

@@ -19,7 +19,7 @@ CHANNELS = 1024
 """That a program takes at least, if there are as many."""
 
 
-def open_gates(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
+def gated_norm(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
     """Of (tokens, channels) each: in the dtype of the gates."""
     tokens, channels = gates.shape
     result = torch.empty((tokens, channels), dtype=gates.dtype, device=gates.device)

@@ -44,7 +44,7 @@ Handed = tuple[Tensor, Tensor, Tensor]
 """Streams before a sublayer, what it gives, and the weights with which that is given back."""
 
 
-def packed(mixing: Mixing, dtype: torch.dtype) -> Mixing:
+def packed_mixing(mixing: Mixing, dtype: torch.dtype) -> Mixing:
     """As programs take it, for streams in `dtype`.
 
     `project` becomes (halves, outputs and some more, all streams), in the dtype of the streams.
@@ -57,7 +57,7 @@ def packed(mixing: Mixing, dtype: torch.dtype) -> Mixing:
     return replace(mixing, project=padded, scales=mixing.scales.contiguous())
 
 
-def gathered(
+def gather_streams(
     mixing: Mixing, streams: Tensor, norm: Norm, logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sublayer's input after its norm, and the weights with which its output is given back.
@@ -71,32 +71,32 @@ def gathered(
     return x, weights
 
 
-def passed(
+def pass_streams(
     given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`spread`, and then `gathered` for the sublayer that follows.
+    """`spread_streams`, and then `gather_streams` for the sublayer that follows.
 
     Of few tokens the program that projects streams makes them itself, each a part of one of them.
     """
     tokens, count, width = streams.shape
     _, _, span = _divided(tokens, count * width)
     if tokens >= MANY_TOKENS or width % span:
-        after = spread(given, streams, weights)
-        return after, *gathered(following, after, norm)
+        after = spread_streams(given, streams, weights)
+        return after, *gather_streams(following, after, norm)
     after = torch.empty_like(streams)
     handed = (streams.contiguous(), given.contiguous(), weights.contiguous())
     logits = _logits(following, after, handed)
-    return after, *gathered(following, after, norm, logits)
+    return after, *gather_streams(following, after, norm, logits)
 
 
-def joined(mixing: Mixing, streams: Tensor) -> Tensor:
+def join_streams(mixing: Mixing, streams: Tensor) -> Tensor:
     """One stream of all of them."""
     x = streams.new_empty((len(streams), streams.shape[2]))
     _gather(mixing, streams, None, x, None, None)
     return x
 
 
-def spread(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
+def spread_streams(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
     """The streams after the sublayer."""
     tokens, count, width = streams.shape
     streams, given = streams.contiguous(), given.contiguous()

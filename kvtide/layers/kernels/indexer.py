@@ -42,7 +42,7 @@ _MIN_TILE = 1024
 """As many, where no query can see more."""
 
 
-def choose_paged(
+def select_entries(
     run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, count: int
 ) -> Tensor:
     """For each query the numbers of the entries that it sees: (tokens, count) int32.
@@ -62,13 +62,13 @@ def choose_paged(
     assert weights.stride(1) == 1
     scores = weights.new_empty((min(each, len(queries)), most), dtype=torch.float32)
     for first in range(0, len(queries), each):
-        score(run, place, queries, weights, scores, first)
+        score_entries(run, place, queries, weights, scores, first)
         ours = chosen[first : first + each]
         _chosen(run, scores, ours, ratio, most, first)
     return chosen
 
 
-def score(
+def score_entries(
     run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, scores: Tensor, first: int
 ) -> None:
     """Of the queries from row `first` on, as many as `scores` (queries, entries) has room for.

@@ -27,15 +27,15 @@ _AS_IS, _E4M3, _BF16, _CAST, _SCALED, _JOINED = range(6)
 _FORMS = {torch.float8_e4m3fn: _E4M3, torch.bfloat16: _BF16}
 
 
-def keep(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
+def kv_write(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
     """Writes one entry for every token, and returns them as `packing.unpack` gives them."""
     kept = {name: _room(place, name, value) for name, value in entries.items()}
     _write(run, place, entries, kept)
     return kept
 
 
-def write(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> None:
-    """As `keep`, for those who read pages afterwards."""
+def kv_write_only(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> None:
+    """As `kv_write`, for those who read pages afterwards."""
     _write(run, place, entries, {})
 
 

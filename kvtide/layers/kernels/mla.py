@@ -1,7 +1,7 @@
 """Attention of all heads over one vector a token: DeepSeek-V4's window and closed blocks, and
 latents (MLA).
 
-`attend_blocks` gives what `attend_seen` gives over a window and blocks, `attend_latent` what
+`block_attention` gives what `attend_seen` gives over a window and blocks, `mla_attention` what
 `attend` and `attend_seen` give over latents. Sums go tile by tile with a running maximum. A program
 takes heads of one token, or of neighbours, since all of them meet the same keys; where there are
 few programs, each takes a part of the keys, and one more joins the parts.
@@ -56,7 +56,7 @@ class _Far:
         return tokens // self.ratio if self.chosen is None else self.chosen.shape[1]
 
 
-def attend_blocks(
+def block_attention(
     run: ForwardPass,
     window: Place,
     kept: Tensor,
@@ -122,7 +122,7 @@ def _vectors_of(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tensor]
 # -- latents -----------------------------------------------------------------------------------
 
 
-def attend_latent(
+def mla_attention(
     run: ForwardPass, place: Place, queries: Tensor, how: Attending, chosen: Tensor | None = None
 ) -> Tensor:
     """Of queries (tokens, heads, latent and shared dimensions): (tokens, heads, latent).

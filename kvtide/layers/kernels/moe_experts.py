@@ -81,7 +81,7 @@ class Arranged:
     blocks: Tensor
 
 
-def mix(experts: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
+def mix_experts(experts: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
     """Σ share · expert(x) over this rank's experts; in fp32 where ranks have still to add up."""
     x, k = x.contiguous(), routing.experts.shape[1]
     own, ranks = experts.crew.own, experts.crew.ranks

@@ -28,7 +28,7 @@ _SCORES: dict[Activation | None, int] = {
 }
 
 
-def takes(experts: int, choice: Choice, score: Activation | None) -> bool:
+def has_kernel(experts: int, choice: Choice, score: Activation | None) -> bool:
     """Whether there is a program for it: groups are cut out of powers of two alone."""
     grouped = choice.allowed < choice.groups
     whole = experts & (experts - 1) == 0 and choice.groups & (choice.groups - 1) == 0

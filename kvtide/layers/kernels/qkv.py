@@ -26,7 +26,7 @@ FEW_TOKENS = 256
 """Up to here there are too few for a device, and every head of each has a program."""
 
 
-def keep_heads(
+def qkv_write(
     run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: Preparing
 ) -> tuple[Tensor, Fields]:
     """Of heads (tokens, heads + 2 · KV heads, dim) the queries, and keys and values as kept.

@@ -32,7 +32,7 @@ ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What programs are told of the model's dtype, for `rounded`."""
 
 
-def turn(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
+def rope(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
     """Turns the last dimensions of every head of x (tokens, heads, dim) where they lie.
 
     turns  (tokens, 2, pairs), fp32; `back`: the other way
@@ -59,7 +59,7 @@ def turn(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = Fal
     return x
 
 
-def keep_turned(
+def norm_rope_write(
     run: ForwardPass, place: Place, x: Tensor, norm: tuple[Tensor, float], turns: Tensor
 ) -> Tensor:
     """Norms and turns the vectors x (tokens, dim) of the step, keeps them, and gives them as they

@@ -1,7 +1,7 @@
-"""Mamba2's recurrence as device programs, for all sequences of a step: `scan`.
+"""Mamba2's recurrence as device programs, for all sequences of a step: `ssd_scan`.
 
 A program takes a sequence, a head, and a block of the head's channels, and goes over the tokens
-with the state in registers, in fp32: in chunks as `scan.scan_chunks` does, or over a single token.
+with the state in registers, in fp32: in chunks as `scan_chunks` does, or over a single token.
 Nobody else reads or writes its part of the state.
 
 Matrix products sum in fp32. Of a model in bf16 they take what comes out of the convolution as it
@@ -34,7 +34,9 @@ _MAX_WIDE = 128
 """Columns of a state, in tf32: of more, there are not registers enough."""
 
 
-def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor) -> Tensor:
+def ssd_scan(
+    run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor
+) -> Tensor:
     """(tokens, heads · dim) in fp32, the skip included, from and to the running states.
 
     Of x, B and C side by side, and time steps (tokens, heads) before their bias.

@@ -22,7 +22,7 @@ from kvtide.layers.kernels import (
     attention_tiles,
     prefill_schedule,
 )
-from kvtide.layers.kernels.attention_prefill import attend_paged
+from kvtide.layers.kernels.attention_prefill import paged_attention
 from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import plain
 from kvtide.layers.step import Batch, Bounds, Rows, Step
@@ -140,7 +140,7 @@ def both(
         kept = {name: functional.pad(value, (0, 0, 0, 0, 0, idle)) for name, value in kept.items()}
     given = functional.pad(queries, (0, 0, 0, 0, 0, idle))
     found = same_again(
-        lambda: played(run, lambda run: attend_paged(run, place, given, kept, how), bool(idle))
+        lambda: played(run, lambda run: paged_attention(run, place, given, kept, how), bool(idle))
     )
     assert found.isfinite().all()
     found = found[: len(queries)]

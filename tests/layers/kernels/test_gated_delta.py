@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.gated_delta import DeltaInput, delta_tokens
 from kvtide.layers.kernel_args import Forgetting
-from kvtide.layers.kernels.gated_delta import associate
+from kvtide.layers.kernels.gated_delta import gated_delta
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
 
@@ -96,7 +96,7 @@ def both(
     one = world((case.field,), step, device)
     convolved, forgetting = case.inputs(one.rows[-1].end, device, dtype)
     wanted = plain(one, case, convolved, forgetting)
-    found = [one.gone_on(lambda: associate(one.run, one.place, convolved, forgetting))]
+    found = [one.gone_on(lambda: gated_delta(one.run, one.place, convolved, forgetting))]
     found += [one.after(number)["delta"] for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 
@@ -112,7 +112,7 @@ def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: to
 def test_rows_without_slots_write_nothing(device: torch.device) -> None:
     case = CASES["even"]
     one = world((case.field,), [(0, 1), (0, 1)], device, kept=False)
-    found = associate(one.run, one.place, *case.inputs(2, device, torch.float32))
+    found = gated_delta(one.run, one.place, *case.inputs(2, device, torch.float32))
     assert bool(found.isfinite().all())
     assert bool(one.buffers.view("state", 0)["delta"].isnan().all())
 

@@ -163,7 +163,9 @@ def test_two_halves_are_one_projection(device: torch.device) -> None:
     whole = given.made(Around, TritonOps(), torch.float32)
     high = whole.mixing.project.bfloat16().float()
     both = torch.cat([high, whole.mixing.project - high])
-    found = programs.gathered(replace(whole.mixing, project=both), given.streams, given.norm.params)
+    found = programs.gather_streams(
+        replace(whole.mixing, project=both), given.streams, given.norm.params
+    )
     for ours, theirs in zip(found, whole.normed(given.streams, given.norm), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 

@@ -12,7 +12,7 @@ from kvtide.layers import Blueprint, Ops
 from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import sqrt_softplus
 from kvtide.layers.kernel_args import Choice, Gating
-from kvtide.layers.kernels.moe_experts import arrange, mix, tiles_for
+from kvtide.layers.kernels.moe_experts import arrange, mix_experts, tiles_for
 from kvtide.layers.moe import Experts, Mixture, Router, SharedMLP, cut
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.layers.torch_ops import TorchOps
@@ -185,6 +185,6 @@ def test_experts_for_all_have_no_say_in_the_size_of_tiles(
     mixture = case.mixture(case.blueprint(TritonOps(), device))
     x, tokens = rows(4, device)
     routing = mixture.router(x, tokens, mixture.beside)
-    mix(experts_of(mixture), x, routing)
+    mix_experts(experts_of(mixture), x, routing)
     assert asked == [(4 * 2, 6)]
     assert arranged[0][0].shape == (4, 5) and arranged[0][1] == range(9)

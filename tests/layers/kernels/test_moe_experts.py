@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtide.layers import moe_experts as reference
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
 from kvtide.layers.kernel_args import Choice, ExpertGroup, Gating, Routing, Stack
 from kvtide.layers.kernels import moe_experts as programs
-from kvtide.layers.kernels.moe_experts import arrange, mix
+from kvtide.layers.kernels.moe_experts import arrange, mix_experts
 from kvtide.layers.moe import Experts
-from kvtide.layers.moe_experts import mix_experts
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.layers.torch_ops import TorchOps
 from kvtide.layers.triton_ops import TritonOps
@@ -80,7 +80,7 @@ def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
         return Stack(stack.weight.float(), None if stack.bias is None else stack.bias.float())
 
     exact = replace(experts, gate_up=wide(experts.gate_up), down=wide(experts.down))
-    return mix_experts(Batched(), exact, x.float(), routing)
+    return reference.mix_experts(Batched(), exact, x.float(), routing)
 
 
 @pytest.mark.parametrize("tokens", [1, 21])
@@ -91,7 +91,10 @@ def test_the_programs_give_what_experts_one_by_one_give(
     given = CASES[case]
     experts, routing = made(given, device, torch.float32), routed(given, tokens, device)
     x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.float32)
-    wanted, found = one_by_one(experts, x, routing), same_again(lambda: mix(experts, x, routing))
+    wanted, found = (
+        one_by_one(experts, x, routing),
+        same_again(lambda: mix_experts(experts, x, routing)),
+    )
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
@@ -103,7 +106,7 @@ def test_with_many_pairs_there_may_be_gaps_between_blocks(
     experts, routing = made(case, device, torch.float32), routed(case, 21, device)
     x = drawn(21, case.inputs, seed=9, device=device, dtype=torch.float32)
     wanted = one_by_one(experts, x, routing)
-    torch.testing.assert_close(mix(experts, x, routing), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(mix_experts(experts, x, routing), wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["odd sizes", "no gate", "limits and biases"])
@@ -115,7 +118,7 @@ def test_tiles_may_be_fetched_by_their_numbers(
     experts, routing = made(given, device, torch.float32), routed(given, 21, device)
     x = drawn(21, given.inputs, seed=9, device=device, dtype=torch.float32)
     wanted = one_by_one(experts, x, routing)
-    torch.testing.assert_close(mix(experts, x, routing), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(mix_experts(experts, x, routing), wanted, rtol=0, atol=2e-5)
 
 
 def test_half_precision_is_rounded_between_projections_alone(device: torch.device) -> None:
@@ -123,7 +126,7 @@ def test_half_precision_is_rounded_between_projections_alone(device: torch.devic
     case = CASES["swish"]
     experts, routing = made(case, device, torch.float16), routed(case, 3, device)
     x = drawn(3, case.inputs, seed=9, device=device, dtype=torch.float16)
-    wanted, found = one_by_one(experts, x, routing), mix(experts, x, routing)
+    wanted, found = one_by_one(experts, x, routing), mix_experts(experts, x, routing)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), wanted, rtol=2e-3, atol=2e-3)
 
@@ -141,7 +144,7 @@ def test_ranks_add_what_their_own_experts_give(tokens: int, device: torch.device
             for name, stack in (("gate_up", experts.gate_up), ("down", experts.down))
         }
         crew = ExpertGroup(range(own.start, own.stop), TensorRanks(rank, 3))
-        parts.append(mix(replace(experts, crew=crew, **stacks), x, routing))
+        parts.append(mix_experts(replace(experts, crew=crew, **stacks), x, routing))
     wanted = one_by_one(experts, x, routing)
     torch.testing.assert_close(sum(parts), wanted, rtol=0, atol=2e-5)
 
@@ -185,5 +188,8 @@ def test_published_experts_in_half_precision(case: str, tokens: int, device: tor
     given = LARGE[case]
     experts, routing = made(given, device, torch.bfloat16), routed(given, tokens, device)
     x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.bfloat16)
-    wanted, found = one_by_one(experts, x, routing), same_again(lambda: mix(experts, x, routing))
+    wanted, found = (
+        one_by_one(experts, x, routing),
+        same_again(lambda: mix_experts(experts, x, routing)),
+    )
     torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)

@@ -43,7 +43,7 @@ def test_the_program_chooses_what_torch_chooses(
     experts, choice = CHOICES[case]
     logits = drawn(7, experts, seed=1, device=device) * 4
     bias = drawn(experts, seed=2, device=device) - 0.5 if biased else None
-    assert moe_routing.takes(experts, choice, score)
+    assert moe_routing.has_kernel(experts, choice, score)
     found = moe_routing.route(logits, choice, score, bias)
     same(found, score_and_route(PLAIN, logits, choice, score, bias))
 
@@ -114,6 +114,6 @@ def test_scores_far_from_zero_are_exact(device: torch.device) -> None:
 
 
 def test_groups_that_are_no_powers_of_two_are_left_to_torch() -> None:
-    assert not moe_routing.takes(12, Choice(3, groups=4, allowed=2), sigmoid)
-    assert not moe_routing.takes(2048, Choice(3), sigmoid)
-    assert not moe_routing.takes(64, Choice(3), torch.cos)
+    assert not moe_routing.has_kernel(12, Choice(3, groups=4, allowed=2), sigmoid)
+    assert not moe_routing.has_kernel(2048, Choice(3), sigmoid)
+    assert not moe_routing.has_kernel(64, Choice(3), torch.cos)

@@ -12,7 +12,7 @@ from kvtide.layers.arithmetic import Batched
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import Norm, Preparing
 from kvtide.layers.kernels import qkv as programs
-from kvtide.layers.kernels.qkv import keep_heads
+from kvtide.layers.kernels.qkv import qkv_write
 from kvtide.layers.kv_write import kv_write
 from kvtide.layers.qkv import split_heads
 from kvtide.layers.rope import Rope
@@ -112,7 +112,7 @@ def compare(
     turns = None
     if case.pairs:
         turns = Rope(torch.linspace(1, 0.01, case.pairs), 1.1)(ours.positions)
-    queries, kept = keep_heads(ours, place, heads, turns, how)
+    queries, kept = qkv_write(ours, place, heads, turns, how)
     wanted, keys, values = split_heads(Batched(), heads, turns, how)
     expected = kv_write(theirs, place, {"k": keys, "v": values})
     assert queries.dtype == dtype and queries.is_contiguous()
@@ -164,7 +164,7 @@ def test_eight_bits_saturate(device: torch.device) -> None:
     run, place = step_of([(0, 3)], case, KVDType.FP8, device)
     heads = torch.full((3, 6, 16), 1e6, device=device)
     heads[1], heads[2] = -torch.inf, torch.nan
-    _, kept = keep_heads(run, place, heads, None, case.preparing(device))
+    _, kept = qkv_write(run, place, heads, None, case.preparing(device))
     for value in kept.values():
         assert value[0].float().eq(448).all()
         assert value[1].float().eq(-448).all()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.elementwise import rms_norm
-from kvtide.layers.kernels.rope import keep_turned, turn
+from kvtide.layers.kernels.rope import norm_rope_write, rope
 from kvtide.layers.kv_write import kv_write
 from kvtide.layers.rope import Rope, rotate_neighbours
 from kvtide.spec import ModelMemory, PoolSpec
@@ -74,7 +74,7 @@ def test_heads_are_turned_as_the_torch_code_turns_them(
     wide = some(len(positions), shape.heads, shape.dim + 8).to(device, dtype)
     part, beside = wide[..., : shape.dim], wide[..., shape.dim :].clone()
     expected = wanted(part, turns, eps, back)
-    assert_near(turn(part, turns, eps, back=back), expected)
+    assert_near(rope(part, turns, eps, back=back), expected)
     assert torch.equal(wide[..., shape.dim :], beside)
 
 
@@ -101,7 +101,7 @@ def test_keys_are_kept_as_the_torch_code_keeps_them(
         run = ForwardPass(Step(at, at, (Rows(0, 7, 2, tables),), PAGE, view, lambda layer: None))
         turns = turns_of(case, at)
         if by_program:
-            kept.append(keep_turned(run, place, keys, (weight, EPS), turns).float())
+            kept.append(norm_rope_write(run, place, keys, (weight, EPS), turns).float())
         else:
             turned = rotate_neighbours(rms_norm(keys, weight, EPS), turns)
             kept.append(kv_write(run, place, {"kv": turned})["kv"].float())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers.elementwise import softplus
 from kvtide.layers.kernel_args import Scanning
-from kvtide.layers.kernels.ssd_scan import scan
+from kvtide.layers.kernels.ssd_scan import ssd_scan
 from kvtide.layers.ssd_scan import ScanInput, scan_tokens
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
@@ -75,7 +75,7 @@ def both(
     convolved = drawn(generator, count, channels).to(device, dtype)
     dt = drawn(generator, count, case.heads + 3).to(device, dtype)[:, 1:-2]
     wanted = plain(one, case, how, convolved, dt)
-    found = [one.gone_on(lambda: scan(one.run, one.place, how, convolved, dt))]
+    found = [one.gone_on(lambda: ssd_scan(one.run, one.place, how, convolved, dt))]
     found += [one.after(number)["ssm"].float() for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 
@@ -104,7 +104,7 @@ def test_rows_without_slots_write_nothing(device: torch.device) -> None:
     one = world((field,), [(0, 1), (0, 1)], device, kept=False)
     how = case.how(torch.Generator().manual_seed(1), device)
     ones = torch.ones(2, case.heads * case.dim + 2 * case.width, device=device)
-    found = scan(one.run, one.place, how, ones, ones[:, : case.heads])
+    found = ssd_scan(one.run, one.place, how, ones, ones[:, : case.heads])
     assert bool(found.isfinite().all())
     assert bool(one.buffers.view("state", 0)["ssm"].isnan().all())
 
