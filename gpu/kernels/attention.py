@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending, Norm, Preparing
+from kvtide.layers.kernel_args import Attending, Norm, QKVParams
 from kvtide.layers.kernels import attention_decode, attention_prefill, attention_tiles
 from kvtide.layers.kernels.attention_prefill import paged_attention
 from kvtide.layers.kernels.qkv import qkv_write
@@ -113,7 +113,7 @@ def preparing(shape: Shape, tokens: int) -> Row:
     wide = shape.heads + 2 * shape.kv_heads
     heads = torch.randn(tokens, wide, shape.dim, device="cuda", dtype=torch.bfloat16)
     query_norm, key_norm = (Norm(torch.randn(shape.dim, device="cuda"), 1e-6) for _ in range(2))
-    how = Preparing(shape.kv_heads, query_norm, key_norm)
+    how = QKVParams(shape.kv_heads, query_norm, key_norm)
     turns = Rope(torch.rand(shape.dim // 2))(run.positions)
     moved = heads.nbytes + turns.nbytes + tokens * (wide + 2 * shape.kv_heads) * shape.dim * 2
     return (lambda: qkv_write(run, place, heads, turns, how)), moved, 0

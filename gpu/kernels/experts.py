@@ -12,16 +12,16 @@ from torch.nn import functional
 from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import sigmoid, softmax
 from kvtide.layers.kernel_args import (
-    Choice,
+    ExpertActivation,
     ExpertGroup,
     ExpertStack,
-    Gating,
+    ExpertWeights,
     Routing,
-    Stack,
+    RoutingRule,
 )
 from kvtide.layers.kernels import moe_experts as programs
 from kvtide.layers.kernels import moe_routing as routes
-from kvtide.layers.moe_routing import score_and_route
+from kvtide.layers.moe_routing import route
 from kvtide.layers.tensor_ranks import ALONE
 
 Timed = tuple[Callable[[], object], float, float]
@@ -38,18 +38,18 @@ class Shape:
     def weights(self) -> ExpertStack:
         up, down = (self.width * 2, self.inputs), (self.inputs, self.width)
         stacks = [
-            Stack(
+            ExpertWeights(
                 torch.randn(self.experts, *size, device="cuda", dtype=torch.bfloat16).mul_(
                     size[1] ** -0.5
                 )
             )
             for size in (up, down)
         ]
-        return ExpertStack(ExpertGroup(range(self.experts), ALONE), *stacks, Gating())
+        return ExpertStack(ExpertGroup(range(self.experts), ALONE), *stacks, ExpertActivation())
 
     def routing(self, tokens: int) -> Routing:
         logits = torch.randn(tokens, self.experts, device="cuda")
-        return routes.route(logits, Choice(self.chosen), softmax)
+        return routes.route(logits, RoutingRule(self.chosen), softmax)
 
     def cost(self, tokens: int, routing: Routing) -> tuple[float, float]:
         """Weights of the experts that somebody goes to, what goes in and out; and operations."""
@@ -124,14 +124,14 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
     }[name]
 
 
-def routed(experts: int, tokens: int, choice: Choice, *, program: bool) -> Timed:
+def routed(experts: int, tokens: int, choice: RoutingRule, *, program: bool) -> Timed:
     torch.manual_seed(0)
     logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda")
     moved = 4.0 * tokens * (experts + 2 * choice.count)
     if program:
         return lambda: routes.route(logits, choice, sigmoid, bias), moved, 0.0
     plain = Deterministic()
-    return lambda: score_and_route(plain, logits, choice, sigmoid, bias), moved, 0.0
+    return lambda: route(plain, logits, choice, sigmoid, bias), moved, 0.0
 
 
 def _rows() -> list[tuple[str, Callable[[], Timed]]]:
@@ -155,7 +155,7 @@ def _rows() -> list[tuple[str, Callable[[], Timed]]]:
                     )
                 )
             rows.append((f"{name}, {tokens}: grouped_mm", lambda s=shape, t=tokens: grouped(s, t)))
-    choice = Choice(8, groups=8, allowed=4, scale=2.5)
+    choice = RoutingRule(8, groups=8, allowed=4, scale=2.5)
     for tokens in (1, 64, 8192):
         for program in (True, False):
             label = f"route {tokens} to 8 of 256{'' if program else ', torch'}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import ConvWeights, Forgetting, GatedNorm, Scanning
+from kvtide.layers.kernel_args import ConvWeights, DeltaGates, GatedNorm, ScanParams
 from kvtide.layers.kernels import ssd_scan as ssd_scan_kernels
 from kvtide.layers.kernels.causal_conv import causal_conv
 from kvtide.layers.kernels.gated_delta import gated_delta
@@ -76,7 +76,7 @@ def mamba(
     tokens = sum(lengths)
     convolved, dt = drawn(tokens, heads * dim + 2 * groups * width), drawn(tokens, heads)
     by_head = partial(drawn, heads, dtype=torch.float32)
-    how = Scanning(by_head(), -by_head().abs(), by_head(), (0.0, float("inf")))
+    how = ScanParams(by_head(), -by_head().abs(), by_head(), (0.0, float("inf")))
     states = 2 * 4 * len(lengths) * heads * dim * width
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))
@@ -92,7 +92,7 @@ def delta(
     convolved = drawn(tokens, (2 * key_heads + heads) * dim)
     dt, strength = drawn(tokens, heads * each), drawn(tokens, heads)
     bias, decay = drawn(heads * each, dtype=torch.float32), drawn(heads, dtype=torch.float32)
-    forgetting = Forgetting(dt, bias, -decay.abs(), strength)
+    forgetting = DeltaGates(dt, bias, -decay.abs(), strength)
     states = 2 * 4 * len(lengths) * heads * dim * dim
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))

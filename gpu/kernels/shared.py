@@ -69,7 +69,11 @@ def _latent(heads: int, past: int, count: int, sequences: int) -> Timed:
     rope = Field("rope", (64,), KVDType.BF16.element)
     pool = PoolSpec("kv", (0,), scaled("latent", 512, KVDType.BF16, rope))
     run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
-    queries, how, place = _some(sequences * count, heads, 576), Attending(576**-0.5), Place(pool, 0)
+    queries, how, place = (
+        _some(sequences * count, heads, 576),
+        Attending(576**-0.5),
+        Place(pool, 0),
+    )
     pairs = sequences * sum(range(past + 1, past + count + 1))
     moved = sequences * (past + count) * 1152 + queries.numel() * 2 * 1088 // 576
     return lambda: mla_attention(run, place, queries, how), moved, pairs * heads * (576 + 512) * 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.kernel_args import CompressedStream, Mixing, Norm
+from kvtide.layers.kernel_args import CompressedStream, Norm, StreamMixing
 from kvtide.layers.kernels import compressor, hyper_connections, kv_write, rope
 from kvtide.layers.rope import Rope
 from kvtide.spec import ModelMemory, PoolSpec, Reuse
@@ -101,11 +101,11 @@ def turned(tokens: int, dim: int, eps: float | None) -> Work:
     return lambda: rope.rope(x, turns, eps), moved, 0
 
 
-def mixing() -> Mixing:
+def mixing() -> StreamMixing:
     outputs = STREAMS * (2 + STREAMS)
     project = some(outputs, STREAMS * HIDDEN, dtype=torch.float32) * 0.01
     scales, base = some(outputs, dtype=torch.float32), some(outputs, dtype=torch.float32)
-    given = Mixing(project, scales, base, eps=1e-6, norm_eps=1e-6, rounds=20)
+    given = StreamMixing(project, scales, base, eps=1e-6, norm_eps=1e-6, rounds=20)
     return hyper_connections.packed_mixing(given, torch.bfloat16)
 
 

@@ -53,7 +53,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
     return torch.cat(mixed).to(queries.dtype)
 
 
-def attend_seen(
+def attend_masked(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Attending, block: int
 ) -> Tensor:
     """As `attend`, but each query sees what `seen` (queries, keys) says, in the order of the keys.

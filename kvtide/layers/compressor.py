@@ -31,7 +31,7 @@ from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import CompressedStream
 from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import Fields
-from kvtide.layers.rope import Rope, rotate_neighbours
+from kvtide.layers.rope import Rope, rotate_interleaved
 from kvtide.layers.step import Rows
 
 
@@ -179,7 +179,7 @@ def _normed_and_rotated(
     positions = torch.cat(numbers).to(means.device) * stream.ratio
     turns = arithmetic.rowwise(stream.rope, positions)
     normed = arithmetic.rowwise(lambda rows: rms_norm(rows, *stream.norm), means)
-    return rotate_neighbours(normed, turns)
+    return rotate_interleaved(normed, turns)
 
 
 def _means(run: ForwardPass, stream: CompressedStream, blocks: Blocks, rows: Rows) -> Mean:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.elementwise import Activation, halves
+from kvtide.layers.elementwise import Activation, split_bf16
 from kvtide.layers.kernel_args import Norm
 from kvtide.layers.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
@@ -46,7 +46,7 @@ class WideLinear:
     def __init__(self, ops: Ops, weight: Tensor, dtype: torch.dtype) -> None:
         self.arithmetic, self.outputs = ops.arithmetic, len(weight)
         self.divided = dtype == torch.bfloat16 and ops.uses_kernels
-        self.weight = halves(weight) if self.divided else weight
+        self.weight = split_bf16(weight) if self.divided else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.divided:

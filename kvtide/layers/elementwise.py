@@ -73,7 +73,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (wide * weight + bias).to(x.dtype)
 
 
-def halves(weight: Tensor) -> Tensor:
+def split_bf16(weight: Tensor) -> Tensor:
     """A weight in bf16, and below it what that leaves, if it leaves anything."""
     high = weight.to(torch.bfloat16)
     low = (weight - high.float()).to(torch.bfloat16)

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Forgetting
+from kvtide.layers.kernel_args import DeltaGates
 from kvtide.layers.ssd_scan import decay_between
 
 _CHUNK_TOKENS = 64
@@ -55,7 +55,7 @@ def gated_delta(
     run: ForwardPass,
     place: Place,
     convolved: Tensor,
-    forgetting: Forgetting,
+    forgetting: DeltaGates,
 ) -> Tensor:
     """(tokens, heads, values) in fp32, from and to the running states.
 

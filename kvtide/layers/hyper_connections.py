@@ -19,13 +19,13 @@ from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import RMSNorm
 from kvtide.layers.elementwise import rms_norm, sigmoid
-from kvtide.layers.kernel_args import Mixing
+from kvtide.layers.kernel_args import StreamMixing
 from kvtide.layers.ops import Ops
 
 
-def _mixing(blueprint: Blueprint, prefix: str, scales: Tensor, rounds: int) -> Mixing:
+def _mixing(blueprint: Blueprint, prefix: str, scales: Tensor, rounds: int) -> StreamMixing:
     config = blueprint.config
-    return Mixing(
+    return StreamMixing(
         blueprint.tensor(f"{prefix}fn", torch.float32),
         scales,
         blueprint.tensor(f"{prefix}base", torch.float32),
@@ -35,7 +35,7 @@ def _mixing(blueprint: Blueprint, prefix: str, scales: Tensor, rounds: int) -> M
     )
 
 
-class Around:
+class HyperConnection:
     """What stands around one sublayer."""
 
     def __init__(self, blueprint: Blueprint, prefix: str) -> None:
@@ -56,13 +56,18 @@ class Around:
         return self.ops.spread_streams(given, streams, weights)
 
     def passed(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: Around, norm: RMSNorm
+        self,
+        given: Tensor,
+        streams: Tensor,
+        weights: Tensor,
+        following: HyperConnection,
+        norm: RMSNorm,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The streams after the sublayer, and what `following.normed` gives of them."""
         return self.ops.pass_streams(given, streams, weights, following.mixing, norm.params)
 
 
-class Joined:
+class HyperHead:
     """What makes one of the streams after the last layer."""
 
     def __init__(self, blueprint: Blueprint, prefix: str) -> None:
@@ -79,7 +84,7 @@ class Joined:
 # -- the torch reference -------------------------------------------------------------------------
 
 
-def gather(arithmetic: Arithmetic, mixing: Mixing, streams: Tensor) -> tuple[Tensor, Tensor]:
+def gather(arithmetic: Arithmetic, mixing: StreamMixing, streams: Tensor) -> tuple[Tensor, Tensor]:
     """The sublayer's input before its norm, and the weights with which its output goes back."""
     count, logits = streams.shape[1], _logits(arithmetic, mixing, streams)
     weights = arithmetic.rowwise(lambda rows: _weights(mixing, rows, count), logits)
@@ -96,19 +101,19 @@ def spread(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
     return wide.to(streams.dtype)
 
 
-def join(arithmetic: Arithmetic, mixing: Mixing, streams: Tensor) -> Tensor:
+def join(arithmetic: Arithmetic, mixing: StreamMixing, streams: Tensor) -> Tensor:
     """One stream of all of them."""
     logits = _logits(arithmetic, mixing, streams) * mixing.scales + mixing.base
     return _weighed(arithmetic.rowwise(sigmoid, logits) + mixing.eps, streams)
 
 
-def _logits(arithmetic: Arithmetic, mixing: Mixing, streams: Tensor) -> Tensor:
+def _logits(arithmetic: Arithmetic, mixing: StreamMixing, streams: Tensor) -> Tensor:
     flat, one = streams.flatten(1).float(), torch.ones((), device=streams.device)
     normed = arithmetic.rowwise(lambda rows: rms_norm(rows, one, mixing.norm_eps), flat)
     return arithmetic.linear(normed, mixing.project)
 
 
-def _weights(mixing: Mixing, logits: Tensor, n: int) -> Tensor:
+def _weights(mixing: StreamMixing, logits: Tensor, n: int) -> Tensor:
     """Taking, giving back, mixing: (rows, n + n + n²)."""
     logits, eps = logits * mixing.scales + mixing.base, mixing.eps
     take = sigmoid(logits[:, :n]) + eps

@@ -15,7 +15,7 @@ from kvtide.layers.arithmetic import aligned
 from kvtide.layers.forward import ForwardPass, Place
 
 
-def top(scores: Tensor, count: int) -> Tensor:
+def top_k(scores: Tensor, count: int) -> Tensor:
     """Where the largest `count` scores of each row stand, best first, of equals the first one."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     return order[..., :count]
@@ -39,7 +39,7 @@ def select_tokens(
         new = slice(rows.start, rows.end)
         keys = torch.cat([run.entries(place, rows)["index_key"], kept[new]])
         visible = run.positions[new] + 1
-        masks.append(choose(queries[new], weights[new], keys, visible, count, block))
+        masks.append(select(queries[new], weights[new], keys, visible, count, block))
     return masks
 
 
@@ -57,11 +57,11 @@ def select_blocks(
     for rows, keys in zip(run.sequences, entries, strict=True):
         new = slice(rows.start, rows.end)
         visible = (run.positions[new] + 1) // ratio
-        masks.append(choose(queries[new], weights[new], keys, visible, count, block))
+        masks.append(select(queries[new], weights[new], keys, visible, count, block))
     return masks
 
 
-def choose(
+def select(
     queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, count: int, block: int
 ) -> Tensor:
     """The entries that an indexer picks for each query: (tokens, entries), true where chosen.
@@ -84,7 +84,7 @@ def choose(
         seen = numbers[:most] < visible[rows, None]
         if most > count:
             scores = _scores(queries[rows].float(), weights[rows].float(), keys[:most])
-            best = top(scores.masked_fill(~seen, -torch.inf), count)
+            best = top_k(scores.masked_fill(~seen, -torch.inf), count)
             seen &= torch.zeros_like(seen).scatter_(1, best, True)
         chosen[rows, :most] = seen
     return chosen

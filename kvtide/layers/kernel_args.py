@@ -46,7 +46,7 @@ class Attending:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparing:
+class QKVParams:
     """What a layer does with its heads: norms where there are any, of each head by itself, and what
     keys are multiplied by before they turn."""
 
@@ -104,7 +104,7 @@ class ConvWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Scanning:
+class ScanParams:
     """A Mamba2 mixer's own numbers, by head, in fp32; and the bounds of time steps."""
 
     dt_bias: Tensor
@@ -114,7 +114,7 @@ class Scanning:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgetting:
+class DeltaGates:
     """Before their functions: time steps, (tokens, heads) or (tokens, heads · keys), and
     strengths, (tokens, heads). By head the decay, and as many biases as there are time steps."""
 
@@ -164,7 +164,7 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class FixedExperts:
     """Experts that tokens go to whatever their scores: `table` has a row (k) for every token."""
 
     table: Tensor
@@ -172,7 +172,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RoutingRule:
     """How experts are chosen by their scores, and what share each gets.
 
     count            experts for a token
@@ -213,7 +213,7 @@ class ExpertGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Gating:
+class ExpertActivation:
     """What an expert does between its two projections, with what the first one gives.
 
     activation  of the gate, or of everything where there is no gate
@@ -231,7 +231,7 @@ class Gating:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertWeights:
     """One projection of every expert: (experts, outputs, inputs), and a bias (experts, outputs)."""
 
     weight: Tensor
@@ -247,9 +247,9 @@ class ExpertStack:
     """
 
     crew: ExpertGroup
-    gate_up: Stack
-    down: Stack
-    gating: Gating
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    gating: ExpertActivation
     beside: int = 0
 
 
@@ -257,7 +257,7 @@ class ExpertStack:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixing:
+class StreamMixing:
     """How a token's weights come from its streams.
 
     project  (outputs, all streams) in fp32; kernels take what `Ops.packed_mixing` makes of it

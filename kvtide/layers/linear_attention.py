@@ -17,10 +17,10 @@ from kvtide.layers.causal_conv import conv_weights
 from kvtide.layers.dense import Linear, RMSNorm
 from kvtide.layers.elementwise import Activation, sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernel_args import Forgetting, GatedNorm
+from kvtide.layers.kernel_args import DeltaGates, GatedNorm
 
 
-class Associations:
+class GatedDeltaState:
     """The convolution and the recurrence, from and to a sequence's running state.
 
     `parts` are queries, keys and values; heads of values may share a query and a key. `decay` is
@@ -45,7 +45,7 @@ class Associations:
         """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
         strengths before their functions."""
         convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, self.activation)
-        forgetting = Forgetting(dt, self.dt_bias, self.decay, strength)
+        forgetting = DeltaGates(dt, self.dt_bias, self.decay, strength)
         return self.ops.gated_delta(run, self.place, convolved, forgetting)
 
 
@@ -67,7 +67,7 @@ class GatedDelta:
         parts = [keys, keys, values, values, heads, heads]
         weight = blueprint.share_parts(_by_kind(blueprint, parts), parts)
         self.project_in = Linear(blueprint.arithmetic, weight)
-        self.memory = Associations(blueprint, layer, [keys, keys, values], ["conv1d"])
+        self.memory = GatedDeltaState(blueprint, layer, [keys, keys, values], ["conv1d"])
         self.project_out = blueprint.rows("out_proj", unit=values.width)
         # Its weights lie around one, also where those of the model's other norms do not.
         self.norm = replace(blueprint, norm_offset=0.0).norm("norm")
@@ -108,7 +108,7 @@ class KimiDelta:
         self.narrow = blueprint.linear("f_a_proj", "g_a_proj")
         self.forget = blueprint.columns("f_b_proj", unit=self.width)
         self.gate = blueprint.columns("g_b_proj", unit=self.width)
-        self.memory = Associations(
+        self.memory = GatedDeltaState(
             blueprint, layer, [part] * 3, ["q_conv1d", "k_conv1d", "v_conv1d"]
         )
         self.norm = blueprint.norm("o_norm")

@@ -13,7 +13,7 @@ from kvtide.layers.causal_conv import conv_weights
 from kvtide.layers.elementwise import swish
 from kvtide.layers.forward import ForwardPass
 from kvtide.layers.gated_norm import GroupedNorm
-from kvtide.layers.kernel_args import GatedNorm, Scanning
+from kvtide.layers.kernel_args import GatedNorm, ScanParams
 
 
 class Mamba2:
@@ -56,7 +56,7 @@ class Mamba2:
         inner = self.heads * self.head_dim
         gate, inputs, dt = self.project(x).split((inner, inner + 2 * self.shared, self.heads), -1)
         convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, swish)
-        scanning = Scanning(self.dt_bias, self.decay, self.skip, self.dt_limits)
+        scanning = ScanParams(self.dt_bias, self.decay, self.skip, self.dt_limits)
         mixed = self.ops.ssd_scan(run, self.place, scanning, convolved, dt)
         return self.project_out(self._gated(mixed, gate))
 

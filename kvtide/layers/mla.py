@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.attention import attend, attend_seen
+from kvtide.layers.attention import attend, attend_masked
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import Attending
@@ -146,7 +146,7 @@ def mla_attention(
         if mask is None:
             mixed.append(attend(ours, keys, latents, how, block))
         else:
-            mixed.append(attend_seen(ours, keys, latents, mask, how, block))
+            mixed.append(attend_masked(ours, keys, latents, mask, how, block))
     return torch.cat(mixed)
 
 
@@ -184,7 +184,7 @@ def block_attention(
         blocks = torch.arange(len(ours), device=closed.device) < closed[:, None]
         blocks = blocks if masks is None else masks[number]
         seen = torch.cat([_in_window(rows, len(past), how, closed.device), blocks], dim=1)
-        mixed.append(attend_seen(queries[new], context, context, seen, how, block))
+        mixed.append(attend_masked(queries[new], context, context, seen, how, block))
     return torch.cat(mixed)
 
 

@@ -22,13 +22,13 @@ from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear, WideLinear
 from kvtide.layers.elementwise import Activation, sigmoid
 from kvtide.layers.kernel_args import (
-    Choice,
+    ExpertActivation,
     ExpertGroup,
     ExpertStack,
-    Gating,
+    ExpertWeights,
+    FixedExperts,
     Routing,
-    Stack,
-    Told,
+    RoutingRule,
 )
 from kvtide.layers.ops import Ops
 
@@ -46,7 +46,7 @@ class Router:
     def __init__(
         self,
         blueprint: Blueprint,
-        choice: Choice,
+        choice: RoutingRule,
         score: Activation = sigmoid,
         bias: str | None = CORRECTION_BIAS,
         table: str | None = None,
@@ -68,7 +68,7 @@ class Router:
         told = None
         if self.table is not None:
             assert tokens is not None, "a router with a table has to be given the tokens"
-            told = Told(self.table, tokens)
+            told = FixedExperts(self.table, tokens)
         how = (self.choice, self.score, self.bias)
         return self.ops.route(self.linear(x), *how, told=told, beside=beside)
 
@@ -100,12 +100,14 @@ class SharedMLP(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-def cut(mlp: SharedMLP, width: int, gating: Gating) -> list[tuple[Linear, Linear]]:
+def experts_of_mlp(
+    mlp: SharedMLP, width: int, gating: ExpertActivation
+) -> list[tuple[Linear, Linear]]:
     """Experts of this width and gating that add up to the MLP, for its channels do. None where it
     is no whole number of them, has another gating, or biases."""
     channels, arithmetic = mlp.down.weight.shape[1], mlp.down.arithmetic
     halves = len(mlp.first.weight) // channels
-    same = gating == Gating(mlp.activation, gated=halves == 2, limit=mlp.limit)
+    same = gating == ExpertActivation(mlp.activation, gated=halves == 2, limit=mlp.limit)
     biased = mlp.first.bias is not None or mlp.down.bias is not None
     if not same or biased or channels % width:
         return []
@@ -116,9 +118,9 @@ def cut(mlp: SharedMLP, width: int, gating: Gating) -> list[tuple[Linear, Linear
     ]
 
 
-def stack_experts(projections: Iterable[Linear], count: int) -> Stack:
+def stack_experts(projections: Iterable[Linear], count: int) -> ExpertWeights:
     """Of so many, each of which is needed no longer when the next one is taken."""
-    stack: Stack | None = None
+    stack: ExpertWeights | None = None
     for number, one in enumerate(projections):
         stack = stack or _empty(one, count)
         stack.weight[number] = one.weight
@@ -129,10 +131,10 @@ def stack_experts(projections: Iterable[Linear], count: int) -> Stack:
     return stack
 
 
-def _empty(like: Linear, count: int) -> Stack:
+def _empty(like: Linear, count: int) -> ExpertWeights:
     weight = like.weight.new_empty((count, *like.weight.shape))
     bias = None if like.bias is None else like.bias.new_empty((count, *like.bias.shape))
-    return Stack(weight, bias)
+    return ExpertWeights(weight, bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,7 @@ class Experts(ExpertStack):
         *first, last = names or ("gate_proj", "up_proj", "down_proj")
         crew = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
         each = [blueprint.under(str(number)) for number in crew.own]
-        gating = Gating(blueprint.activation(), gated=len(first) == 2, limit=limit)
+        gating = ExpertActivation(blueprint.activation(), gated=len(first) == 2, limit=limit)
         firsts = (under.linear(*first) for under in each)
         lasts = (under.linear(last) for under in each)
         # How wide experts are is known by one of them.
@@ -164,7 +166,7 @@ class Experts(ExpertStack):
         bare = not any(each[0].has(f"{name}.bias") for name in (*first, last))
         alone = crew.ranks.count == 1 and blueprint.ops.uses_kernels
         if shared is not None and alone and bare:
-            beside = cut(shared, len(one.weight) // len(first), gating)
+            beside = experts_of_mlp(shared, len(one.weight) // len(first), gating)
             crew = replace(crew, own=range(count + len(beside)))
         gate_up = stack_experts(chain([one], firsts, (pair[0] for pair in beside)), len(crew.own))
         down = stack_experts(chain(lasts, (pair[1] for pair in beside)), len(crew.own))
@@ -181,8 +183,10 @@ class Experts(ExpertStack):
     def stacked(cls, blueprint: Blueprint, count: int, gate_up: str, down: str) -> Experts:
         """Of two weights with an axis for experts."""
         crew = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
-        first, last = (Stack(crew.share(blueprint.tensor(name))) for name in (gate_up, down))
-        gating = Gating(blueprint.activation())
+        first, last = (
+            ExpertWeights(crew.share(blueprint.tensor(name))) for name in (gate_up, down)
+        )
+        gating = ExpertActivation(blueprint.activation())
         return cls(crew=crew, gate_up=first, down=last, gating=gating, ops=blueprint.ops)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.elementwise import swish
-from kvtide.layers.kernel_args import ExpertGroup, ExpertStack, Gating, Routing, Stack
+from kvtide.layers.kernel_args import (
+    ExpertActivation,
+    ExpertGroup,
+    ExpertStack,
+    ExpertWeights,
+    Routing,
+)
 
 Expert = Callable[[int, Tensor], Tensor]
 
@@ -39,12 +45,12 @@ def mix(crew: ExpertGroup, x: Tensor, routing: Routing, expert: Expert) -> Tenso
     return crew.ranks.total(mixed).to(x.dtype)
 
 
-def _linear(arithmetic: Arithmetic, stack: Stack, number: int, x: Tensor) -> Tensor:
+def _linear(arithmetic: Arithmetic, stack: ExpertWeights, number: int, x: Tensor) -> Tensor:
     bias = None if stack.bias is None else stack.bias[number]
     return arithmetic.linear(x, stack.weight[number], bias)
 
 
-def _gated(arithmetic: Arithmetic, how: Gating, given: Tensor) -> Tensor:
+def _gated(arithmetic: Arithmetic, how: ExpertActivation, given: Tensor) -> Tensor:
     def opened(rows: Tensor) -> Tensor:
         return swish(rows, how.gain) if how.activation is swish else how.activation(rows)
 

@@ -7,49 +7,51 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.elementwise import Activation
-from kvtide.layers.indexer import top
-from kvtide.layers.kernel_args import Choice, Routing, Told
+from kvtide.layers.indexer import top_k
+from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 
 
-def score_and_route(
+def route(
     arithmetic: Arithmetic,
     logits: Tensor,
-    choice: Choice,
+    choice: RoutingRule,
     score: Activation,
     bias: Tensor | None = None,
     *,
-    told: Told | None = None,
+    told: FixedExperts | None = None,
     beside: int = 0,
 ) -> Routing:
-    """As `route`, by the scores that logits have, or to the experts that are `told`; and to so many
-    `beside` those, which have the numbers after the last one that has a score."""
+    """The experts of every token by the scores of its logits, or the `told` ones.
+
+    Every token also goes to `beside` more experts, numbered after those that have a score.
+    """
     experts = logits.shape[1]
     scores = arithmetic.rowwise(score, logits.float())
     if told is None:
-        return route(arithmetic, scores, choice, bias).beside(experts, beside)
+        return route_scores(arithmetic, scores, choice, bias).beside(experts, beside)
     chosen = told.table[told.tokens]
-    return share_out(arithmetic, scores, chosen, choice).beside(experts, beside)
+    return weigh(arithmetic, scores, chosen, choice).beside(experts, beside)
 
 
 def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> Routing:
     """The largest `count` logits, and a softmax over those alone."""
-    experts = top(logits.float(), count)
+    experts = top_k(logits.float(), count)
     best = logits.float().gather(1, experts)
     return Routing(experts, arithmetic.rowwise(lambda rows: rows.softmax(-1), best))
 
 
-def route(
-    arithmetic: Arithmetic, scores: Tensor, choice: Choice, bias: Tensor | None = None
+def route_scores(
+    arithmetic: Arithmetic, scores: Tensor, choice: RoutingRule, bias: Tensor | None = None
 ) -> Routing:
     """By the scores (fp32, none negative) plus a bias that does not count in the shares."""
     ranked = scores if bias is None else scores + bias
     if choice.allowed < choice.groups:
         # Not by zeros, above which a biased score need not be.
         ranked = ranked.masked_fill(~_allowed(ranked, choice), -torch.inf)
-    return share_out(arithmetic, scores, top(ranked, choice.count), choice)
+    return weigh(arithmetic, scores, top_k(ranked, choice.count), choice)
 
 
-def share_out(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, choice: Choice) -> Routing:
+def weigh(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, choice: RoutingRule) -> Routing:
     """Every chosen expert's share, by its score."""
     shares = scores.gather(1, experts)
     if choice.renormalised:
@@ -59,10 +61,10 @@ def share_out(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, choice: C
     return Routing(experts, shares * choice.scale)
 
 
-def _allowed(ranked: Tensor, choice: Choice) -> Tensor:
+def _allowed(ranked: Tensor, choice: RoutingRule) -> Tensor:
     grouped = ranked.view(len(ranked), choice.groups, -1)
     depth = min(choice.group_depth, grouped.shape[-1])
     strength = grouped.topk(depth, dim=-1).values.sum(-1)
     allowed = torch.zeros_like(strength, dtype=torch.bool)
-    allowed.scatter_(1, top(strength, choice.allowed), True)
+    allowed.scatter_(1, top_k(strength, choice.allowed), True)
     return allowed[:, :, None].expand_as(grouped).flatten(1)

@@ -21,18 +21,18 @@ from kvtide.layers.elementwise import Activation
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import (
     Attending,
-    Choice,
     CompressedStream,
     ConvWeights,
+    DeltaGates,
     ExpertStack,
-    Forgetting,
+    FixedExperts,
     GatedNorm,
-    Mixing,
     Norm,
-    Preparing,
+    QKVParams,
     Routing,
-    Scanning,
-    Told,
+    RoutingRule,
+    ScanParams,
+    StreamMixing,
 )
 from kvtide.layers.packing import Fields
 
@@ -103,7 +103,7 @@ class Ops(ABC):
         place: Place,
         by_head: Tensor,
         turns: Tensor | None,
-        how: Preparing,
+        how: QKVParams,
     ) -> tuple[Tensor, Fields]:
         """Queries, and keys and values as they were written, from a projection's output.
 
@@ -208,13 +208,13 @@ class Ops(ABC):
 
     @abstractmethod
     def ssd_scan(
-        self, run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor
+        self, run: ForwardPass, place: Place, how: ScanParams, convolved: Tensor, dt: Tensor
     ) -> Tensor:
         """Mamba2's recurrence over x, B and C side by side: (tokens, heads · dim) in fp32."""
 
     @abstractmethod
     def gated_delta(
-        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting
+        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
     ) -> Tensor:
         """The gated delta rule over queries, keys and values side by side.
 
@@ -231,11 +231,11 @@ class Ops(ABC):
     def route(
         self,
         logits: Tensor,
-        choice: Choice,
+        choice: RoutingRule,
         score: Activation,
         bias: Tensor | None = None,
         *,
-        told: Told | None = None,
+        told: FixedExperts | None = None,
         beside: int = 0,
     ) -> Routing:
         """The experts with the best scores, or those that are `told`, and so many `beside` them."""
@@ -251,11 +251,13 @@ class Ops(ABC):
     # -- hyper-connections -----------------------------------------------------------------------
 
     @abstractmethod
-    def packed_mixing(self, mixing: Mixing, dtype: torch.dtype) -> Mixing:
+    def packed_mixing(self, mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
         """The same for streams in this dtype, as the operations below take it."""
 
     @abstractmethod
-    def gather_streams(self, mixing: Mixing, streams: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def gather_streams(
+        self, mixing: StreamMixing, streams: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
         """A sublayer's input after its norm, and the weights with which its output goes back."""
 
     @abstractmethod
@@ -264,10 +266,10 @@ class Ops(ABC):
 
     @abstractmethod
     def pass_streams(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
+        self, given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The streams after a sublayer, and what `gather_streams` gives for the next one."""
 
     @abstractmethod
-    def join_streams(self, mixing: Mixing, streams: Tensor) -> Tensor:
+    def join_streams(self, mixing: StreamMixing, streams: Tensor) -> Tensor:
         """One stream of all of them."""

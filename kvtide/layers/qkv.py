@@ -6,15 +6,15 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.elementwise import rms_norm
-from kvtide.layers.kernel_args import Norm, Preparing
-from kvtide.layers.rope import rotate
+from kvtide.layers.kernel_args import Norm, QKVParams
+from kvtide.layers.rope import rotate_half
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values: (tokens, heads, dim) each."""
 
 
 def split_heads(
-    arithmetic: Arithmetic, by_head: Tensor, turns: Tensor | None, how: Preparing
+    arithmetic: Arithmetic, by_head: Tensor, turns: Tensor | None, how: QKVParams
 ) -> Heads:
     """Of (tokens, heads + 2 · KV heads, dim); `turns` is what a `Rope` gives for the tokens."""
     split = (by_head.shape[1] - 2 * how.kv_heads, how.kv_heads, how.kv_heads)
@@ -24,7 +24,7 @@ def split_heads(
     keys = keys if how.key_gain == 1 else keys * how.key_gain
     if turns is None:
         return queries, keys, values
-    return rotate(queries, turns), rotate(keys, turns), values
+    return rotate_half(queries, turns), rotate_half(keys, turns), values
 
 
 def _normed(arithmetic: Arithmetic, x: Tensor, norm: Norm | None) -> Tensor:

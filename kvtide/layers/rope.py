@@ -51,7 +51,7 @@ class Rope:
         return self._placed[device]
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate_half(x: Tensor, turns: Tensor) -> Tensor:
     """Turns pairs (i, i + n) of the first 2n dimensions of every head by what a `Rope` says.
 
     The dimensions after them stay as they are.
@@ -63,10 +63,10 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([*(half.to(x.dtype) for half in turned), x[..., 2 * pairs :]], dim=-1)
 
 
-def rotate_neighbours(x: Tensor, turns: Tensor) -> Tensor:
-    """As `rotate`, but the pairs are (2i, 2i + 1), and they are the last 2n dimensions.
+def rotate_interleaved(x: Tensor, turns: Tensor) -> Tensor:
+    """As `rotate_half`, but the pairs are (2i, 2i + 1), and they are the last 2n dimensions.
 
-    `reversed_turns` rotate back.
+    `inverse_rotation` rotate back.
     """
     rotary = 2 * turns.shape[-1]
     shape = (len(x), *[1] * (x.dim() - 2), rotary // 2)
@@ -77,7 +77,7 @@ def rotate_neighbours(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([x[..., :-rotary], turned.flatten(-2).to(x.dtype)], dim=-1)
 
 
-def reversed_turns(turns: Tensor) -> Tensor:
+def inverse_rotation(turns: Tensor) -> Tensor:
     """The same rotations the other way."""
     return torch.stack([turns[:, 0], -turns[:, 1]], dim=1)
 

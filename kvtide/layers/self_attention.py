@@ -15,7 +15,7 @@ from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernel_args import Attending, Preparing
+from kvtide.layers.kernel_args import Attending, QKVParams
 from kvtide.layers.rope import Rope
 
 
@@ -48,7 +48,7 @@ class Attention:
             blueprint.norm(name).params if blueprint.has(f"{name}.weight") else None
             for name in (self.QUERY_NORM, self.KEY_NORM)
         )
-        self.preparing = Preparing(self.kv_heads, query_norm, key_norm, key_gain)
+        self.preparing = QKVParams(self.kv_heads, query_norm, key_norm, key_gain)
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
         sinks = None if sinks is None else blueprint.share(sinks)
         self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.elementwise import softplus
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Scanning
+from kvtide.layers.kernel_args import ScanParams
 
 _CHUNK_TOKENS = 64
 
@@ -50,7 +50,7 @@ def ssd_scan(
     arithmetic: Arithmetic,
     run: ForwardPass,
     place: Place,
-    how: Scanning,
+    how: ScanParams,
     convolved: Tensor,
     dt: Tensor,
 ) -> Tensor:

@@ -19,27 +19,27 @@ from kvtide.layers.gated_norm import gated_norm
 from kvtide.layers.indexer import select_blocks, select_tokens
 from kvtide.layers.kernel_args import (
     Attending,
-    Choice,
     CompressedStream,
     ConvWeights,
+    DeltaGates,
     ExpertStack,
-    Forgetting,
+    FixedExperts,
     GatedNorm,
-    Mixing,
     Norm,
-    Preparing,
+    QKVParams,
     Routing,
-    Scanning,
-    Told,
+    RoutingRule,
+    ScanParams,
+    StreamMixing,
 )
 from kvtide.layers.kv_write import kv_write
 from kvtide.layers.mla import block_attention, mla_attention
 from kvtide.layers.moe_experts import mix_experts
-from kvtide.layers.moe_routing import route_by_top_softmax, score_and_route
+from kvtide.layers.moe_routing import route, route_by_top_softmax
 from kvtide.layers.ops import Ops, Selection
 from kvtide.layers.packing import Fields
 from kvtide.layers.qkv import split_heads
-from kvtide.layers.rope import reversed_turns, rotate_neighbours
+from kvtide.layers.rope import inverse_rotation, rotate_interleaved
 from kvtide.layers.ssd_scan import ssd_scan
 
 
@@ -84,7 +84,7 @@ class TorchOps(Ops):
     ) -> Tensor:
         if eps is not None:
             x = self.rms_norm(x, Norm(torch.ones((), device=x.device), eps))
-        return rotate_neighbours(x, reversed_turns(turns) if back else turns)
+        return rotate_interleaved(x, inverse_rotation(turns) if back else turns)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class TorchOps(Ops):
         place: Place,
         by_head: Tensor,
         turns: Tensor | None,
-        how: Preparing,
+        how: QKVParams,
     ) -> tuple[Tensor, Fields]:
         queries, keys, values = split_heads(self.arithmetic, by_head, turns, how)
         return queries, self.kv_write(run, place, {"k": keys, "v": values})
@@ -182,12 +182,12 @@ class TorchOps(Ops):
         return causal_conv(self.arithmetic, run, place, conv, inputs, activation)
 
     def ssd_scan(
-        self, run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor
+        self, run: ForwardPass, place: Place, how: ScanParams, convolved: Tensor, dt: Tensor
     ) -> Tensor:
         return ssd_scan(self.arithmetic, run, place, how, convolved, dt)
 
     def gated_delta(
-        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting
+        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
     ) -> Tensor:
         return gated_delta(self.arithmetic, run, place, convolved, forgetting)
 
@@ -199,16 +199,14 @@ class TorchOps(Ops):
     def route(
         self,
         logits: Tensor,
-        choice: Choice,
+        choice: RoutingRule,
         score: Activation,
         bias: Tensor | None = None,
         *,
-        told: Told | None = None,
+        told: FixedExperts | None = None,
         beside: int = 0,
     ) -> Routing:
-        return score_and_route(
-            self.arithmetic, logits, choice, score, bias, told=told, beside=beside
-        )
+        return route(self.arithmetic, logits, choice, score, bias, told=told, beside=beside)
 
     def route_by_top_softmax(self, logits: Tensor, count: int) -> Routing:
         return route_by_top_softmax(self.arithmetic, logits, count)
@@ -218,10 +216,12 @@ class TorchOps(Ops):
 
     # -- hyper-connections -----------------------------------------------------------------------
 
-    def packed_mixing(self, mixing: Mixing, dtype: torch.dtype) -> Mixing:
+    def packed_mixing(self, mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
         return mixing
 
-    def gather_streams(self, mixing: Mixing, streams: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def gather_streams(
+        self, mixing: StreamMixing, streams: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
         x, weights = hyper_connections.gather(self.arithmetic, mixing, streams)
         return self.rms_norm(x, norm), weights
 
@@ -229,10 +229,10 @@ class TorchOps(Ops):
         return hyper_connections.spread(given, streams, weights)
 
     def pass_streams(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
+        self, given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
     ) -> tuple[Tensor, Tensor, Tensor]:
         streams = self.spread_streams(given, streams, weights)
         return streams, *self.gather_streams(following, streams, norm)
 
-    def join_streams(self, mixing: Mixing, streams: Tensor) -> Tensor:
+    def join_streams(self, mixing: StreamMixing, streams: Tensor) -> Tensor:
         return hyper_connections.join(self.arithmetic, mixing, streams)

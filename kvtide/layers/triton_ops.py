@@ -15,18 +15,18 @@ from kvtide.layers.elementwise import Activation, swish
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import (
     Attending,
-    Choice,
     CompressedStream,
     ConvWeights,
+    DeltaGates,
     ExpertStack,
-    Forgetting,
+    FixedExperts,
     GatedNorm,
-    Mixing,
     Norm,
-    Preparing,
+    QKVParams,
     Routing,
-    Scanning,
-    Told,
+    RoutingRule,
+    ScanParams,
+    StreamMixing,
 )
 from kvtide.layers.kernels import hyper_connections, moe_routing, rows
 from kvtide.layers.kernels.attention_prefill import paged_attention
@@ -101,7 +101,7 @@ class TritonOps(WrittenByKernel):
         place: Place,
         by_head: Tensor,
         turns: Tensor | None,
-        how: Preparing,
+        how: QKVParams,
     ) -> tuple[Tensor, Fields]:
         return qkv_write(run, place, by_head, turns, how)
 
@@ -189,12 +189,12 @@ class TritonOps(WrittenByKernel):
         return convolved if swished or activation is None else activation(convolved)
 
     def ssd_scan(
-        self, run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor
+        self, run: ForwardPass, place: Place, how: ScanParams, convolved: Tensor, dt: Tensor
     ) -> Tensor:
         return ssd_scan(run, place, how, convolved, dt)
 
     def gated_delta(
-        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting
+        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
     ) -> Tensor:
         return gated_delta(run, place, convolved, forgetting)
 
@@ -206,11 +206,11 @@ class TritonOps(WrittenByKernel):
     def route(
         self,
         logits: Tensor,
-        choice: Choice,
+        choice: RoutingRule,
         score: Activation,
         bias: Tensor | None = None,
         *,
-        told: Told | None = None,
+        told: FixedExperts | None = None,
         beside: int = 0,
     ) -> Routing:
         if moe_routing.has_kernel(logits.shape[1], choice, score):
@@ -218,8 +218,8 @@ class TritonOps(WrittenByKernel):
         return super().route(logits, choice, score, bias, told=told, beside=beside)
 
     def route_by_top_softmax(self, logits: Tensor, count: int) -> Routing:
-        if moe_routing.has_kernel(logits.shape[1], Choice(count), None):
-            return moe_routing.route(logits, Choice(count), None, softmax_of_best=True)
+        if moe_routing.has_kernel(logits.shape[1], RoutingRule(count), None):
+            return moe_routing.route(logits, RoutingRule(count), None, softmax_of_best=True)
         return super().route_by_top_softmax(logits, count)
 
     def experts(self, stack: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
@@ -227,21 +227,23 @@ class TritonOps(WrittenByKernel):
 
     # -- hyper-connections -----------------------------------------------------------------------
 
-    def packed_mixing(self, mixing: Mixing, dtype: torch.dtype) -> Mixing:
+    def packed_mixing(self, mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
         return hyper_connections.packed_mixing(mixing, dtype)
 
-    def gather_streams(self, mixing: Mixing, streams: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def gather_streams(
+        self, mixing: StreamMixing, streams: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
         return hyper_connections.gather_streams(mixing, streams, norm)
 
     def spread_streams(self, given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
         return hyper_connections.spread_streams(given, streams, weights)
 
     def pass_streams(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
+        self, given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
     ) -> tuple[Tensor, Tensor, Tensor]:
         return hyper_connections.pass_streams(given, streams, weights, following, norm)
 
-    def join_streams(self, mixing: Mixing, streams: Tensor) -> Tensor:
+    def join_streams(self, mixing: StreamMixing, streams: Tensor) -> Tensor:
         return hyper_connections.join_streams(mixing, streams)
 
 

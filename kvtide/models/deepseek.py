@@ -14,10 +14,17 @@ from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.elementwise import Activation, sigmoid, softmax
-from kvtide.layers.kernel_args import Choice
+from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.mla import LatentAttention, Rotation
 from kvtide.layers.moe import CORRECTION_BIAS, Mixture, Router
-from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
+from kvtide.layers.rope import (
+    Rope,
+    rope,
+    rope_parameters,
+    rotate_half,
+    rotate_interleaved,
+    softmax_gain,
+)
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 
@@ -40,7 +47,7 @@ def _scoring(config: Config) -> Activation:
     return _SCORINGS[name]
 
 
-def _choice(config: Config) -> Choice:
+def _choice(config: Config) -> RoutingRule:
     method = str(config.find("topk_method"))
     if method not in _GROUP_DEPTHS:
         raise config.refusal(
@@ -48,7 +55,7 @@ def _choice(config: Config) -> Choice:
         )
     depth = _GROUP_DEPTHS[method]
     grouped = depth is not None
-    return Choice(
+    return RoutingRule(
         config.count("num_experts_per_tok"),
         groups=config.count("n_group", default=1) if grouped else 1,
         allowed=config.count("topk_group", default=1) if grouped else 1,
@@ -138,11 +145,11 @@ def rope_of(config: Config) -> Rope:
 
 
 def rotation_of(config: Config) -> Rotation:
-    return Rotation(rope_of(config), turn_by(config, "rope_interleave"))
+    return Rotation(rope_of(config), rotation_style(config, "rope_interleave"))
 
 
-def turn_by(config: Config, field: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return rotate_neighbours if config.flag(field) else rotate
+def rotation_style(config: Config, field: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return rotate_interleaved if config.flag(field) else rotate_half
 
 
 def scale_of(config: Config) -> float:

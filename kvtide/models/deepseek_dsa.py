@@ -20,8 +20,8 @@ from kvtide.models.deepseek import (
     DeepSeek3,
     DeepSeekLayer,
     rotation_of,
+    rotation_style,
     scale_of,
-    turn_by,
 )
 from kvtide.models.model import Layer
 
@@ -64,7 +64,7 @@ class TokenIndexer:
         return torch.cat([self.rotation(first, self.arithmetic, run), rest], dim=-1)
 
 
-class ChosenAttention(LatentAttention):
+class SparseLatentAttention(LatentAttention):
     """Without an indexer of its own, a layer sees what the last one before it chose."""
 
     indexer: TokenIndexer | None = None
@@ -91,11 +91,11 @@ class DeepSeek32(DeepSeek3):
                 "one; use another number of stages, so that each begins with an indexer"
             )
         rotation, scale = rotation_of(config), scale_of(config)
-        turned = Rotation(rotation.rope, turn_by(config, "indexer_rope_interleave"))
+        turned = Rotation(rotation.rope, rotation_style(config, "indexer_rope_interleave"))
         layers = []
         for number, each in base.layers():
             beneath = each.under("self_attn")
-            attention = ChosenAttention(beneath, number, rotation, scale)
+            attention = SparseLatentAttention(beneath, number, rotation, scale)
             if number in indexed:
                 attention.indexer = TokenIndexer(beneath.under("indexer"), number, turned)
             layers.append(DeepSeekLayer(each, attention))

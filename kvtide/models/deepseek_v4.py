@@ -22,8 +22,8 @@ from kvtide.layers import Blueprint, ForwardPass, Place, Step
 from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
 from kvtide.layers.elementwise import sqrt_softplus
-from kvtide.layers.hyper_connections import Around, Joined
-from kvtide.layers.kernel_args import Attending, Choice
+from kvtide.layers.hyper_connections import HyperConnection, HyperHead
+from kvtide.layers.kernel_args import Attending, RoutingRule
 from kvtide.layers.moe import Mixture, Router
 from kvtide.layers.ops import Selection
 from kvtide.layers.rope import Rope, rope
@@ -142,7 +142,7 @@ def _experts(blueprint: Blueprint) -> Mixture:
     config, gate = blueprint.config, blueprint.under("gate")
     if (scoring := config.find("scoring_func")) not in (None, "sqrtsoftplus"):
         raise config.refusal(f"`scoring_func` is {scoring!r}; only sqrtsoftplus is known here")
-    choice = Choice(
+    choice = RoutingRule(
         config.count("num_experts_per_tok"), scale=config.number("routed_scaling_factor")
     )
     bias, table = (name if gate.has(name) else None for name in ("bias", "tid2eid"))
@@ -158,8 +158,8 @@ class DeepSeekV4Layer:
         self.experts = _experts(blueprint.under("ffn"))
         self.before_attention = blueprint.norm("attn_norm")
         self.before_experts = blueprint.norm("ffn_norm")
-        self.around_attention = Around(blueprint, "hc_attn_")
-        self.around_experts = Around(blueprint, "hc_ffn_")
+        self.around_attention = HyperConnection(blueprint, "hc_attn_")
+        self.around_experts = HyperConnection(blueprint, "hc_ffn_")
 
     def __call__(self, streams: Tensor, run: ForwardPass) -> Tensor:
         x, weights = self.around_attention.normed(streams, self.before_attention)
@@ -187,7 +187,7 @@ class NextToken:
         self.of_streams = blueprint.linear("h_proj")
         self.token_norm = blueprint.norm("enorm")
         self.stream_norm = blueprint.norm("hnorm")
-        self.joined = Joined(blueprint, "hc_head.hc_")
+        self.joined = HyperHead(blueprint, "hc_head.hc_")
         self.norm = blueprint.norm("norm")
 
     @torch.no_grad()
@@ -235,7 +235,7 @@ class DeepSeekV4(Decoder):
 
     def close(self, base: Blueprint) -> None:
         super().close(base)
-        self.joined = Joined(base, "hc_head.hc_")
+        self.joined = HyperHead(base, "hc_head.hc_")
         layers = range(self.memory.layers, self.memory.end_layer)
         root = replace(base, prefix="")
         self.next_tokens = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.dense import Linear
-from kvtide.layers.kernel_args import ExpertGroup, Gating, Stack
+from kvtide.layers.kernel_args import ExpertActivation, ExpertGroup, ExpertWeights
 from kvtide.layers.moe import Experts, stack_experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
@@ -28,7 +28,7 @@ class ClampedExperts:
         crew = ExpertGroup.of(config, blueprint.ranks, config.count("num_local_experts"))
         gate_up = _stack(blueprint, "experts.gate_up_proj", crew, _gate_first)
         down = _stack(blueprint, "experts.down_proj", crew)
-        gating = Gating(limit=limit, gain=gain, offset=1.0)
+        gating = ExpertActivation(limit=limit, gain=gain, offset=1.0)
         self.experts = Experts(crew=crew, gate_up=gate_up, down=down, gating=gating, ops=self.ops)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _stack(
     name: str,
     crew: ExpertGroup,
     arranged: Callable[[Tensor], Tensor] = Tensor.contiguous,
-) -> Stack:
+) -> ExpertWeights:
     """Weights are published input by output."""
     weights, biases = blueprint.tensor(name), blueprint.tensor(f"{name}_bias")
     each = (

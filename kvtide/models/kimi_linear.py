@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.kernel_args import Choice
+from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.linear_attention import KimiDelta
 from kvtide.layers.mla import LatentAttention
 from kvtide.layers.moe import Mixture, Router
@@ -26,13 +26,13 @@ def _experts(blueprint: Blueprint) -> Mixture:
     return Mixture.numbered(router, blueprint.under("experts"), shared, "w1", "w3", "w2")
 
 
-def _choice(config: Config) -> Choice:
+def _choice(config: Config) -> RoutingRule:
     scoring = config.find("moe_router_activation_func")
     if scoring not in (None, "sigmoid"):
         raise config.refusal(
             f"`moe_router_activation_func` is {scoring!r}; only sigmoid is known here"
         )
-    return Choice(
+    return RoutingRule(
         config.count("num_experts_per_token", "num_experts_per_tok"),
         groups=config.count("num_expert_group", "n_group", default=1),
         allowed=config.count("topk_group", default=1),

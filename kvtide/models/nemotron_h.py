@@ -16,7 +16,7 @@ from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import Activation
-from kvtide.layers.kernel_args import Choice, Routing
+from kvtide.layers.kernel_args import Routing, RoutingRule
 from kvtide.layers.mamba import Mamba2
 from kvtide.layers.moe import Experts, Mixture, Router
 from kvtide.models.model import Decoder, Layer
@@ -65,8 +65,8 @@ def _experts(blueprint: Blueprint) -> Mixture:
     return Mixture(router, NarrowExperts(experts, narrow, widen), shared)
 
 
-def _choice(config: Config) -> Choice:
-    return Choice(
+def _choice(config: Config) -> RoutingRule:
+    return RoutingRule(
         config.count("num_experts_per_tok"),
         groups=config.count("n_group", default=1),
         allowed=config.count("topk_group", default=1),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.elementwise import softmax
-from kvtide.layers.kernel_args import Choice
+from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.moe import Experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
@@ -26,7 +26,7 @@ class SparseMLP:
     the experts of a layer in two weights.
     """
 
-    def __init__(self, blueprint: Blueprint, choice: Choice, *names: str) -> None:
+    def __init__(self, blueprint: Blueprint, choice: RoutingRule, *names: str) -> None:
         self.ops = blueprint.ops
         self.router = blueprint.linear("gate")
         self.choice = choice
@@ -41,10 +41,10 @@ class SparseMLP:
         return self.experts(x, routing)
 
 
-def choice(config: Config) -> Choice:
+def choice(config: Config) -> RoutingRule:
     """How Qwen's configs say it."""
     chosen = config.count("num_experts_per_tok")
-    return Choice(chosen, renormalised=config.flag("norm_topk_prob"))
+    return RoutingRule(chosen, renormalised=config.flag("norm_topk_prob"))
 
 
 class SparseLayer:

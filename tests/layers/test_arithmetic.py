@@ -133,7 +133,12 @@ def test_attention_is_the_formula(block: int, window: int | None, sinks: bool) -
 
 
 def test_a_window_counts_the_query_itself() -> None:
-    assert [Attending(1.0, 6).first_seen(position) for position in (0, 5, 6, 9)] == [0, 0, 1, 4]
+    assert [Attending(1.0, 6).first_seen(position) for position in (0, 5, 6, 9)] == [
+        0,
+        0,
+        1,
+        4,
+    ]
     assert Attending(1.0).first_seen(99) == 0
 
 

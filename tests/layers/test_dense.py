@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvtide.layers import choose
 from kvtide.layers.dense import WideLinear
-from kvtide.layers.elementwise import halves
+from kvtide.layers.elementwise import split_bf16
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -17,14 +17,14 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def test_two_halves_make_the_weight() -> None:
     weight = drawn(24, 40, seed=1)
-    high, low = halves(weight).float().chunk(2)
+    high, low = split_bf16(weight).float().chunk(2)
     assert ((high + low - weight).abs() <= weight.abs() * 2**-16).all()
     assert not torch.equal(high, weight)
 
 
 def test_what_was_saved_in_bf16_has_one_half() -> None:
     weight = drawn(24, 40, seed=1).bfloat16()
-    assert torch.equal(halves(weight.float()), weight)
+    assert torch.equal(split_bf16(weight.float()), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

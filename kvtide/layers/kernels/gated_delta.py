@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Forgetting
+from kvtide.layers.kernel_args import DeltaGates
 from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
@@ -69,7 +69,7 @@ class Prepared:
 
 
 def gated_delta(
-    run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting
+    run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
 ) -> Tensor:
     """(tokens, heads, values) in fp32, of queries, keys and values side by side, from and to the
     running states."""
@@ -117,13 +117,13 @@ def gated_delta(
     return mixed
 
 
-def _all_of(forgetting: Forgetting) -> tuple[Tensor | int, ...]:
+def _all_of(forgetting: DeltaGates) -> tuple[Tensor | int, ...]:
     dt, strength = forgetting.dt, forgetting.strength
     return dt, dt.stride(0), forgetting.dt_bias, forgetting.decay, strength, strength.stride(0)
 
 
 def _prepared(
-    chunks: Spans, convolved: Tensor, forgetting: Forgetting, shape: dict[str, int]
+    chunks: Spans, convolved: Tensor, forgetting: DeltaGates, shape: dict[str, int]
 ) -> Prepared:
     heads, keys, even = shape["HEADS"], shape["KEYS"], shape["EVEN"]
     count = len(chunks.table)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.elementwise import halves
-from kvtide.layers.kernel_args import Mixing, Norm
+from kvtide.layers.elementwise import split_bf16
+from kvtide.layers.kernel_args import Norm, StreamMixing
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
@@ -44,13 +44,13 @@ Handed = tuple[Tensor, Tensor, Tensor]
 """Streams before a sublayer, what it gives, and the weights with which that is given back."""
 
 
-def packed_mixing(mixing: Mixing, dtype: torch.dtype) -> Mixing:
+def packed_mixing(mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
     """As programs take it, for streams in `dtype`.
 
     `project` becomes (halves, outputs and some more, all streams), in the dtype of the streams.
     """
     outputs, inner = mixing.project.shape
-    parts = halves(mixing.project) if dtype is torch.bfloat16 else mixing.project
+    parts = split_bf16(mixing.project) if dtype is torch.bfloat16 else mixing.project
     rows = max(MIN_ROWS, power_of_two(outputs + 1))
     padded = parts.new_zeros((len(parts) // outputs, rows, inner))
     padded[:, :outputs] = parts.unflatten(0, (-1, outputs))
@@ -58,7 +58,7 @@ def packed_mixing(mixing: Mixing, dtype: torch.dtype) -> Mixing:
 
 
 def gather_streams(
-    mixing: Mixing, streams: Tensor, norm: Norm, logits: Tensor | None = None
+    mixing: StreamMixing, streams: Tensor, norm: Norm, logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sublayer's input after its norm, and the weights with which its output is given back.
 
@@ -72,7 +72,7 @@ def gather_streams(
 
 
 def pass_streams(
-    given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: Norm
+    given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`spread_streams`, and then `gather_streams` for the sublayer that follows.
 
@@ -89,7 +89,7 @@ def pass_streams(
     return after, *gather_streams(following, after, norm, logits)
 
 
-def join_streams(mixing: Mixing, streams: Tensor) -> Tensor:
+def join_streams(mixing: StreamMixing, streams: Tensor) -> Tensor:
     """One stream of all of them."""
     x = streams.new_empty((len(streams), streams.shape[2]))
     _gather(mixing, streams, None, x, None, None)
@@ -112,7 +112,7 @@ def spread_streams(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def _gather(
-    mixing: Mixing,
+    mixing: StreamMixing,
     streams: Tensor,
     logits: Tensor | None,
     x: Tensor,
@@ -140,7 +140,7 @@ def _gather(
     )
 
 
-def _logits(mixing: Mixing, streams: Tensor, handed: Handed | None = None) -> Tensor:
+def _logits(mixing: StreamMixing, streams: Tensor, handed: Handed | None = None) -> Tensor:
     """Parts of the logits (parts, tokens, outputs and some more).
 
     Behind the logits of a token stands the sum of its squares. With what is `handed`, streams are

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvtide.layers.kernel_args import ExpertStack, Gating, Routing, Stack
+from kvtide.layers.kernel_args import ExpertActivation, ExpertStack, ExpertWeights, Routing
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
@@ -123,11 +123,11 @@ def arrange(chosen: Tensor, own: range, rows: int) -> Arranged:
 
 def project(
     x: Tensor,
-    stack: Stack,
+    stack: ExpertWeights,
     arranged: Arranged,
     tiles: Tiles,
     spread: int = 0,
-    gating: Gating | None = None,
+    gating: ExpertActivation | None = None,
 ) -> Tensor:
     """Every block by its expert.
 

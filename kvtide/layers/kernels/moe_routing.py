@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtide.layers import elementwise
 from kvtide.layers.elementwise import Activation
-from kvtide.layers.kernel_args import Choice, Routing, Told
+from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import power_of_two
 
@@ -28,7 +28,7 @@ _SCORES: dict[Activation | None, int] = {
 }
 
 
-def has_kernel(experts: int, choice: Choice, score: Activation | None) -> bool:
+def has_kernel(experts: int, choice: RoutingRule, score: Activation | None) -> bool:
     """Whether there is a program for it: groups are cut out of powers of two alone."""
     grouped = choice.allowed < choice.groups
     whole = experts & (experts - 1) == 0 and choice.groups & (choice.groups - 1) == 0
@@ -37,12 +37,12 @@ def has_kernel(experts: int, choice: Choice, score: Activation | None) -> bool:
 
 def route(
     logits: Tensor,
-    choice: Choice,
+    choice: RoutingRule,
     score: Activation | None,
     bias: Tensor | None = None,
     *,
     softmax_of_best: bool = False,
-    told: Told | None = None,
+    told: FixedExperts | None = None,
     beside: int = 0,
 ) -> Routing:
     """By the scores of logits (tokens, experts), or by these as they are; `softmax_of_best` makes

@@ -1,6 +1,6 @@
 """Queries, keys and values of a step, from their projection to the pages: one device program.
 
-What `Preparing` and `ForwardPass.keep` do one after the other, with the same roundings between:
+What `QKVParams` and `ForwardPass.keep` do one after the other, with the same roundings between:
 norms, the gain of keys, the rotation, and the entries in the pool's dtype. A program takes some
 heads of some tokens, one head after the other.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Preparing
+from kvtide.layers.kernel_args import QKVParams
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
 from kvtide.layers.packing import Fields
@@ -27,7 +27,7 @@ FEW_TOKENS = 256
 
 
 def qkv_write(
-    run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: Preparing
+    run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: QKVParams
 ) -> tuple[Tensor, Fields]:
     """Of heads (tokens, heads + 2 · KV heads, dim) the queries, and keys and values as kept.
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Scanning
+from kvtide.layers.kernel_args import ScanParams
 from kvtide.layers.kernels.elementwise import softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import program
@@ -35,7 +35,7 @@ _MAX_WIDE = 128
 
 
 def ssd_scan(
-    run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor
+    run: ForwardPass, place: Place, how: ScanParams, convolved: Tensor, dt: Tensor
 ) -> Tensor:
     """(tokens, heads · dim) in fp32, the skip included, from and to the running states.
 

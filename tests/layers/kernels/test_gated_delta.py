@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.gated_delta import DeltaInput, delta_tokens
-from kvtide.layers.kernel_args import Forgetting
+from kvtide.layers.kernel_args import DeltaGates
 from kvtide.layers.kernels.gated_delta import gated_delta
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
@@ -34,7 +34,7 @@ class Case:
 
     def inputs(
         self, count: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Forgetting]:
+    ) -> tuple[Tensor, DeltaGates]:
         generator = torch.Generator().manual_seed(11)
         channels = self.heads * (self.keys if self.by_channel else 1)
         key_width = self.key_heads * self.keys
@@ -45,7 +45,7 @@ class Case:
         strength = drawn(generator, count, self.heads + 2).to(device, dtype)[:, :-2] * 2 + 2
         decay = -torch.rand(self.heads, generator=generator).to(device) * self.steepest
         bias = drawn(generator, channels).to(device)
-        return convolved.to(device, dtype), Forgetting(dt, bias, decay, strength)
+        return convolved.to(device, dtype), DeltaGates(dt, bias, decay, strength)
 
 
 CASES = {
@@ -65,7 +65,7 @@ LARGE = {
 }
 
 
-def plain(one: World, case: Case, convolved: Tensor, forgetting: Forgetting) -> list[Tensor]:
+def plain(one: World, case: Case, convolved: Tensor, forgetting: DeltaGates) -> list[Tensor]:
     """Outputs of all tokens, and the state of every sequence, in fp32 a token at a time."""
     width = case.key_heads * case.keys
     query, key, value = convolved.float().split((width, width, case.heads * case.values), -1)

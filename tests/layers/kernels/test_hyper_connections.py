@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtide.layers import Blueprint, Ops
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.dense import RMSNorm
-from kvtide.layers.hyper_connections import Around, Joined
+from kvtide.layers.hyper_connections import HyperConnection, HyperHead
 from kvtide.layers.kernels import hyper_connections as programs
 from kvtide.layers.torch_ops import TorchOps
 from kvtide.layers.triton_ops import TritonOps
@@ -71,7 +71,7 @@ class Given:
         names = {"hc_mult": self.case.count, "hc_sinkhorn_iters": self.case.rounds}
         config = Config("toy", {**names, "hc_eps": 1e-6, "rms_norm_eps": 1e-6})
         blueprint = Blueprint(config, self, MEMORY, ops, dtype)
-        return kind(blueprint, "hc_" if kind is Around else "end_")
+        return kind(blueprint, "hc_" if kind is HyperConnection else "end_")
 
     @property
     def streams(self) -> Tensor:
@@ -105,7 +105,9 @@ def test_programs_give_what_the_torch_code_gives(
     if device.type != "cuda" and dtype is torch.bfloat16:
         pytest.skip("an interpreter knows no products in bf16: --device cuda")
     given = Given({**CASES, **LARGE}[case], tokens, dtype, device)
-    program, plain = (given.made(Around, how, dtype) for how in (TritonOps(), TorchOps(Batched())))
+    program, plain = (
+        given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
+    )
     assert program.ops.uses_kernels and not plain.ops.uses_kernels
     streams = given.streams
     x, weights = same_again(lambda: program.normed(streams, given.norm))
@@ -115,7 +117,9 @@ def test_programs_give_what_the_torch_code_gives(
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
     spread = same_again(lambda: program.spread(sublayer, streams, wanted_weights))
     assert_near(spread, plain.spread(sublayer, streams, wanted_weights), dtype)
-    end, plain_end = (given.made(Joined, how, dtype) for how in (TritonOps(), TorchOps(Batched())))
+    end, plain_end = (
+        given.made(HyperHead, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
+    )
     assert_near(same_again(lambda: end(streams)), plain_end(streams), dtype)
 
 
@@ -129,7 +133,11 @@ def test_many_tokens_have_the_same_bits_every_time(
     if device.type != "cuda":
         pytest.skip("an interpreter would take minutes: --device cuda")
     given = Given(LARGE[case], tokens, dtype, device)
-    program, streams, norm = given.made(Around, TritonOps(), dtype), given.streams, given.norm
+    program, streams, norm = (
+        given.made(HyperConnection, TritonOps(), dtype),
+        given.streams,
+        given.norm,
+    )
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
     _, weights = same_again(lambda: program.normed(streams, norm), 20)
     same_again(lambda: program.passed(sublayer, streams, weights, program, norm), 20)
@@ -145,7 +153,7 @@ def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: tor
             {**CASES, **LARGE, "whole parts": Case(4, 256, rounds=2)}[case], 3, dtype, device
         )
         program, plain = (
-            given.made(Around, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
+            given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
         )
         sublayer = given.some(3, given.case.width, seed=10).to(dtype)
         _, weights = plain.normed(given.streams, given.norm)
@@ -160,7 +168,7 @@ def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: tor
 
 def test_two_halves_are_one_projection(device: torch.device) -> None:
     given = Given(CASES["four"], 5, torch.float32, device)
-    whole = given.made(Around, TritonOps(), torch.float32)
+    whole = given.made(HyperConnection, TritonOps(), torch.float32)
     high = whole.mixing.project.bfloat16().float()
     both = torch.cat([high, whole.mixing.project - high])
     found = programs.gather_streams(
@@ -174,7 +182,8 @@ def test_larger_tiles_give_the_same(device: torch.device, monkeypatch: pytest.Mo
     monkeypatch.setattr(programs, "MANY_TOKENS", 8)
     given = Given(CASES["two"], 70, torch.float32, device)
     program, plain = (
-        given.made(Around, how, torch.float32) for how in (TritonOps(), TorchOps(Batched()))
+        given.made(HyperConnection, how, torch.float32)
+        for how in (TritonOps(), TorchOps(Batched()))
     )
     found, wanted = (one.normed(given.streams, given.norm) for one in (program, plain))
     for ours, theirs in zip(found, wanted, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import Place
-from kvtide.layers.indexer import choose
+from kvtide.layers.indexer import select
 from kvtide.layers.kernels import indexer
 from kvtide.layers.kernels.indexer import select_entries
 from kvtide.spec import ModelMemory, PoolSpec
@@ -36,7 +36,7 @@ def a_step(
 
 
 def mask_of(filled: Filled, chosen: Tensor, keys: list[Tensor]) -> list[Tensor]:
-    """As `choose` gives it, of numbers that stand in order and before every -1."""
+    """As `select` gives it, of numbers that stand in order and before every -1."""
     masks = []
     for rows, ours in zip(filled.run.sequences, keys, strict=True):
         mask = torch.zeros(rows.end - rows.start, len(ours), dtype=torch.bool)
@@ -55,7 +55,7 @@ def plainly(
     for rows, ours in zip(filled.run.sequences, keys, strict=True):
         new = slice(rows.start, rows.end)
         visible = (filled.run.positions[new] + 1) // ratio
-        masks.append(choose(queries[new], weights[new], ours, visible, count, 256).cpu())
+        masks.append(select(queries[new], weights[new], ours, visible, count, 256).cpu())
     return masks
 
 

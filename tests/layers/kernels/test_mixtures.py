@@ -11,9 +11,9 @@ from torch import Tensor
 from kvtide.layers import Blueprint, Ops
 from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import sqrt_softplus
-from kvtide.layers.kernel_args import Choice, Gating
+from kvtide.layers.kernel_args import ExpertActivation, RoutingRule
 from kvtide.layers.kernels.moe_experts import arrange, mix_experts, tiles_for
-from kvtide.layers.moe import Experts, Mixture, Router, SharedMLP, cut
+from kvtide.layers.moe import Experts, Mixture, Router, SharedMLP, experts_of_mlp
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.layers.torch_ops import TorchOps
 from kvtide.layers.triton_ops import TritonOps
@@ -33,7 +33,7 @@ class Case:
     """`wide`: how many times as wide as an expert the shared MLP is."""
 
     experts: int
-    choice: Choice
+    choice: RoutingRule
     wide: float = 1
     names: tuple[str, ...] = GATED
     limit: float | None = None
@@ -81,18 +81,18 @@ class Case:
 
 
 CASES = {
-    "one more": Case(6, Choice(2, scale=1.5)),
-    "three more, limited": Case(6, Choice(2), wide=3, limit=0.3),
-    "two more without a gate": Case(5, Choice(3), 2, PLAIN, activation="relu2"),
-    "groups that are left to torch": Case(6, Choice(2, groups=3, allowed=2), wide=2),
-    "told by token": Case(8, Choice(3, scale=2.5), limit=0.5, told=True),
-    "as many experts as fill the bins": Case(16, Choice(4), wide=2),
+    "one more": Case(6, RoutingRule(2, scale=1.5)),
+    "three more, limited": Case(6, RoutingRule(2), wide=3, limit=0.3),
+    "two more without a gate": Case(5, RoutingRule(3), 2, PLAIN, activation="relu2"),
+    "groups that are left to torch": Case(6, RoutingRule(2, groups=3, allowed=2), wide=2),
+    "told by token": Case(8, RoutingRule(3, scale=2.5), limit=0.5, told=True),
+    "as many experts as fill the bins": Case(16, RoutingRule(4), wide=2),
 }
 APART = {
-    "no whole number": Case(6, Choice(2), wide=1.5),
-    "narrower": Case(6, Choice(2), wide=0.5),
-    "a shared MLP with biases": Case(6, Choice(2), biased=("shared",)),
-    "experts with biases": Case(6, Choice(2), biased=("experts",)),
+    "no whole number": Case(6, RoutingRule(2), wide=1.5),
+    "narrower": Case(6, RoutingRule(2), wide=0.5),
+    "a shared MLP with biases": Case(6, RoutingRule(2), biased=("shared",)),
+    "experts with biases": Case(6, RoutingRule(2), biased=("experts",)),
 }
 
 
@@ -151,9 +151,9 @@ def test_an_mlp_with_another_limit_or_activation_is_not_cut(device: torch.device
     blueprint = case.blueprint(TritonOps(), device)
     assert case.mixture(blueprint, shared_limit=0.7).beside == 0
     shared = case.shared(blueprint, None)
-    assert len(cut(shared, WIDTH, Gating())) == 1
-    assert cut(shared, WIDTH, Gating(torch.cos)) == []
-    assert cut(shared, WIDTH, Gating(gated=False)) == []
+    assert len(experts_of_mlp(shared, WIDTH, ExpertActivation())) == 1
+    assert experts_of_mlp(shared, WIDTH, ExpertActivation(torch.cos)) == []
+    assert experts_of_mlp(shared, WIDTH, ExpertActivation(gated=False)) == []
 
 
 def test_several_ranks_keep_the_mlp_apart(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import attend_seen
+from kvtide.layers.attention import attend_masked
 from kvtide.layers.forward import Place
 from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import mla_tiles
@@ -113,7 +113,7 @@ def both(
                 closed = (entry == chosen[ours, :, None]).any(1)
             seen = torch.cat([seen, closed], 1)
         context = keys[:, None]
-        wanted.append(attend_seen(queries[ours].float(), context, context, seen, how, 256))
+        wanted.append(attend_masked(queries[ours].float(), context, context, seen, how, 256))
     return found.float(), torch.cat(wanted)
 
 
@@ -213,7 +213,7 @@ def both_latent(
         if chosen is not None:
             seen = (entry == chosen[ours, :, None]).any(1)
         pair = keys[:, None], values[:, None]
-        wanted.append(attend_seen(queries[ours].float(), *pair, seen, how, 256))
+        wanted.append(attend_masked(queries[ours].float(), *pair, seen, how, 256))
     return found.float(), torch.cat(wanted)
 
 

@@ -11,7 +11,13 @@ from torch import Tensor
 from kvtide.layers import moe_experts as reference
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
-from kvtide.layers.kernel_args import Choice, ExpertGroup, Gating, Routing, Stack
+from kvtide.layers.kernel_args import (
+    ExpertActivation,
+    ExpertGroup,
+    ExpertWeights,
+    Routing,
+    RoutingRule,
+)
 from kvtide.layers.kernels import moe_experts as programs
 from kvtide.layers.kernels.moe_experts import arrange, mix_experts
 from kvtide.layers.moe import Experts
@@ -20,7 +26,7 @@ from kvtide.layers.torch_ops import TorchOps
 from kvtide.layers.triton_ops import TritonOps
 from tests.layers.kernels.repeating import same_again
 
-SWISH = Gating()
+SWISH = ExpertActivation()
 
 
 @dataclass(frozen=True)
@@ -29,21 +35,25 @@ class Case:
     chosen: int
     inputs: int
     width: int
-    gating: Gating = SWISH
+    gating: ExpertActivation = SWISH
     biased: bool = False
 
 
 CASES = {
     "swish": Case(5, 2, 48, 32),
     "odd sizes": Case(7, 3, 40, 24),
-    "no gate": Case(4, 2, 32, 40, Gating(relu_squared, gated=False)),
-    "limits and biases": Case(4, 2, 32, 24, Gating(limit=0.7, gain=1.7, offset=1.0), biased=True),
-    "gelu, one each": Case(6, 1, 32, 32, Gating(gelu_tanh)),
+    "no gate": Case(4, 2, 32, 40, ExpertActivation(relu_squared, gated=False)),
+    "limits and biases": Case(
+        4, 2, 32, 24, ExpertActivation(limit=0.7, gain=1.7, offset=1.0), biased=True
+    ),
+    "gelu, one each": Case(6, 1, 32, 32, ExpertActivation(gelu_tanh)),
 }
 LARGE = {
     "qwen3-30b": Case(128, 8, 2048, 768),
-    "gpt-oss": Case(32, 4, 2880, 2880, Gating(limit=7.0, gain=1.702, offset=1.0), biased=True),
-    "nemotron": Case(128, 6, 2688, 1856, Gating(relu_squared, gated=False)),
+    "gpt-oss": Case(
+        32, 4, 2880, 2880, ExpertActivation(limit=7.0, gain=1.702, offset=1.0), biased=True
+    ),
+    "nemotron": Case(128, 6, 2688, 1856, ExpertActivation(relu_squared, gated=False)),
 }
 
 
@@ -53,11 +63,11 @@ def drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> T
 
 
 def made(case: Case, device: torch.device, dtype: torch.dtype) -> Experts:
-    def stack(outputs: int, inputs: int, seed: int) -> Stack:
+    def stack(outputs: int, inputs: int, seed: int) -> ExpertWeights:
         shape = case.experts, outputs, inputs
         weight = drawn(*shape, seed=seed, device=device, dtype=torch.float32) * inputs**-0.5
         bias = drawn(*shape[:2], seed=seed + 1, device=device, dtype=dtype)
-        return Stack(weight.to(dtype), bias if case.biased else None)
+        return ExpertWeights(weight.to(dtype), bias if case.biased else None)
 
     outputs = case.width * (2 if case.gating.gated else 1)
     crew = ExpertGroup(range(case.experts), ALONE)
@@ -76,8 +86,10 @@ def routed(case: Case, tokens: int, device: torch.device) -> Routing:
 def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
     """In fp32 over the same numbers."""
 
-    def wide(stack: Stack) -> Stack:
-        return Stack(stack.weight.float(), None if stack.bias is None else stack.bias.float())
+    def wide(stack: ExpertWeights) -> ExpertWeights:
+        return ExpertWeights(
+            stack.weight.float(), None if stack.bias is None else stack.bias.float()
+        )
 
     exact = replace(experts, gate_up=wide(experts.gate_up), down=wide(experts.down))
     return reference.mix_experts(Batched(), exact, x.float(), routing)
@@ -140,7 +152,7 @@ def test_ranks_add_what_their_own_experts_give(tokens: int, device: torch.device
     for rank in range(3):
         own = slice(2 * rank, 2 * rank + 2)
         stacks = {
-            name: Stack(stack.weight[own], None if stack.bias is None else stack.bias[own])
+            name: ExpertWeights(stack.weight[own], None if stack.bias is None else stack.bias[own])
             for name, stack in (("gate_up", experts.gate_up), ("down", experts.down))
         }
         crew = ExpertGroup(range(own.start, own.stop), TensorRanks(rank, 3))
@@ -172,7 +184,7 @@ def test_layers_leave_routes_and_experts_to_the_programs(device: torch.device) -
     experts = made(case, device, torch.float32)
     x = drawn(5, case.inputs, seed=9, device=device, dtype=torch.float32)
     logits = drawn(5, case.experts, seed=10, device=device, dtype=torch.float32)
-    by_scores = ops.route(logits, Choice(case.chosen), softmax)
+    by_scores = ops.route(logits, RoutingRule(case.chosen), softmax)
     by_logits = ops.route_by_top_softmax(logits, case.chosen)
     assert by_scores.experts.dtype == by_logits.experts.dtype == torch.int32
     torch.testing.assert_close(by_scores.shares, by_logits.shares)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Norm, Preparing
+from kvtide.layers.kernel_args import Norm, QKVParams
 from kvtide.layers.kernels import qkv as programs
 from kvtide.layers.kernels.qkv import qkv_write
 from kvtide.layers.kv_write import kv_write
@@ -41,12 +41,12 @@ class Case:
     key_gain: float = 1.0
     gates: int = 0
 
-    def preparing(self, device: torch.device) -> Preparing:
+    def preparing(self, device: torch.device) -> QKVParams:
         query_norm, key_norm = (
             Norm(_some(seed, self.dim).to(device) + 1, 1e-6) if self.normed else None
             for seed in (1, 2)
         )
-        return Preparing(self.kv_heads, query_norm, key_norm, self.key_gain)
+        return QKVParams(self.kv_heads, query_norm, key_norm, self.key_gain)
 
 
 CASES = {

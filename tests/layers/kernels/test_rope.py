@@ -12,7 +12,7 @@ from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.elementwise import rms_norm
 from kvtide.layers.kernels.rope import norm_rope_write, rope
 from kvtide.layers.kv_write import kv_write
-from kvtide.layers.rope import Rope, rotate_neighbours
+from kvtide.layers.rope import Rope, rotate_interleaved
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, packed
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -44,7 +44,7 @@ def wanted(x: Tensor, turns: Tensor, eps: float | None, back: bool) -> Tensor:
         x = rms_norm(x, torch.ones((), device=x.device), eps)
     if back:
         turns = torch.stack([turns[:, 0], -turns[:, 1]], dim=1)
-    return rotate_neighbours(x, turns)
+    return rotate_interleaved(x, turns)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -103,7 +103,7 @@ def test_keys_are_kept_as_the_torch_code_keeps_them(
         if by_program:
             kept.append(norm_rope_write(run, place, keys, (weight, EPS), turns).float())
         else:
-            turned = rotate_neighbours(rms_norm(keys, weight, EPS), turns)
+            turned = rotate_interleaved(rms_norm(keys, weight, EPS), turns)
             kept.append(kv_write(run, place, {"kv": turned})["kv"].float())
         pages.append(place.packing.unpack(view("kv", 0))["kv"])
     torch.testing.assert_close(kept[0], kept[1], rtol=0.13, atol=1e-3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.elementwise import softplus
-from kvtide.layers.kernel_args import Scanning
+from kvtide.layers.kernel_args import ScanParams
 from kvtide.layers.kernels.ssd_scan import ssd_scan
 from kvtide.layers.ssd_scan import ScanInput, scan_tokens
 from kvtide.spec import DType, Field
@@ -25,10 +25,10 @@ class Case:
     limits: tuple[float, float] = (0.0, float("inf"))
     steepest: float = 0.5
 
-    def how(self, generator: torch.Generator, device: torch.device) -> Scanning:
+    def how(self, generator: torch.Generator, device: torch.device) -> ScanParams:
         decay = -torch.rand(self.heads, generator=generator) * self.steepest
         bias, skip = (drawn(generator, self.heads).to(device) for _ in range(2))
-        return Scanning(bias, decay.to(device), skip[:, None], self.limits)
+        return ScanParams(bias, decay.to(device), skip[:, None], self.limits)
 
 
 CASES = {
@@ -40,7 +40,7 @@ CASES = {
 LARGE = {"nemotron-h": Case(128, 64, 128, 8), "falcon-h1": Case(32, 64, 256, 1)}
 
 
-def plain(one: World, case: Case, how: Scanning, convolved: Tensor, dt: Tensor) -> list[Tensor]:
+def plain(one: World, case: Case, how: ScanParams, convolved: Tensor, dt: Tensor) -> list[Tensor]:
     """Outputs of all tokens, and the state of every sequence, in fp32 a token at a time."""
     inner, shared = case.heads * case.dim, case.groups * case.width
     x, b, c = convolved.float().split((inner, shared, shared), -1)
