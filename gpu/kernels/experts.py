@@ -94,7 +94,7 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    own, pairs = experts.crew.own, tokens * shape.chosen
+    own, pairs = experts.group.own, tokens * shape.chosen
     tiles = programs.tiles_for(pairs, shape.experts, x.dtype)
     tiles = replace(tiles, described=tiles.described and described)
     order = programs.arrange(routing.experts, own, tiles.rows)

@@ -181,7 +181,7 @@ def _unit_layer_norm(rows: Tensor) -> Tensor:
     return layer_norm(rows, torch.ones(rows.shape[-1]), torch.ones(rows.shape[-1]), 1e-6)
 
 
-def _turned(rows: Tensor) -> Tensor:
+def _rotated(rows: Tensor) -> Tensor:
     """A rotation at positions far apart."""
     frequencies = 0.2 ** torch.arange(rows.shape[1] % 7 + 1, dtype=torch.float32)
     return Rope(frequencies)((rows[:, 0].abs() ** 5).long())
@@ -192,7 +192,7 @@ _ROW_FUNCTIONS: tuple[RowFunction, ...] = (
     sigmoid,
     gelu_tanh,
     softplus,
-    _turned,
+    _rotated,
     _unit_norm,
     unit_length,
     _unit_layer_norm,

@@ -24,13 +24,13 @@ def paged_attention(
     Keys and values of the step's own tokens come from the step: a page that is no longer needed
     when the step ends has no slot.
     """
-    mixed = []
+    out = []
     for rows in run.sequences:
         new = slice(rows.start, rows.end)
-        past = run.entries(place, rows, how.first_seen(rows.past))
+        past = run.read_entries(place, rows, how.first_seen(rows.past))
         context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
-        mixed.append(attend(queries[new], context["k"], context["v"], how, block))
-    return torch.cat(mixed)
+        out.append(attend(queries[new], context["k"], context["v"], how, block))
+    return torch.cat(out)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:
@@ -40,7 +40,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
     """
     past = len(keys) - len(queries)
     keys, values = keys.float(), values.float()
-    mixed = []
+    out = []
     for start in range(0, len(queries), block):
         some = queries[start : start + block]
         position = past + start
@@ -49,8 +49,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
         hidden = None
         if len(some) > 1:
             hidden = _hidden(len(some), len(ours[0]), how.window, keys.device)
-        mixed.append(_attend_block(some.float(), *ours, how, hidden))
-    return torch.cat(mixed).to(queries.dtype)
+        out.append(_attend_block(some.float(), *ours, how, hidden))
+    return torch.cat(out).to(queries.dtype)
 
 
 def attend_masked(
@@ -61,14 +61,14 @@ def attend_masked(
     With blocks of one query a query's keys are gathered first, so nothing else can show.
     """
     keys, values = keys.float(), values.float()
-    mixed = []
+    out = []
     for start in range(0, len(queries), block):
         some, view = queries[start : start + block].float(), seen[start : start + block]
         rows = torch.nonzero(view.any(0)).squeeze(1)
         ours = (keys.index_select(0, rows), values.index_select(0, rows))
         hidden = None if len(some) == 1 else ~view[:, rows]
-        mixed.append(_attend_block(some, *ours, how, hidden))
-    return torch.cat(mixed).to(queries.dtype)
+        out.append(_attend_block(some, *ours, how, hidden))
+    return torch.cat(out).to(queries.dtype)
 
 
 def _attend_block(
@@ -83,9 +83,9 @@ def _attend_block(
         scores = torch.tanh(scores / how.cap) * how.cap
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
-    shares = _shares(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
-    mixed = torch.bmm(shares, values.transpose(0, 1)).view(kv_heads, each, count, -1)
-    return mixed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+    probabilities = _softmax(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
+    out = torch.bmm(probabilities, values.transpose(0, 1)).view(kv_heads, each, count, -1)
+    return out.permute(2, 0, 1, 3).reshape(count, heads, -1)
 
 
 def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -96,7 +96,7 @@ def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -
     return hidden if window is None else hidden | (key <= position - window)
 
 
-def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the keys; a sink takes its share of the whole and gives nothing back."""
     if sinks is None:
         return scores.softmax(-1)

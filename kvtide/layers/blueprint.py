@@ -99,13 +99,13 @@ class Blueprint:
 
     # -- this rank's share ---------------------------------------------------------------------
 
-    def share(self, weight: Tensor, unit: int = 1, *, axis: int = 0) -> Tensor:
+    def shard(self, weight: Tensor, unit: int = 1, *, axis: int = 0) -> Tensor:
         """This rank's part of a weight that divides along an axis, in units of so many.
 
         A part is a copy: a view of it would keep the whole.
         """
         units = weight.shape[axis] // unit
-        mine = self.ranks.share(units)
+        mine = self.ranks.shard(units)
         if mine is None:
             raise self.config.refusal(
                 f"{self.prefix[:-1]} has {units} units that do not divide over {self.ranks.count} "
@@ -116,25 +116,25 @@ class Blueprint:
         part = weight.narrow(axis, mine.start * unit, len(mine) * unit)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def share_parts(self, weight: Tensor, parts: Sequence[WeightPart]) -> Tensor:
+    def shard_parts(self, weight: Tensor, parts: Sequence[WeightPart]) -> Tensor:
         """This rank's part of each of several runs of channels, which lie side by side."""
         runs = weight.split([part.channels for part in parts])
         pairs = zip(runs, parts, strict=True)
-        return torch.cat([self.share(run, part.width) for run, part in pairs])
+        return torch.cat([self.shard(run, part.width) for run, part in pairs])
 
     def fused(self, name: str, parts: Sequence[WeightPart]) -> Linear:
         """A projection that gives several parts side by side: this rank's share of each."""
         whole = self.linear(name)
-        bias = None if whole.bias is None else self.share_parts(whole.bias, parts)
-        return replace(whole, weight=self.share_parts(whole.weight, parts), bias=bias)
+        bias = None if whole.bias is None else self.shard_parts(whole.bias, parts)
+        return replace(whole, weight=self.shard_parts(whole.weight, parts), bias=bias)
 
     def columns(self, *names: str, unit: int = 1) -> Linear:
         """As `linear`, but with this rank's share of what each gives, in units of so many."""
         parts = [self.linear(name) for name in names]
-        weights = [self.share(part.weight, unit) for part in parts]
+        weights = [self.shard(part.weight, unit) for part in parts]
         if all(part.bias is None for part in parts):
             return Linear(self.arithmetic, torch.cat(weights))
-        biases = [self.share(part.bias_or_zeros, unit) for part in parts]
+        biases = [self.shard(part.bias_or_zeros, unit) for part in parts]
         return Linear(self.arithmetic, torch.cat(weights), torch.cat(biases))
 
     def rows(self, name: str, *, unit: int = 1) -> Linear:
@@ -148,7 +148,7 @@ class Blueprint:
                 f"{self.prefix}{name} takes {units} units, which do not divide over "
                 f"{self.ranks.count} tensor ranks; use at most {units} ranks"
             )
-        return replace(whole, weight=self.share(whole.weight, unit, axis=1), ranks=self.ranks)
+        return replace(whole, weight=self.shard(whole.weight, unit, axis=1), ranks=self.ranks)
 
     # -- what most layers are made of ----------------------------------------------------------
 

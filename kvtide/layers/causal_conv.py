@@ -24,11 +24,11 @@ def conv_weights(
 ) -> ConvWeights:
     """This rank's taps. `names` are those of several parts, if they have weights of their own."""
     weights = [blueprint.tensor(f"{name}.weight", torch.float32) for name in names]
-    taps = blueprint.share_parts(torch.cat(weights).squeeze(1), parts).T.contiguous()
+    taps = blueprint.shard_parts(torch.cat(weights).squeeze(1), parts).T.contiguous()
     bias = None
     if blueprint.has(f"{names[0]}.bias"):
         biases = [blueprint.tensor(f"{name}.bias", torch.float32) for name in names]
-        bias = blueprint.share_parts(torch.cat(biases), parts)
+        bias = blueprint.shard_parts(torch.cat(biases), parts)
     kept = tuple(field for field in place.pool.entry.fields if field.name.startswith("conv"))
     assert sum(field.shape[0] for field in kept) in (0, taps.shape[1])
     return ConvWeights(taps, bias, kept)
@@ -67,8 +67,8 @@ def causal_conv(
     convolved = []
     for rows in run.sequences:
         ours = inputs[rows.start : rows.end]
-        sums, tail = convolve(conv, ours, run.recall(place, rows))
-        run.remember(place, rows, tail)
+        sums, tail = convolve(conv, ours, run.read_state(place, rows))
+        run.write_state(place, rows, tail)
         convolved.append(sums)
     together = torch.cat(convolved)
     return together if activation is None else arithmetic.rowwise(activation, together)

@@ -164,7 +164,7 @@ def compress(
     kept = kv_write(run, stream.entries, {name: entries})[name]
     parts = kept.split([len(part) for part in closed])
     return [
-        torch.cat([run.entries(stream.entries, rows)[name], new])
+        torch.cat([run.read_entries(stream.entries, rows)[name], new])
         for rows, new in zip(run.sequences, parts, strict=True)
     ]
 
@@ -177,22 +177,22 @@ def _normed_and_rotated(
         return means
     numbers = [torch.arange(s.past // stream.ratio, s.total // stream.ratio) for s in run.sequences]
     positions = torch.cat(numbers).to(means.device) * stream.ratio
-    turns = arithmetic.rowwise(stream.rope, positions)
+    cos_sin = arithmetic.rowwise(stream.rope, positions)
     normed = arithmetic.rowwise(lambda rows: rms_norm(rows, *stream.norm), means)
-    return rotate_interleaved(normed, turns)
+    return rotate_interleaved(normed, cos_sin)
 
 
 def _means(run: ForwardPass, stream: CompressedStream, blocks: Blocks, rows: Rows) -> Mean:
     """The mean of every block that has a new token; open ones are written to the pools."""
     nothing = Mean.nothing(len(blocks), stream.position[:, : stream.width])
     is_open = rows.past % stream.ratio > 0
-    if stream.share is None:
+    if stream.overlap is None:
         begun = _recalled(stream.own, nothing, rows, run) if is_open else nothing
         means = blocks.mean(begun)
         if rows.total % stream.ratio:
-            run.remember(stream.own, rows, means.fields(-1))
+            run.write_state(stream.own, rows, means.fields(-1))
         return means
-    begun = _recalled(stream.share, nothing, rows, run) if is_open else nothing
+    begun = _recalled(stream.overlap, nothing, rows, run) if is_open else nothing
     shares = blocks.half(slice(0, stream.width)).mean(begun)
     begun = _recalled(stream.own, shares.shifted(nothing), rows, run)
     means = blocks.half(slice(stream.width, None)).mean(begun)
@@ -201,7 +201,7 @@ def _means(run: ForwardPass, stream: CompressedStream, blocks: Blocks, rows: Row
 
 
 def _recalled(place: Place, means: Mean, rows: Rows, run: ForwardPass) -> Mean:
-    kept = run.recall(place, rows)
+    kept = run.read_state(place, rows)
     return means if kept is None else means.begun_with(kept)
 
 
@@ -209,14 +209,14 @@ def _remember(
     run: ForwardPass, stream: CompressedStream, shares: Mean, means: Mean, rows: Rows
 ) -> None:
     """After the step's last token, and after each page that it completes."""
-    assert stream.share is not None
+    assert stream.overlap is not None
     per_page = run.step.page_tokens // stream.ratio
     first = rows.past // stream.ratio
     ends = torch.arange(first // per_page, rows.total // stream.ratio // per_page) + 1
     at = (ends * per_page - 1 - first).to(shares.peak.device)
-    run.remember_pages(stream.own, rows, {n: v[at] for n, v in shares._asdict().items()})
+    run.write_page_states(stream.own, rows, {n: v[at] for n, v in shares._asdict().items()})
     if rows.total % stream.ratio:
-        run.remember(stream.own, rows, means.fields(-1))
-        run.remember(stream.share, rows, shares.fields(-1))
+        run.write_state(stream.own, rows, means.fields(-1))
+        run.write_state(stream.overlap, rows, shares.fields(-1))
     elif rows.total % run.step.page_tokens:
-        run.remember(stream.own, rows, shares.fields(-1))
+        run.write_state(stream.own, rows, shares.fields(-1))

@@ -31,7 +31,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.ranks.count == 1:
             return self.arithmetic.linear(x, self.weight, self.bias)
-        whole = self.ranks.total(self.arithmetic.linear(x, self.weight))
+        whole = self.ranks.all_reduce(self.arithmetic.linear(x, self.weight))
         return whole if self.bias is None else whole + self.bias
 
 
@@ -70,7 +70,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.params)
 
-    def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
         return self.ops.add_rms_norm(x, y, self.params)
 

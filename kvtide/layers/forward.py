@@ -66,14 +66,14 @@ class Place:
 class ForwardPass:
     """A step, as layers see it.
 
-    handed_on  what a layer leaves for those after it, for every sequence, until one of them
+    left_by_layers  what a layer leaves for those after it, for every sequence, until one of them
                writes over it
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self._shared: dict[Hashable, Any] = {}
-        self.handed_on: dict[str, list[Tensor]] = {}
+        self.left_by_layers: dict[str, list[Tensor]] = {}
 
     @property
     def sequences(self) -> tuple[Rows, ...]:
@@ -98,7 +98,7 @@ class ForwardPass:
 
     # -- entries: one for every token, or for every so many ------------------------------------
 
-    def entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
+    def read_entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
         """What was kept of a sequence's tokens [first, past), in their order.
 
         In a pool of one entry for r tokens: the entries that end before `past`.
@@ -122,7 +122,7 @@ class ForwardPass:
 
     # -- running state: one after the last token -----------------------------------------------
 
-    def recall(self, place: Place, rows: Rows) -> Fields | None:
+    def read_state(self, place: Place, rows: Rows) -> Fields | None:
         """A sequence's running state before the step; None where it has no tokens yet."""
         if rows.past == 0:
             return None
@@ -131,7 +131,7 @@ class ForwardPass:
         view = self.step.view(place.pool.name, place.layer)
         return place.packing.unpack({name: field[slot, -1] for name, field in view.items()})
 
-    def remember(self, place: Place, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def write_state(self, place: Place, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """Writes a sequence's running state after the step, if its last page has a slot."""
         slot = self._slot(place, rows, rows.total - 1)
         if slot < 0:
@@ -140,7 +140,7 @@ class ForwardPass:
         for name, value in place.packing.pack(state).items():
             view[name][slot, -1] = value
 
-    def remember_pages(self, place: Place, rows: Rows, states: Mapping[str, Tensor]) -> None:
+    def write_page_states(self, place: Place, rows: Rows, states: Mapping[str, Tensor]) -> None:
         """Writes the state after each page that the step completes, where the page has a slot.
 
         For layers that know it there: `states` has a row for every such page.

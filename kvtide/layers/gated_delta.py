@@ -69,7 +69,7 @@ def gated_delta(
     values = heads * value_dim
     outputs = []
     for rows in run.sequences:
-        before, ours = run.recall(place, rows), slice(rows.start, rows.end)
+        before, ours = run.read_state(place, rows), slice(rows.start, rows.end)
         queries_keys, value = convolved[ours].split((convolved.shape[1] - values, values), dim=-1)
         query, key = _directions(arithmetic, queries_keys, heads, key_dim)
         value = value.reshape(-1, heads, value_dim)
@@ -77,7 +77,7 @@ def gated_delta(
         state = convolved.new_zeros(shape) if before is None else before["delta"]
         tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
         output, state = recur(tokens, state)
-        run.remember(place, rows, {"delta": state})
+        run.write_state(place, rows, {"delta": state})
         outputs.append(output)
     return torch.cat(outputs)
 

@@ -47,7 +47,7 @@ class GroupedNorm:
     @classmethod
     def of(cls, blueprint: Blueprint, name: str, groups: int) -> GroupedNorm:
         norm, ranks = blueprint.norm(name), blueprint.ranks
-        weight = blueprint.share(norm.weight, len(norm.weight) // max(groups, ranks.count))
+        weight = blueprint.shard(norm.weight, len(norm.weight) // max(groups, ranks.count))
         own = weight.view(max(1, groups // ranks.count), -1)
         return cls(blueprint.ops, own, norm.eps, groups, ranks)
 
@@ -72,5 +72,5 @@ class GroupedNorm:
         mine = self.ranks.rank * self.groups // self.ranks.count
         sums[:, mine] = squares[:, 0]
         sharing = self.ranks.count // self.groups
-        mean = self.ranks.total(sums)[:, mine, None] / (sharing * self.weight.shape[1])
+        mean = self.ranks.all_reduce(sums)[:, mine, None] / (sharing * self.weight.shape[1])
         return x * torch.rsqrt(mean + self.eps) * self.weight[0]

@@ -37,7 +37,7 @@ def select_tokens(
     masks = []
     for rows in run.sequences:
         new = slice(rows.start, rows.end)
-        keys = torch.cat([run.entries(place, rows)["index_key"], kept[new]])
+        keys = torch.cat([run.read_entries(place, rows)["index_key"], kept[new]])
         visible = run.positions[new] + 1
         masks.append(select(queries[new], weights[new], keys, visible, count, block))
     return masks

@@ -62,14 +62,14 @@ class CompressedStream:
 
     entries   one for every block of tokens
     own       the mean of the block that the next token belongs to
-    share     what that block has put into the next one's mean so far, where blocks overlap
+    overlap   what that block has put into the next one's mean so far, where blocks overlap
     position  (tokens of a block, channels): added to gates
     dtype     what the model computes in: means are rounded to it, as are norm and rotation
     """
 
     entries: Place
     own: Place
-    share: Place | None
+    overlap: Place | None
     position: Tensor
     norm: Norm
     rope: Rope
@@ -150,7 +150,7 @@ class Routing:
     """Per token: the experts chosen, (tokens, k), and each one's share."""
 
     experts: Tensor
-    shares: Tensor
+    weights: Tensor
 
     def beside(self, first: int, count: int) -> Routing:
         """And so many more experts, numbered from the first: for every token, a share of one."""
@@ -159,8 +159,8 @@ class Routing:
         more = torch.arange(
             first, first + count, dtype=self.experts.dtype, device=self.experts.device
         ).expand(len(self.experts), -1)
-        shares = torch.cat([self.shares, torch.ones_like(more, dtype=self.shares.dtype)], dim=1)
-        return Routing(torch.cat([self.experts, more], dim=1), shares)
+        weights = torch.cat([self.weights, torch.ones_like(more, dtype=self.weights.dtype)], dim=1)
+        return Routing(torch.cat([self.experts, more], dim=1), weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class RoutingRule:
     count            experts for a token
     groups, allowed  experts lie in groups, and only the best `allowed` groups may be chosen from
     group_depth      a group is as good as its so many best experts together, or all if it has fewer
-    renormalised     shares are made to add up to one, before `scale`
+    renormalised     weights are made to add up to one, before `scale`
     """
 
     count: int
@@ -206,7 +206,7 @@ class ExpertGroup:
             )
         return cls(range(ranks.rank * each, (ranks.rank + 1) * each), ranks)
 
-    def share(self, stacked: Tensor) -> Tensor:
+    def shard(self, stacked: Tensor) -> Tensor:
         """What this rank's experts have of a weight with an axis for experts; not a view of it."""
         own = stacked[self.own.start : self.own.stop]
         return stacked if len(own) == len(stacked) else own.clone()
@@ -246,7 +246,7 @@ class ExpertStack:
     them are an MLP that every token goes to.
     """
 
-    crew: ExpertGroup
+    group: ExpertGroup
     gate_up: ExpertWeights
     down: ExpertWeights
     gating: ExpertActivation

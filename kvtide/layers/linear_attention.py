@@ -38,8 +38,8 @@ class GatedDeltaState:
         self.channels = self.conv.taps.shape[1]
         bias = blueprint.tensor("dt_bias", torch.float32)
         decays = blueprint.tensor("A_log", torch.float32).flatten()
-        self.dt_bias = blueprint.share(bias, len(bias) // len(decays))
-        self.decay = -torch.exp(blueprint.share(decays))
+        self.dt_bias = blueprint.shard(bias, len(bias) // len(decays))
+        self.decay = -torch.exp(blueprint.shard(decays))
 
     def __call__(self, inputs: Tensor, dt: Tensor, strength: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
@@ -49,10 +49,10 @@ class GatedDeltaState:
         return self.ops.gated_delta(run, self.place, convolved, forgetting)
 
 
-def _gated(mixed: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
+def _gated(out: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
     """Normed by head, then gated, in the dtype of the gate: (tokens, heads · values)."""
-    how = GatedNorm(mixed.shape[1], norm.weight, norm.eps, activation=activation)
-    return norm.ops.gated_norm(mixed.flatten(1), gate, how)
+    how = GatedNorm(out.shape[1], norm.weight, norm.eps, activation=activation)
+    return norm.ops.gated_norm(out.flatten(1), gate, how)
 
 
 class GatedDelta:
@@ -65,7 +65,7 @@ class GatedDelta:
         keys = WeightPart(config.count("linear_num_key_heads"), config.count("linear_key_head_dim"))
         values = WeightPart(len(decays), config.count("linear_value_head_dim"))
         parts = [keys, keys, values, values, heads, heads]
-        weight = blueprint.share_parts(_by_kind(blueprint, parts), parts)
+        weight = blueprint.shard_parts(_by_kind(blueprint, parts), parts)
         self.project_in = Linear(blueprint.arithmetic, weight)
         self.memory = GatedDeltaState(blueprint, layer, [keys, keys, values], ["conv1d"])
         self.project_out = blueprint.rows("out_proj", unit=values.width)
@@ -76,8 +76,8 @@ class GatedDelta:
         heads, width = self.memory.heads, self.memory.value_dim
         widths = (self.memory.channels, heads * width, heads, heads)
         inputs, gate, strength, dt = self.project_in(x).split(widths, dim=-1)
-        mixed = self.memory(inputs, dt, strength, run)
-        return self.project_out(_gated(mixed, gate, self.norm, self.memory.activation))
+        out = self.memory(inputs, dt, strength, run)
+        return self.project_out(_gated(out, gate, self.norm, self.memory.activation))
 
 
 def _by_kind(blueprint: Blueprint, parts: Sequence[WeightPart]) -> Tensor:
@@ -116,5 +116,5 @@ class KimiDelta:
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         forgetting, gating = self.narrow(x).split(self.narrow.weight.shape[0] // 2, dim=-1)
-        mixed = self.memory(self.qkv(x), self.forget(forgetting), self.strength(x), run)
-        return self.project_out(_gated(mixed, self.gate(gating), self.norm, sigmoid))
+        out = self.memory(self.qkv(x), self.forget(forgetting), self.strength(x), run)
+        return self.project_out(_gated(out, self.gate(gating), self.norm, sigmoid))

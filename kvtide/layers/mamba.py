@@ -43,9 +43,9 @@ class Mamba2:
         self.project_out = blueprint.rows("out_proj", unit=self.head_dim)
         self.conv = conv_weights(blueprint, self.place, [by_head, by_group, by_group], ["conv1d"])
         self.shared = (self.conv.taps.shape[1] - self.heads * self.head_dim) // 2
-        self.dt_bias = blueprint.share(blueprint.tensor("dt_bias", torch.float32))
-        self.decay = -torch.exp(blueprint.share(decays))
-        self.skip = blueprint.share(blueprint.tensor("D", torch.float32))[:, None]
+        self.dt_bias = blueprint.shard(blueprint.tensor("dt_bias", torch.float32))
+        self.decay = -torch.exp(blueprint.shard(decays))
+        self.skip = blueprint.shard(blueprint.tensor("D", torch.float32))[:, None]
         self.norm = None
         if blueprint.has("norm.weight"):
             self.norm = GroupedNorm.of(blueprint, "norm", norm_groups or groups)
@@ -57,15 +57,15 @@ class Mamba2:
         gate, inputs, dt = self.project(x).split((inner, inner + 2 * self.shared, self.heads), -1)
         convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, swish)
         scanning = ScanParams(self.dt_bias, self.decay, self.skip, self.dt_limits)
-        mixed = self.ops.ssd_scan(run, self.place, scanning, convolved, dt)
-        return self.project_out(self._gated(mixed, gate))
+        out = self.ops.ssd_scan(run, self.place, scanning, convolved, dt)
+        return self.project_out(self._gated(out, gate))
 
     def project(self, x: Tensor) -> Tensor:
         """Side by side: the gate, the convolution's inputs (x, B, C), the time steps."""
         return self.project_in(x)
 
-    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+    def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """In the dtype of the gate."""
         if self.norm is None:
-            return self.ops.gated_norm(mixed, gate, GatedNorm(self.heads, None))
-        return self.norm.gated(mixed, gate, norm_first=self.norm_first)
+            return self.ops.gated_norm(out, gate, GatedNorm(self.heads, None))
+        return self.norm.gated(out, gate, norm_first=self.norm_first)

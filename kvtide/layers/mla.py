@@ -38,12 +38,12 @@ class Rotation:
     """
 
     rope: Rope
-    turn: Callable[[Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor, arithmetic: Arithmetic, run: ForwardPass) -> Tensor:
-        """x (tokens, heads, dimensions that turn), turned to the positions of the step."""
-        turns = run.shared(self.rope, lambda: arithmetic.rowwise(self.rope, run.positions))
-        return self.turn(x, turns)
+        """x (tokens, heads, dimensions that turn), rotated to the positions of the step."""
+        cos_sin = run.shared(self.rope, lambda: arithmetic.rowwise(self.rope, run.positions))
+        return self.rotate(x, cos_sin)
 
 
 class LatentAttention:
@@ -97,23 +97,23 @@ class LatentAttention:
         Without a selection, queries see all tokens up to themselves.
         """
         queries, kept = self._latent_queries(narrow, run), self._keep(x, run)
-        mixed = self.ops.mla_attention(run, self.place, queries, kept, self.how, selected)
-        return self.out(self.by_head(mixed, self.from_latent).flatten(1))
+        out = self.ops.mla_attention(run, self.place, queries, kept, self.how, selected)
+        return self.out(self.by_head(out, self.from_latent).flatten(1))
 
     def _latent_queries(self, narrow: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, latent and shared dimensions)."""
         heads = self.queries(narrow).view(len(narrow), -1, self.query_dim)
         plain, shared = heads.split((self.plain, self.shared), dim=-1)
-        return torch.cat([self.by_head(plain, self.to_latent), self._turned(shared, run)], dim=-1)
+        return torch.cat([self.by_head(plain, self.to_latent), self._rotated(shared, run)], dim=-1)
 
     def _keep(self, x: Tensor, run: ForwardPass) -> Fields:
         latent, shared = self.latent(x).split((self.rank, self.shared), dim=-1)
-        turned = self._turned(shared[:, None], run)[:, 0]
+        rotated = self._rotated(shared[:, None], run)[:, 0]
         return self.ops.kv_write(
-            run, self.place, {"latent": self.latent_norm(latent), "rope": turned}
+            run, self.place, {"latent": self.latent_norm(latent), "rope": rotated}
         )
 
-    def _turned(self, x: Tensor, run: ForwardPass) -> Tensor:
+    def _rotated(self, x: Tensor, run: ForwardPass) -> Tensor:
         return x if self.rotation is None else self.rotation(x, self.arithmetic, run)
 
     def _head_by_head(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -139,20 +139,20 @@ def mla_attention(
     block: int,
 ) -> Tensor:
     """Attention over latents: (tokens, heads, latent). Masks are (queries, tokens) by sequence."""
-    mixed = []
+    out = []
     for rows, mask in zip(run.sequences, masks or repeat(None), strict=masks is not None):
         ours = queries[rows.start : rows.end]
         keys, latents = _context(run, place, rows, kept)
         if mask is None:
-            mixed.append(attend(ours, keys, latents, how, block))
+            out.append(attend(ours, keys, latents, how, block))
         else:
-            mixed.append(attend_masked(ours, keys, latents, mask, how, block))
-    return torch.cat(mixed)
+            out.append(attend_masked(ours, keys, latents, mask, how, block))
+    return torch.cat(out)
 
 
 def _context(run: ForwardPass, place: Place, rows: Rows, kept: Fields) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens of a sequence, as one head."""
-    past, new = run.entries(place, rows), slice(rows.start, rows.end)
+    past, new = run.read_entries(place, rows), slice(rows.start, rows.end)
     latents, shared = (
         torch.cat([past[name], kept[name][new]]).float() for name in ("latent", "rope")
     )
@@ -174,18 +174,18 @@ def block_attention(
 
     Masks are (queries, entries) by sequence; without them all closed blocks are seen.
     """
-    mixed = []
+    out = []
     for number, rows in enumerate(run.sequences):
         new = slice(rows.start, rows.end)
-        past = run.entries(window, rows, how.first_seen(rows.past))["kv"]
+        past = run.read_entries(window, rows, how.first_seen(rows.past))["kv"]
         ours = entries[number] if entries else kept[:0]
         context = torch.cat([past, kept[new], ours])[:, None]
         closed = (run.positions[new] + 1) // ratio
         blocks = torch.arange(len(ours), device=closed.device) < closed[:, None]
         blocks = blocks if masks is None else masks[number]
         seen = torch.cat([_in_window(rows, len(past), how, closed.device), blocks], dim=1)
-        mixed.append(attend_masked(queries[new], context, context, seen, how, block))
-    return torch.cat(mixed)
+        out.append(attend_masked(queries[new], context, context, seen, how, block))
+    return torch.cat(out)
 
 
 def _in_window(rows: Rows, past: int, how: Attending, device: torch.device) -> Tensor:

@@ -39,19 +39,19 @@ class Router:
     """Scores the experts of every token in fp32, and chooses by the scores.
 
     Under its name there is a weight with a row for each expert. `bias` is what a learned bias is
-    called there, which has a say in the choice alone; None where there is none. `table` is what a
+    called there, which has a say in the rule alone; None where there is none. `table` is what a
     table is called that has every token's experts, which are then not chosen.
     """
 
     def __init__(
         self,
         blueprint: Blueprint,
-        choice: RoutingRule,
+        rule: RoutingRule,
         score: Activation = sigmoid,
         bias: str | None = CORRECTION_BIAS,
         table: str | None = None,
     ) -> None:
-        self.ops, self.choice, self.score = blueprint.ops, choice, score
+        self.ops, self.rule, self.score = blueprint.ops, rule, score
         weight = blueprint.tensor("weight", torch.float32)
         self.linear = WideLinear(self.ops, weight, blueprint.dtype)
         self.bias = None if bias is None else blueprint.tensor(bias, torch.float32)
@@ -65,19 +65,19 @@ class Router:
     def __call__(self, x: Tensor, tokens: Tensor | None = None, beside: int = 0) -> Routing:
         """`tokens`, which a table needs, are those that x has rows of; of `beside`, see
         `Ops.route`."""
-        told = None
+        fixed = None
         if self.table is not None:
             assert tokens is not None, "a router with a table has to be given the tokens"
-            told = FixedExperts(self.table, tokens)
-        how = (self.choice, self.score, self.bias)
-        return self.ops.route(self.linear(x), *how, told=told, beside=beside)
+            fixed = FixedExperts(self.table, tokens)
+        how = (self.rule, self.score, self.bias)
+        return self.ops.route(self.linear(x), *how, fixed=fixed, beside=beside)
 
     def _check(self, blueprint: Blueprint) -> None:
-        choice, (each, rest) = self.choice, divmod(self.experts, self.choice.groups)
-        if rest or choice.allowed > choice.groups or choice.count > choice.allowed * each:
+        rule, (each, rest) = self.rule, divmod(self.experts, self.rule.groups)
+        if rest or rule.allowed > rule.groups or rule.count > rule.allowed * each:
             raise blueprint.config.refusal(
-                f"{choice.count} of {self.experts} experts cannot be chosen from {choice.allowed} "
-                f"of {choice.groups} groups; use the numbers of experts for a token, groups and "
+                f"{rule.count} of {self.experts} experts cannot be chosen from {rule.allowed} "
+                f"of {rule.groups} groups; use the numbers of experts for a token, groups and "
                 "allowed groups that the checkpoint was made with"
             )
 
@@ -156,22 +156,22 @@ class Experts(ExpertStack):
         those of gate, up and down, if they are not the usual, or of up and down alone. Where
         a `shared` MLP can be experts of the same stack it is, and they are `beside` the others."""
         *first, last = names or ("gate_proj", "up_proj", "down_proj")
-        crew = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
-        each = [blueprint.under(str(number)) for number in crew.own]
+        group = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
+        each = [blueprint.under(str(number)) for number in group.own]
         gating = ExpertActivation(blueprint.activation(), gated=len(first) == 2, limit=limit)
         firsts = (under.linear(*first) for under in each)
         lasts = (under.linear(last) for under in each)
         # How wide experts are is known by one of them.
         one, beside = next(firsts), []
         bare = not any(each[0].has(f"{name}.bias") for name in (*first, last))
-        alone = crew.ranks.count == 1 and blueprint.ops.uses_kernels
+        alone = group.ranks.count == 1 and blueprint.ops.uses_kernels
         if shared is not None and alone and bare:
             beside = experts_of_mlp(shared, len(one.weight) // len(first), gating)
-            crew = replace(crew, own=range(count + len(beside)))
-        gate_up = stack_experts(chain([one], firsts, (pair[0] for pair in beside)), len(crew.own))
-        down = stack_experts(chain(lasts, (pair[1] for pair in beside)), len(crew.own))
+            group = replace(group, own=range(count + len(beside)))
+        gate_up = stack_experts(chain([one], firsts, (pair[0] for pair in beside)), len(group.own))
+        down = stack_experts(chain(lasts, (pair[1] for pair in beside)), len(group.own))
         return cls(
-            crew=crew,
+            group=group,
             gate_up=gate_up,
             down=down,
             gating=gating,
@@ -182,12 +182,12 @@ class Experts(ExpertStack):
     @classmethod
     def stacked(cls, blueprint: Blueprint, count: int, gate_up: str, down: str) -> Experts:
         """Of two weights with an axis for experts."""
-        crew = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
+        group = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
         first, last = (
-            ExpertWeights(crew.share(blueprint.tensor(name))) for name in (gate_up, down)
+            ExpertWeights(group.shard(blueprint.tensor(name))) for name in (gate_up, down)
         )
         gating = ExpertActivation(blueprint.activation())
-        return cls(crew=crew, gate_up=first, down=last, gating=gating, ops=blueprint.ops)
+        return cls(group=group, gate_up=first, down=last, gating=gating, ops=blueprint.ops)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         return self.ops.experts(self, x, routing)

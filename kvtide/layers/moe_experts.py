@@ -27,22 +27,22 @@ def mix_experts(arithmetic: Arithmetic, stack: ExpertStack, x: Tensor, routing: 
         given = _gated(arithmetic, stack.gating, _linear(arithmetic, stack.gate_up, number, x))
         return _linear(arithmetic, stack.down, number, given)
 
-    return mix(stack.crew, x, routing, expert)
+    return mix(stack.group, x, routing, expert)
 
 
-def mix(crew: ExpertGroup, x: Tensor, routing: Routing, expert: Expert) -> Tensor:
+def mix(group: ExpertGroup, x: Tensor, routing: Routing, expert: Expert) -> Tensor:
     """Σ share · expert(x), where `expert` numbers this rank's own from 0.
 
     A token's experts are added in ascending order, whatever other tokens are in the step.
     """
-    mixed = torch.zeros_like(x, dtype=torch.float32)
+    out = torch.zeros_like(x, dtype=torch.float32)
     for number in routing.experts.unique().tolist():
-        if number in crew.own:
+        if number in group.own:
             chosen = routing.experts == number
             rows = torch.nonzero(chosen.any(-1)).squeeze(1)
-            shares = (routing.shares * chosen).sum(-1, keepdim=True)[rows]
-            mixed[rows] += expert(number - crew.own.start, x[rows]) * shares
-    return crew.ranks.total(mixed).to(x.dtype)
+            weights = (routing.weights * chosen).sum(-1, keepdim=True)[rows]
+            out[rows] += expert(number - group.own.start, x[rows]) * weights
+    return group.ranks.all_reduce(out).to(x.dtype)
 
 
 def _linear(arithmetic: Arithmetic, stack: ExpertWeights, number: int, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and their shares: the torch reference."""
+"""Which experts a token goes to, and their weights: the torch reference."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 def route(
     arithmetic: Arithmetic,
     logits: Tensor,
-    choice: RoutingRule,
+    rule: RoutingRule,
     score: Activation,
     bias: Tensor | None = None,
     *,
-    told: FixedExperts | None = None,
+    fixed: FixedExperts | None = None,
     beside: int = 0,
 ) -> Routing:
-    """The experts of every token by the scores of its logits, or the `told` ones.
+    """The experts of every token by the scores of its logits, or the `fixed` ones.
 
     Every token also goes to `beside` more experts, numbered after those that have a score.
     """
     experts = logits.shape[1]
     scores = arithmetic.rowwise(score, logits.float())
-    if told is None:
-        return route_scores(arithmetic, scores, choice, bias).beside(experts, beside)
-    chosen = told.table[told.tokens]
-    return weigh(arithmetic, scores, chosen, choice).beside(experts, beside)
+    if fixed is None:
+        return route_scores(arithmetic, scores, rule, bias).beside(experts, beside)
+    chosen = fixed.table[fixed.tokens]
+    return weigh(arithmetic, scores, chosen, rule).beside(experts, beside)
 
 
 def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> Routing:
@@ -41,30 +41,30 @@ def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> 
 
 
 def route_scores(
-    arithmetic: Arithmetic, scores: Tensor, choice: RoutingRule, bias: Tensor | None = None
+    arithmetic: Arithmetic, scores: Tensor, rule: RoutingRule, bias: Tensor | None = None
 ) -> Routing:
-    """By the scores (fp32, none negative) plus a bias that does not count in the shares."""
+    """By the scores (fp32, none negative) plus a bias that does not count in the weights."""
     ranked = scores if bias is None else scores + bias
-    if choice.allowed < choice.groups:
+    if rule.allowed < rule.groups:
         # Not by zeros, above which a biased score need not be.
-        ranked = ranked.masked_fill(~_allowed(ranked, choice), -torch.inf)
-    return weigh(arithmetic, scores, top_k(ranked, choice.count), choice)
+        ranked = ranked.masked_fill(~_allowed(ranked, rule), -torch.inf)
+    return weigh(arithmetic, scores, top_k(ranked, rule.count), rule)
 
 
-def weigh(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, choice: RoutingRule) -> Routing:
+def weigh(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, rule: RoutingRule) -> Routing:
     """Every chosen expert's share, by its score."""
-    shares = scores.gather(1, experts)
-    if choice.renormalised:
-        shares = arithmetic.rowwise(
-            lambda rows: rows / (rows.sum(-1, keepdim=True) + 1e-20), shares
+    weights = scores.gather(1, experts)
+    if rule.renormalised:
+        weights = arithmetic.rowwise(
+            lambda rows: rows / (rows.sum(-1, keepdim=True) + 1e-20), weights
         )
-    return Routing(experts, shares * choice.scale)
+    return Routing(experts, weights * rule.scale)
 
 
-def _allowed(ranked: Tensor, choice: RoutingRule) -> Tensor:
-    grouped = ranked.view(len(ranked), choice.groups, -1)
-    depth = min(choice.group_depth, grouped.shape[-1])
+def _allowed(ranked: Tensor, rule: RoutingRule) -> Tensor:
+    grouped = ranked.view(len(ranked), rule.groups, -1)
+    depth = min(rule.group_depth, grouped.shape[-1])
     strength = grouped.topk(depth, dim=-1).values.sum(-1)
     allowed = torch.zeros_like(strength, dtype=torch.bool)
-    allowed.scatter_(1, top_k(strength, choice.allowed), True)
+    allowed.scatter_(1, top_k(strength, rule.allowed), True)
     return allowed[:, :, None].expand_as(grouped).flatten(1)

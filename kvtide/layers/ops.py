@@ -82,7 +82,7 @@ class Ops(ABC):
 
     @abstractmethod
     def rope(
-        self, x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False
+        self, x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False
     ) -> Tensor:
         """Rotates neighbouring pairs of the last dimensions of x (tokens, heads, dim).
 
@@ -102,18 +102,18 @@ class Ops(ABC):
         run: ForwardPass,
         place: Place,
         by_head: Tensor,
-        turns: Tensor | None,
+        cos_sin: Tensor | None,
         how: QKVParams,
     ) -> tuple[Tensor, Fields]:
         """Queries, and keys and values as they were written, from a projection's output.
 
         by_head  (tokens, heads + 2 · KV heads, dim)
-        turns    what a `Rope` gives for the step's positions, None without a rotation
+        cos_sin    what a `Rope` gives for the step's positions, None without a rotation
         """
 
     @abstractmethod
     def norm_rope_write(
-        self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, turns: Tensor
+        self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, cos_sin: Tensor
     ) -> Tensor:
         """Norms, rotates and writes the vectors x (tokens, dim), and returns what was written."""
 
@@ -231,14 +231,17 @@ class Ops(ABC):
     def route(
         self,
         logits: Tensor,
-        choice: RoutingRule,
+        rule: RoutingRule,
         score: Activation,
         bias: Tensor | None = None,
         *,
-        told: FixedExperts | None = None,
+        fixed: FixedExperts | None = None,
         beside: int = 0,
     ) -> Routing:
-        """The experts with the best scores, or those that are `told`, and so many `beside` them."""
+        """Each token's experts: those with the best scores, or the `fixed` ones.
+
+        Every token also goes to the `beside` experts after the last one that has a score.
+        """
 
     @abstractmethod
     def route_by_top_softmax(self, logits: Tensor, count: int) -> Routing:

@@ -14,17 +14,17 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def split_heads(
-    arithmetic: Arithmetic, by_head: Tensor, turns: Tensor | None, how: QKVParams
+    arithmetic: Arithmetic, by_head: Tensor, cos_sin: Tensor | None, how: QKVParams
 ) -> Heads:
-    """Of (tokens, heads + 2 · KV heads, dim); `turns` is what a `Rope` gives for the tokens."""
+    """Of (tokens, heads + 2 · KV heads, dim); `cos_sin` is what a `Rope` gives for the tokens."""
     split = (by_head.shape[1] - 2 * how.kv_heads, how.kv_heads, how.kv_heads)
     queries, keys, values = by_head.split(split, dim=1)
     queries = _normed(arithmetic, queries, how.query_norm)
     keys = _normed(arithmetic, keys, how.key_norm)
     keys = keys if how.key_gain == 1 else keys * how.key_gain
-    if turns is None:
+    if cos_sin is None:
         return queries, keys, values
-    return rotate_half(queries, turns), rotate_half(keys, turns), values
+    return rotate_half(queries, cos_sin), rotate_half(keys, cos_sin), values
 
 
 def _normed(arithmetic: Arithmetic, x: Tensor, norm: Norm | None) -> Tensor:

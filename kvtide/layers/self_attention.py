@@ -50,7 +50,7 @@ class Attention:
         )
         self.preparing = QKVParams(self.kv_heads, query_norm, key_norm, key_gain)
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
-        sinks = None if sinks is None else blueprint.share(sinks)
+        sinks = None if sinks is None else blueprint.shard(sinks)
         self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
 
     def projection(self, blueprint: Blueprint) -> Linear:
@@ -63,10 +63,10 @@ class Attention:
 
     def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
         """What the heads of a projection saw, side by side: (tokens, heads · dim)."""
-        turns = None
+        cos_sin = None
         if (rope := self.rope) is not None:
-            turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
-        queries, kept = self.ops.qkv_write(run, self.place, by_head, turns, self.preparing)
+            cos_sin = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
+        queries, kept = self.ops.qkv_write(run, self.place, by_head, cos_sin, self.preparing)
         return self.ops.paged_attention(run, self.place, queries, kept, self.how).flatten(1)
 
 
@@ -84,9 +84,9 @@ class GatedAttention(Attention):
         return Linear(self.arithmetic, weight, bias)
 
     def _beside(self, blueprint: Blueprint, whole: Tensor, keys_values: Tensor) -> Tensor:
-        """With this rank's share of the queries and gates, which lie by turns in `whole`."""
+        """With this rank's share of the queries and gates, which lie by cos_sin in `whole`."""
         parts = _neighbours(whole, self.head_dim)
-        queries, gates = (blueprint.share(part, self.head_dim) for part in parts)
+        queries, gates = (blueprint.shard(part, self.head_dim) for part in parts)
         return torch.cat([queries, keys_values, gates])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
@@ -99,6 +99,6 @@ class GatedAttention(Attention):
 
 
 def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Heads that lie by turns, query, gate, query, gate: all queries, and all gates."""
+    """Heads that lie by cos_sin, query, gate, query, gate: all queries, and all gates."""
     by_turns = weight.unflatten(0, (-1, 2, head_dim))
     return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)

@@ -3,7 +3,7 @@
     state ← exp(dt·decay) · state + dt · x ⊗ B        y = state · C
 
 `scan_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
-result depends on nothing but its history. `scan_chunks` takes tokens together and turns most
+result depends on nothing but its history. `scan_chunks` takes tokens together and cos_sin most
 of it into matrix products; it is faster, and equal but for rounding.
 
 Shapes: x (tokens, heads, dim), dt (tokens, heads), decay (heads), B and C (tokens, groups, width),
@@ -64,13 +64,13 @@ def ssd_scan(
     shared = (convolved.shape[1] - heads * dim) // 2
     outputs = []
     for rows in run.sequences:
-        ours, before = slice(rows.start, rows.end), run.recall(place, rows)
+        ours, before = slice(rows.start, rows.end), run.read_state(place, rows)
         x, b, c = convolved[ours].split((heads * dim, shared, shared), dim=-1)
         x = x.reshape(-1, heads, dim)
         b, c = (t.reshape(len(x), -1, width) for t in (b, c))
         state = x.new_zeros((heads, dim, width)) if before is None else before["ssm"]
         output, state = scan(ScanInput(x, dt[ours], how.decay, b, c), state)
-        run.remember(place, rows, {"ssm": state})
+        run.write_state(place, rows, {"ssm": state})
         outputs.append((output + x * how.skip).flatten(1))
     return torch.cat(outputs)
 

@@ -80,11 +80,11 @@ class TorchOps(Ops):
         return torch.stack([linear(x[:, i], weight) for i, weight in enumerate(weights)], dim=1)
 
     def rope(
-        self, x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False
+        self, x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False
     ) -> Tensor:
         if eps is not None:
             x = self.rms_norm(x, Norm(torch.ones((), device=x.device), eps))
-        return rotate_interleaved(x, inverse_rotation(turns) if back else turns)
+        return rotate_interleaved(x, inverse_rotation(cos_sin) if back else cos_sin)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -96,16 +96,16 @@ class TorchOps(Ops):
         run: ForwardPass,
         place: Place,
         by_head: Tensor,
-        turns: Tensor | None,
+        cos_sin: Tensor | None,
         how: QKVParams,
     ) -> tuple[Tensor, Fields]:
-        queries, keys, values = split_heads(self.arithmetic, by_head, turns, how)
+        queries, keys, values = split_heads(self.arithmetic, by_head, cos_sin, how)
         return queries, self.kv_write(run, place, {"k": keys, "v": values})
 
     def norm_rope_write(
-        self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, turns: Tensor
+        self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, cos_sin: Tensor
     ) -> Tensor:
-        return self.kv_write(run, place, {"kv": self.rope(self.rms_norm(x, norm), turns)})["kv"]
+        return self.kv_write(run, place, {"kv": self.rope(self.rms_norm(x, norm), cos_sin)})["kv"]
 
     def paged_attention(
         self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
@@ -199,14 +199,14 @@ class TorchOps(Ops):
     def route(
         self,
         logits: Tensor,
-        choice: RoutingRule,
+        rule: RoutingRule,
         score: Activation,
         bias: Tensor | None = None,
         *,
-        told: FixedExperts | None = None,
+        fixed: FixedExperts | None = None,
         beside: int = 0,
     ) -> Routing:
-        return route(self.arithmetic, logits, choice, score, bias, told=told, beside=beside)
+        return route(self.arithmetic, logits, rule, score, bias, fixed=fixed, beside=beside)
 
     def route_by_top_softmax(self, logits: Tensor, count: int) -> Routing:
         return route_by_top_softmax(self.arithmetic, logits, count)

@@ -89,9 +89,9 @@ class TritonOps(WrittenByKernel):
         return result
 
     def rope(
-        self, x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False
+        self, x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False
     ) -> Tensor:
-        return rope(x, turns, eps, back=back)
+        return rope(x, cos_sin, eps, back=back)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -100,15 +100,15 @@ class TritonOps(WrittenByKernel):
         run: ForwardPass,
         place: Place,
         by_head: Tensor,
-        turns: Tensor | None,
+        cos_sin: Tensor | None,
         how: QKVParams,
     ) -> tuple[Tensor, Fields]:
-        return qkv_write(run, place, by_head, turns, how)
+        return qkv_write(run, place, by_head, cos_sin, how)
 
     def norm_rope_write(
-        self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, turns: Tensor
+        self, run: ForwardPass, place: Place, x: Tensor, norm: Norm, cos_sin: Tensor
     ) -> Tensor:
-        return norm_rope_write(run, place, x, norm, turns)
+        return norm_rope_write(run, place, x, norm, cos_sin)
 
     def paged_attention(
         self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
@@ -141,10 +141,10 @@ class TritonOps(WrittenByKernel):
         self, run: ForwardPass, stream: CompressedStream, products: Tensor
     ) -> list[Tensor]:
         ratio = stream.ratio
-        turns = run.shared(
+        cos_sin = run.shared(
             (stream.rope, ratio), lambda: stream.rope(run.positions // ratio * ratio)
         )
-        compress(run, stream, products, turns)
+        compress(run, stream, products, cos_sin)
         return []
 
     def select_blocks(
@@ -206,16 +206,16 @@ class TritonOps(WrittenByKernel):
     def route(
         self,
         logits: Tensor,
-        choice: RoutingRule,
+        rule: RoutingRule,
         score: Activation,
         bias: Tensor | None = None,
         *,
-        told: FixedExperts | None = None,
+        fixed: FixedExperts | None = None,
         beside: int = 0,
     ) -> Routing:
-        if moe_routing.has_kernel(logits.shape[1], choice, score):
-            return moe_routing.route(logits, choice, score, bias, told=told, beside=beside)
-        return super().route(logits, choice, score, bias, told=told, beside=beside)
+        if moe_routing.has_kernel(logits.shape[1], rule, score):
+            return moe_routing.route(logits, rule, score, bias, fixed=fixed, beside=beside)
+        return super().route(logits, rule, score, bias, fixed=fixed, beside=beside)
 
     def route_by_top_softmax(self, logits: Tensor, count: int) -> Routing:
         if moe_routing.has_kernel(logits.shape[1], RoutingRule(count), None):
@@ -223,7 +223,7 @@ class TritonOps(WrittenByKernel):
         return super().route_by_top_softmax(logits, count)
 
     def experts(self, stack: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
-        return stack.crew.ranks.total(mix_experts(stack, x, routing)).to(x.dtype)
+        return stack.group.ranks.all_reduce(mix_experts(stack, x, routing)).to(x.dtype)
 
     # -- hyper-connections -----------------------------------------------------------------------
 

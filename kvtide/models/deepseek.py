@@ -32,7 +32,7 @@ from kvtide.spec.config import Config
 def _experts(blueprint: Blueprint) -> Mixture:
     config, gate = blueprint.config, blueprint.under("gate")
     bias = CORRECTION_BIAS if gate.has(CORRECTION_BIAS) else None
-    router = Router(gate, _choice(config), _scoring(config), bias)
+    router = Router(gate, _routing_rule(config), _scoring(config), bias)
     under = blueprint.under("shared_experts")
     shared = under.mlp() if under.has("gate_proj.weight") else None
     return Mixture.numbered(router, blueprint.under("experts"), shared)
@@ -47,7 +47,7 @@ def _scoring(config: Config) -> Activation:
     return _SCORINGS[name]
 
 
-def _choice(config: Config) -> RoutingRule:
+def _routing_rule(config: Config) -> RoutingRule:
     method = str(config.find("topk_method"))
     if method not in _GROUP_DEPTHS:
         raise config.refusal(
@@ -79,7 +79,7 @@ class DeepSeekLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.attention(self.before_attention(x), run))
         return x + self.mlp(normed)
 
 
@@ -133,13 +133,13 @@ class Glm4MoeLite(DeepSeek3):
 
 
 def rope_of(config: Config) -> Rope:
-    """Of the part of queries and keys that turns, which turns as a whole."""
+    """Of the dimensions of queries and keys that are rotated, all of them."""
     dims = config.count("qk_rope_head_dim")
     turning = rope(rope_parameters(config), dims)
     if turning.dims != dims:
         raise config.refusal(
             "`partial_rotary_factor` is not 1 beside `qk_rope_head_dim`, which says already how "
-            "much of a head turns; leave it out"
+            "much of a head is rotated; leave it out"
         )
     return turning
 

@@ -25,7 +25,7 @@ from kvtide.models.deepseek import (
 )
 from kvtide.models.model import Layer
 
-_CHOSEN = "tokens that an indexer chose"
+_SELECTED = "tokens that an indexer chose"
 
 
 class TokenIndexer:
@@ -39,7 +39,7 @@ class TokenIndexer:
         self.ops, self.arithmetic, self.rotation = blueprint.ops, blueprint.arithmetic, rotation
         self.place = blueprint.place(layer, "index_key")
         self.heads, self.count = config.count("index_n_heads"), config.count("index_topk")
-        self.dim, self.turning = self.place.field("index_key").shape[0], rotation.rope.dims
+        self.dim, self.rotary_dim = self.place.field("index_key").shape[0], rotation.rope.dims
         self.queries, self.keys = blueprint.linear("wq_b"), blueprint.linear("wk")
         self.key_norm = LayerNorm(
             self.ops,
@@ -53,14 +53,14 @@ class TokenIndexer:
 
     def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> Selection:
         """What queries see, as `LatentAttention.attended` takes it."""
-        queries = self._turned(self.queries(narrow).view(len(x), self.heads, self.dim), run)
-        keys = self._turned(self.key_norm(self.keys(x))[:, None], run)[:, 0]
+        queries = self._rotated(self.queries(narrow).view(len(x), self.heads, self.dim), run)
+        keys = self._rotated(self.key_norm(self.keys(x))[:, None], run)[:, 0]
         kept = self.ops.kv_write(run, self.place, {"index_key": keys})["index_key"]
         weights = self.weights(x.float()) * self.scale
         return self.ops.select_tokens(run, self.place, queries, weights, kept, self.count)
 
-    def _turned(self, x: Tensor, run: ForwardPass) -> Tensor:
-        first, rest = x[..., : self.turning], x[..., self.turning :]
+    def _rotated(self, x: Tensor, run: ForwardPass) -> Tensor:
+        first, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         return torch.cat([self.rotation(first, self.arithmetic, run), rest], dim=-1)
 
 
@@ -72,8 +72,8 @@ class SparseLatentAttention(LatentAttention):
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         narrow = self.narrowed(x)
         if self.indexer is not None:
-            run.handed_on[_CHOSEN] = self.indexer(x, narrow, run)
-        return self.attended(x, narrow, run, run.handed_on[_CHOSEN])
+            run.left_by_layers[_SELECTED] = self.indexer(x, narrow, run)
+        return self.attended(x, narrow, run, run.left_by_layers[_SELECTED])
 
 
 class DeepSeek32(DeepSeek3):
@@ -91,13 +91,13 @@ class DeepSeek32(DeepSeek3):
                 "one; use another number of stages, so that each begins with an indexer"
             )
         rotation, scale = rotation_of(config), scale_of(config)
-        turned = Rotation(rotation.rope, rotation_style(config, "indexer_rope_interleave"))
+        rotated = Rotation(rotation.rope, rotation_style(config, "indexer_rope_interleave"))
         layers = []
         for number, each in base.layers():
             beneath = each.under("self_attn")
             attention = SparseLatentAttention(beneath, number, rotation, scale)
             if number in indexed:
-                attention.indexer = TokenIndexer(beneath.under("indexer"), number, turned)
+                attention.indexer = TokenIndexer(beneath.under("indexer"), number, rotated)
             layers.append(DeepSeekLayer(each, attention))
         return layers
 

@@ -4,7 +4,7 @@ Every layer attends to its last tokens. Most also keep one entry for every block
 of 4, of which an indexer chooses a few for each query, or of 128, which are all seen. One vector is
 key and value of a token, of a block and of all heads. The first layers choose experts by token.
 
-Where things stand in `layers/`: the streams in `streams`, compressors in `compressing`, the choice
+Where things stand in `layers/`: the streams in `streams`, compressors in `compressing`, the rule
 in `selecting`.
 """
 
@@ -51,10 +51,10 @@ class BlockIndexer:
         self.count = config.count("index_topk")
 
     def __call__(
-        self, low: Tensor, weights: Tensor, products: Tensor, turns: Tensor, run: ForwardPass
+        self, low: Tensor, weights: Tensor, products: Tensor, cos_sin: Tensor, run: ForwardPass
     ) -> Selection:
         entries = self.compressor(products, run)
-        queries = self.ops.rope(self.queries(low).view(len(low), self.heads, -1), turns)
+        queries = self.ops.rope(self.queries(low).view(len(low), self.heads, -1), cos_sin)
         stream = self.compressor.stream
         return self.ops.select_blocks(
             run, stream, entries, queries, weights, self.scale, self.count
@@ -79,11 +79,11 @@ class CompressedAttention:
         self._compress(blueprint, layer, pool)
         self.queries = blueprint.columns("wq_b", unit=each * self.dim)
         self.key_norm = blueprint.norm("norm")
-        sinks = blueprint.share(blueprint.tensor("attn_sink", torch.float32), each)
+        sinks = blueprint.shard(blueprint.tensor("attn_sink", torch.float32), each)
         assert self.window.window is not None
         self.how = Attending(self.dim**-0.5, self.window.window, sinks)
         rank = config.count("o_lora_rank")
-        self.out_groups = blueprint.share(blueprint.tensor("wo_a.weight"), rank).unflatten(
+        self.out_groups = blueprint.shard(blueprint.tensor("wo_a.weight"), rank).unflatten(
             0, (-1, rank)
         )
         self.out = blueprint.rows("wo_b", unit=rank)
@@ -109,30 +109,30 @@ class CompressedAttention:
         self.project = blueprint.linear(*names)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        turns = run.shared(
+        cos_sin = run.shared(
             self.rotation, lambda: self.arithmetic.rowwise(self.rotation, run.positions)
         )
         low, keys, *rest = self.ops.linear_parts(x, self.project.weight, self.sides)
         low, norm = self.low_norm(low), self.key_norm.params
-        kept = self.ops.norm_rope_write(run, self.window, keys, norm, turns)
+        kept = self.ops.norm_rope_write(run, self.window, keys, norm, cos_sin)
         products, entries, stream, selected = self._products(x), [], None, None
         if self.compressor is not None:
             entries, stream = self.compressor(products[0], run), self.compressor.stream
         if self.indexer is not None:
-            selected = self.indexer(low, rest[0], products[1], turns, run)
-        queries = self.ops.rope(self.queries(low).unflatten(1, (-1, self.dim)), turns, self.eps)
-        mixed = self.ops.block_attention(
+            selected = self.indexer(low, rest[0], products[1], cos_sin, run)
+        queries = self.ops.rope(self.queries(low).unflatten(1, (-1, self.dim)), cos_sin, self.eps)
+        out = self.ops.block_attention(
             run, self.window, kept, stream, entries, queries, self.how, selected
         )
-        return self._out(self.ops.rope(mixed, turns, back=True))
+        return self._out(self.ops.rope(out, cos_sin, back=True))
 
     def _products(self, x: Tensor) -> tuple[Tensor, ...]:
         """What each compressor takes."""
         return () if self.compress is None else self.compress(x).split(self.compressed, dim=1)
 
-    def _out(self, mixed: Tensor) -> Tensor:
+    def _out(self, out: Tensor) -> Tensor:
         """Every group of heads by itself into few dimensions, then all of them together."""
-        groups = mixed.flatten(1).unflatten(1, (len(self.out_groups), -1))
+        groups = out.flatten(1).unflatten(1, (len(self.out_groups), -1))
         low = self.ops.grouped_linear(groups, self.out_groups)
         return self.out(low.flatten(1))
 
@@ -142,11 +142,11 @@ def _experts(blueprint: Blueprint) -> Mixture:
     config, gate = blueprint.config, blueprint.under("gate")
     if (scoring := config.find("scoring_func")) not in (None, "sqrtsoftplus"):
         raise config.refusal(f"`scoring_func` is {scoring!r}; only sqrtsoftplus is known here")
-    choice = RoutingRule(
+    rule = RoutingRule(
         config.count("num_experts_per_tok"), scale=config.number("routed_scaling_factor")
     )
     bias, table = (name if gate.has(name) else None for name in ("bias", "tid2eid"))
-    router = Router(gate, choice, sqrt_softplus, bias, table)
+    router = Router(gate, rule, sqrt_softplus, bias, table)
     names, limit = ("w1", "w3", "w2"), config.number("swiglu_limit")
     shared = blueprint.under("shared_experts").mlp(*names, limit=limit)
     return Mixture.numbered(router, blueprint.under("experts"), shared, *names, limit=limit)
@@ -262,7 +262,7 @@ def _window(blueprint: Blueprint, layer: int) -> Place:
 def _rotations(config: Config) -> tuple[Rope, Rope]:
     """Of layers with a window only, and of those with compressed history, which see further.
 
-    As `transformers` saves them, or as the lab writes them; neither makes what is turned larger.
+    As `transformers` saves them, or as the lab writes them; neither makes what is rotated larger.
     """
     saved = config.nested("rope_parameters") or Config(config.model, {})
     near, far = saved.nested("main"), saved.nested("compress")

@@ -24,12 +24,12 @@ class GraniteExperts:
     def __init__(self, blueprint: Blueprint) -> None:
         self.ops = blueprint.ops
         self.router = blueprint.linear("router.layer")
-        self.chosen = blueprint.config.count("num_experts_per_tok")
+        self.top_k = blueprint.config.count("num_experts_per_tok")
         weights = ("input_linear.weight", "output_linear.weight")
         self.experts = Experts.stacked(blueprint, len(self.router.weight), *weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = self.ops.route_by_top_softmax(self.router(x), self.chosen)
+        routing = self.ops.route_by_top_softmax(self.router(x), self.top_k)
         return self.experts(x, routing)
 
 
@@ -51,8 +51,8 @@ class GraniteLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        mixed = self.mixer(self.before_mixer(x), run) * self.gain
-        x, normed = self.before_mlp.added(x, mixed)
+        out = self.mixer(self.before_mixer(x), run) * self.gain
+        x, normed = self.before_mlp.add_and_norm(x, out)
         added = self.mlp(normed)
         if self.experts is not None:
             added = self.experts(normed) + added

@@ -1,6 +1,6 @@
 """Kimi Linear: KDA layers, and latent attention every few layers; experts after the first ones.
 
-Nothing is turned: latent attention's shared key is kept as it is, and order is left to the KDA
+Nothing is rotated: latent attention's shared key is kept as it is, and order is left to the KDA
 layers. A layer has experts where there is a router.
 """
 
@@ -21,12 +21,12 @@ from kvtide.spec.config import Config
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
-    router = Router(blueprint.under("gate"), _choice(blueprint.config))
+    router = Router(blueprint.under("gate"), _routing_rule(blueprint.config))
     shared = blueprint.under("shared_experts").mlp()
     return Mixture.numbered(router, blueprint.under("experts"), shared, "w1", "w3", "w2")
 
 
-def _choice(config: Config) -> RoutingRule:
+def _routing_rule(config: Config) -> RoutingRule:
     scoring = config.find("moe_router_activation_func")
     if scoring not in (None, "sigmoid"):
         raise config.refusal(
@@ -54,7 +54,7 @@ class KimiLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.mixer(self.before_mixer(x), run))
         return x + self.mlp(normed)
 
 

@@ -23,7 +23,7 @@ class LlamaLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.attention(self.before_attention(x), run))
         return x + self.mlp(normed)
 
 

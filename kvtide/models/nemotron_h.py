@@ -1,6 +1,6 @@
 """Nemotron-H: layers of one part each, a Mamba2 mixer, attention, an MLP, or experts.
 
-Which one a layer is, its memory and its weights say. Queries and keys are not turned; MLPs and
+Which one a layer is, its memory and its weights say. Queries and keys are not rotated; MLPs and
 experts have no gate. Experts may work in a narrower space than the model.
 """
 
@@ -55,7 +55,7 @@ class NarrowExperts:
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
-    router = Router(blueprint.under("gate"), _choice(blueprint.config))
+    router = Router(blueprint.under("gate"), _routing_rule(blueprint.config))
     shared, names = _mlp(blueprint.under("shared_experts")), ("up_proj", "down_proj")
     under = blueprint.under("experts")
     if not blueprint.has("fc1_latent_proj.weight"):
@@ -65,7 +65,7 @@ def _experts(blueprint: Blueprint) -> Mixture:
     return Mixture(router, NarrowExperts(experts, narrow, widen), shared)
 
 
-def _choice(config: Config) -> RoutingRule:
+def _routing_rule(config: Config) -> RoutingRule:
     return RoutingRule(
         config.count("num_experts_per_tok"),
         groups=config.count("n_group", default=1),

@@ -26,10 +26,10 @@ class SparseMLP:
     the experts of a layer in two weights.
     """
 
-    def __init__(self, blueprint: Blueprint, choice: RoutingRule, *names: str) -> None:
+    def __init__(self, blueprint: Blueprint, rule: RoutingRule, *names: str) -> None:
         self.ops = blueprint.ops
         self.router = blueprint.linear("gate")
-        self.choice = choice
+        self.rule = rule
         experts, count = blueprint.under("experts"), len(self.router.weight)
         if experts.has("gate_up_proj"):
             self.experts = Experts.stacked(experts, count, "gate_up_proj", "down_proj")
@@ -37,11 +37,11 @@ class SparseMLP:
             self.experts = Experts.numbered(experts, count, *names)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = self.ops.route(self.router(x), self.choice, softmax)
+        routing = self.ops.route(self.router(x), self.rule, softmax)
         return self.experts(x, routing)
 
 
-def choice(config: Config) -> RoutingRule:
+def routing_rule(config: Config) -> RoutingRule:
     """How Qwen's configs say it."""
     chosen = config.count("num_experts_per_tok")
     return RoutingRule(chosen, renormalised=config.flag("norm_topk_prob"))
@@ -57,7 +57,7 @@ class SparseLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.attention(self.before_attention(x), run))
         return x + self.mlp(normed)
 
 
@@ -70,6 +70,6 @@ class Qwen3Moe(Decoder):
         for number, each in base.layers():
             mlp = each.under("mlp")
             sparse = mlp.has("gate.weight")
-            part = SparseMLP(mlp, choice(mlp.config)) if sparse else mlp.mlp()
+            part = SparseMLP(mlp, routing_rule(mlp.config)) if sparse else mlp.mlp()
             layers.append(SparseLayer(each, number, rotation, part))
         return layers

@@ -18,13 +18,13 @@ from kvtide.layers.linear_attention import GatedDelta
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.layers.self_attention import GatedAttention
 from kvtide.models.model import Decoder, Layer
-from kvtide.models.qwen3_moe import SparseMLP, choice
+from kvtide.models.qwen3_moe import SparseMLP, routing_rule
 
 
 class SharedSparseMLP:
     def __init__(self, blueprint: Blueprint) -> None:
         self.ops = blueprint.ops
-        self.experts = SparseMLP(blueprint, choice(blueprint.config))
+        self.experts = SparseMLP(blueprint, routing_rule(blueprint.config))
         self.shared = blueprint.under("shared_expert").mlp()
         self.gate = blueprint.linear("shared_expert_gate")
 
@@ -46,7 +46,7 @@ class Qwen3NextLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.mixer(self.before_mixer(x), run))
         return x + self.mlp(normed)
 
 

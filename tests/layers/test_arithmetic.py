@@ -186,8 +186,8 @@ def test_a_tokens_experts_are_added_in_one_order_in_any_company() -> None:
 
     def run(rows: slice) -> Tensor:
         routing = Routing(chosen[rows], shares[rows])
-        crew = ExpertGroup(range(len(weights)), ALONE)
-        return mix(crew, x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
+        group = ExpertGroup(range(len(weights)), ALONE)
+        return mix(group, x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
 
     whole = run(slice(0, 20))
     formula = torch.stack(

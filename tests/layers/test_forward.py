@@ -46,7 +46,10 @@ def test_entries_come_back_from_scattered_pages_in_order(buffers: Buffers) -> No
     kv_write(forward_pass(buffers, (0, 11, [5, 2, 7])), place, {"k": written})
     run = forward_pass(buffers, (11, 1, [5, 2, 7]))
     for first in (0, 3, 4, 10):
-        assert run.entries(place, run.sequences[0], first)["k"].tolist() == written[first:].tolist()
+        assert (
+            run.read_entries(place, run.sequences[0], first)["k"].tolist()
+            == written[first:].tolist()
+        )
 
 
 def test_each_sequence_of_a_step_is_written_to_its_own_pages(buffers: Buffers) -> None:
@@ -71,7 +74,7 @@ def test_what_is_kept_is_returned_as_it_will_be_read(buffers: Buffers) -> None:
     place, fine = Place.holding("k", MEMORY, 0), torch.full((4, 2), 1.001)
     kept = kv_write(forward_pass(buffers, (0, 4, [3])), place, {"k": fine})["k"]
     run = forward_pass(buffers, (4, 1, [3, 4]))
-    assert torch.equal(kept, run.entries(place, run.sequences[0], 0)["k"])
+    assert torch.equal(kept, run.read_entries(place, run.sequences[0], 0)["k"])
     assert torch.equal(run.rounded(place, "k", fine), kept.float())
     assert not torch.equal(kept.float(), fine)
 
@@ -79,9 +82,9 @@ def test_what_is_kept_is_returned_as_it_will_be_read(buffers: Buffers) -> None:
 def test_reading_a_page_that_is_not_resident_is_refused(buffers: Buffers) -> None:
     place = Place.holding("k", MEMORY, 1)
     run = forward_pass(buffers, (9, 1, [-1, 1, 2]))
-    run.entries(place, run.sequences[0], 4)
+    run.read_entries(place, run.sequences[0], 4)
     with pytest.raises(AssertionError, match=r"pool swa: tokens 3\.\.9 are needed"):
-        run.entries(place, run.sequences[0], 3)
+        run.read_entries(place, run.sequences[0], 3)
 
 
 def test_a_running_state_is_read_after_the_past_and_written_after_the_last_token(
@@ -90,13 +93,13 @@ def test_a_running_state_is_read_after_the_past_and_written_after_the_last_token
     place = Place.holding("sum", MEMORY, 1)
     run = forward_pass(buffers, (0, 4, [3]), (0, 6, [-1, 5]))
     for number, rows in enumerate(run.sequences):
-        assert run.recall(place, rows) is None
-        run.remember(place, rows, {"sum": torch.full((3,), number + 1.0)})
+        assert run.read_state(place, rows) is None
+        run.write_state(place, rows, {"sum": torch.full((3,), number + 1.0)})
     run = forward_pass(buffers, (4, 3, [3, 6]), (6, 1, [-1, 5]))
     for number, rows in enumerate(run.sequences):
-        before = run.recall(place, rows)
+        before = run.read_state(place, rows)
         assert before is not None and before["sum"].tolist() == [number + 1.0] * 3
-        run.remember(place, rows, {"sum": before["sum"] + 10})
+        run.write_state(place, rows, {"sum": before["sum"] + 10})
     held = buffers.view("state", 1)["sum"][:, 0, 0]
     assert held[[3, 5, 6]].tolist() == [1.0, 12.0, 11.0]
 
@@ -106,11 +109,11 @@ def test_a_running_state_whose_page_has_no_slot_is_not_written_and_not_read(
 ) -> None:
     place = Place.holding("sum", MEMORY, 0)
     run = forward_pass(buffers, (3, 3, [1, -1]))
-    run.remember(place, run.sequences[0], {"sum": torch.ones(3)})
+    run.write_state(place, run.sequences[0], {"sum": torch.ones(3)})
     assert not buffers.view("state", 0)["sum"].isfinite().any()
     run = forward_pass(buffers, (6, 1, [1, -1]))
     with pytest.raises(AssertionError, match="pool state: no state after token 5"):
-        run.recall(place, run.sequences[0])
+        run.read_state(place, run.sequences[0])
 
 
 def test_a_place_knows_its_window() -> None:

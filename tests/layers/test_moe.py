@@ -22,7 +22,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def by_expert(routing: Routing) -> Tensor:
     """(tokens, experts): everybody's share, 0 where not chosen."""
-    return torch.zeros(TOKENS, EXPERTS).scatter(1, routing.experts, routing.shares)
+    return torch.zeros(TOKENS, EXPERTS).scatter(1, routing.experts, routing.weights)
 
 
 def of_oracle(router: torch.nn.Module, x: Tensor) -> Tensor:

@@ -355,7 +355,7 @@ def test_packed_entries_come_back_from_pages(layout: Layout, device: torch.devic
         run = forward_pass(buffers, tokens, 1, slots)
         assert torch.equal(run.rounded(place, field.name, values), kept[field.name])
         first = 19 if name == "swa" else 0
-        back = run.entries(place, run.sequences[0], first)
+        back = run.read_entries(place, run.sequences[0], first)
         assert back.keys() == kept.keys()
         assert same_bits(back[field.name], kept[field.name][first // place.pool.tokens_per_entry :])
         wanted = together(place.pool.entry, pack(place.pool.entry, values))

@@ -84,7 +84,7 @@ class Arranged:
 def mix_experts(experts: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
     """Σ share · expert(x) over this rank's experts; in fp32 where ranks have still to add up."""
     x, k = x.contiguous(), routing.experts.shape[1]
-    own, ranks = experts.crew.own, experts.crew.ranks
+    own, ranks = experts.group.own, experts.group.ranks
     # Those that every token goes to say nothing of how often the others are chosen.
     pairs, count = len(x) * (k - experts.beside), len(own) * ranks.count - experts.beside
     tiles = tiles_for(pairs, count, x.dtype)
@@ -175,7 +175,7 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
     (tokens, k), width = routing.experts.shape, given.shape[1]
     out = given.new_empty((tokens, width), dtype=dtype)
     _gather[(tokens, divided_up(width, _SUMMED))](
-        *(given, routing.experts.contiguous(), routing.shares.contiguous(), out),
+        *(given, routing.experts.contiguous(), routing.weights.contiguous(), out),
         *(own.start, own.stop),
         WIDTH=width,
         COUNT=k,

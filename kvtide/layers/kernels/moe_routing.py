@@ -3,7 +3,7 @@
 The same as `moe.route` of scores, and as `moe.route_by_top_softmax`; of equals the first is taken,
 as `selecting.top` does. A program takes one token, whose experts it picks one after another. A
 score and its place are one number, the larger the better: what is picked last is what is largest.
-Where experts are told by token, it looks them up, and only their shares are by score.
+Where experts are fixed by token, it looks them up, and only their shares are by score.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def route(
     bias: Tensor | None = None,
     *,
     softmax_of_best: bool = False,
-    told: FixedExperts | None = None,
+    fixed: FixedExperts | None = None,
     beside: int = 0,
 ) -> Routing:
     """By the scores of logits (tokens, experts), or by these as they are; `softmax_of_best` makes
     shares of the chosen scores by a softmax, and leaves `choice` nothing but to choose. After
     those there are so many experts `beside`, numbered after the others, with a share of one."""
     tokens, experts = logits.shape
-    count = choice.count if told is None else told.table.shape[1]
+    count = choice.count if fixed is None else fixed.table.shape[1]
     columns, width = count + beside, max(32, power_of_two(experts))
     chosen = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
     shares = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
-    grouped = told is None and choice.allowed < choice.groups
-    assert told is None or told.table.is_contiguous()
-    table, rows = (chosen, chosen) if told is None else (told.table, told.tokens.contiguous())
+    grouped = fixed is None and choice.allowed < choice.groups
+    assert fixed is None or fixed.table.is_contiguous()
+    table, rows = (chosen, chosen) if fixed is None else (fixed.table, fixed.tokens.contiguous())
     _route[(tokens,)](
         *(logits, logits if bias is None else bias, table, rows, chosen, shares),
         *(logits.stride(0), logits.stride(1), choice.scale),
         EXPERTS=experts,
         COUNT=count,
         BESIDE=beside,
-        TOLD=told is not None,
+        TOLD=fixed is not None,
         SCORE=_SCORES[score],
         BIASED=bias is not None,
         GROUPS=choice.groups if grouped else 1,

@@ -129,7 +129,7 @@ def test_the_stack_holds_the_shared_mlp_and_nothing_twice(device: torch.device) 
     blueprint = case.blueprint(TritonOps(), device)
     mixture = case.mixture(blueprint)
     experts, shared = experts_of(mixture), case.shared(blueprint, case.limit)
-    assert experts.crew.own == range(9) and mixture.shared is None
+    assert experts.group.own == range(9) and mixture.shared is None
     assert experts.gate_up.weight.shape == (9, 2 * WIDTH, INPUTS)
     gates, ups = (half.flatten(0, 1) for half in experts.gate_up.weight[6:].chunk(2, dim=1))
     assert torch.equal(torch.cat([gates, ups]), shared.first.weight)
@@ -161,7 +161,7 @@ def test_several_ranks_keep_the_mlp_apart(device: torch.device) -> None:
     for ranks, beside in ((ALONE, 1), (TensorRanks(0, 2), 0), (TensorRanks(1, 2), 0)):
         mixture = case.mixture(replace(case.blueprint(TritonOps(), device), ranks=ranks))
         assert mixture.beside == beside and (mixture.shared is None) == (beside > 0)
-        assert len(experts_of(mixture).crew.own) == 6 // ranks.count + beside
+        assert len(experts_of(mixture).group.own) == 6 // ranks.count + beside
 
 
 def test_half_precision_is_rounded_where_experts_round(device: torch.device) -> None:

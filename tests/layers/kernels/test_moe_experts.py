@@ -70,10 +70,10 @@ def made(case: Case, device: torch.device, dtype: torch.dtype) -> Experts:
         return ExpertWeights(weight.to(dtype), bias if case.biased else None)
 
     outputs = case.width * (2 if case.gating.gated else 1)
-    crew = ExpertGroup(range(case.experts), ALONE)
+    group = ExpertGroup(range(case.experts), ALONE)
     stacks = stack(outputs, case.inputs, 1), stack(case.inputs, case.width, 3)
     return Experts(
-        crew=crew, gate_up=stacks[0], down=stacks[1], gating=case.gating, ops=TorchOps(Batched())
+        group=group, gate_up=stacks[0], down=stacks[1], gating=case.gating, ops=TorchOps(Batched())
     )
 
 
@@ -155,8 +155,8 @@ def test_ranks_add_what_their_own_experts_give(tokens: int, device: torch.device
             name: ExpertWeights(stack.weight[own], None if stack.bias is None else stack.bias[own])
             for name, stack in (("gate_up", experts.gate_up), ("down", experts.down))
         }
-        crew = ExpertGroup(range(own.start, own.stop), TensorRanks(rank, 3))
-        parts.append(mix_experts(replace(experts, crew=crew, **stacks), x, routing))
+        group = ExpertGroup(range(own.start, own.stop), TensorRanks(rank, 3))
+        parts.append(mix_experts(replace(experts, group=group, **stacks), x, routing))
     wanted = one_by_one(experts, x, routing)
     torch.testing.assert_close(sum(parts), wanted, rtol=0, atol=2e-5)
 
@@ -187,7 +187,7 @@ def test_layers_leave_routes_and_experts_to_the_programs(device: torch.device) -
     by_scores = ops.route(logits, RoutingRule(case.chosen), softmax)
     by_logits = ops.route_by_top_softmax(logits, case.chosen)
     assert by_scores.experts.dtype == by_logits.experts.dtype == torch.int32
-    torch.testing.assert_close(by_scores.shares, by_logits.shares)
+    torch.testing.assert_close(by_scores.weights, by_logits.weights)
     found = replace(experts, ops=ops)(x, by_scores)
     torch.testing.assert_close(found, one_by_one(experts, x, by_logits), rtol=0, atol=2e-5)
 

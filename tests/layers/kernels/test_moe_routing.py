@@ -31,7 +31,7 @@ def drawn(*shape: int, seed: int, device: torch.device) -> Tensor:
 
 def same(found: Routing, wanted: Routing) -> None:
     assert found.experts.tolist() == wanted.experts.tolist()
-    torch.testing.assert_close(found.shares, wanted.shares, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -65,11 +65,11 @@ def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
     logits = drawn(7, experts, seed=1, device=device) * 4
     bias = drawn(experts, seed=2, device=device)
     found = moe_routing.route(logits, choice, sigmoid, bias, beside=beside)
-    assert found.experts.shape == found.shares.shape == (7, choice.count + beside)
+    assert found.experts.shape == found.weights.shape == (7, choice.count + beside)
     assert found.experts[:, choice.count :].tolist() == [[*range(experts, experts + beside)]] * 7
-    assert bool((found.shares[:, choice.count :] == 1).all())
+    assert bool((found.weights[:, choice.count :] == 1).all())
     same(found, route(PLAIN, logits, choice, sigmoid, bias, beside=beside))
-    before = Routing(found.experts[:, : choice.count], found.shares[:, : choice.count])
+    before = Routing(found.experts[:, : choice.count], found.weights[:, : choice.count])
     same(before, moe_routing.route(logits, choice, sigmoid, bias))
 
 
@@ -84,10 +84,10 @@ def test_experts_that_are_told_have_the_shares_that_torch_gives_them(
     logits = (drawn(experts, 9, seed=1, device=device) * 4).T
     table = drawn(30, experts, seed=2, device=device).argsort(-1)[:, : choice.count].contiguous()
     tokens = torch.tensor([29, 0, 7, 7, 1, 12, 28, 3, 0], device=device).to(kept_as)
-    told = FixedExperts(table.to(kept_as), tokens)
-    found = moe_routing.route(logits, choice, score, told=told, beside=beside)
+    fixed = FixedExperts(table.to(kept_as), tokens)
+    found = moe_routing.route(logits, choice, score, fixed=fixed, beside=beside)
     assert found.experts.dtype == torch.int32
-    same(found, route(PLAIN, logits, choice, score, told=told, beside=beside))
+    same(found, route(PLAIN, logits, choice, score, fixed=fixed, beside=beside))
 
 
 def test_of_equals_the_first_are_chosen(device: torch.device) -> None:
@@ -97,7 +97,7 @@ def test_of_equals_the_first_are_chosen(device: torch.device) -> None:
     logits[2, 7:] = -torch.inf
     found = moe_routing.route(logits, RoutingRule(12, renormalised=False), None)
     assert found.experts.tolist() == top_k(logits, 12).tolist()
-    assert torch.equal(found.shares, logits.gather(1, top_k(logits, 12)))
+    assert torch.equal(found.weights, logits.gather(1, top_k(logits, 12)))
 
 
 def test_what_is_no_number_leads_to_experts_that_exist(device: torch.device) -> None:

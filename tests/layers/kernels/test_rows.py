@@ -169,7 +169,7 @@ def test_layers_leave_it_to_programs(device: torch.device) -> None:
         linears = (Linear(ops.arithmetic, up), Linear(ops.arithmetic, down))
         return [
             norm(x),
-            *norm.added(x, y),
+            *norm.add_and_norm(x, y),
             LayerNorm(ops, weight, bias, 1e-5)(x),
             GatedMLP(ops, *linears, swish)(x),
             GatedMLP(ops, *linears, gelu_tanh, limit=1.0)(x),
@@ -184,7 +184,7 @@ def test_layers_leave_it_to_programs(device: torch.device) -> None:
 def test_without_programs_a_sum_and_its_norm_are_what_they_are_apart() -> None:
     x, y = (some((5, 24), torch.device("cpu"), torch.bfloat16, seed) for seed in (1, 2))
     norm = RMSNorm(TorchOps(Deterministic()), weights(24, torch.device("cpu")), 1e-5)
-    total, result = norm.added(x, y)
+    total, result = norm.add_and_norm(x, y)
     assert torch.equal(total, x + y) and torch.equal(result, norm(x + y))
 
 
