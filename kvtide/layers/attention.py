@@ -1,8 +1,8 @@
 """Paged attention by head: the torch reference, and attention without pages.
 
-The same code serves both modes. Queries are taken in blocks, and a block sees exactly the keys
-that some query in it sees. With blocks of one query every shape depends on nothing but how many
-tokens that query sees, and so does the result; with larger blocks a mask does the rest.
+Queries are taken in blocks; a block reads exactly the keys that some query in it sees, and a mask
+hides the others. With blocks of one query, all shapes depend on the number of visible tokens
+alone, and so does the result.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def paged_attention(
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:
-    """Queries (tokens, heads, dim) of the last of the tokens that keys and values are of.
+    """Causal attention of queries (tokens, heads, dim), which belong to the last of the keys.
 
-    Keys and values have fewer heads; each serves as many neighbouring query heads.
+    Keys and values have fewer heads; each serves as many neighbouring query heads (GQA).
     """
     past = len(keys) - len(queries)
     keys, values = keys.float(), values.float()
@@ -56,9 +56,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
 def attend_masked(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Attending, block: int
 ) -> Tensor:
-    """As `attend`, but each query sees what `seen` (queries, keys) says, in the order of the keys.
+    """As `attend`, but each query sees the keys where `seen` (queries, keys) is true.
 
-    With blocks of one query a query's keys are gathered first, so nothing else can show.
+    With blocks of one query, its keys are gathered first, so no other key affects the result.
     """
     keys, values = keys.float(), values.float()
     out = []
@@ -89,7 +89,7 @@ def _attend_block(
 
 
 def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(queries, keys): true where a query must not see a key. The last query is the last key."""
+    """(queries, keys): true where a key is masked. The last query belongs to the last key."""
     position = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     hidden = key > position
@@ -97,7 +97,7 @@ def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys; a sink takes its share of the whole and gives nothing back."""
+    """Softmax over the keys; a sink takes part in the normalisation and has no value."""
     if sinks is None:
         return scores.softmax(-1)
     kv_heads, each, count, keys = scores.shape

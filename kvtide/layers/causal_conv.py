@@ -35,7 +35,7 @@ def conv_weights(
 
 
 class ShortConv:
-    """A convolution between two gates, and nothing else that remembers."""
+    """A convolution between two gates, whose last inputs are the only state."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
         self.ops = blueprint.ops

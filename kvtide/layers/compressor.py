@@ -2,17 +2,16 @@
 
     entry = Σ softmax over the block (gate + position) ⊙ value        channel by channel
 
-The mean is taken token by token, with three numbers a channel under way: the highest gate so far
-(`peak`), and the weights' and the weighted values' sums relative to it (`total`, `mixed`). So a
-block may be open between steps at that price, and its entry does not depend on how it was cut.
-Blocks stand side by side in the arithmetic: a step takes as many operations as a block has tokens.
+The mean is an online softmax, token by token, with three numbers a channel: the highest gate so
+far (`peak`), and the sums of weights and of weighted values relative to it (`total`, `mixed`). A
+block stays open between steps at that price, and its entry does not depend on the chunks of the
+prompt. The blocks of a step are computed side by side.
 
 Where blocks overlap, a token has two halves of channels: one for the mean of its own block, one
-for that of the next. The next block's mean then begins with what this one has put into it.
+for that of the next. The next block's mean begins with the sums of this one.
 
-Where means lie. The open block's is read and written as a running state. Pages hold whole blocks,
-so at a page's end only the next block's share is left, and every page that a step completes gets
-its own.
+The open block's mean is a running state. Pages hold whole blocks, so a page's end has only the
+sums for the next block; the step writes them for every page that it completes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kvtide.layers.step import Rows
 
 
 class Mean(NamedTuple):
-    """Weighted means under way, one a block: (blocks, channels) each."""
+    """Unfinished weighted means, one a block: (blocks, channels) each."""
 
     peak: Tensor
     total: Tensor
@@ -49,7 +48,7 @@ class Mean(NamedTuple):
         return cls(like.new_full(shape, -torch.inf), zeros, zeros)
 
     def taken(self, values: Tensor, gates: Tensor, there: Tensor) -> Mean:
-        """With one more token in each block in which one is `there`."""
+        """After one more token in each block that has one (`there`)."""
         peak = torch.maximum(self.peak, gates)
         before, now = torch.exp(self.peak - peak), torch.exp(gates - peak)
         after = Mean(peak, self.total * before + now, self.mixed * before + now * values)
@@ -63,12 +62,12 @@ class Mean(NamedTuple):
         return {name: part[block] for name, part in zip(self._fields, self, strict=True)}
 
     def shifted(self, nothing: Mean) -> Mean:
-        """Every block with what the one before it has; the first with nothing."""
+        """Every block with the sums of the block before it; the first with none."""
         pairs = zip(nothing, self, strict=True)
         return Mean(*(torch.cat([none[:1], part[:-1]]) for none, part in pairs))
 
     def begun_with(self, kept: Fields) -> Mean:
-        """With what was kept of the first block."""
+        """With stored sums for the first block."""
         parts = zip(self, (kept[name] for name in self._fields), strict=True)
         return Mean(*(torch.cat([first[None], part[1:]]) for part, first in parts))
 
@@ -77,7 +76,7 @@ class Mean(NamedTuple):
 class Blocks:
     """One sequence's new tokens by block: values and gates (blocks, tokens of a block, channels).
 
-    `there` says which of them are new; the first and the last block may be so in part.
+    `there` is true for new tokens; the first and the last block may have others.
     """
 
     values: Tensor
@@ -101,7 +100,7 @@ class Blocks:
         return Blocks(self.values[..., channels], self.gates[..., channels], self.there)
 
     def mean(self, begun: Mean) -> Mean:
-        """Every block's, from what it has begun with."""
+        """The mean of every block, from the sums that it begins with."""
         for token, anywhere in enumerate(self.there.any(0).flatten().tolist()):
             if anywhere:
                 there = self.there[:, token]
@@ -129,9 +128,9 @@ class Compressor:
 
     @staticmethod
     def weight(blueprint: Blueprint) -> Tensor:
-        """What tokens are multiplied by to give values and gates, side by side.
+        """The projection of tokens to values and gates, side by side.
 
-        In fp32 whatever the model computes in, as the lab does: so is what they are added up in.
+        In fp32 whatever the model computes in, as the published code does.
         """
         names = ("wkv.weight", "wgate.weight")
         return torch.cat([blueprint.tensor(name, torch.float32) for name in names])

@@ -1,4 +1,4 @@
-"""Layers without memory: projections, norms, the gated MLP."""
+"""Layers without state: projections, norms, the gated MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`ranks`: those that each have a share of the inputs, so that their sum is what comes out."""
+    """`ranks`: those that hold a shard of the inputs, whose partial sums are reduced."""
 
     arithmetic: Arithmetic
     weight: Tensor
@@ -25,7 +25,7 @@ class Linear:
 
     @property
     def bias_or_zeros(self) -> Tensor:
-        """What it adds, for those that lie beside others with a bias."""
+        """The bias, for a projection that is joined with others that have one."""
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class Linear:
 class WideLinear:
     """Weights and results in fp32, of rows in the model's dtype.
 
-    On a device that runs programs no product of a model in bf16 is in fp32: its rows are multiplied
-    by two bf16 halves of the weight, and what is lost is below 2⁻¹⁶ of a weight. Checkpoints saved
-    in bf16 have but one half, and lose nothing.
+    Where kernels run, a bf16 model has no fp32 GEMM: rows are multiplied by two bf16 halves of the
+    weight, which loses less than 2⁻¹⁶ of a weight. Checkpoints in bf16 have one half and lose
+    nothing.
     """
 
     def __init__(self, ops: Ops, weight: Tensor, dtype: torch.dtype) -> None:
@@ -90,7 +90,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """`gate_up` gives both factors side by side; `limit` is what neither may exceed."""
+    """`gate_up` gives both factors side by side; `limit` clamps them."""
 
     ops: Ops
     gate_up: Linear
@@ -100,7 +100,7 @@ class GatedMLP:
 
     @property
     def first(self) -> Linear:
-        """As MLPs without a gate call it, too."""
+        """The first projection, under the name that MLPs without a gate use."""
         return self.gate_up
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """One forward pass over a step: the state of its sequences, read and written through page tables.
 
-`Place` says where a layer keeps one kind of state: a pool of the model's declaration, and the
-layer. `ForwardPass` is what layers are given beside their input. It works out once per step what
-all layers share: where new entries go, and what `shared` is asked for. Fields have the names that
-layers know, whether the pool packs them or not (`packing`).
+A `Place` names where a layer keeps one kind of state: a pool of the declared memory, and the layer.
+Layers get a `ForwardPass` beside their input; `shared` computes once per step what several layers
+need. Fields have their logical names, whether the pool packs them or not (`packing`).
 
 What always holds:
-- State is written only where a page has a slot, and read only where it has one.
-- `keep` and `rounded` return what a later step will read back. Layers compute with that and not
-  with what they passed in, so a prompt gives the same result however it is cut into steps.
+- State is written and read only where a page has a slot.
+- `Ops.kv_write` and `rounded` return what a later step reads back. Layers compute with that, so
+  the result does not depend on the chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Place:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a query sees, itself included; None where it sees all before it."""
+        """Tokens that a query sees, itself included; None where it sees all before it."""
         reach = self.pool.reuse.reach
         return None if reach is ALL else reach + 1
 
@@ -57,7 +56,7 @@ class Place:
         return packing(self.pool.entry)
 
     def field(self, name: str) -> Field:
-        """As layers see it: of a packed field, the whole vector, in the dtype it comes out in."""
+        """The logical field: of a packed one, the whole vector, in the dtype of unpacking."""
         field = self.packing.find(name)
         assert field is not None, f"pool {self.pool.name} has no field {name}"
         return field
@@ -66,8 +65,7 @@ class Place:
 class ForwardPass:
     """A step, as layers see it.
 
-    left_by_layers  what a layer leaves for those after it, for every sequence, until one of them
-               writes over it
+    left_by_layers  what a layer leaves for the layers after it, such as an indexer's selection
     """
 
     def __init__(self, step: Step) -> None:
@@ -85,12 +83,12 @@ class ForwardPass:
 
     @property
     def batch(self) -> Batch:
-        """The step's sequences as programs see them."""
+        """The step's sequences as tensors, for kernels."""
         known = self.step.batch
         return known or self.shared(Batch, lambda: Batch.of(self.sequences, self.positions.device))
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What several layers need alike (rotary angles), computed for the first that asks."""
+        """What several layers need alike (cosines and sines), computed at the first call."""
         if key not in self._shared:
             self._shared[key] = compute()
         found: T = self._shared[key]
@@ -99,7 +97,7 @@ class ForwardPass:
     # -- entries: one for every token, or for every so many ------------------------------------
 
     def read_entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
-        """What was kept of a sequence's tokens [first, past), in their order.
+        """The stored entries of a sequence's tokens [first, past), in their order.
 
         In a pool of one entry for r tokens: the entries that end before `past`.
         """
@@ -143,7 +141,7 @@ class ForwardPass:
     def write_page_states(self, place: Place, rows: Rows, states: Mapping[str, Tensor]) -> None:
         """Writes the state after each page that the step completes, where the page has a slot.
 
-        For layers that know it there: `states` has a row for every such page.
+        `states` has a row for every such page.
         """
         page = self.step.page_tokens
         slots = rows.slots[place.anchor][rows.past // page : rows.total // page]
@@ -153,13 +151,15 @@ class ForwardPass:
             view[name][slots[kept], -1] = value[kept]
 
     def state_slots(self, place: Place) -> tuple[Tensor, Tensor]:
-        """For programs: where each sequence's running state lies before the step, and where it
-        goes after it; (sequences,) int32, -1 for nowhere."""
+        """For kernels: the slots of each sequence's running state before and after the step.
+
+        (sequences,) int32 each, -1 where there is none.
+        """
         key = ("state slots", place.anchor)
         return self.shared(key, lambda: _state_slots(self.batch, place.anchor, self.step))
 
     def rounded(self, place: Place, field: str, value: Tensor) -> Tensor:
-        """The value with the precision that the pool keeps of it."""
+        """The value, rounded as the pool stores it."""
         return place.packing.rounded(field, value)
 
     def _slot(self, place: Place, rows: Rows, position: int) -> int:

@@ -1,17 +1,15 @@
-"""The gated delta rule over one sequence's new tokens, in two orders of the same sums.
+"""The gated delta rule: the torch reference, in two orders of the same sums.
 
     state ← decay ⊙ state        state ← state + strength · key ⊗ (value − keyᵀ state)
     y = queryᵀ state
 
-`delta_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
-result depends on nothing but its history. `delta_chunks` takes tokens together: what each writes
-depends on what those before it wrote, which is one triangular system, and the rest are matrix
-products; it is faster, and equal but for rounding.
+`delta_tokens` does it as written, token by token, so a token's result depends on its history alone.
+`delta_chunks` takes a chunk of tokens together: their writes solve one triangular system, and the
+rest are GEMMs. It is faster, and equal but for rounding.
 
 Shapes: query and key (tokens, heads, keys), value (tokens, heads, values), strength (tokens,
-heads), state (heads, keys, values); all fp32. The decay's logarithm is (tokens, heads, 1) where a
-head forgets evenly (gated delta), (tokens, heads, keys) where each of its channels does by itself
-(KDA).
+heads), state (heads, keys, values); all fp32. The decay's logarithm is (tokens, heads, 1) with one
+decay a head (gated delta), (tokens, heads, keys) with one for each channel of a key (KDA).
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from kvtide.layers.ssd_scan import decay_between
 
 _CHUNK_TOKENS = 64
 _CHUNK_TOKENS_BY_CHANNEL = 16
-"""Fewer: a decay for each pair of tokens is then one for each channel of it."""
+"""Fewer: each pair of tokens has a decay for each channel."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInput:
-    """What one sequence's new tokens feed into the recurrence."""
+    """The inputs of the recurrence for one sequence's new tokens."""
 
     query: Tensor
     key: Tensor
@@ -46,7 +44,7 @@ class DeltaInput:
         return DeltaInput(*(getattr(self, name)[start:end] for name in self.__slots__))
 
     def by_head(self) -> DeltaInput:
-        """Heads first, for matrix products."""
+        """Heads first, for GEMMs."""
         return DeltaInput(*(getattr(self, name).transpose(0, 1) for name in self.__slots__))
 
 
@@ -122,7 +120,7 @@ def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     between, strength = between[..., 1:], tokens.strength[..., None]
     seen = strength * _products(tokens.key, tokens.key, between)
     first = strength * (tokens.value - (tokens.key * from_before) @ state)
-    # Only what lies below the diagonal is read: ones are taken to stand on it.
+    # Only the part below the diagonal is read; the diagonal counts as ones.
     written = torch.linalg.solve_triangular(seen, first, upper=False, unitriangular=True)
     output = (tokens.query * from_before) @ state
     output = output + _products(tokens.query, tokens.key, between) @ written
@@ -131,7 +129,7 @@ def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _products(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
-    """Σ over channels of row · column · what is left of the column's at the row's token."""
+    """Σ over channels of row · column · the decay from the column's token to the row's."""
     if between.shape[1] == 1:
         return (rows @ columns.mT) * between[:, 0]
     return torch.einsum("hic,hjc,hcij->hij", rows, columns, between)

@@ -35,7 +35,7 @@ class GroupedNorm:
 
     weight  this rank's, (groups, channels)
     groups  on all ranks: where they are fewer than ranks, several ranks have a part of one, and
-            tell each other the sums of their squares
+            reduce the sums of their squares
     """
 
     ops: Ops

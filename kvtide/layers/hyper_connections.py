@@ -1,8 +1,8 @@
-"""Several residual streams instead of one, mixed anew around every sublayer (hyper-connections).
+"""Hyper-connections: several residual streams instead of one, mixed around every sublayer.
 
-A sublayer takes a weighted sum of the streams. What it gives goes back to each of them by another
-weight, and the streams themselves are mixed by a matrix whose rows and columns add up to one. All
-weights depend on the token: they come from a projection of all its streams together.
+A sublayer's input is a weighted sum of the streams. Its output is added to each stream by another
+weight, after a doubly stochastic matrix has mixed the streams. All weights depend on the token:
+they come from a projection of all its streams together.
 
 Streams are (tokens, streams, width). Sums over the few streams are written out, so their order is
 the same for every token.
@@ -36,7 +36,7 @@ def _mixing(blueprint: Blueprint, prefix: str, scales: Tensor, rounds: int) -> S
 
 
 class HyperConnection:
-    """What stands around one sublayer."""
+    """The mixing around one sublayer."""
 
     def __init__(self, blueprint: Blueprint, prefix: str) -> None:
         self.ops: Ops = blueprint.ops
@@ -68,7 +68,7 @@ class HyperConnection:
 
 
 class HyperHead:
-    """What makes one of the streams after the last layer."""
+    """Joins the streams after the last layer."""
 
     def __init__(self, blueprint: Blueprint, prefix: str) -> None:
         self.ops: Ops = blueprint.ops
@@ -114,7 +114,7 @@ def _logits(arithmetic: Arithmetic, mixing: StreamMixing, streams: Tensor) -> Te
 
 
 def _weights(mixing: StreamMixing, logits: Tensor, n: int) -> Tensor:
-    """Taking, giving back, mixing: (rows, n + n + n²)."""
+    """Weights of the input, of the output, and the mixing matrix: (rows, n + n + n²)."""
     logits, eps = logits * mixing.scales + mixing.base, mixing.eps
     take = sigmoid(logits[:, :n]) + eps
     back = 2 * sigmoid(logits[:, n : 2 * n])

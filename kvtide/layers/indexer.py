@@ -1,7 +1,7 @@
-"""The few of many: which experts, which entries of a history. Ties are broken here and only here.
+"""Top-k selection, and the indexer of sparse attention (DSA): the torch reference.
 
-Of equals the one that stands first is taken, so what is chosen does not depend on how many others
-there are behind it, on the device, or on how a sequence was cut into steps.
+Of equal scores the first is selected. A selection then does not depend on later entries, on the
+device, or on the chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtide.layers.forward import ForwardPass, Place
 
 
 def top_k(scores: Tensor, count: int) -> Tensor:
-    """Where the largest `count` scores of each row stand, best first, of equals the first one."""
+    """The indices of the largest `count` scores of each row, best first."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     return order[..., :count]
 
@@ -64,15 +64,14 @@ def select_blocks(
 def select(
     queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, count: int, block: int
 ) -> Tensor:
-    """The entries that an indexer picks for each query: (tokens, entries), true where chosen.
+    """The entries that an indexer selects for each query: a mask (tokens, entries).
 
-    An entry's score is Σ over heads of weight · relu(query · key). Query i chooses up to `count` of
+    An entry's score is Σ over heads of weight · relu(query · key). Query i selects up to `count` of
     the first `visible[i]` entries, which may only grow from query to query. Queries (tokens,
-    heads, dim), weights (tokens, heads), keys (entries, dim). Queries are taken in blocks, a block
-    scoring exactly the entries that some query in it sees: with blocks of one a choice depends on
-    nothing but what its query sees.
+    heads, dim), weights (tokens, heads), keys (entries, dim). A block of queries scores exactly the
+    entries that some query in it sees.
     """
-    chosen = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
+    selected = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
     keys, numbers, limits = (
         keys.float(),
         torch.arange(len(keys), device=keys.device),
@@ -86,8 +85,8 @@ def select(
             scores = _scores(queries[rows].float(), weights[rows].float(), keys[:most])
             best = top_k(scores.masked_fill(~seen, -torch.inf), count)
             seen &= torch.zeros_like(seen).scatter_(1, best, True)
-        chosen[rows, :most] = seen
-    return chosen
+        selected[rows, :most] = seen
+    return selected
 
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

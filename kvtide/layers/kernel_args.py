@@ -32,8 +32,8 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32);
-    `cap` is a limit that scores come near and never reach."""
+    """`window` counts the query itself; `sinks` are logits by head (fp32); `cap` limits scores by a
+    tanh."""
 
     scale: float
     window: int | None = None
@@ -47,8 +47,8 @@ class Attending:
 
 @dataclass(frozen=True, slots=True)
 class QKVParams:
-    """What a layer does with its heads: norms where there are any, of each head by itself, and what
-    keys are multiplied by before they turn."""
+    """What happens to heads between their projection and attention: norms of each head, and a gain
+    of keys before their rotation."""
 
     kv_heads: int
     query_norm: Norm | None = None
@@ -58,11 +58,11 @@ class QKVParams:
 
 @dataclass(frozen=True, slots=True)
 class CompressedStream:
-    """What a compressor is made of, after its projection.
+    """A compressor without its projection.
 
     entries   one for every block of tokens
     own       the mean of the block that the next token belongs to
-    overlap   what that block has put into the next one's mean so far, where blocks overlap
+    overlap   the sums of that block for the next one's mean, where blocks overlap
     position  (tokens of a block, channels): added to gates
     dtype     what the model computes in: means are rounded to it, as are norm and rotation
     """
@@ -91,7 +91,7 @@ class CompressedStream:
 
 @dataclass(frozen=True, slots=True)
 class ConvWeights:
-    """A causal convolution: taps (taps, channels) and bias in fp32, and the fields that keep the
+    """A causal convolution: taps (taps, channels) and bias in fp32; `kept` are the fields of the
     last inputs, part by part."""
 
     taps: Tensor
@@ -99,13 +99,13 @@ class ConvWeights:
     kept: tuple[Field, ...]
 
     def rounded(self, run: ForwardPass, place: Place, inputs: Tensor) -> Tensor:
-        """Inputs with the precision in which a later step will see them."""
+        """Inputs, rounded as a later step reads them."""
         return run.rounded(place, self.kept[0].name, inputs) if self.kept else inputs
 
 
 @dataclass(frozen=True, slots=True)
 class ScanParams:
-    """A Mamba2 mixer's own numbers, by head, in fp32; and the bounds of time steps."""
+    """Parameters of a Mamba2 mixer by head, in fp32, and the bounds of time steps."""
 
     dt_bias: Tensor
     decay: Tensor
@@ -115,8 +115,8 @@ class ScanParams:
 
 @dataclass(frozen=True, slots=True)
 class DeltaGates:
-    """Before their functions: time steps, (tokens, heads) or (tokens, heads · keys), and
-    strengths, (tokens, heads). By head the decay, and as many biases as there are time steps."""
+    """Time steps, (tokens, heads) or (tokens, heads · keys), before their bias and softplus;
+    strengths, (tokens, heads), before their sigmoid; the decay by head."""
 
     dt: Tensor
     dt_bias: Tensor
@@ -147,13 +147,13 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Per token: the experts chosen, (tokens, k), and each one's share."""
+    """The experts of every token and their weights: (tokens, k) each."""
 
     experts: Tensor
     weights: Tensor
 
     def beside(self, first: int, count: int) -> Routing:
-        """And so many more experts, numbered from the first: for every token, a share of one."""
+        """With `count` more experts for every token, numbered from `first`, of weight one."""
         if count == 0:
             return self
         more = torch.arange(
@@ -165,7 +165,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class FixedExperts:
-    """Experts that tokens go to whatever their scores: `table` has a row (k) for every token."""
+    """Experts by token id, whatever their scores: `table` has a row (k) for every id."""
 
     table: Tensor
     tokens: Tensor
@@ -173,12 +173,12 @@ class FixedExperts:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How experts are chosen by their scores, and what share each gets.
+    """How experts are selected by their scores, and what weight each gets.
 
-    count            experts for a token
-    groups, allowed  experts lie in groups, and only the best `allowed` groups may be chosen from
-    group_depth      a group is as good as its so many best experts together, or all if it has fewer
-    renormalised     weights are made to add up to one, before `scale`
+    count            experts of a token
+    groups, allowed  only experts of the best `allowed` of so many groups are selected
+    group_depth      a group's score is the sum of its so many best experts
+    renormalised     weights add up to one, before `scale`
     """
 
     count: int
@@ -207,20 +207,20 @@ class ExpertGroup:
         return cls(range(ranks.rank * each, (ranks.rank + 1) * each), ranks)
 
     def shard(self, stacked: Tensor) -> Tensor:
-        """What this rank's experts have of a weight with an axis for experts; not a view of it."""
+        """This rank's experts of a weight with an axis for experts, as a copy."""
         own = stacked[self.own.start : self.own.stop]
         return stacked if len(own) == len(stacked) else own.clone()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """What an expert does between its two projections, with what the first one gives.
+    """What an expert computes between its two projections.
 
-    activation  of the gate, or of everything where there is no gate
+    activation  of the gate, or of the whole output where there is no gate
     gated       the first half is a gate for the second
-    limit       what neither half may exceed
-    gain        how steep a swish is
-    offset      what the second half is taken plus
+    limit       clamps both halves
+    gain        σ(gain · x) in a swish
+    offset      added to the second half
     """
 
     activation: Activation = swish
@@ -242,8 +242,8 @@ class ExpertWeights:
 class ExpertStack:
     """This rank's experts, each two projections with a gating between them.
 
-    What a gated one's first projection gives is gate and up, side by side. The last `beside` of
-    them are an MLP that every token goes to.
+    A gated expert's first projection gives gate and up, side by side. The last `beside` experts
+    are a shared MLP, which every token goes to.
     """
 
     group: ExpertGroup
@@ -258,12 +258,12 @@ class ExpertStack:
 
 @dataclass(frozen=True, slots=True)
 class StreamMixing:
-    """How a token's weights come from its streams.
+    """How a token's mixing weights come from its streams.
 
     project  (outputs, all streams) in fp32; kernels take what `Ops.packed_mixing` makes of it
     scales, base  for every output, fp32
     eps      of weights; norm_eps of the norm before the projection
-    rounds   after which rows and columns of the mixing matrix add up to one; 0: there is none
+    rounds   of Sinkhorn normalisation of the mixing matrix; 0 where there is no matrix
     """
 
     project: Tensor

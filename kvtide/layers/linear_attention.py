@@ -1,7 +1,7 @@
-"""Layers that write values under keys into one matrix a head, and forget: gated delta, and KDA.
+"""Linear attention with a matrix state a head: gated delta, and KDA.
 
-Both project, convolve queries, keys and values, and hand them to the same recurrence. They differ
-in how a head forgets, evenly or each of its channels by itself, and in how their output is gated.
+Both project, convolve queries, keys and values, and run the gated delta rule. They differ in the
+decay, one a head or one for each channel of a key, and in how their output is gated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvtide.layers.kernel_args import DeltaGates, GatedNorm
 class GatedDeltaState:
     """The convolution and the recurrence, from and to a sequence's running state.
 
-    `parts` are queries, keys and values; heads of values may share a query and a key. `decay` is
-    by head. There are as many biases as time steps: one a head, or one for each of its channels.
+    `parts` are queries, keys and values; several heads of values may have one query and key. There
+    are as many biases as time steps: one a head, or one for each channel of a key.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ def _gated(out: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> 
 
 
 class GatedDelta:
-    """Qwen's: heads forget evenly. The output is normed by head, then gated."""
+    """Qwen's: one decay a head. The output is normed by head, then gated."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
         config = blueprint.config
@@ -69,7 +69,7 @@ class GatedDelta:
         self.project_in = Linear(blueprint.arithmetic, weight)
         self.memory = GatedDeltaState(blueprint, layer, [keys, keys, values], ["conv1d"])
         self.project_out = blueprint.rows("out_proj", unit=values.width)
-        # Its weights lie around one, also where those of the model's other norms do not.
+        # Its weights are stored around one, also where those of other norms are not.
         self.norm = replace(blueprint, norm_offset=0.0).norm("norm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
@@ -97,7 +97,7 @@ def _by_kind(blueprint: Blueprint, parts: Sequence[WeightPart]) -> Tensor:
 
 
 class KimiDelta:
-    """KDA: every channel of a key forgets by itself. The output is normed by head, then gated."""
+    """KDA: a decay for each channel of a key. The output is normed by head, then gated."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
         self.width = blueprint.place(layer, "delta").field("delta").shape[1]

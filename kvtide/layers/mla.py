@@ -1,10 +1,9 @@
 """Latent attention (MLA) over pages: all heads read one short vector per token.
 
-A token leaves behind a latent, from which a projection would make every head's keys and values, and
-a key of a few more dimensions that all heads share and that is kept after its rotation. Keys and
-values are never made here. That projection is applied to the queries instead, so that they meet
-latents as they were kept, and to what they mix: attention has one key, latent and shared part
-side by side, and one value, the latent, for all heads.
+The cache has a latent for every token, from which a projection would make every head's keys and
+values, and a rotated key of a few more dimensions that all heads share. Keys and values are never
+made: the projection is absorbed into queries and outputs. Attention then has one key, latent and
+shared part side by side, and one value, the latent, for all heads.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from kvtide.layers.packing import Fields
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows
 
-# Norms of what is narrowed take this, whatever the config says of the other norms.
+# Of the norms of low-rank vectors, whatever the config says of other norms.
 _NARROW_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How queries and keys turn: at which speeds, and which dimensions make a pair.
+    """How queries and keys are rotated: by which frequencies, and which dimensions make a pair.
 
-    `turn` is a function like `rotate`. It is given heads that have no dimensions but those.
+    `rotate` is `rotate_half` or `rotate_interleaved`, over heads of rotated dimensions alone.
     """
 
     rope: Rope
     rotate: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor, arithmetic: Arithmetic, run: ForwardPass) -> Tensor:
-        """x (tokens, heads, dimensions that turn), rotated to the positions of the step."""
+        """x (tokens, heads, rotated dimensions) at the positions of the step."""
         cos_sin = run.shared(self.rope, lambda: arithmetic.rowwise(self.rope, run.positions))
         return self.rotate(x, cos_sin)
 
@@ -49,8 +48,8 @@ class Rotation:
 class LatentAttention:
     """Queries by head, one latent and one shared key for all of them.
 
-    Without a rotation the shared key is kept as it is. Queries come through a narrow vector
-    where the checkpoint has such weights. Heads divide over ranks; what is kept does not.
+    Without a rotation the shared key is stored as it is. Queries come from a low-rank vector
+    where the checkpoint has such weights. Heads are sharded over ranks; the cache is not.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class LatentAttention:
         return self.attended(x, self.narrowed(x), run)
 
     def narrowed(self, x: Tensor) -> Tensor:
-        """What queries are made of."""
+        """What queries are projected from: a low-rank vector, or x."""
         return x if self.narrow_norm is None else self.narrow_norm(self.narrow(x))
 
     def attended(

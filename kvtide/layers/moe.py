@@ -1,11 +1,10 @@
-"""Mixtures of experts: which experts a token goes to, and the sum of what they give back.
+"""Mixtures of experts: routers, experts, and MLPs that every token goes to.
 
-Every rank works out all routes; it has its share of the experts and adds up what those give.
+Every rank computes all routes and has a shard of the experts.
 
-An MLP that every token goes to is a sum over its channels. Where programs run, and there is one
-rank, such an MLP beside experts becomes experts itself, of the same stack: as many as its channels
-make, to which every token goes with a share of one. Then the mixture is no more launches than the
-experts alone. Elsewhere the MLP stays what it is, and is added.
+A shared MLP is a sum over its channels. Where kernels run on one rank, it is cut into experts of
+the same stack, which every token goes to with a weight of one. The mixture then takes no more
+launches than the experts alone. Elsewhere the MLP is computed and added by itself.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ CORRECTION_BIAS = "e_score_correction_bias"
 
 
 class Router:
-    """Scores the experts of every token in fp32, and chooses by the scores.
+    """Scores the experts of every token in fp32, and selects by the scores.
 
-    Under its name there is a weight with a row for each expert. `bias` is what a learned bias is
-    called there, which has a say in the rule alone; None where there is none. `table` is what a
-    table is called that has every token's experts, which are then not chosen.
+    bias   name of a learned bias that counts in the selection and not in the weights, or None
+    table  name of a table with the experts of every token id, which replaces the selection
     """
 
     def __init__(
@@ -63,8 +61,7 @@ class Router:
         return self.linear.outputs
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None, beside: int = 0) -> Routing:
-        """`tokens`, which a table needs, are those that x has rows of; of `beside`, see
-        `Ops.route`."""
+        """The experts of the rows of x, whose `tokens` a table needs; `Ops.route` has `beside`."""
         fixed = None
         if self.table is not None:
             assert tokens is not None, "a router with a table has to be given the tokens"
@@ -103,8 +100,10 @@ class SharedMLP(Protocol):
 def experts_of_mlp(
     mlp: SharedMLP, width: int, gating: ExpertActivation
 ) -> list[tuple[Linear, Linear]]:
-    """Experts of this width and gating that add up to the MLP, for its channels do. None where it
-    is no whole number of them, has another gating, or biases."""
+    """Experts of this width and gating that add up to the MLP.
+
+    None if it is no whole number of them, has another gating, or biases.
+    """
     channels, arithmetic = mlp.down.weight.shape[1], mlp.down.arithmetic
     halves = len(mlp.first.weight) // channels
     same = gating == ExpertActivation(mlp.activation, gated=halves == 2, limit=mlp.limit)
@@ -119,7 +118,7 @@ def experts_of_mlp(
 
 
 def stack_experts(projections: Iterable[Linear], count: int) -> ExpertWeights:
-    """Of so many, each of which is needed no longer when the next one is taken."""
+    """One tensor of `count` projections; each is released before the next one is read."""
     stack: ExpertWeights | None = None
     for number, one in enumerate(projections):
         stack = stack or _empty(one, count)
@@ -152,16 +151,18 @@ class Experts(ExpertStack):
         limit: float | None = None,
         shared: SharedMLP | None = None,
     ) -> Experts:
-        """Of weights for every expert, numbered from 0 under the blueprint's name. `names` are
-        those of gate, up and down, if they are not the usual, or of up and down alone. Where
-        a `shared` MLP can be experts of the same stack it is, and they are `beside` the others."""
+        """Of weights for every expert, numbered from 0 under the blueprint's name.
+
+        `names` are those of gate, up and down, if not the usual ones, or of up and down alone. A
+        `shared` MLP becomes the `beside` experts of the stack where that is possible.
+        """
         *first, last = names or ("gate_proj", "up_proj", "down_proj")
         group = ExpertGroup.of(blueprint.config, blueprint.ranks, count)
         each = [blueprint.under(str(number)) for number in group.own]
         gating = ExpertActivation(blueprint.activation(), gated=len(first) == 2, limit=limit)
         firsts = (under.linear(*first) for under in each)
         lasts = (under.linear(last) for under in each)
-        # How wide experts are is known by one of them.
+        # The first expert tells how wide all of them are.
         one, beside = next(firsts), []
         bare = not any(each[0].has(f"{name}.bias") for name in (*first, last))
         alone = group.ranks.count == 1 and blueprint.ops.uses_kernels
@@ -195,11 +196,11 @@ class Experts(ExpertStack):
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts that a router chooses, beside those that every token goes to, if there are any.
+    """Routed experts, and the shared MLP, if there is one.
 
-    experts  gives the sum of what a token's experts give, each by its share
-    shared   what every token goes to, if it is not among the experts
-    beside   so many of the experts every token goes to
+    experts  the weighted sum of a token's experts
+    shared   the shared MLP, if it is not among the experts
+    beside   how many of the experts every token goes to
     """
 
     router: Router
@@ -221,6 +222,6 @@ class Mixture:
         return cls(router, experts, None if experts.beside else shared, experts.beside)
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """`tokens` are those that x has rows of, where the router needs them."""
+        """`tokens` are the token ids of the rows of x, which a router with a table needs."""
         mixed = self.experts(x, self.router(x, tokens, self.beside))
         return mixed if self.shared is None else mixed + self.shared(x)

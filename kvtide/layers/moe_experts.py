@@ -1,4 +1,4 @@
-"""The sum of what a token's experts give, each by its share: the torch reference."""
+"""The weighted sum of a token's experts: the torch reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Expert = Callable[[int, Tensor], Tensor]
 
 
 def mix_experts(arithmetic: Arithmetic, stack: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
-    """Σ share · expert(x) over the experts of all ranks."""
+    """Σ weight · expert(x) over the experts of all ranks."""
 
     def expert(number: int, x: Tensor) -> Tensor:
         given = _gated(arithmetic, stack.gating, _linear(arithmetic, stack.gate_up, number, x))
@@ -31,7 +31,7 @@ def mix_experts(arithmetic: Arithmetic, stack: ExpertStack, x: Tensor, routing: 
 
 
 def mix(group: ExpertGroup, x: Tensor, routing: Routing, expert: Expert) -> Tensor:
-    """Σ share · expert(x), where `expert` numbers this rank's own from 0.
+    """Σ weight · expert(x), where `expert` numbers this rank's own from 0.
 
     A token's experts are added in ascending order, whatever other tokens are in the step.
     """

@@ -43,16 +43,16 @@ def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> 
 def route_scores(
     arithmetic: Arithmetic, scores: Tensor, rule: RoutingRule, bias: Tensor | None = None
 ) -> Routing:
-    """By the scores (fp32, none negative) plus a bias that does not count in the weights."""
+    """By scores (fp32, none negative) plus a bias that does not count in the weights."""
     ranked = scores if bias is None else scores + bias
     if rule.allowed < rule.groups:
-        # Not by zeros, above which a biased score need not be.
+        # Not with zeros: a biased score may be negative.
         ranked = ranked.masked_fill(~_allowed(ranked, rule), -torch.inf)
     return weigh(arithmetic, scores, top_k(ranked, rule.count), rule)
 
 
 def weigh(arithmetic: Arithmetic, scores: Tensor, experts: Tensor, rule: RoutingRule) -> Routing:
-    """Every chosen expert's share, by its score."""
+    """The weight of every selected expert, from its score."""
     weights = scores.gather(1, experts)
     if rule.renormalised:
         weights = arithmetic.rowwise(

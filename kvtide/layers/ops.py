@@ -249,7 +249,7 @@ class Ops(ABC):
 
     @abstractmethod
     def experts(self, stack: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
-        """Σ share · expert(x) over the experts of all ranks."""
+        """Σ weight · expert(x) over the experts of all ranks."""
 
     # -- hyper-connections -----------------------------------------------------------------------
 

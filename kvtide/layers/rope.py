@@ -22,7 +22,7 @@ _TURN = 2 * math.pi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """`frequencies`: radians per position, one for each pair. `gain` multiplies cosines and sines."""
+    """`frequencies`: radians per position, for each pair. `gain` multiplies cosines and sines."""
 
     frequencies: Tensor
     gain: float = 1.0

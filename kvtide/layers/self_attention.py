@@ -1,7 +1,7 @@
-"""Attention by head over pages.
+"""Attention by head over pages: the layer.
 
-What a layer has is what its checkpoint and its pool say: biases, norms of queries and keys, and
-sinks if there are such weights; a window if the pool that keeps its keys reaches only so far.
+Biases, norms of queries and keys, and sinks exist where the checkpoint has such weights. The window
+is that of the pool that keeps the layer's keys.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvtide.layers.rope import Rope
 
 
 class Attention:
-    """Queries, keys and values by head; keys are kept after their rotation, if there is one.
+    """Queries, keys and values by head; keys are stored after their rotation, if there is one.
 
-    `cap`: the limit of scores, where a model has one. `key_gain`: what it multiplies keys by.
+    `cap` limits scores by a tanh; `key_gain` multiplies keys.
     """
 
     QUERY_NORM: ClassVar[str] = "q_norm"
@@ -62,7 +62,7 @@ class Attention:
         return self.out(self.attended(by_head, run))
 
     def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
-        """What the heads of a projection saw, side by side: (tokens, heads · dim)."""
+        """The outputs of all heads, side by side: (tokens, heads · dim)."""
         cos_sin = None
         if (rope := self.rope) is not None:
             cos_sin = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
@@ -71,7 +71,7 @@ class Attention:
 
 
 class GatedAttention(Attention):
-    """Every head's output passes a gate, which is projected beside its query."""
+    """Every head's output is multiplied by a gate, which is projected beside its query."""
 
     def projection(self, blueprint: Blueprint) -> Linear:
         """Queries, keys, values and gates, side by side."""
@@ -84,8 +84,8 @@ class GatedAttention(Attention):
         return Linear(self.arithmetic, weight, bias)
 
     def _beside(self, blueprint: Blueprint, whole: Tensor, keys_values: Tensor) -> Tensor:
-        """With this rank's share of the queries and gates, which lie by cos_sin in `whole`."""
-        parts = _neighbours(whole, self.head_dim)
+        """With this rank's shard of queries and gates, which alternate in `whole`."""
+        parts = _queries_and_gates(whole, self.head_dim)
         queries, gates = (blueprint.shard(part, self.head_dim) for part in parts)
         return torch.cat([queries, keys_values, gates])
 
@@ -98,7 +98,7 @@ class GatedAttention(Attention):
         return self.out(attended * opened.to(x.dtype))
 
 
-def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Heads that lie by cos_sin, query, gate, query, gate: all queries, and all gates."""
-    by_turns = weight.unflatten(0, (-1, 2, head_dim))
-    return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)
+def _queries_and_gates(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Of heads in the order query, gate, query, gate: all queries, and all gates."""
+    alternating = weight.unflatten(0, (-1, 2, head_dim))
+    return alternating[:, 0].flatten(0, 1), alternating[:, 1].flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Mamba2's recurrence over one sequence's new tokens, in two orders of the same sums.
+"""Mamba2's recurrence: the torch reference, in two orders of the same sums.
 
     state ← exp(dt·decay) · state + dt · x ⊗ B        y = state · C
 
@@ -27,7 +27,7 @@ _CHUNK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ScanInput:
-    """What one sequence's new tokens feed into the recurrence."""
+    """The inputs of the recurrence for one sequence's new tokens."""
 
     x: Tensor
     dt: Tensor
@@ -108,10 +108,10 @@ def _scan_chunk(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decay_between(logs: Tensor) -> Tensor:
-    """From (…, tokens) to (…, tokens, 1 + tokens): what is left at token i of what came in at
-    token j - 1, of the state before the chunk for j = 0, of what comes later nothing.
+    """From logarithms (…, tokens) to (…, tokens, 1 + tokens): the decay from token j - 1 to i.
 
-    Sums run from j to i and are not differences of sums from the start, which would cancel.
+    Column 0 is the decay of the state before the chunk; later tokens have zeros. Sums run from j
+    to i: differences of sums from the start would cancel.
     """
     count = logs.shape[-1]
     steps = logs[..., None].expand(*logs.shape, count + 1)

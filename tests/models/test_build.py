@@ -54,7 +54,7 @@ def test_every_family_with_a_forward_pass_declares_its_memory() -> None:
             {"n_group": 4, "topk_group": 1},
             "3 of 8 experts cannot be chosen from 1 of 4 groups",
         ),
-        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "how much of a head turns; leave it out"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "how much of a head is rotated; leave it out"),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "layer 0 sees what an indexer"),
     ],
 )
