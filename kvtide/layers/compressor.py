@@ -135,22 +135,22 @@ class Compressor:
         names = ("wkv.weight", "wgate.weight")
         return torch.cat([blueprint.tensor(name, torch.float32) for name in names])
 
-    def __call__(self, products: Tensor, run: ForwardPass) -> list[Tensor]:
+    def __call__(self, values_gates: Tensor, run: ForwardPass) -> list[Tensor]:
         """Writes what the step's tokens add to the stream; `Ops.compress` says what comes back.
 
-        products  (tokens, values and gates), in fp32: tokens by `weight`
+        values_gates  the projection of tokens by `weight`, side by side, in fp32
         """
-        return self.ops.compress(run, self.stream, products)
+        return self.ops.compress(run, self.stream, values_gates)
 
 
 # -- the torch reference -------------------------------------------------------------------------
 
 
 def compress(
-    arithmetic: Arithmetic, run: ForwardPass, stream: CompressedStream, products: Tensor
+    arithmetic: Arithmetic, run: ForwardPass, stream: CompressedStream, values_gates: Tensor
 ) -> list[Tensor]:
     """Every sequence's entries, those of earlier steps and those that this one closes."""
-    values, gates = products.chunk(2, dim=-1)
+    values, gates = values_gates.chunk(2, dim=-1)
     gates = gates + stream.position[run.positions % stream.ratio]
     closed = []
     for rows in run.sequences:

@@ -51,8 +51,8 @@ class WideLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.divided:
             return self.arithmetic.linear(x.float(), self.weight)
-        products, rows = torch.mm(x, self.weight.T, out_dtype=torch.float32), self.outputs
-        return products if len(self.weight) == rows else products[:, :rows] + products[:, rows:]
+        result, rows = torch.mm(x, self.weight.T, out_dtype=torch.float32), self.outputs
+        return result if len(self.weight) == rows else result[:, :rows] + result[:, rows:]
 
 
 @dataclass(frozen=True, slots=True)

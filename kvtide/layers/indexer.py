@@ -91,6 +91,6 @@ def select(
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     count, heads, dim = queries.shape
-    products = aligned(queries.reshape(-1, dim)) @ aligned(keys).T
-    products = products.relu().view(count, heads, -1)
-    return (products * weights[..., None]).sum(1)
+    dots = aligned(queries.reshape(-1, dim)) @ aligned(keys).T
+    dots = dots.relu().view(count, heads, -1)
+    return (dots * weights[..., None]).sum(1)

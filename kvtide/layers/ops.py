@@ -152,11 +152,11 @@ class Ops(ABC):
 
     @abstractmethod
     def compress(
-        self, run: ForwardPass, stream: CompressedStream, products: Tensor
+        self, run: ForwardPass, stream: CompressedStream, values_gates: Tensor
     ) -> list[Tensor]:
         """Writes the entries of the blocks that the step closes, and the means of open blocks.
 
-        products  (tokens, values and gates), fp32
+        values_gates  of every token, side by side, in fp32
         Returns every sequence's entries so far; none where kernels read them from their pages.
         """
 

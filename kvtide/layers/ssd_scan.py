@@ -2,9 +2,9 @@
 
     state ← exp(dt·decay) · state + dt · x ⊗ B        y = state · C
 
-`scan_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
-result depends on nothing but its history. `scan_chunks` takes tokens together and cos_sin most
-of it into matrix products; it is faster, and equal but for rounding.
+`scan_tokens` does it as written, token by token, so a token's result depends on its history alone.
+`scan_chunks` (SSD) takes a chunk of tokens together, mostly as GEMMs. It is faster, and equal but
+for rounding.
 
 Shapes: x (tokens, heads, dim), dt (tokens, heads), decay (heads), B and C (tokens, groups, width),
 state (heads, dim, width); all fp32. Heads share B and C by group.

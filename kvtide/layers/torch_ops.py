@@ -137,9 +137,9 @@ class TorchOps(Ops):
         return select_tokens(run, place, queries, weights, kept, count, block)
 
     def compress(
-        self, run: ForwardPass, stream: CompressedStream, products: Tensor
+        self, run: ForwardPass, stream: CompressedStream, values_gates: Tensor
     ) -> list[Tensor]:
-        return compress(self.arithmetic, run, stream, products)
+        return compress(self.arithmetic, run, stream, values_gates)
 
     def select_blocks(
         self,

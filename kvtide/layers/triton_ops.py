@@ -138,13 +138,13 @@ class TritonOps(WrittenByKernel):
         return [select_entries(run, place, queries, weights, count)]
 
     def compress(
-        self, run: ForwardPass, stream: CompressedStream, products: Tensor
+        self, run: ForwardPass, stream: CompressedStream, values_gates: Tensor
     ) -> list[Tensor]:
         ratio = stream.ratio
         cos_sin = run.shared(
             (stream.rope, ratio), lambda: stream.rope(run.positions // ratio * ratio)
         )
-        compress(run, stream, products, cos_sin)
+        compress(run, stream, values_gates, cos_sin)
         return []
 
     def select_blocks(

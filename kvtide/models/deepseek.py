@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3, and GLM-4 MoE lite: latent attention, and experts after the first layers.
 
-They differ in how experts are scored and chosen, which their configs say, and in what their
-checkpoints hold: a layer has experts where there is a router. MTP layers, which published
+They differ in how experts are scored and selected, which is in their configs, and in their
+checkpoints: a layer has experts where there is a router. MTP layers, which published
 checkpoints number after the last layer, are not read.
 """
 
@@ -67,7 +67,7 @@ def _routing_rule(config: Config) -> RoutingRule:
 
 _SCORINGS: dict[str, Activation] = {"sigmoid": sigmoid, "softmax": softmax}
 _GROUP_DEPTHS: dict[str, int | None] = {"greedy": None, "group_limited_greedy": 1, "noaux_tc": 2}
-"""By how many of its best experts a group is judged; None where groups do not matter."""
+"""How many of its best experts score a group; None without groups."""
 
 
 class DeepSeekLayer:
@@ -113,10 +113,10 @@ class DeepSeek2(DeepSeek3):
     }
 
     def __init__(self, blueprint: Blueprint) -> None:
-        # The lab's code then leaves out the scale; others leave out the norm.
+        # The published code then leaves out the scale; other engines leave out the norm.
         if blueprint.config.flag("norm_topk_prob"):
             raise blueprint.config.refusal(
-                "`norm_topk_prob` means different things to those who run this family; unset it"
+                "`norm_topk_prob` has two meanings among engines that run this family; unset it"
             )
         super().__init__(blueprint)
 
@@ -153,6 +153,6 @@ def rotation_style(config: Config, field: str) -> Callable[[Tensor, Tensor], Ten
 
 
 def scale_of(config: Config) -> float:
-    """What scores are multiplied by: more where a scaled rope says so."""
+    """The scale of scores, with the gain of a scaled rope."""
     dims = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
     return float(dims**-0.5 * softmax_gain(rope_parameters(config)))

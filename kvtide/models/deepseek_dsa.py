@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2 and GLM-5: latent attention to the few tokens that an indexer chooses (DSA).
+"""DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer selects (DSA).
 
-An indexer scores all tokens by keys of its own and lets a query see the best of them. Some layers
-of GLM models have none and see what the layer before them saw.
+An indexer scores all tokens by keys of its own, and a query sees the best of them. Some layers of
+GLM models have no indexer and take the selection of the layer before them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvtide.models.deepseek import (
 )
 from kvtide.models.model import Layer
 
-_SELECTED = "tokens that an indexer chose"
+_SELECTED = "tokens that an indexer selected"
 
 
 class TokenIndexer:
-    """Keeps a key for every token, and chooses the tokens that each query sees.
+    """Stores a key for every token, and selects the tokens that each query sees.
 
-    It is whole on every rank. The first dimensions of its queries and keys turn.
+    It is whole on every rank. The first dimensions of its queries and keys are rotated.
     """
 
     def __init__(self, blueprint: Blueprint, layer: int, rotation: Rotation) -> None:
@@ -52,7 +52,7 @@ class TokenIndexer:
         self.scale = (self.heads * self.dim) ** -0.5
 
     def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> Selection:
-        """What queries see, as `LatentAttention.attended` takes it."""
+        """The tokens that each query sees."""
         queries = self._rotated(self.queries(narrow).view(len(x), self.heads, self.dim), run)
         keys = self._rotated(self.key_norm(self.keys(x))[:, None], run)[:, 0]
         kept = self.ops.kv_write(run, self.place, {"index_key": keys})["index_key"]
@@ -65,7 +65,7 @@ class TokenIndexer:
 
 
 class SparseLatentAttention(LatentAttention):
-    """Without an indexer of its own, a layer sees what the last one before it chose."""
+    """Without an indexer of its own, a layer takes the last selection before it."""
 
     indexer: TokenIndexer | None = None
 
@@ -87,8 +87,8 @@ class DeepSeek32(DeepSeek3):
         first = base.memory.own_layers.start
         if first not in indexed:
             raise config.refusal(
-                f"layer {first} sees what an indexer before it chose, and begins a stage without "
-                "one; use another number of stages, so that each begins with an indexer"
+                f"layer {first} takes the selection of an indexer before it, and begins a stage "
+                "without one; use another number of stages, so that each begins with an indexer"
             )
         rotation, scale = rotation_of(config), scale_of(config)
         rotated = Rotation(rotation.rope, rotation_style(config, "indexer_rope_interleave"))

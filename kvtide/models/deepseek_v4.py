@@ -1,11 +1,10 @@
 """DeepSeek-V4: four residual streams, and attention to a window and to compressed history.
 
-Every layer attends to its last tokens. Most also keep one entry for every block of tokens: blocks
-of 4, of which an indexer chooses a few for each query, or of 128, which are all seen. One vector is
-key and value of a token, of a block and of all heads. The first layers choose experts by token.
+Every layer attends to its last tokens. Most also have one entry for every block of tokens: blocks
+of 4, of which an indexer selects a few for each query, or of 128, which are all seen. One vector
+is key and value of a token or block, for all heads. The first layers look experts up by token id.
 
-Where things stand in `layers/`: the streams in `streams`, compressors in `compressing`, the rule
-in `selecting`.
+The parts are in `layers/`: `hyper_connections`, `compressor`, `indexer`, `mla`.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from kvtide.spec.families.deepseek_v4 import rotary_dims
 
 
 class BlockIndexer:
-    """Chooses, for every query, some of the blocks before it.
+    """Selects, for every query, some of the blocks before it.
 
-    low       what queries are made of
-    weights   of its heads, for every token
-    products  for its compressor
+    low           the low-rank vector that queries are projected from
+    weights       of its heads, for every token
+    values_gates  the input of its compressor
     """
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str, rotation: Rope) -> None:
@@ -51,9 +50,9 @@ class BlockIndexer:
         self.count = config.count("index_topk")
 
     def __call__(
-        self, low: Tensor, weights: Tensor, products: Tensor, cos_sin: Tensor, run: ForwardPass
+        self, low: Tensor, weights: Tensor, values_gates: Tensor, cos_sin: Tensor, run: ForwardPass
     ) -> Selection:
-        entries = self.compressor(products, run)
+        entries = self.compressor(values_gates, run)
         queries = self.ops.rope(self.queries(low).view(len(low), self.heads, -1), cos_sin)
         stream = self.compressor.stream
         return self.ops.select_blocks(
@@ -62,10 +61,10 @@ class BlockIndexer:
 
 
 class CompressedAttention:
-    """`compressor` and `indexer` are None in layers that have no such thing.
+    """Attention over a window and compressed blocks, one vector for all heads.
 
-    What tokens are multiplied by is two weights: `project`, whose products are of the model's
-    dtype, and `compress` for all compressors.
+    `compressor` and `indexer` are None in layers without them. Tokens go through two projections:
+    `project` in the model's dtype, and `compress` in fp32 for all compressors.
     """
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str | None, rotation: Rope) -> None:
@@ -90,7 +89,7 @@ class CompressedAttention:
         self.eps = config.number("rms_norm_eps")
 
     def _compress(self, blueprint: Blueprint, layer: int, pool: str | None) -> None:
-        """Compressor and indexer, and all that tokens are multiplied by."""
+        """Compressor and indexer, and the two projections of tokens."""
         self.compressor, self.indexer, self.compress = None, None, None
         self.compressed: list[int] = []
         names, self.sides = ["wq_a", "wkv"], [len(self.low_norm.weight), self.dim]
@@ -115,30 +114,30 @@ class CompressedAttention:
         low, keys, *rest = self.ops.linear_parts(x, self.project.weight, self.sides)
         low, norm = self.low_norm(low), self.key_norm.params
         kept = self.ops.norm_rope_write(run, self.window, keys, norm, cos_sin)
-        products, entries, stream, selected = self._products(x), [], None, None
+        values_gates, entries, stream, selected = self._values_gates(x), [], None, None
         if self.compressor is not None:
-            entries, stream = self.compressor(products[0], run), self.compressor.stream
+            entries, stream = self.compressor(values_gates[0], run), self.compressor.stream
         if self.indexer is not None:
-            selected = self.indexer(low, rest[0], products[1], cos_sin, run)
+            selected = self.indexer(low, rest[0], values_gates[1], cos_sin, run)
         queries = self.ops.rope(self.queries(low).unflatten(1, (-1, self.dim)), cos_sin, self.eps)
         out = self.ops.block_attention(
             run, self.window, kept, stream, entries, queries, self.how, selected
         )
         return self._out(self.ops.rope(out, cos_sin, back=True))
 
-    def _products(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each compressor takes."""
+    def _values_gates(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The input of each compressor."""
         return () if self.compress is None else self.compress(x).split(self.compressed, dim=1)
 
     def _out(self, out: Tensor) -> Tensor:
-        """Every group of heads by itself into few dimensions, then all of them together."""
+        """A low-rank projection of every group of heads, then one of all groups."""
         groups = out.flatten(1).unflatten(1, (len(self.out_groups), -1))
         low = self.ops.grouped_linear(groups, self.out_groups)
         return self.out(low.flatten(1))
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
-    """Chosen by score, or by what the table of a hash layer says of the token."""
+    """Experts selected by score, or looked up by token id in the table of a hash layer."""
     config, gate = blueprint.config, blueprint.under("gate")
     if (scoring := config.find("scoring_func")) not in (None, "sqrtsoftplus"):
         raise config.refusal(f"`scoring_func` is {scoring!r}; only sqrtsoftplus is known here")
@@ -172,10 +171,10 @@ class DeepSeekV4Layer:
 
 
 class NextToken:
-    """Multi-token prediction: one more layer, which sees the token that came next as well.
+    """Multi-token prediction: one more layer, which also sees the next token.
 
-    It is fed with the streams that the model's last layer gave, or an earlier call of this. Its
-    window is a draft's pool: a prefix without it is right, only guessed worse.
+    Its input are the streams after the model's last layer, or after an earlier call of this layer.
+    Its window is a draft's pool: a prefix restored without it is correct, and drafted worse.
     """
 
     def __init__(self, blueprint: Blueprint, layer: int, embedding: Tensor) -> None:
@@ -192,7 +191,7 @@ class NextToken:
 
     @torch.no_grad()
     def __call__(self, step: Step, streams: Tensor, following: Tensor) -> Tensor:
-        """Streams from which the token after each of the `following` ones can be guessed."""
+        """Streams that predict the token after each of the `following` ones."""
         token = self.of_token(self.token_norm(functional.embedding(following, self.embedding)))
         carried = self.of_streams(self.stream_norm(streams).flatten(0, 1)).view_as(streams)
         step.wait(self.number)
@@ -200,12 +199,12 @@ class NextToken:
 
     @torch.no_grad()
     def closed(self, streams: Tensor) -> Tensor:
-        """What the model's `logits` takes."""
+        """The hidden states that the model's `logits` takes."""
         return self.norm(self.joined(streams))
 
 
 class DeepSeekV4(Decoder):
-    """Between layers, and between stages, there are all streams of every token."""
+    """Layers and stages pass all streams of every token on."""
 
     HEAD = "head.weight"
     DEFAULTS: ClassVar[Mapping[str, object]] = {
@@ -254,15 +253,15 @@ class DeepSeekV4(Decoder):
 
 
 def _window(blueprint: Blueprint, layer: int) -> Place:
-    """Where a layer keeps its last tokens: with all the others, or as a draft."""
+    """The pool of a layer's last tokens: the model's own, or a draft's."""
     pools = (p for p in blueprint.memory.pools if layer in p.layers and p.tail_entries is None)
     return Place(next(pool for pool in pools if pool.tokens_per_entry == 1), layer)
 
 
 def _rotations(config: Config) -> tuple[Rope, Rope]:
-    """Of layers with a window only, and of those with compressed history, which see further.
+    """Of layers with a window only, and of those with compressed history, which reach further.
 
-    As `transformers` saves them, or as the lab writes them; neither makes what is rotated larger.
+    As `transformers` saves them, or as the lab writes them; neither has a gain.
     """
     saved = config.nested("rope_parameters") or Config(config.model, {})
     near, far = saved.nested("main"), saved.nested("compress")

@@ -1,7 +1,7 @@
-"""Granite 4: Mamba2 mixers, attention at some layers, and experts beside an MLP that all share.
+"""Granite 4: Mamba2 mixers, attention at some layers, and experts beside a shared MLP.
 
-Four constants of the config multiply the embedding, the scores, what each layer adds and the
-logits. Models without experts have the shared MLP alone, and most turn no queries and keys.
+Four constants of the config multiply the embedding, the scores, the outputs of sublayers and the
+logits. Models without experts have the shared MLP alone; most have no rotation.
 """
 
 from __future__ import annotations

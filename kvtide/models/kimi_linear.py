@@ -1,7 +1,7 @@
 """Kimi Linear: KDA layers, and latent attention every few layers; experts after the first ones.
 
-Nothing is rotated: latent attention's shared key is kept as it is, and order is left to the KDA
-layers. A layer has experts where there is a router.
+There is no rotation: the KDA layers alone tell the order of tokens. A layer has experts where there
+is a router.
 """
 
 from __future__ import annotations

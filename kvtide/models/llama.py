@@ -1,7 +1,7 @@
 """The plain decoder: Llama, Qwen2, Qwen3, Mistral.
 
-They differ in what their checkpoints hold (biases, norms of queries and keys) and in what their
-pools say (windows), and `Attention` reads both.
+They differ in their checkpoints (biases, norms of queries and keys) and in their pools (windows),
+and `Attention` reads both.
 """
 
 from __future__ import annotations

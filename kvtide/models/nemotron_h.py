@@ -1,7 +1,7 @@
 """Nemotron-H: layers of one part each, a Mamba2 mixer, attention, an MLP, or experts.
 
-Which one a layer is, its memory and its weights say. Queries and keys are not rotated; MLPs and
-experts have no gate. Experts may work in a narrower space than the model.
+The memory and the weights tell which one a layer is. There is no rotation; MLPs and experts have no
+gate. Experts may have a narrower width than the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtide.spec.config import Config
 
 @dataclass(frozen=True, slots=True)
 class PlainMLP:
-    """`first` is up alone, and nothing is limited."""
+    """`first` is the up projection; nothing is clamped."""
 
     arithmetic: Arithmetic
     first: Linear
@@ -44,7 +44,7 @@ def _mlp(blueprint: Blueprint) -> PlainMLP:
 
 @dataclass(frozen=True, slots=True)
 class NarrowExperts:
-    """Experts in a narrower space than the model's."""
+    """Experts of a narrower width than the model."""
 
     experts: Experts
     narrow: Linear
@@ -76,8 +76,8 @@ def _routing_rule(config: Config) -> RoutingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgetful:
-    """A part that keeps nothing, where a layer is expected."""
+class Stateless:
+    """A part without state, called as a layer."""
 
     part: Callable[[Tensor], Tensor]
 
@@ -99,7 +99,7 @@ def _mixer(blueprint: Blueprint, number: int) -> Layer:
         return Attention(blueprint, number, None)
     if blueprint.keeps(number, "ssm"):
         return Mamba2(blueprint, number)
-    return Forgetful(_experts(blueprint) if blueprint.has("gate.weight") else _mlp(blueprint))
+    return Stateless(_experts(blueprint) if blueprint.has("gate.weight") else _mlp(blueprint))
 
 
 class NemotronH(Decoder):

@@ -22,8 +22,8 @@ from kvtide.spec.config import Config
 class SparseMLP:
     """The experts with the best scores by a softmax over all of them.
 
-    `names` are what an expert calls its gate, up and down projections. Qwen3.5 is published with
-    the experts of a layer in two weights.
+    `names` are those of an expert's gate, up and down projections. Qwen3.5 has the experts of a
+    layer in two weights.
     """
 
     def __init__(self, blueprint: Blueprint, rule: RoutingRule, *names: str) -> None:
@@ -42,7 +42,7 @@ class SparseMLP:
 
 
 def routing_rule(config: Config) -> RoutingRule:
-    """How Qwen's configs say it."""
+    """From the fields of Qwen's configs."""
     chosen = config.count("num_experts_per_tok")
     return RoutingRule(chosen, renormalised=config.flag("norm_topk_prob"))
 

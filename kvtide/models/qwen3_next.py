@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta layers, and gated attention every few layers.
 
-MLPs are plain, or experts beside one that all tokens share, with a gate of its own. Norms have
-weights around zero.
+MLPs are plain, or experts beside a shared MLP with a gate of its own. Norms have weights around
+zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SmolLM3: the plain decoder, with some layers that do not turn their queries and keys."""
+"""SmolLM3: the plain decoder, with some layers without a rotation."""
 
 from __future__ import annotations
 
