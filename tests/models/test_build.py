@@ -44,7 +44,7 @@ def test_every_family_with_a_forward_pass_declares_its_memory() -> None:
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "only silu is known here"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "only sigmoid is known here"),
         ("kimi_linear", {"mla_use_nope": False}, "no published model is; unset it"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob` means different things"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob` has two meanings"),
         ("deepseek_v2", {"topk_method": "random"}, "not known here; use greedy, group_limited"),
         ("deepseek_v3", {"scoring_func": "tanh"}, "not known here; use sigmoid, softmax"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 1}, "cannot be chosen from 1 of 8 groups"),
