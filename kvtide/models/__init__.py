@@ -1,7 +1,18 @@
 """One file per family: the forward pass over the pools that `spec.families` declares for it.
 
 `build` looks a config's `model_type` up in one table, declares the memory, and builds the model
-from a checkpoint's tensors. `docs/ADDING_A_MODEL.md` says how to add a row.
+from a checkpoint's tensors. `docs/ADDING_A_MODEL.md` describes how to add a row.
+
+Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemma2`, `gemma3`,
+`gpt_oss`, `granite_hybrid`, `kimi_linear`, `lfm2`, `llama`, `mixtral`, `nemotron_h`, `qwen3_moe`,
+`qwen3_next`, `smollm3`
+`model`               the interface of models, and the decoder that families build on
+`checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
+`quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
+`deepseek_v4_names`, `multimodal`   other names of the same weights
+`tokenizer`, `token_bytes`, `chat`  text to tokens and back, and chat templates
+`default_model`       the model to try things with
+`model_errors`        what cannot be read or used
 """
 
 from __future__ import annotations
@@ -85,7 +96,8 @@ def build(
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
     with, None for the family's own. Of a multimodal model it is the language model. `mtp`: with its
     layers for multi-token prediction. It may be one of several stages, and have one of several
-    ranks' share of every layer.
+    ranks' share of every layer. It computes on torch's default device, where weights are: call
+    this under `with device`.
     """
     name = str(config.get("model_type"))
     whole = Config(name, config)
@@ -109,6 +121,6 @@ def build(
         weights = LanguageModelWeights(weights)
     if (stages, ranks.count) != (1, 1):
         memory = list(memory.stages(stages, ranks.rank, ranks.count))[stage]
-    arithmetic = choose(deterministic)
+    ops = choose(deterministic, torch.get_default_device())
     fields = fields.beneath(family.DEFAULTS)
-    return family(Blueprint(fields, weights, memory, arithmetic, dtype, ranks=ranks))
+    return family(Blueprint(fields, weights, memory, ops, dtype, ranks=ranks))

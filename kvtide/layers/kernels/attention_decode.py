@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels.attention_cascade import SharedPrefixes, attend_cascade
 from kvtide.layers.kernels.attention_tiles import (
     attend_paged_keys,
