@@ -83,33 +83,16 @@ def _attend_prefill(
     schedule = schedule_blocks(
         run, rows // heads_per_kv, splits, constants["WINDOW"], constants["BLOCK_N"]
     )
-    max_blocks, sizes = (
-        len(schedule) - 2,
-        {
-            "HEADS_PER_KV": heads_per_kv,
-            "BLOCK_TOKENS": rows // heads_per_kv,
-            "BLOCK_M": rows,
-            **splits,
-        },
-    )
+    block_tokens, max_blocks = rows // heads_per_kv, len(schedule) - 2
+    sizes = {"HEADS_PER_KV": heads_per_kv, "BLOCK_TOKENS": block_tokens, "BLOCK_M": rows, **splits}
     # A split CTA leaves partial results of at most two blocks: its first and its last.
     partial_out = queries.new_empty((2 * splits["SPLITS"], rows, dim), dtype=torch.float32)
-    outputs = (
-        out,
-        partial_out,
-        partial_out.new_empty((*partial_out.shape[:2], 2)),
-        schedule,
-        *out.stride()[:2],
-    )
+    partial_stats = partial_out.new_empty((*partial_out.shape[:2], 2))
+    outputs = (out, partial_out, partial_stats, schedule, *out.stride()[:2])
     _prefill[(splits["SPLITS"] + max_blocks * kv_heads,)](
         *(queries, keys, values, view["k"], view["v"]),
-        *(
-            queries if how.sinks is None else how.sinks,
-            *outputs,
-            max_blocks,
-            table,
-            table.stride(0),
-        ),
+        *(queries if how.sinks is None else how.sinks, *outputs),
+        *(max_blocks, table, table.stride(0)),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
@@ -148,9 +131,8 @@ def _prefill(  # type: ignore[no-untyped-def]
     cap_scale, qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Attends some blocks, or splits of them, over the cache and the step's own keys."""
     cta, offs_m, offs_d = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -185,10 +167,9 @@ def _prefill(  # type: ignore[no-untyped-def]
             k_new + kv_head * stride_kn_head, v_new + kv_head * stride_vn_head,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
             block_tables + tl.load(record + 1).to(tl.int64) * stride_table,
-            lo, hi, row_start, row_end, seq_start, seq_end, past,
-            stride_kn_token, stride_vn_token, stride_k_slot, stride_k_entry, stride_v_slot,
-            stride_v_entry,
-            cap_scale, qk_scale, PAGE_TOKENS, WINDOW, CAPPED, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
+            lo, hi, row_start, row_end, seq_start, seq_end, past, stride_kn_token, stride_vn_token,
+            stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+            PAGE_TOKENS, WINDOW, CAPPED, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
         if hi - lo == tiles:
             rows = token.to(tl.int64)[:, None]

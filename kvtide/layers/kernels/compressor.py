@@ -214,8 +214,7 @@ def _compress(  # type: ignore[no-untyped-def]
     if WRITES_STATE:
         if OVERLAPS:
             m_next, l_next, acc_next = _load_mean(
-                next_m, next_l, next_acc, stride_next, old_slot, first < start,
-                channel, in_width)
+                next_m, next_l, next_acc, stride_next, old_slot, first < start, channel, in_width)
             m_next, l_next, acc_next = _accumulate(
                 m_next, l_next, acc_next, projected, stride_token, ape, first,
                 tl.maximum(first, start), token + 1, 0, channel, in_width, CHANNELS, BLOCK_TOKENS)

@@ -320,15 +320,12 @@ def _score_pairs(  # type: ignore[no-untyped-def]
 @kernel("count")  # type: ignore[untyped-decorator]
 def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
     convolved, stride_row, count, gates, stride_gate, gate_biases, decays, betas, stride_beta,
-    chunks,
-    inverse_ptr, attn_ptr, pair_ptr, chunk_decay_ptr, gated_ptr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    chunks, inverse_ptr, attn_ptr, pair_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """As `_prepare_chunks`, block by block. Keys of earlier blocks are kept decayed to the start
-    of the current one, so no exponent is positive."""
+    """As `_prepare_chunks`, by blocks. Keys decay to the block's start: no exponent is positive."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
     if first >= end:
@@ -352,8 +349,7 @@ def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
         decay, k_t = tl.exp(cum_decay), tl.trans(tl.reshape(earlier_k, [BLOCK_T, BLOCK_K]))
         kk = tl.dot(k * decay, k_t, input_precision=PRECISION)
         qk = tl.dot(q * decay, k_t, input_precision=PRECISION)
-        # Within the block, from `_score_pairs`.
-        pair = offs_t - begin
+        pair = offs_t - begin  # Scores within the block come from `_score_pairs`.
         in_block = valid[:, None] & ((pair >= 0) & (pair < BLOCK_B))[None, :]
         ptrs = pair_ptr + (token[:, None] * HEADS + head) * BLOCK_B + pair[None, :]
         kk = tl.where(in_block, tl.load(ptrs, mask=in_block, other=0.0), kk)
@@ -386,26 +382,22 @@ def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "count")  # type: ignore[untyped-decorator]
 def _delta_chunks(  # type: ignore[no-untyped-def]
-    out, states, rows, read, write, stride_slot, stride_head, stride_key,
-    convolved, stride_row, count, firsts, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr,
-    gated_ptr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    out, states, rows, read, write, stride_slot, stride_head, stride_key, convolved, stride_row,
+    count, firsts, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
-    source = tl.load(read + sequence).to(tl.int64)
-    target = tl.load(write + sequence).to(tl.int64)
+    source, target = tl.load(read + sequence).to(tl.int64), tl.load(write + sequence).to(tl.int64)
     offs_t = tl.arange(0, BLOCK_T)
     offs_k, offs_v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = (offs_k < KEY_DIM)[None, :], (offs_v < VALUE_DIM)[None, :]
     state_mask = (offs_k < KEY_DIM)[:, None] & v_mask
     state_offsets = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
-    state = tl.load(
-        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
-    state = state.to(tl.float32)
+    old_state = states + source * stride_slot + state_offsets
+    state = tl.load(old_state, mask=state_mask & (source >= 0), other=0.0).to(tl.float32)
     chunk_head = (tl.load(firsts + sequence) * HEADS + head).to(tl.int64)
     v_base = convolved + 2 * (HEADS // GROUP) * KEY_DIM + head * VALUE_DIM + offs_v[None, :]
     k_base = convolved + (head // GROUP) * KEY_DIM + offs_k[None, :]
@@ -436,22 +428,19 @@ def _delta_chunks(  # type: ignore[no-untyped-def]
             o *= tl.load(decay + BLOCK_T)[:, None]
         attn = tl.load(attn_ptr + tile_offsets, mask=valid, other=0.0)
         o += tl.dot(attn.to(DTYPE), update.to(DTYPE), input_precision=PRECISION)
-        tl.store(out + (token * HEADS + head) * VALUE_DIM + offs_v[None, :], o,
-                 mask=valid & v_mask)
+        tl.store(out + (token * HEADS + head) * VALUE_DIM + offs_v[None, :], o, mask=valid & v_mask)
         if PER_HEAD:
             update *= tl.load(decay + 2 * BLOCK_T)[:, None]
             state *= tl.load(chunk_decay_ptr + chunk_head)
         else:
             k = tl.load(k_ptrs + 2 * plane, mask=valid & k_mask, other=0.0)
-            state *= tl.load(
-                chunk_decay_ptr + chunk_head * KEY_DIM + offs_k, mask=offs_k < KEY_DIM,
-                other=0.0)[:, None]
+            chunk_decay = chunk_decay_ptr + chunk_head * KEY_DIM + offs_k
+            state *= tl.load(chunk_decay, mask=offs_k < KEY_DIM, other=0.0)[:, None]
         state += tl.dot(tl.trans(k.to(DTYPE)), update.to(DTYPE), input_precision=PRECISION)
         chunk_head += HEADS
     tl.debug_barrier()
-    state_offsets += target * stride_slot
-    tl.store(
-        states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
+    new_state = states + target * stride_slot + state_offsets
+    tl.store(new_state, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 
 
 @kernel("rows")  # type: ignore[untyped-decorator]

@@ -88,24 +88,16 @@ def block_attention(
     assert how.window is not None, "the step's own tokens are seen through a window"
     visible = compressed.max_visible(batch.bounds.max_past + batch.bounds.longest) + how.window
     split = SplitKV.of(queries, dim, ctas, tile_rows, visible)
-    window_fields, compressed_fields = (
-        _packed_fields(run, window),
-        _packed_fields(run, compressed.place),
-    )
+    window_fields = _packed_fields(run, window)
+    compressed_fields = _packed_fields(run, compressed.place)
     tables = batch.slots[window.anchor], batch.slots[compressed.place.anchor]
     nope = window_fields[0].shape[-1] if window.pool.entry.encoding is Encoding.JOINED else 0
     assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, (
         "the rope part is within one group"
     )
     _attend_compressed[(ctas, split.count)](
-        *(
-            queries,
-            kept,
-            *window_fields,
-            *compressed_fields,
-            split.partial_out,
-            split.partial_stats,
-        ),
+        *(queries, kept, *window_fields, *compressed_fields),
+        *(split.partial_out, split.partial_stats),
         *(queries if other is None else other for other in (chosen, how.sinks)),
         *(batch.rows, batch.owners, *tables, *(table.stride(0) for table in tables)),
         *(kept.stride(0), 0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
@@ -171,14 +163,8 @@ def mla_attention(
     # Larger tiles need shared memory that gathering, unpacking or few rows do not leave.
     large = tile_rows == TILE_ROWS and chosen is None and scales is None
     _attend_latents[(len(blocks) * head_tiles, split.count)](
-        *(
-            queries,
-            latent,
-            latent if scales is None else scales,
-            rope,
-            split.partial_out,
-            split.partial_stats,
-        ),
+        *(queries, latent, latent if scales is None else scales, rope),
+        *(split.partial_out, split.partial_stats),
         *(queries if chosen is None else chosen, batch.rows, blocks, table, table.stride(0)),
         *(0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
         STRIDE_SLOT=latent.stride(0),
@@ -206,6 +192,29 @@ def mla_attention(
 
 
 # fmt: off
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles_of_split(total_tiles, split, splits):  # type: ignore[no-untyped-def]
+    """The first tile of a split, and the end."""
+    split_tiles = tl.cdiv(total_tiles, splits)
+    return split * split_tiles, tl.minimum(total_tiles, split * split_tiles + split_tiles)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _count_tiles(  # type: ignore[no-untyped-def]
+    position, past, top_k,
+    RATIO: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """Where a query's window starts, how many compressed entries it sees, the tiles of these, and
+    all tiles: those of the window's cached tokens come last."""
+    window_start, visible = tl.maximum(0, position + 1 - WINDOW), 0
+    if RATIO > 0:
+        visible = (position + 1) // RATIO
+    # Selected indices are at the front of their row.
+    compressed_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
+    window_tiles = tl.cdiv(tl.maximum(past - window_start, 0), BLOCK_N)
+    return window_start, visible, compressed_tiles, compressed_tiles + window_tiles
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _locate_tile(  # type: ignore[no-untyped-def]
     tile, cols, selected, compressed_table, window_table, compressed_tiles, window_start, past,
@@ -255,26 +264,21 @@ def _attend_new_keys(  # type: ignore[no-untyped-def]
 )
 def _attend_compressed(  # type: ignore[no-untyped-def]
     q_ptr, kv_new, window_nope, window_rope, window_scale, compressed_nope, compressed_rope,
-    compressed_scale,
-    partial_out, partial_stats, selected, sinks, rows, owners, window_tables, compressed_tables,
-    stride_window_table, stride_table,
-    stride_new_token, top_k, scale, tokens,
+    compressed_scale, partial_out, partial_stats, selected, sinks, rows, owners, window_tables,
+    compressed_tables, stride_window_table, stride_table, stride_new_token, top_k, scale, tokens,
     STRIDE_WINDOW_SLOT: tl.constexpr, STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr,
-    SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NOPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr, NOPE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
     token, split, splits = tl.program_id(0) // HEAD_TILES, tl.program_id(1), tl.num_programs(1)
     sequence = tl.load(owners + token)
-    row = rows + 3 * sequence
-    start, past = tl.load(row), tl.load(row + 2)
+    start, past = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 2)
     position = past + token - start
     head = tl.program_id(0) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    row_valid, cols = head < HEADS, tl.arange(0, BLOCK_N)
+    offs_d, cols, row_valid = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), head < HEADS
     out_row = token.to(tl.int64) * HEADS + head
     mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
@@ -283,26 +287,19 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
         m_i = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32) * 1.4426950408889634
         l_i += 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Tiles of compressed entries, then of the window's cached tokens; this split takes [lo, hi).
-    window_start, visible = tl.maximum(0, position + 1 - WINDOW), 0
-    if RATIO > 0:
-        visible = (position + 1) // RATIO
-    # Selected indices are at the front of their row.
-    compressed_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
-    total_tiles = compressed_tiles + tl.cdiv(tl.maximum(past - window_start, 0), BLOCK_N)
-    split_tiles = tl.cdiv(total_tiles, splits)
-    lo, hi = split * split_tiles, tl.minimum(total_tiles, split * split_tiles + split_tiles)
+    window_start, visible, compressed_tiles, total_tiles = _count_tiles(
+        position, past, top_k, RATIO, SELECTED, WINDOW, BLOCK_N)
+    lo, hi = _tiles_of_split(total_tiles, split, splits)
+    selected = selected + token.to(tl.int64) * top_k
+    compressed_tables = compressed_tables + sequence * stride_table
+    window_tables = window_tables + sequence * stride_window_table
     slot, within = _locate_tile(
-        lo, cols, selected + token.to(tl.int64) * top_k,
-        compressed_tables + sequence * stride_table,
-        window_tables + sequence * stride_window_table, compressed_tiles, window_start, past, top_k,
-        visible,
-        PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+        lo, cols, selected, compressed_tables, window_tables, compressed_tiles, window_start, past,
+        top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
     for tile in range(lo, hi):
         is_compressed, valid = tile < compressed_tiles, slot >= 0
-        offsets = slot.to(tl.int64)
         stride_slot = tl.where(is_compressed, STRIDE_SLOT, STRIDE_WINDOW_SLOT)
-        offsets = offsets * stride_slot + within * STRIDE_ENTRY
+        offsets = slot.to(tl.int64) * stride_slot + within * STRIDE_ENTRY
         k = load_joined_tile(
             tl.where(is_compressed, compressed_nope, window_nope),
             tl.where(is_compressed, compressed_rope, window_rope),
@@ -310,11 +307,8 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
             BLOCK_D, NOPE, GROUP, BLOCK_N)
         # Prefetch: the slots of the next tile, before this one is used.
         slot, within = _locate_tile(
-            tile + 1, cols, selected + token.to(tl.int64) * top_k,
-            compressed_tables + sequence * stride_table,
-            window_tables + sequence * stride_window_table, compressed_tiles, window_start, past,
-            top_k, visible,
-            PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+            tile + 1, cols, selected, compressed_tables, window_tables, compressed_tiles,
+            window_start, past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
@@ -348,19 +342,24 @@ def _locate_latents(  # type: ignore[no-untyped-def]
     return entry, slot
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_ropes(ropes, offsets, valid, offs_rope, ROPE_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rope parts of a tile's keys."""
+    mask = valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
+    return tl.load(ropes + offsets[:, None] + offs_rope[None, :], mask=mask, other=0.0)
+
+
 @kernel(  # type: ignore[untyped-decorator]
     "rows", "owners", "block_tables", "stride_table", "tokens"
 )
 def _attend_latents(  # type: ignore[no-untyped-def]
     q_ptr, latents, scales, ropes, partial_out, partial_stats, selected, rows, owners, block_tables,
-    stride_table,
-    top_k, scale, tokens,
-    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, STRIDE_SCALE_SLOT: tl.constexpr,
-    STRIDE_SCALE_ENTRY: tl.constexpr, STRIDE_ROPE_SLOT: tl.constexpr,
-    STRIDE_ROPE_ENTRY: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_table, top_k, scale, tokens, STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr,
+    STRIDE_SCALE_SLOT: tl.constexpr, STRIDE_SCALE_ENTRY: tl.constexpr,
+    STRIDE_ROPE_SLOT: tl.constexpr, STRIDE_ROPE_ENTRY: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    SELECTED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (TOKENS * HEADS + BLOCK_M - 1) // BLOCK_M
     index, split = longest_first(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
@@ -386,8 +385,7 @@ def _attend_latents(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     visible = position_offset + tl.minimum(block_start + TOKENS, row_end)
     total_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
-    split_tiles = tl.cdiv(total_tiles, tl.num_programs(1))
-    lo, hi = split * split_tiles, tl.minimum(total_tiles, split * split_tiles + split_tiles)
+    lo, hi = _tiles_of_split(total_tiles, split, tl.num_programs(1))
     selected = selected + block_start.to(tl.int64) * top_k
     block_tables = block_tables + sequence * stride_table
     entry, slot = _locate_latents(
@@ -402,9 +400,7 @@ def _attend_latents(  # type: ignore[no-untyped-def]
             slot_index * STRIDE_SCALE_SLOT + page_entry * STRIDE_SCALE_ENTRY,
             valid, q, HEAD_DIM, BLOCK_D, GROUP, BLOCK_N)
         rope_offsets = slot_index * STRIDE_ROPE_SLOT + page_entry * STRIDE_ROPE_ENTRY
-        tile_mask = valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
-        k_rope = ropes + rope_offsets[:, None] + offs_rope[None, :]
-        k_rope = tl.load(k_rope, mask=tile_mask, other=0.0)
+        k_rope = _load_ropes(ropes, rope_offsets, valid, offs_rope, ROPE_DIM)
         visible_mask = valid[None, :] & (entry[None, :] <= (position_offset + token)[:, None])
         # Prefetch: the slots of the next tile, before this one is used.
         entry, slot = _locate_latents(
