@@ -1,8 +1,9 @@
 """Triton kernels of the layers. A kernel and its torch reference have the same file name, if any.
 
-Triton is imported in this folder and in `transfer/kernel.py` alone: only a CUDA device needs it. A
-layer imports a kernel where it launches it. All kernels also run in Triton's interpreter on a CPU,
-where tests compare them with the torch reference.
+Triton is imported in this folder and in `transfer/kernel.py` alone: only a CUDA device needs it.
+`layers/triton_ops.py` offers the kernels to layers, and `layers/backend.py` decides by device. All
+kernels also run in Triton's interpreter on a CPU, where tests compare them with the torch
+reference.
 
 | file | computes | torch reference (in `layers/`) |
 |---|---|---|
@@ -16,15 +17,15 @@ where tests compare them with the torch reference.
 | `indexer` | scores and top-k of sparse attention | `indexer` |
 | `compressor` | DeepSeek-V4's compressed entries | `compressor` |
 | `qkv` | norms and rope of queries and keys, and the KV write | `qkv` |
-| `kv_write` | packing and writing of entries into pages | `packing` |
+| `kv_write` | packing and writing of entries into pages | `kv_write` |
 | `rope` | norm and rope of interleaved pairs | `rope` |
-| `causal_conv` | causal depthwise convolution | `mamba` |
+| `causal_conv` | causal depthwise convolution | `causal_conv` |
 | `ssd_scan` | Mamba2's selective scan (SSD) | `ssd_scan` |
 | `gated_delta` | the gated delta rule, and KDA | `gated_delta` |
-| `gated_norm` | output norm and gate of recurrent layers | `mamba`, `linear_attention` |
+| `gated_norm` | output norm and gate of recurrent layers | `gated_norm` |
 | `hyper_connections` | mixing of residual streams | `hyper_connections` |
-| `moe_experts` | grouped GEMM of experts | `moe` |
-| `moe_routing` | top-k experts and their weights | `moe` |
+| `moe_experts` | grouped GEMM of experts | `moe_experts` |
+| `moe_routing` | top-k experts and their weights | `moe_routing` |
 | `norms` | RMS norm, layer norm, residual add, GLU | `elementwise` |
 | `sampling` | greedy argmax, and sampling from candidates | `engine/sampler` |
 | `host_copy` | small copies between host and device | `Tensor.copy_` |

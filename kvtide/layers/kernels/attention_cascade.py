@@ -2,7 +2,7 @@
 
 Sequences over one system prompt share its pages. Neighbours in the batch form a group, whose
 queries attend together over the pages that all of them share. `attention_decode` attends over the
-rest of each sequence and combines both. Torch reference: `layers/attention.py`, `attend`.
+rest of each sequence and combines both. Torch reference: `layers/attention.py`, `paged_attention`.
 
 `_find_shared_prefix`  grid (groups,): the length of a group's common prefix, in whole tiles
 `_cascade_prefix`      grid (KV heads, groups, splits): paged split-KV attention over the prefix

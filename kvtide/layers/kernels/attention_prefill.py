@@ -1,10 +1,10 @@
 """Paged prefill attention: FlashAttention over the KV cache and the step's own keys, causal.
 
-Cached keys are read through the block table, the step's own keys from the step. A CTA takes a
-block of new tokens with all query heads of one KV head, over all keys that the block sees; or a
-split of the tiles of several blocks, as `prefill_schedule` says. `attend_paged` also launches
+Cached keys are read through the block table, the step's own keys from the step. A CTA takes a block
+of new tokens with all query heads of one KV head, over all keys that the block sees; or a split of
+the tiles of several blocks, as `prefill_schedule` says. `paged_attention` also launches
 `attention_decode` for the sequences with one new token. Torch reference: `layers/attention.py`,
-`attend`.
+`paged_attention`.
 
 `_prefill`         grid (splits + blocks * KV heads,): online softmax over a CTA's tiles
 `_combine_splits`  grid (split blocks * KV heads, row tiles): combines blocks that were split

@@ -1,6 +1,7 @@
 """Causal depthwise convolution, from and to the sequences' convolution states.
 
-Torch reference: `layers/mamba.py`, `CausalConv`. Sums are fp32, results in the inputs' dtype.
+Torch reference: `layers/causal_conv.py`, `causal_conv`. Sums are fp32, results in the inputs'
+dtype.
 
 `_convolve`      grid (token blocks, channel blocks): tokens of any sequences; taps before a
                  sequence's first new token come from its state

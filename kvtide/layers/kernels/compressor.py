@@ -1,8 +1,8 @@
 """Compressed KV entries (DeepSeek-V4): gated means over blocks of tokens, for a whole step.
 
-Torch reference: `layers/compressor.py`, `Compressor`, from its projection on. A token that
-completes a block writes the block's entry: normed, rotated, packed. The last token of a sequence or
-of a page saves the incomplete means. Positions alone decide this.
+Torch reference: `layers/compressor.py`, `compress`. A token that completes a block writes the
+block's entry: normed, rotated, packed. The last token of a sequence or of a page saves the
+incomplete means. Positions alone decide this.
 
 `_compress`  grid (tokens,): most CTAs exit at once
 

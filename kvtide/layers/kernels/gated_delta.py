@@ -1,6 +1,6 @@
 """The gated delta rule (gated delta net, and KDA with a gate per channel), chunked.
 
-Torch reference: `layers/gated_delta.py`, `delta_tokens` and `delta_chunks`.
+Torch reference: `layers/gated_delta.py`, `gated_delta`.
 
 `_delta_token`     grid (sequences, heads, value blocks): one decode token, state in registers
 `_score_pairs`     grid (blocks of tokens, heads): with a gate per channel, q·k and k·k pair by pair

@@ -2,7 +2,7 @@
 
 `_gated_norm`  grid (tokens, blocks of groups)
 
-Torch reference: `layers/mamba.py`, `GroupedNorm`, and `layers/linear_attention.py`, `_gated`; fp32.
+Torch reference: `layers/gated_norm.py`, `gated_norm`; sums are fp32.
 """
 
 from __future__ import annotations

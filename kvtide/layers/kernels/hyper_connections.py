@@ -1,6 +1,6 @@
 """Hyper-connections: mixing of residual streams around a sublayer, fused.
 
-Torch reference: `layers/hyper_connections.py`, `HyperConnection` and `HyperHead`.
+Torch reference: `layers/hyper_connections.py`, `gather`, `spread` and `join`.
 
 `_project`         grid (token tiles, splits): logits of all streams of a token, a GEMM with few
                    columns and a long inner dimension, which is split (split-K). The sum of squares

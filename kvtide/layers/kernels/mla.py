@@ -5,9 +5,9 @@ All heads share a key, so a tile of rows is the heads of one token, or of neighb
 the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
 
 `mla_attention`    MLA over latents, all or the top-k of an indexer.
-                   Torch reference: `layers/attention.py`, `attend` and `attend_seen`.
+                   Torch reference: `layers/mla.py`, `mla_attention`.
 `block_attention`  DeepSeek-V4: a sliding window, and compressed entries, all or the top-k.
-                   Torch reference: `layers/attention.py`, `attend_seen`.
+                   Torch reference: `layers/mla.py`, `block_attention`.
 `_attend_latents`     grid (query blocks * head tiles, splits)
 `_attend_compressed`  grid (tokens * head tiles, splits)
 
@@ -73,7 +73,7 @@ def block_attention(
     """Attention of queries (tokens, heads, dim) over vectors that are key and value at once.
 
     A query sees a sliding window: cached tokens through the pages of `window`, the step's own in
-    `kept` (tokens, dim). Of the compressed `entries` it sees the `chosen` top-k (`choose_paged`),
+    `kept` (tokens, dim). Of the compressed `entries` it sees the `chosen` top-k (`select_entries`),
     or all that are complete at its position.
     """
     batch, queries = run.batch, queries.contiguous()
@@ -139,8 +139,8 @@ def mla_attention(
     """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).
 
     A key is a token's latent with its rope part, and its value the latent. A query sees the
-    `chosen` top-k tokens (`choose_paged`), or all up to itself. The step's own tokens are read from
-    the pages too.
+    `chosen` top-k tokens (`select_entries`), or all up to itself. The step's own tokens are read
+    from the pages too.
     """
     batch, queries = run.batch, queries.contiguous()
     tokens, heads, _ = queries.shape
@@ -343,7 +343,9 @@ def _locate_latents(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _load_ropes(ropes, offsets, valid, offs_rope, ROPE_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_ropes(  # type: ignore[no-untyped-def]
+    ropes, offsets, valid, offs_rope, ROPE_DIM: tl.constexpr,
+):
     """The rope parts of a tile's keys."""
     mask = valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
     return tl.load(ropes + offsets[:, None] + offs_rope[None, :], mask=mask, other=0.0)

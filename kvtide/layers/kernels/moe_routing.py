@@ -1,7 +1,7 @@
 """MoE routing in one kernel: from router logits to the top-k experts of a token and their weights.
 
-Torch reference: `layers/moe.py`, `score_and_route` and `route_by_top_softmax`; of equal scores the
-first expert wins, as in `layers/indexer.py`, `top`.
+Torch reference: `layers/moe_routing.py`, `route` and `route_by_top_softmax`; of equal scores the
+first expert wins, as in `layers/indexer.py`, `top_k`.
 
 `_route`  grid (tokens,): top-k by repeated maximum
 
@@ -50,7 +50,7 @@ def route(
 ) -> Routing:
     """Routes by the scores of logits (tokens, experts), or by the logits themselves.
 
-    `softmax_of_best`: weights are the softmax of the top-k scores. `told`: a table fixes the
+    `softmax_of_best`: weights are the softmax of the top-k scores. `fixed`: a table fixes the
     experts. `beside`: so many shared experts follow, numbered after the others, with weight one.
     """
     tokens, experts = logits.shape

@@ -9,7 +9,7 @@ with the longest context last, so the blocks that are split are the longest.
 
 `_schedule`  grid (1,): the table of blocks, from the lengths in `Batch.rows`
 
-Torch reference: none, the test compares `attend_paged` with `layers/attention.py`, `attend`.
+Torch reference: none; its test compares `paged_attention` with its reference.
 Surprising: the schedule is made on the device, since a CUDA graph is replayed with other sequences.
 """
 

@@ -1,6 +1,6 @@
 """QKV preparation and KV write, fused: norms, key gain, rope, and the write into pages.
 
-Torch reference: `layers/qkv.py`, `QKVParams`, then `ForwardPass.keep`, with the same roundings.
+Torch reference: `layers/qkv.py`, `split_heads`, then `layers/kv_write.py`, with the same roundings.
 
 `_prepare_qkv`  grid (token tiles, head tiles): one head after another
 """

@@ -1,12 +1,12 @@
 """RMS norm and rope of interleaved pairs, fused, for vectors that come out of a projection.
 
-Torch reference: `layers/elementwise.py`, `rms_norm`, then `layers/rope.py`, `rotate_neighbours`,
+Torch reference: `layers/elementwise.py`, `rms_norm`, then `layers/rope.py`, `rotate_interleaved`,
 with the same roundings.
 
 `_rotate_heads`       grid (tiles of rows,): in place
 `_norm_rotate_write`  grid (tokens,): also writes the KV entry
 
-Surprising: `turn` overwrites its input.
+Surprising: `rope` overwrites its input.
 """
 
 from __future__ import annotations

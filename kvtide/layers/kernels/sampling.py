@@ -4,7 +4,7 @@
 `_reduce_row`   grid (rows,): the same of a row, from its tiles
 `_sample_row`   grid (rows,): top-k, min-p and top-p over sorted candidates, then inverse CDF
 
-Torch reference: `engine/sampler.py`, `_likeliest` and `_drawn`.
+Torch reference: `engine/sampler.py`, `_greedy` and `_sample_candidates`.
 Surprising: `sample_candidates` returns -1 where candidates after the given ones could matter.
 """
 

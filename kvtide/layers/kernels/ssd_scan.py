@@ -1,6 +1,6 @@
 """Mamba2's selective scan (SSD), chunked, for all sequences of a step.
 
-Torch reference: `layers/ssd_scan.py`, `scan_tokens` and `scan_chunks`.
+Torch reference: `layers/ssd_scan.py`, `ssd_scan`.
 
 `_scan_token`   grid (sequences, heads, channel blocks): one decode token
 `_scan_chunks`  the same grid: over the chunks of a sequence, with the state in registers, in fp32

@@ -1,4 +1,4 @@
-"""Entries written by a program: the bytes that packing gives, in the slots that there are."""
+"""Entries written by a kernel: the bytes that packing gives, in the slots that there are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
+from kvtide.layers import kv_write as reference
 from kvtide.layers.kernels.kv_write import kv_write, kv_write_only
-from kvtide.layers.packing import plain
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, by_head, packed, scaled
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -92,11 +92,7 @@ class Keeping:
         if how == "kv_write_only":
             kv_write_only(run, self.place, values)
             return block, {}
-        rows, slots, within = run._target(self.place)
-        kept = self.place.packing.pack(values)
-        for name, value in kept.items():
-            plain(buffers.view("kv", 1)[name])[slots, within] = plain(value)[rows]
-        return block, self.place.packing.unpack(kept, *values)
+        return block, reference.kv_write(run, self.place, values)
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
