@@ -54,8 +54,16 @@ def test_every_family_with_a_forward_pass_declares_its_memory() -> None:
             {"n_group": 4, "topk_group": 1},
             "3 of 8 experts cannot be chosen from 1 of 4 groups",
         ),
-        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "how much of a head is rotated; leave it out"),
-        ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "layer 0 sees what an indexer"),
+        (
+            "deepseek_v3",
+            {"partial_rotary_factor": 0.5},
+            "how much of a head is rotated; leave it out",
+        ),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared", "full"]},
+            "layer 0 takes the selection of an indexer",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_a_sentence(
