@@ -69,7 +69,7 @@ class ModelMemory:
         return tuple(p for p in self.pools if p.name == anchor or p.follows == anchor)
 
     def optional_sidecars(self, anchor: str) -> tuple[str, ...]:
-        """What a page of the anchor may be without and still be used: a draft's KV."""
+        """Sidecars that a usable page of the anchor may lack: a draft's KV."""
         return tuple(p.name for p in self.pools if p.follows == anchor and not p.reuse.required)
 
     @property
@@ -80,9 +80,9 @@ class ModelMemory:
 
     @property
     def at_rest(self) -> ModelMemory:
-        """What there is to keep of a whole page: all but what is under way within one.
+        """The pools of a whole page, without those that hold state within a page.
 
-        So it is on the host and in storage, and so pages are moved.
+        The host and storage have these, and transfers move these.
         """
         lasting = tuple(pool for pool in self.pools if pool.reuse.reach != 0)
         return self if lasting == self.pools else replace(self, pools=lasting)
@@ -121,12 +121,12 @@ class ModelMemory:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the pass begins here."""
+        """Whether this slice has the model's first layer."""
         return self.own_layers.start == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the pass ends here."""
+        """Whether this slice has the model's last layer."""
         return self.own_layers.stop == self.layers
 
     @property
@@ -139,9 +139,9 @@ class ModelMemory:
     ) -> ModelMemory:
         """The memory of one pipeline stage (a range of global layers) and one tensor rank.
 
-        Anchors stay in every slice, if need be without a layer and so without a byte: every
-        rank then keeps the same books and comes to the same decisions. So do optional sidecars,
-        since books say which pages carry them. Any other sidecar without a layer is left out.
+        Anchors stay in every slice, if need be without a layer and so without a byte: every rank
+        then has the same tree and makes the same decisions. So do optional sidecars, since the
+        tree records which pages have them. Any other sidecar without a layer is left out.
         """
         layers = range(self.end_layer) if layers is None else layers
         if self.part is not None:

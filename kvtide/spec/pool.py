@@ -37,7 +37,7 @@ class Reuse:
     """What must be resident for generation to resume at a boundary b.
 
     reach     ALL: every page of [0, b). An integer w: the last w tokens before b. 0: nothing; the
-              pool holds what is under way within a page, and never leaves the device.
+              pool holds state within a page, and never leaves the device.
     stride    None: every page carries the state. An integer s: the state exists only where a
               checkpoint was taken, and regular checkpoints stand at multiples of s tokens.
     required  False: a resume without it is allowed (a draft's KV). Never stale, possibly absent.

@@ -55,10 +55,10 @@ def bytes_for(
 def _anchor_pages(
     anchor: PoolSpec, page_tokens: int, pages: int, tokens_per_checkpoint: int
 ) -> int:
-    """A finite reach gets its share, but never less than one request needs to run.
+    """Pages in proportion to the reach, but never less than one request needs to run.
 
-    That is what it resumes from, and twice as much for what it goes on to: a step keeps its last
-    stretch while the one before is still read.
+    A request needs the pages it resumes from, and twice as many for the steps after: one step
+    writes its pages while those of the step before are still read.
     """
     reach = anchor.reuse.reach_pages(page_tokens)
     if reach is None:
@@ -67,7 +67,7 @@ def _anchor_pages(
 
 
 def _beyond(memory: ModelMemory, total_bytes: int, tokens_per_checkpoint: int) -> int:
-    """A number of pages that surely does not fit: shares are rounded down by less than a slot."""
+    """A number of pages that surely does not fit: counts are rounded down by less than a slot."""
     page = memory.page_tokens
     scaled = rounding = 0
     for anchor in memory.anchors:

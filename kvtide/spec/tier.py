@@ -1,6 +1,6 @@
-"""The three places a page can be, and the values that ask for copies between two of them.
+"""The three tiers, and the values that request copies between two of them.
 
-Pages and entries are copied by different types: what is meant is never inferred from a count.
+Pages and entries have different types of moves, so a count never decides which is meant.
 """
 
 from __future__ import annotations

@@ -59,7 +59,11 @@ def test_every_family_with_a_forward_pass_declares_its_memory() -> None:
             {"partial_rotary_factor": 0.5},
             "how much of a head is rotated; leave it out",
         ),
-        ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "layer 0 sees what an indexer"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["shared", "full"]},
+            "layer 0 takes the selection of an indexer",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_a_sentence(

@@ -3,14 +3,14 @@
 This is the only place outside `models/` that knows models by name. `declare` looks the config's
 `model_type` up in one table; the row names a function that reads the config and returns pools.
 
-`parts`        what one layer keeps, and the pools that hold it: what families are made of
-`layers`       which layer is of which kind
-`attention`    by head, windows, latents, index keys
-`recurrent`    Mamba2, gated delta, KDA, short convolutions
-`deepseek_v4`  windows and compressed streams
+`pool_parts`          entries and pools, which families are made of
+`layer_kinds`         which layer is of which kind
+`attention_families`  by head, windows, latents, index keys
+`recurrent_families`  Mamba2, gated delta, KDA, short convolutions
+`deepseek_v4`         windows and compressed streams
 
-Anchors carry the same names in every family: `kv` keeps the whole history, `swa` the last
-window, `state` a checkpoint of what a recurrent layer remembers.
+Anchors have the same names in every family: `kv` keeps the whole history, `swa` the last window,
+`state` a checkpoint of recurrent states.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAGE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A row of the table: how to read a config, and what holds unless the caller says otherwise.
+    """A row of the table: how to read a config, and the defaults of the caller's settings.
 
     `mtp` reads what the model's layers for multi-token prediction keep.
     """

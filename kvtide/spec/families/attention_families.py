@@ -1,4 +1,4 @@
-"""Families whose layers attend: by head, in windows, over latents, or to what an indexer chooses.
+"""Families of attention layers: by head, in windows, over latents, or sparse by an indexer.
 
 Where a config does not list which layers are windowed, the family has a rule for it.
 """
@@ -82,13 +82,13 @@ def mla(config: Config, choices: Choices) -> list[PoolSpec]:
 
 
 def dsa(config: Config, choices: Choices) -> list[PoolSpec]:
-    """MLA with an index key per token, on the layers that choose for themselves."""
+    """MLA with an index key per token, on the layers with an indexer of their own."""
     keys = scaled("index_key", config.count("index_head_dim"), choices.kv)
     return [*mla(config, choices), PoolSpec("index", _indexed(config), keys, follows="kv")]
 
 
 def _indexed(config: Config) -> tuple[int, ...]:
-    """The layers with an indexer of their own; the others reuse the choice of one before them."""
+    """The layers with an indexer of their own; the others reuse an earlier selection."""
     layers = layer_count(config)
     if isinstance(pattern := config.values.get("index_topk_pattern"), str):
         config = Config(config.model, {**config.values, "index_topk_pattern": list(pattern)})

@@ -3,11 +3,11 @@
 A ratio is how many tokens one entry stands for. The sparse kind (4) compresses overlapping blocks
 and has an indexer; the heavy kind (128, and any other ratio) does neither.
 
-An entry is a weighted mean of its block's tokens: what a compressor has to remember is that mean
-under way, three numbers a channel (`layers/compressing.py`), however many tokens it stands for.
-Pages hold whole blocks, so at a page's end all blocks are closed. What remains is the share of the
-last block in the next one's mean, where blocks overlap: `c4_state` and `c4_index_state`. Means that
-begin and end within a page are `…_open`, and never leave the device.
+An entry is a weighted mean of its block's tokens. A compressor's state is the unfinished mean:
+three numbers a channel (`layers/compressor.py`), whatever the ratio. Pages hold whole blocks, so at
+a page's end all blocks are closed. Where blocks overlap, the sums of the last block for the next
+one remain: `c4_state` and `c4_index_state`. Means within a page are `…_open`, and never leave the
+device.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _v4_index(ratio: int, layers: tuple[int, ...], width: int, kv: KVDType) -> P
 
 
 def _v4_means(name: str, layers: tuple[int, ...], width: int, overlaps: bool) -> list[PoolSpec]:
-    """A compressor's means under way: of the open block, and its share in the next one's."""
+    """A compressor's unfinished means: of the open block, and its sums for the next one."""
     mean = Entry(tuple(Field(n, (width,), DType.FP32) for n in ("peak", "total", "mixed")))
     open_block = PoolSpec(
         f"{name}_open", layers, mean, tail_entries=1, follows="swa", reuse=Reuse(reach=0)
@@ -108,7 +108,7 @@ def _v4_ratios(config: Config) -> list[int]:
 
 
 def rotary_dims(config: Config) -> int:
-    """Of a head: as the lab says it, or as the share that transformers saves."""
+    """Of a head: as published, or from the fraction that `transformers` saves."""
     head_dim, share = config.count("head_dim"), config.find("partial_rotary_factor")
     if config.find("qk_rope_head_dim") is not None or not isinstance(share, float):
         rope = config.count("qk_rope_head_dim")

@@ -1,4 +1,4 @@
-"""What families are put together from: what one layer keeps, and the pools that hold it."""
+"""Entries and pools, which families are put together from."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class KVDType(Enum):
 
     @property
     def unpacked(self) -> DType:
-        """For what is never kept in 8 bits: rotary parts, convolution inputs."""
+        """For fields that are never stored in 8 bits: rotary parts, convolution inputs."""
         return DType.BF16 if self is KVDType.FP8 else self.element
 
 
