@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtide.engine.device_kernels import DeviceKernels, device_kernels
+
 Wait = Callable[[int], None]
 """Called before a layer reads the KV of earlier tokens: orders it behind the layer's load."""
 LATE = 0.75
@@ -62,7 +64,8 @@ class GraphCapture(Protocol):
 
 
 def graph_capture(device: torch.device) -> GraphCapture:
-    return _CudaCapture(device) if device.type == "cuda" else _EagerCapture()
+    kernels = device_kernels(device)
+    return _EagerCapture() if kernels is None else _CudaCapture(device, kernels)
 
 
 def no_wait(layer: int) -> None:
@@ -73,7 +76,8 @@ def no_wait(layer: int) -> None:
 
 
 class _PinnedInput:
-    def __init__(self, count: int, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device, kernels: DeviceKernels) -> None:
+        self._kernels = kernels
         self._here = torch.full((count,), -1, dtype=torch.int32).pin_memory()
         self.on_device = self._here.to(device)
         self._sent = torch.cuda.Event()
@@ -83,24 +87,21 @@ class _PinnedInput:
         return self._here.numpy()
 
     def send(self) -> None:
-        # Triton exists only beside a CUDA build of torch.
-        from kvtide.layers.kernels.host_copy import host_copy
-
-        host_copy(self._here, self.on_device)
+        self._kernels.host_copy(self._here, self.on_device)
         self._sent.record()
 
 
 class _CudaCapture:
     """All graphs share one stream and one memory pool: libraries keep a workspace per stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, kernels: DeviceKernels) -> None:
+        self._device, self._kernels = device, kernels
         self._outputs: dict[str, Tensor] = {}
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def input_buffer(self, count: int) -> InputBuffer:
-        return _PinnedInput(count, self._device)
+        return _PinnedInput(count, self._device, self._kernels)
 
     def capture(
         self, forward: Callable[[Wait], Tensor], output: str, max_rows: int, per_layer: bool

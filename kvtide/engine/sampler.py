@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtide.engine.device_kernels import DeviceKernels
 from kvtide.engine.staging import Staging
 
 COLDEST = 1e-3
@@ -141,7 +142,7 @@ def score(
     logits: Tensor, tokens: Sequence[int], count: int, staging: Staging
 ) -> list[SampledToken]:
     """The log-probability of each row's following token, with the `count` top tokens."""
-    facts = _greedy(logits)
+    facts = _greedy(logits, None, staging.kernels)
     following = staging.indices(tokens)[:, None]
     facts[:, :1], facts[:, 1:2] = following, logits.gather(1, following)
     return _Report(logits, facts, [count] * len(tokens), staging).read()
@@ -155,7 +156,7 @@ def _sampled(
     logits: Tensor, inputs: Sequence[SamplingInput], candidates: int, staging: Staging
 ) -> Tensor:
     """Facts as of `_greedy` with the sampled token, or `_UNDECIDED`."""
-    facts = _greedy(logits)
+    facts = _greedy(logits, None, staging.kernels)
     sampled = [row for row, each in enumerate(inputs) if not _is_greedy(each.sampling)]
     if sampled:
         rows = staging.indices(sampled)
@@ -173,12 +174,10 @@ def _is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
 
 
-def _greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
+def _greedy(logits: Tensor, scales: Tensor | None, kernels: DeviceKernels | None) -> Tensor:
     """Of each row: argmax, its logit, and log Σ exp(scale · logits); (rows, 3) in fp64."""
-    if logits.is_cuda:
-        from kvtide.layers.kernels.sampling import greedy
-
-        return greedy(logits, scales)
+    if kernels is not None:
+        return kernels.greedy(logits, scales)
     maxima, tokens = logits.max(-1)
     scale = torch.ones_like(maxima) if scales is None else scales.float()
     # Row by row: how a sum is split may depend on the number of rows.
@@ -247,17 +246,17 @@ def _sampled_tokens(
     _penalise(logits, inputs, staging)
     cold = [each.sampling.temperature < COLDEST for each in inputs]
     if all(cold):
-        return _greedy(logits)[:, 0].long()
+        return _greedy(logits, None, staging.kernels)[:, 0].long()
     table = [_settings(each, logits.shape[1]) for each in inputs]
     columns_of = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
     columns_of[0] = columns_of[0].astype(np.float32)  # All sums use the same scale, to the bit.
     (columns,) = staging.to_device(columns_of)
-    facts = _greedy(logits, columns[0])
+    facts = _greedy(logits, columns[0], staging.kernels)
     if candidates < logits.shape[1]:
         values, ids = logits.topk(candidates)
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    places = _places(values, facts, columns[:5], logits.shape[1])
+    places = _places(values, facts, columns[:5], logits.shape[1], staging.kernels)
     tokens = torch.where(places < 0, _UNDECIDED, ids.gather(1, places.clamp(min=0)))
     return torch.where(columns[5, :, None] > 0, facts[:, :1].long(), tokens).squeeze(1)
 
@@ -274,11 +273,11 @@ def _settings(each: SamplingInput, vocabulary: int) -> tuple[float, ...]:
     )
 
 
-def _places(values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int) -> Tensor:
-    if values.is_cuda and values.shape[1] < vocabulary:
-        from kvtide.layers.kernels.sampling import sample_candidates
-
-        return sample_candidates(values, facts, limits)
+def _places(
+    values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int, kernels: DeviceKernels | None
+) -> Tensor:
+    if kernels is not None and values.shape[1] < vocabulary:
+        return kernels.sample_candidates(values, facts, limits)
     return _sample_candidates(values.double(), facts, Limits(*limits[..., None]), vocabulary)
 
 

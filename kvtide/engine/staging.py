@@ -16,21 +16,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtide.engine.device_kernels import DeviceKernels, device_kernels
+
 
 class Staging:
     """To and from one device. On a CPU nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.kernels = device_kernels(device)
         self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def to_device(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Arrays of one dtype on the device, in one copy that the host does not wait for."""
         flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
         there = flat
-        if self.device.type == "cuda":
+        if self.kernels is not None:
             there, pinned = torch.empty_like(flat, device=self.device), flat.pin_memory()
-            self._copy(pinned, there, pinned)
+            self._copy(self.kernels, pinned, there, pinned)
         ends = np.cumsum([0, *(array.size for array in arrays)]).tolist()
         return [
             there[start:end].view(array.shape)
@@ -45,9 +48,9 @@ class Staging:
         """Queue a copy of tensors of one dtype to the host; the returned call waits for it."""
         flat = torch.cat([each.flatten() for each in tensors])
         here, copied = flat, None
-        if self.device.type == "cuda":
+        if self.kernels is not None:
             here = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            copied = self._copy(flat, here, here)
+            copied = self._copy(self.kernels, flat, here, here)
 
         def read() -> list[Tensor]:
             if copied is not None:
@@ -57,13 +60,13 @@ class Staging:
 
         return read
 
-    def _copy(self, source: Tensor, target: Tensor, pinned: Tensor) -> torch.cuda.Event:
+    def _copy(
+        self, kernels: DeviceKernels, source: Tensor, target: Tensor, pinned: Tensor
+    ) -> torch.cuda.Event:
         """Holds the pinned memory until the device is done with it."""
-        from kvtide.layers.kernels.host_copy import host_copy
-
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
-        host_copy(source.view(torch.int32), target.view(torch.int32))
+        kernels.host_copy(source.view(torch.int32), target.view(torch.int32))
         copied = torch.cuda.Event()
         copied.record()
         self._in_flight.append((copied, pinned))

@@ -360,7 +360,7 @@ def test_the_program_draws_the_same(candidates: int, device: torch.device):
     ]
     logits, rows = logits[: len(drawings)], [sampler._settings(each, 40) for each in drawings]
     limits = torch.tensor(rows, dtype=torch.float64).T.contiguous()
-    facts = sampler._greedy(logits, limits[0])
+    facts = sampler._greedy(logits, limits[0], None)
     values = logits.topk(candidates).values
     wanted = sampler._sample_candidates(values.double(), facts, Limits(*limits[..., None]), 40)
     found = sample_candidates(*(each.to(device) for each in (values, facts, limits)))

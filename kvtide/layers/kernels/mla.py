@@ -192,7 +192,7 @@ def mla_attention(
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _tiles_of_split(total_tiles, split, splits):  # type: ignore[no-untyped-def]
     """The first tile of a split, and the end."""
     split_tiles = tl.cdiv(total_tiles, splits)
