@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.elementwise import swish
-from kvtide.layers.kernels.norms import added, gated, normed
+from kvtide.layers.kernels.norms import add_rms_norm, gated, rms_norm
 
 Made = tuple[Callable[[], object], int, int]
 """The call to time, the bytes it moves, and its FLOPs."""
@@ -21,12 +21,12 @@ def _some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def _norm(*shape: int) -> Made:
     x, weight = _some(*shape), _some(shape[-1], dtype=torch.float32)
-    return lambda: normed(x, weight, 1e-6), 4 * x.numel(), 4 * x.numel()
+    return lambda: rms_norm(x, weight, 1e-6), 4 * x.numel(), 4 * x.numel()
 
 
 def _added(*shape: int) -> Made:
     x, y, weight = _some(*shape), _some(*shape), _some(shape[-1], dtype=torch.float32)
-    return lambda: added(x, y, weight, 1e-6), 8 * x.numel(), 5 * x.numel()
+    return lambda: add_rms_norm(x, y, weight, 1e-6), 8 * x.numel(), 5 * x.numel()
 
 
 def _gated(tokens: int, width: int) -> Made:

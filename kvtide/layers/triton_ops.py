@@ -66,13 +66,13 @@ class TritonOps(WrittenByKernel):
     # -- single rows -----------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return norms.normed(x, *norm)
+        return norms.rms_norm(x, *norm)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        return norms.added(x, y, *norm)
+        return norms.add_rms_norm(x, y, *norm)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return norms.layer_normed(x, weight, bias, eps)
+        return norms.layer_norm(x, weight, bias, eps)
 
     def gated(
         self, gate: Tensor, up: Tensor, activation: Activation, limit: float | None = None

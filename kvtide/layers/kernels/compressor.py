@@ -28,13 +28,15 @@ MAX_BLOCK_TOKENS = 16
 """Tokens of a block that are reduced at a time."""
 
 
-def compress(run: ForwardPass, stream: CompressedStream, products: Tensor, turns: Tensor) -> None:
+def compress(
+    run: ForwardPass, stream: CompressedStream, values_gates: Tensor, cos_sin: Tensor
+) -> None:
     """Writes the entries that the step completes, and saves the incomplete means.
 
-    products  (tokens, values and gates), fp32: the projection
-    turns     (tokens, 2, pairs), fp32: cos and sin at the first position of every token's block
+    values_gates  (tokens, values and gates), fp32: the projection
+    cos_sin       (tokens, 2, pairs), fp32: of the first position of every token's block
     """
-    args = (run, stream, products, turns)
+    args = (run, stream, values_gates, cos_sin)
     if run.batch.bounds.longest == 1:
         _launch(*args, writes_entries=True, writes_state=True)
         return

@@ -21,15 +21,15 @@ MIN_CHANNELS = 1024
 """Channels per CTA, at least, if there are as many."""
 
 
-def gated_norm(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
-    """The gated norm of (tokens, channels), in the dtype of the gates."""
-    tokens, channels = gates.shape
-    out = torch.empty((tokens, channels), dtype=gates.dtype, device=gates.device)
+def gated_norm(x: Tensor, gate: Tensor, how: GatedNorm) -> Tensor:
+    """The gated norm of (tokens, channels), in the dtype of the gate."""
+    tokens, channels = gate.shape
+    out = torch.empty((tokens, channels), dtype=gate.dtype, device=gate.device)
     width, weight = channels // how.groups, how.weight
     block_width = power_of_two(width)
     block_groups = min(max(1, MIN_CHANNELS // block_width), power_of_two(how.groups))
     _gated_norm[(tokens, divided_up(how.groups, block_groups))](
-        *(mixed, gates, gates if weight is None else weight, out, gates.stride(0), how.eps),
+        *(x, gate, gate if weight is None else weight, out, gate.stride(0), how.eps),
         GROUPS=how.groups,
         WIDTH=width,
         PER_GROUP_WEIGHT=weight is not None and weight.dim() == 2,

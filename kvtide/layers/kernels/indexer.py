@@ -56,10 +56,12 @@ def select_entries(
     """
     batch, ratio = run.batch, place.pool.tokens_per_entry
     max_visible = (batch.bounds.max_past + batch.bounds.longest) // ratio
-    chosen = batch.rows.new_empty((len(queries), count))
+    selected = batch.rows.new_empty((len(queries), count))
     if max_visible <= count:
-        _select(run, chosen.new_empty((1, 1), dtype=torch.float32), chosen, ratio, max_visible, 0)
-        return chosen
+        _select(
+            run, selected.new_empty((1, 1), dtype=torch.float32), selected, ratio, max_visible, 0
+        )
+        return selected
     queries = queries.contiguous()
     queries_at_once = (
         len(queries) if batch.bounds.longest == 1 else max(1, MAX_SCORES // max_visible)
@@ -70,9 +72,9 @@ def select_entries(
     )
     for first in range(0, len(queries), queries_at_once):
         score_entries(run, place, queries, weights, scores, first)
-        rows = chosen[first : first + queries_at_once]
+        rows = selected[first : first + queries_at_once]
         _select(run, scores, rows, ratio, max_visible, first)
-    return chosen
+    return selected
 
 
 def score_entries(
@@ -120,26 +122,26 @@ def score_entries(
 
 
 def _select(
-    run: ForwardPass, scores: Tensor, chosen: Tensor, ratio: int, max_visible: int, first: int
+    run: ForwardPass, scores: Tensor, selected: Tensor, ratio: int, max_visible: int, first: int
 ) -> None:
-    """Fills `chosen`, whose first row is row `first` of the step, with the top-k indices.
+    """Fills `selected`, whose first row is row `first` of the step, with the top-k indices.
 
     If no query can see more than top-k entries, scores are not read.
     """
-    tokens, count = chosen.shape
+    tokens, count = selected.shape
     tile = max(TILE, power_of_two(MIN_TILES_OF_TOP_K * count))
     if max_visible <= _MIN_TILE:
         tile = min(tile, _MIN_TILE)
-    numbers, width = chosen, max_visible
+    numbers, width = selected, max_visible
     for tiles in _tiles_per_round(max_visible, tile, count):
         last = tiles == 1
-        found = chosen if last else chosen.new_empty((tokens, tiles * count))
+        found = selected if last else selected.new_empty((tokens, tiles * count))
         values = scores if last else scores.new_empty(found.shape)
         _select_tile[(tokens, tiles)](
             *(scores, numbers, found, values, run.batch.rows, run.batch.owners),
             *(scores.stride(0), first, count, width),
             RATIO=ratio,
-            FIRST=numbers is chosen,
+            FIRST=numbers is selected,
             LAST=last,
             SCORED=max_visible > count,
             BLOCK=tile,
@@ -299,7 +301,7 @@ def _top_k(bits, valid, count):  # type: ignore[no-untyped-def]
 
 @kernel("rows", "owners", "stride_scores", "first", "width")  # type: ignore[untyped-decorator]
 def _select_tile(  # type: ignore[no-untyped-def]
-    scores, indices, chosen, values, rows, owners, stride_scores, first, count, width,
+    scores, indices, out, values, rows, owners, stride_scores, first, count, width,
     RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
@@ -323,12 +325,12 @@ def _select_tile(  # type: ignore[no-untyped-def]
         selected = _top_k(_sortable_bits(scores + entry, valid), valid, count)
     rank = tl.cumsum(selected.to(tl.int32), 0) - 1
     out_offset = (row64 * tl.num_programs(1) + tile) * count
-    tl.store(chosen + out_offset + rank, index, mask=selected)
+    tl.store(out + out_offset + rank, index, mask=selected)
     if not LAST:
         tl.store(
             values + out_offset + rank, tl.load(scores + entry, mask=selected, other=0.0),
             mask=selected)
     lane = tl.arange(0, BLOCK_K)
     rest = (lane > tl.max(rank, 0)) & (lane < count)
-    tl.store(chosen + out_offset + lane, lane * 0 - 1, mask=rest)
+    tl.store(out + out_offset + lane, lane * 0 - 1, mask=rest)
 # fmt: on

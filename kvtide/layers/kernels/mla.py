@@ -68,20 +68,20 @@ def block_attention(
     entries: Place | None,
     queries: Tensor,
     how: Attending,
-    chosen: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries (tokens, heads, dim) over vectors that are key and value at once.
 
     A query sees a sliding window: cached tokens through the pages of `window`, the step's own in
-    `kept` (tokens, dim). Of the compressed `entries` it sees the `chosen` top-k (`select_entries`),
-    or all that are complete at its position.
+    `kept` (tokens, dim). Of the compressed `entries` it sees the `selected` top-k
+    (`select_entries`), or all that are complete at its position.
     """
     batch, queries = run.batch, queries.contiguous()
     # Exact if queries have 16 bits, or the dtype of `kept`.
     kept = kept.to(queries.dtype)
     tokens, heads, dim = queries.shape
     compressed = _Compressed(
-        entries or window, entries.pool.tokens_per_entry if entries else 0, chosen
+        entries or window, entries.pool.tokens_per_entry if entries else 0, selected
     )
     tile_rows = rows_per_tile(heads)
     ctas = tokens * divided_up(heads, tile_rows)
@@ -98,16 +98,16 @@ def block_attention(
     _attend_compressed[(ctas, split.count)](
         *(queries, kept, *window_fields, *compressed_fields),
         *(split.partial_out, split.partial_stats),
-        *(queries if other is None else other for other in (chosen, how.sinks)),
+        *(queries if other is None else other for other in (selected, how.sinks)),
         *(batch.rows, batch.owners, *tables, *(table.stride(0) for table in tables)),
-        *(kept.stride(0), 0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
+        *(kept.stride(0), 0 if selected is None else selected.shape[1], how.scale * LOG2_E, tokens),
         STRIDE_WINDOW_SLOT=window_fields[0].stride(0),
         STRIDE_SLOT=compressed_fields[0].stride(0),
         STRIDE_ENTRY=window_fields[0].stride(1),
         PAGE_TOKENS=run.step.page_tokens,
         PAGE_ENTRIES=run.step.page_tokens // max(1, compressed.ratio),
         RATIO=compressed.ratio,
-        SELECTED=chosen is not None,
+        SELECTED=selected is not None,
         WINDOW=how.window,
         SINKS=how.sinks is not None,
         SPLIT=split.count > 1,
@@ -134,12 +134,12 @@ def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tens
 
 
 def mla_attention(
-    run: ForwardPass, place: Place, queries: Tensor, how: Attending, chosen: Tensor | None = None
+    run: ForwardPass, place: Place, queries: Tensor, how: Attending, selected: Tensor | None = None
 ) -> Tensor:
     """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).
 
     A key is a token's latent with its rope part, and its value the latent. A query sees the
-    `chosen` top-k tokens (`select_entries`), or all up to itself. The step's own tokens are read
+    `selected` top-k tokens (`select_entries`), or all up to itself. The step's own tokens are read
     from the pages too.
     """
     batch, queries = run.batch, queries.contiguous()
@@ -148,7 +148,7 @@ def mla_attention(
     latent, rope, scales = view["latent"], view["rope"], view.get("latent_scale")
     rank, rope_dim = latent.shape[-1], rope.shape[-1]
     block_tokens = (
-        1 if batch.bounds.longest == 1 or chosen is not None else max(1, TILE_ROWS // heads)
+        1 if batch.bounds.longest == 1 or selected is not None else max(1, TILE_ROWS // heads)
     )
     blocks, busy_blocks = batch.owners, tokens
     if block_tokens > 1:
@@ -157,16 +157,16 @@ def mla_attention(
     tile_rows = rows_per_tile(block_tokens * heads)
     head_tiles = divided_up(block_tokens * heads, tile_rows)
     visible = batch.bounds.max_past + batch.bounds.longest
-    visible_keys = visible if chosen is None else min(visible, chosen.shape[1])
+    visible_keys = visible if selected is None else min(visible, selected.shape[1])
     split = SplitKV.of(queries, rank, busy_blocks * head_tiles, tile_rows, visible_keys)
     table = batch.slots[place.anchor]
     # Larger tiles need shared memory that gathering, unpacking or few rows do not leave.
-    large = tile_rows == TILE_ROWS and chosen is None and scales is None
+    large = tile_rows == TILE_ROWS and selected is None and scales is None
     _attend_latents[(len(blocks) * head_tiles, split.count)](
         *(queries, latent, latent if scales is None else scales, rope),
         *(split.partial_out, split.partial_stats),
-        *(queries if chosen is None else chosen, batch.rows, blocks, table, table.stride(0)),
-        *(0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
+        *(queries if selected is None else selected, batch.rows, blocks, table, table.stride(0)),
+        *(0 if selected is None else selected.shape[1], how.scale * LOG2_E, tokens),
         STRIDE_SLOT=latent.stride(0),
         STRIDE_ENTRY=latent.stride(1),
         STRIDE_SCALE_SLOT=0 if scales is None else scales.stride(0),
@@ -174,7 +174,7 @@ def mla_attention(
         STRIDE_ROPE_SLOT=rope.stride(0),
         STRIDE_ROPE_ENTRY=rope.stride(1),
         PAGE_TOKENS=run.step.page_tokens,
-        SELECTED=chosen is not None,
+        SELECTED=selected is not None,
         SPLIT=split.count > 1,
         HEADS=heads,
         TOKENS=block_tokens,

@@ -103,16 +103,16 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     return next((tiles for rows, tiles in _HALF.items() if pairs <= rows * experts), _MANY)
 
 
-def arrange(chosen: Tensor, own: range, rows: int) -> Arranged:
+def arrange(selected: Tensor, own: range, rows: int) -> Arranged:
     """Pairs sorted by expert (stable), and their blocks of so many rows."""
-    pairs, count = chosen.numel(), len(own)
+    pairs, count = selected.numel(), len(own)
     counted = pairs <= COUNTED
     tile = next((tile for tile in _PAIR_TILES if pairs <= tile), COUNTED)
     max_blocks = pairs // rows + (min(pairs, count) if counted else count)
-    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
-    blocks = torch.empty((max_blocks, 3), dtype=torch.int32, device=chosen.device)
+    order = torch.empty(pairs, dtype=torch.int32, device=selected.device)
+    blocks = torch.empty((max_blocks, 3), dtype=torch.int32, device=selected.device)
     _sort_pairs[(count,)](
-        *(chosen.contiguous(), order, blocks, own.start, pairs, max_blocks),
+        *(selected.contiguous(), order, blocks, own.start, pairs, max_blocks),
         COUNTED=counted,
         OWN=count,
         BINS=max(16, power_of_two(count)),
@@ -191,7 +191,7 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
 # fmt: off
 @kernel("pairs", "max_blocks")  # type: ignore[untyped-decorator]
 def _sort_pairs(  # type: ignore[no-untyped-def]
-    chosen, order, blocks, offset, pairs, max_blocks,
+    selected, order, blocks, offset, pairs, max_blocks,
     COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -200,7 +200,7 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
     earlier_count, own_count = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for first_pair in range(0, pairs, TILE):
         pair = first_pair + lane
-        expert_of_pair = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32) - offset
+        expert_of_pair = tl.load(selected + pair, mask=pair < pairs, other=-1).to(tl.int32) - offset
         is_earlier = (pair < pairs) & (expert_of_pair >= 0) & (expert_of_pair < expert)
         earlier_count += is_earlier.to(tl.int32)
         own_count += ((pair < pairs) & (expert_of_pair == expert)).to(tl.int32)
@@ -208,13 +208,13 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
     placed = start
     for first_pair in range(0, pairs, TILE):
         pair = first_pair + lane
-        expert_of_pair = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32) - offset
+        expert_of_pair = tl.load(selected + pair, mask=pair < pairs, other=-1).to(tl.int32) - offset
         is_own = (pair < pairs) & (expert_of_pair == expert)
         rank = tl.cumsum(is_own.to(tl.int32), 0)
         tl.store(order + placed + rank - 1, pair, mask=is_own)
         placed += tl.max(rank, 0)
     if COUNTED:
-        expert_of_pair = tl.load(chosen + lane, mask=lane < pairs, other=-1).to(tl.int32) - offset
+        expert_of_pair = tl.load(selected + lane, mask=lane < pairs, other=-1).to(tl.int32) - offset
         inside = (lane < pairs) & (expert_of_pair >= 0) & (expert_of_pair < OWN)
         counts = tl.histogram(tl.where(inside, expert_of_pair, 0), BINS, mask=inside)
         earlier_blocks = tl.where(tl.arange(0, BINS) < expert, (counts + BLOCK_M - 1) // BLOCK_M, 0)
@@ -312,7 +312,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _combine_experts(  # type: ignore[no-untyped-def]
-    expert_out, chosen, expert_weights, out, start, stop,
+    expert_out, selected, expert_weights, out, start, stop,
     WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -321,7 +321,7 @@ def _combine_experts(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_N], tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
-        expert = tl.load(chosen + pair)
+        expert = tl.load(selected + pair)
         is_own = (expert >= start) & (expert < stop)
         weight = tl.load(expert_weights + pair).to(tl.float32)
         value = tl.load(expert_out + pair * WIDTH + column, mask=mask & is_own, other=0.0)

@@ -31,16 +31,16 @@ _SCORES: dict[Activation | None, int] = {
 }
 
 
-def has_kernel(experts: int, choice: RoutingRule, score: Activation | None) -> bool:
+def has_kernel(experts: int, rule: RoutingRule, score: Activation | None) -> bool:
     """Whether the kernel supports this routing: groups need powers of two."""
-    grouped = choice.allowed < choice.groups
-    whole = experts & (experts - 1) == 0 and choice.groups & (choice.groups - 1) == 0
+    grouped = rule.allowed < rule.groups
+    whole = experts & (experts - 1) == 0 and rule.groups & (rule.groups - 1) == 0
     return experts <= MAX_EXPERTS and score in _SCORES and (whole or not grouped)
 
 
 def route(
     logits: Tensor,
-    choice: RoutingRule,
+    rule: RoutingRule,
     score: Activation | None,
     bias: Tensor | None = None,
     *,
@@ -54,32 +54,34 @@ def route(
     experts. `beside`: so many shared experts follow, numbered after the others, with weight one.
     """
     tokens, experts = logits.shape
-    count = choice.count if fixed is None else fixed.table.shape[1]
+    count = rule.count if fixed is None else fixed.table.shape[1]
     columns, width = count + beside, max(32, power_of_two(experts))
-    chosen = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
-    shares = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
-    grouped = fixed is None and choice.allowed < choice.groups
+    selected = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
+    grouped = fixed is None and rule.allowed < rule.groups
     assert fixed is None or fixed.table.is_contiguous()
-    table, rows = (chosen, chosen) if fixed is None else (fixed.table, fixed.tokens.contiguous())
+    table, rows = (
+        (selected, selected) if fixed is None else (fixed.table, fixed.tokens.contiguous())
+    )
     _route[(tokens,)](
-        *(logits, logits if bias is None else bias, table, rows, chosen, shares),
-        *(logits.stride(0), logits.stride(1), choice.scale),
+        *(logits, logits if bias is None else bias, table, rows, selected, weights),
+        *(logits.stride(0), logits.stride(1), rule.scale),
         EXPERTS=experts,
         TOP_K=count,
         SHARED_EXPERTS=beside,
         FIXED=fixed is not None,
         SCORE=_SCORES[score],
         BIASED=bias is not None,
-        GROUPS=choice.groups if grouped else 1,
-        TOP_GROUPS=choice.allowed,
-        GROUP_DEPTH=min(choice.group_depth, experts // choice.groups),
-        RENORMALISED=choice.renormalised,
+        GROUPS=rule.groups if grouped else 1,
+        TOP_GROUPS=rule.allowed,
+        GROUP_DEPTH=min(rule.group_depth, experts // rule.groups),
+        RENORMALISED=rule.renormalised,
         SOFTMAX=softmax_of_best,
         BLOCK_EXPERTS=experts if grouped else width,
         BLOCK_K=power_of_two(columns),
         num_warps=1 if width <= 512 else 2,
     )
-    return Routing(chosen, shares)
+    return Routing(selected, weights)
 
 
 @triton.jit
@@ -182,7 +184,7 @@ def _top_k(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
-    logits, bias, table, tokens, chosen, expert_weights, token_stride, expert_stride, scale,
+    logits, bias, table, tokens, selected, expert_weights, token_stride, expert_stride, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED_EXPERTS: tl.constexpr,
     FIXED: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_DEPTH: tl.constexpr,
@@ -213,6 +215,6 @@ def _route(  # type: ignore[no-untyped-def]
     experts = tl.where(lane < TOP_K, experts, EXPERTS + lane - TOP_K)
     weights = tl.where(lane < TOP_K, weights, 1.0)
     offsets = token * (TOP_K + SHARED_EXPERTS) + lane
-    tl.store(chosen + offsets, experts, mask=lane < TOP_K + SHARED_EXPERTS)
+    tl.store(selected + offsets, experts, mask=lane < TOP_K + SHARED_EXPERTS)
     tl.store(expert_weights + offsets, weights, mask=lane < TOP_K + SHARED_EXPERTS)
 # fmt: on

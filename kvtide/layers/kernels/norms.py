@@ -28,17 +28,17 @@ _ELEMENTS_PER_WARP = 512
 _MAX_WARPS = 16
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`elementwise.rms_norm` over the last axis."""
     return _launch_norm(x, None, weight, None, eps)[1]
 
 
-def added(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + y, and its RMS norm."""
     return _launch_norm(x, y, weight, None, eps)
 
 
-def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`elementwise.layer_norm` over the last axis."""
     return _launch_norm(x, None, weight, bias, eps)[1]
 

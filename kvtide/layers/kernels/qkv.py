@@ -27,11 +27,11 @@ FEW_TOKENS = 256
 
 
 def qkv_write(
-    run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: QKVParams
+    run: ForwardPass, place: Place, by_head: Tensor, cos_sin: Tensor | None, how: QKVParams
 ) -> tuple[Tensor, Fields]:
     """Queries, and keys and values as stored, of heads (tokens, heads + 2 · KV heads, dim).
 
-    `turns`: cos and sin of the step's positions, (tokens, 2, pairs), as `Rope` gives them.
+    `cos_sin`: of the step's positions, (tokens, 2, pairs), as `Rope` gives them.
     """
     count, all_heads, dim = by_head.shape
     view, table = run.step.view(place.pool.name, place.layer), run.batch.slots[place.anchor]
@@ -44,7 +44,7 @@ def qkv_write(
     norms = [how.query_norm, how.key_norm]
     _prepare_qkv[(divided_up(count, tokens), divided_up(all_heads, each))](
         *(by_head, queries, kept["k"], kept["v"], view["k"], view["v"]),
-        by_head if turns is None else turns,
+        by_head if cos_sin is None else cos_sin,
         *(by_head if norm is None else norm.weight for norm in norms),
         *(run.batch.rows, run.batch.owners, table),
         *(count, by_head.stride(0), by_head.stride(1), table.stride(0)),
@@ -57,7 +57,7 @@ def qkv_write(
         KEY_NORM=how.key_norm is not None,
         GAIN=how.key_gain != 1.0,
         LIMIT=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
-        PAIRS=0 if turns is None else turns.shape[-1],
+        PAIRS=0 if cos_sin is None else cos_sin.shape[-1],
         HEADS=queries.shape[1],
         KV_HEADS=kv_heads,
         HEADS_PER_CTA=each,

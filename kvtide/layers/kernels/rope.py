@@ -37,20 +37,20 @@ ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The model's dtype as a constant of `rounded`."""
 
 
-def rope(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
+def rope(x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
     """Rotates the last dimensions of every head of x (tokens, heads, dim), in place.
 
-    turns  (tokens, 2, pairs), fp32: cos and sin; `back`: the inverse rotation
+    cos_sin  (tokens, 2, pairs), fp32: cos and sin; `back`: the inverse rotation
     eps    of an RMS norm over each head before the rotation; None: no norm
     """
     tokens, heads, dim = x.shape
-    assert x.stride(-1) == 1 and turns.is_contiguous()
-    pairs = turns.shape[-1]
+    assert x.stride(-1) == 1 and cos_sin.is_contiguous()
+    pairs = cos_sin.shape[-1]
     first = 0 if eps is not None else dim - 2 * pairs
     columns = power_of_two(dim - first)
     rows = max(1, TILE_ELEMENTS // columns)
     _rotate_heads[(divided_up(tokens * heads, rows),)](
-        *(bits(x), turns, x.stride(0), x.stride(1), tokens * heads, eps or 0.0),
+        *(bits(x), cos_sin, x.stride(0), x.stride(1), tokens * heads, eps or 0.0),
         HEADS=heads,
         FIRST=first,
         DIM=dim,
@@ -65,7 +65,7 @@ def rope(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = Fal
 
 
 def norm_rope_write(
-    run: ForwardPass, place: Place, x: Tensor, norm: tuple[Tensor, float], turns: Tensor
+    run: ForwardPass, place: Place, x: Tensor, norm: tuple[Tensor, float], cos_sin: Tensor
 ) -> Tensor:
     """Norms and rotates x (tokens, dim), writes it into pages, and returns it as stored.
 
@@ -79,12 +79,12 @@ def norm_rope_write(
     kept = torch.empty(x.shape, dtype=kind, device=x.device)
     weight, eps = norm
     _norm_rotate_write[(len(x),)](
-        *(bits(x), x.stride(0), bits(weight), turns, bits(kept), eps),
+        *(bits(x), x.stride(0), bits(weight), cos_sin, bits(kept), eps),
         *(batch.rows, batch.owners, slots, slots.stride(0)),
         *entry_fields(place, view),
         PAGE_TOKENS=run.step.page_tokens,
         DIM=x.shape[1],
-        PAIRS=turns.shape[-1],
+        PAIRS=cos_sin.shape[-1],
         ROUNDED=ROUNDED[x.dtype],
         **shape,
         num_warps=2,

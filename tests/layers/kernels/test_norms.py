@@ -20,7 +20,7 @@ from kvtide.layers.elementwise import (
     swish,
 )
 from kvtide.layers.kernels import norms
-from kvtide.layers.kernels.norms import added, gated, layer_normed, normed
+from kvtide.layers.kernels.norms import gated
 from kvtide.layers.torch_ops import TorchOps
 from kvtide.layers.triton_ops import TritonOps
 
@@ -74,9 +74,9 @@ def shapes(device: torch.device) -> list[tuple[int, ...]]:
 def test_norms(dtype: torch.dtype, device: torch.device) -> None:
     for shape in shapes(device):
         x, weight = some(shape, device, dtype), weights(shape[-1], device)
-        alike(normed(x, weight, 1e-3), rms_norm(x, weight, 1e-3))
+        alike(norms.rms_norm(x, weight, 1e-3), rms_norm(x, weight, 1e-3))
         bias = weights(shape[-1], device, 3)
-        alike(layer_normed(x + 1, weight, bias, 1e-3), layer_norm(x + 1, weight, bias, 1e-3))
+        alike(norms.layer_norm(x + 1, weight, bias, 1e-3), layer_norm(x + 1, weight, bias, 1e-3))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -84,7 +84,7 @@ def test_a_sum_is_rounded_and_then_normed(dtype: torch.dtype, device: torch.devi
     for shape in shapes(device):
         x, y = some(shape, device, dtype), some(shape, device, dtype, 1)
         kept, weight = x.clone(), weights(shape[-1], device)
-        total, result = added(x, y, weight, 1e-6)
+        total, result = norms.add_rms_norm(x, y, weight, 1e-6)
         alike(total, x + y)
         assert not x.is_cuda or torch.equal(total, x + y)
         alike(result, rms_norm(total, weight, 1e-6))
@@ -97,19 +97,22 @@ def test_a_cta_takes_several_rows(device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr(norms, "TILE", 64)
     for shape in ((13, 24), (3, 7, 16), (5, 100)):
         x, y, weight = (some(s, device, torch.float32) for s in (shape, shape, shape[-1:]))
-        alike(normed(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
-        alike(added(x, y, weight, 1e-6)[1], rms_norm(x + y, weight, 1e-6))
+        alike(norms.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
+        alike(norms.add_rms_norm(x, y, weight, 1e-6)[1], rms_norm(x + y, weight, 1e-6))
 
 
 def test_strided_inputs(device: torch.device) -> None:
     """Heads of a QKV projection; every other element."""
     wide = some((5, 9, 32), device, torch.float32)
     part, weight = wide[:, 2:6], weights(32, device)
-    alike(normed(part, weight, 1e-6), rms_norm(part, weight, 1e-6))
-    alike(added(part, wide[:, :4], weight, 1e-6)[1], rms_norm(part + wide[:, :4], weight, 1e-6))
+    alike(norms.rms_norm(part, weight, 1e-6), rms_norm(part, weight, 1e-6))
+    alike(
+        norms.add_rms_norm(part, wide[:, :4], weight, 1e-6)[1],
+        rms_norm(part + wide[:, :4], weight, 1e-6),
+    )
     flat = wide.flatten(1)
     for strided in (flat[:, 8:40], flat[:, :64:2], flat[::2, 5:37]):
-        alike(normed(strided, weight, 1e-6), rms_norm(strided, weight, 1e-6))
+        alike(norms.rms_norm(strided, weight, 1e-6), rms_norm(strided, weight, 1e-6))
 
 
 def exact(activation: Activation, x: Tensor) -> Tensor:
