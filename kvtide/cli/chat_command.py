@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtide.cli.client import (
     DETAILS,
@@ -28,21 +27,21 @@ from kvtide.cli.client import (
     Usage,
     serving,
 )
-from kvtide.server.command_error import CommandError
+from kvtide.cli.console import CommandError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 PROMPT = "> "
 RESET, QUIT = "/reset", "/quit"
 
+REFUSALS = (CommandError,)
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a served model, and see what its cache saves",
-        description=f"Inside: {RESET} begins a new conversation, {QUIT} or Ctrl-D ends, Ctrl-C "
-        "stops an answer. Lines of a pipe are turns too.",
-        allow_abbrev=False,
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"Inside: {RESET} begins a new conversation, {QUIT} or Ctrl-D ends, Ctrl-C stops an "
+        "answer. Lines of a pipe are turns too."
     )
+    parser.allow_abbrev = False
     parser.add_argument("--url", help=f"where the server is ({DEFAULT_URL})")
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"what the server was given; else {KEY_VARIABLE}"

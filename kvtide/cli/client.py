@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 import kvtide
-from kvtide.server.command_error import CommandError
+from kvtide.cli.console import CommandError
 
 Json = dict[str, Any]
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvtide.cli.console import table
-from kvtide.server.byte_sizes import format_bytes
-from kvtide.server.command_error import CommandError
-from kvtide.spec import ALL, ModelMemory, PoolSpec, catalog, with_draft
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli.console import CommandError, table
+from kvtide.spec import ALL, ModelMemory, PoolSpec, SpecError, catalog, with_draft
 from kvtide.spec.families import KVDType, draft_for
 
 _CONTEXTS = (1024, 128 * 1024)
@@ -26,12 +25,13 @@ _POOL_COLUMNS = (
 )
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "memory",
-        help="show a model's pools, their sizes and what a resume needs",
-        description="Show what a model keeps between tokens: its pools, whose slots they use, "
-        "their bytes, and what must be resident to resume.",
+REFUSALS = (CommandError, SpecError)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what a model keeps between tokens: its pools, whose slots they use, their bytes, "
+        "and what must be resident to resume."
     )
     parser.add_argument(
         "model",

@@ -12,13 +12,14 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from kvtide.byte_sizes import format_bytes
 from kvtide.cli import plan_report
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, parse_size, progress, table
 from kvtide.cli.plan_report import PlanReport
 from kvtide.index import DEFAULT_POLICY, POLICIES
 from kvtide.planner import charts, study, traces, workloads
+from kvtide.planner.charts import ChartError
 from kvtide.planner.hit_curve import hit_curve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import Rates
@@ -31,10 +32,8 @@ from kvtide.planner.study import (
     has_checkpoints,
     sweep_sizes,
 )
-from kvtide.planner.traces import Trace, TraceRequest
-from kvtide.server.byte_sizes import format_bytes, parse_bytes
-from kvtide.server.command_error import CommandError
-from kvtide.spec import ModelMemory, Tier, catalog
+from kvtide.planner.traces import Trace, TraceError, TraceRequest
+from kvtide.spec import ModelMemory, SpecError, Tier, catalog
 from kvtide.spec.families import KVDType
 from kvtide.spec.sizing import bytes_for
 
@@ -54,15 +53,16 @@ traces: one JSON object a line, either Mooncake's (timestamp, input_length, outp
 hash_ids) or token ids (tokens or prompt_token_ids)"""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="replay a trace against tiers: hit rates, time saved, bytes moved, with plots",
-        description="Replay traffic through the index the cache uses, and report what every tier "
-        "finds, what moves, what it saves, and how the hit rate depends on capacity.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+REFUSALS = (CommandError, ChartError, SpecError, TraceError)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Replay traffic through the index the cache uses, and report what every tier finds, what "
+        "moves, what it saves, and how the hit rate depends on capacity."
     )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_traffic(parser)
     _add_tiers(parser)
     _add_assumptions(parser)
@@ -170,7 +170,7 @@ class _Inputs:
 
     def _size(self, tier: Tier) -> int:
         name = tier.name.lower()
-        size = parse_bytes(self._value(name, _SIZES[tier]))
+        size = parse_size(self._value(name, _SIZES[tier]))
         if size:
             _fits_a_page(self.memory, name, size)
         return size

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from kvtide.byte_sizes import format_bytes
 from kvtide.planner.chart_data import Curve, Mark, Series
 from kvtide.planner.hit_curve import HitCurve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import LINKS, Rates, Report, Setup
 from kvtide.planner.study import PlacementCost, Study, SweepPoint, has_checkpoints
-from kvtide.server.byte_sizes import format_bytes
 from kvtide.spec import ModelMemory, Tier
 from kvtide.spec.sizing import bytes_for
 

@@ -14,15 +14,14 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli.console import CommandError
 from kvtide.engine import Engine
-from kvtide.server import settings
+from kvtide.server import engine_setup, settings
 from kvtide.server.app import App
-from kvtide.server.byte_sizes import format_bytes
-from kvtide.server.command_error import CommandError
 from kvtide.server.engine_commands import Close, Detach, Leader
 from kvtide.server.engine_setup import Serving, check_ranks, open_engine
 from kvtide.server.rank_processes import RankProcesses, WorkerLostError, freeze
@@ -36,16 +35,14 @@ CLOSE_S = 1.0
 STEP_S, HURRIED_STEP_S = 60.0, 5.0
 """What the last step gets if it may wait for other ranks; after a second signal."""
 
+REFUSALS = (*engine_setup.REFUSALS, CommandError, WorkerLostError)
+
 log = logging.getLogger("kvtide")
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model through the cache, with OpenAI's API",
-        description="Every flag is also a KVTIDE_… variable and a key of the --config file.",
-        allow_abbrev=False,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Every flag is also a KVTIDE_… variable and a key of the --config file."
+    parser.allow_abbrev = False
     settings.add_flags(parser)
     parser.set_defaults(run=_run)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from kvtide.storage import conformance, open_store
+from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.conformance import Result
 from kvtide.storage.trial import new_space
 
+REFUSALS = (StoreError,)
 
-def add(commands: Any) -> None:
-    storage = commands.add_parser("storage", help="check a store of pages")
-    verbs = storage.add_subparsers(dest="verb", required=True, metavar="WHAT")
+
+def add(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="WHAT")
     check = verbs.add_parser(
         "check",
         help="does a store keep the rules?",

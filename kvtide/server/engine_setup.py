@@ -11,19 +11,21 @@ from torch import Tensor
 
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
-from kvtide.engine import Engine, RankTopology
+from kvtide.engine import Engine, EngineError, RankTopology
 from kvtide.engine.oracle import TOLERANCES, Oracle
 from kvtide.layers import Weights
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
+from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server import store_setup
-from kvtide.server.command_error import CommandError
 from kvtide.server.engine_commands import Post
-from kvtide.server.settings import Settings
+from kvtide.server.settings import Settings, SettingsError
+from kvtide.spec import SpecError
 from kvtide.spec.families import KVDType, declare
-from kvtide.tiers import MachineMemory, TierSize, device_memory, machine_memory
+from kvtide.storage import StoreError
+from kvtide.tiers import MachineMemory, TierError, TierSize, device_memory, machine_memory
 from kvtide.transfer import backends
 
 DEFAULT_TOKENS = 16_384
@@ -34,6 +36,9 @@ nothing is said. The rest of the GPU's is what a step takes."""
 
 AGREE_S = 600.0
 """How long ranks wait for the slowest of them: a stage may be ahead by a whole step."""
+
+REFUSALS = (CheckpointError, EngineError, SettingsError, SpecError, StoreError, TierError)
+"""What `open_engine` raises where settings, checkpoint and machine do not fit."""
 
 _REMEDY = "use cpu, cuda or cuda:N"
 _KEPT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -77,7 +82,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     try:
         _prepare(engine)
         stored = store_setup.attach(settings, cache, os.environ)
-    except CommandError:
+    except SettingsError:
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
@@ -88,7 +93,7 @@ def _prepare(engine: Engine) -> None:
     try:
         engine.prepare()
     except torch.OutOfMemoryError:
-        raise CommandError(
+        raise SettingsError(
             "the GPU has no room left for steps beside its tier; use a smaller --device-tokens, "
             "--device-bytes or --max-running"
         ) from None
@@ -99,7 +104,7 @@ def check_ranks(settings: Settings) -> None:
     if settings.ranks > 1:
         there = torch.cuda.device_count()
         if settings.device == "cuda" and there < settings.ranks:
-            raise CommandError(
+            raise SettingsError(
                 f"{settings.ranks} ranks need a GPU each, and torch finds {there}; use a smaller "
                 "--tp or --pp"
             )
@@ -121,12 +126,12 @@ def _device(settings: Settings) -> torch.device:
     try:
         device = torch.device(settings.device)
     except RuntimeError:
-        raise CommandError(f"--device {settings.device} is not known; {_REMEDY}") from None
+        raise SettingsError(f"--device {settings.device} is not known; {_REMEDY}") from None
     if device.type not in backends.DEFAULTS:
-        raise CommandError(f"--device {settings.device}: nothing is computed there; {_REMEDY}")
+        raise SettingsError(f"--device {settings.device}: nothing is computed there; {_REMEDY}")
     there = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= there:
-        raise CommandError(
+        raise SettingsError(
             f"--device {settings.device}: torch finds {there} such devices here; {_REMEDY}"
         )
     backend = settings.io_backend or backends.DEFAULTS[device.type]

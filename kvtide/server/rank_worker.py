@@ -14,19 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvtide.engine import EngineError
 from kvtide.engine.rank_topology import leave_ranks
-from kvtide.models.model_errors import CheckpointError
-from kvtide.server.command_error import CommandError
 from kvtide.server.engine_commands import follow
-from kvtide.server.engine_setup import open_engine
+from kvtide.server.engine_setup import REFUSALS, open_engine
 from kvtide.server.rank_processes import CUT_OFF, freeze, outlive_nobody, take_seat
 from kvtide.server.settings import Settings
-from kvtide.spec import SpecError
-from kvtide.storage import StoreError
-from kvtide.tiers import TierError
-
-REFUSALS = (CheckpointError, CommandError, EngineError, SpecError, StoreError, TierError)
 
 
 def main() -> None:

@@ -16,13 +16,12 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from kvtide.byte_sizes import parse_bytes
 from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
 from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
-from kvtide.server.byte_sizes import parse_bytes
-from kvtide.server.command_error import CommandError
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
 
@@ -43,19 +42,23 @@ ALTERNATIVES = (("device_tokens", "device_bytes"), ("host_tokens", "host_bytes",
 """Settings of which only one is given; a flag replaces any of its group in a weaker source."""
 
 
+class SettingsError(Exception):
+    """Settings that cannot be served, in a sentence that names the remedy."""
+
+
 # -- how values are written -------------------------------------------------------------------
 
 
 def _text(value: str) -> str:
     if not value:
-        raise CommandError("is empty")
+        raise SettingsError("is empty")
     return value
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(value: str) -> str:
         if value not in choices:
-            raise CommandError(f"is '{value}'; use {', '.join(choices)}")
+            raise SettingsError(f"is '{value}'; use {', '.join(choices)}")
         return value
 
     return parse
@@ -67,9 +70,9 @@ def _number(least: float, most: float, kind: Callable[[str], float]) -> Callable
             number = kind(value)
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
-            raise CommandError(f"is '{value}'; use {wanted}") from None
+            raise SettingsError(f"is '{value}'; use {wanted}") from None
         if not least <= number <= most:
-            raise CommandError(f"is {number}; use {least:,} to {most:,}")
+            raise SettingsError(f"is {number}; use {least:,} to {most:,}")
         return number
 
     return parse
@@ -90,14 +93,14 @@ def _share(most: float = 1.0) -> Callable[[str], float]:
 def _size(value: str) -> int:
     try:
         return parse_bytes(value)
-    except CommandError as error:
-        raise CommandError(f"is no size: {error}") from None
+    except ValueError as error:
+        raise SettingsError(f"is no size: {error}") from None
 
 
 def _flag(value: str) -> bool:
     named = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if value.lower() not in named:
-        raise CommandError(f"is '{value}'; use true or false")
+        raise SettingsError(f"is '{value}'; use true or false")
     return named[value.lower()]
 
 
@@ -213,28 +216,28 @@ class Settings:
         for names in ALTERNATIVES:
             self._only_one(*names)
         if self.admin_key is None and not self.loopback:
-            raise CommandError(
+            raise SettingsError(
                 f"listening on {self.address} opens the admin routes to the network; set "
                 "--admin-key, or leave --address at 127.0.0.1"
             )
         if self.write_policy != "write_through" and self.host_ratio == 0:
-            raise CommandError(
+            raise SettingsError(
                 f"--write-policy {self.write_policy} writes to a host tier, and --host-ratio 0 "
                 "leaves it out; drop one of them"
             )
         if self.storage not in (None, NO_STORAGE) and self.host_ratio == 0:
-            raise CommandError(
+            raise SettingsError(
                 "--storage is reached through a host tier, and --host-ratio 0 leaves it out; drop "
                 "one of them"
             )
 
         if self.ranks > 1 and self.device.startswith("cuda:"):
-            raise CommandError(
+            raise SettingsError(
                 f"--device {self.device} is one device, and {self.ranks} ranks have one each; use "
                 "--device cuda"
             )
         if self.deterministic and self.tp > 2:
-            raise CommandError(
+            raise SettingsError(
                 f"--deterministic adds in one order, which {self.tp} tensor ranks do not keep; "
                 "use --tp 2 with more --pp, or drop one of them"
             )
@@ -242,7 +245,7 @@ class Settings:
     def _only_one(self, *names: str) -> None:
         given = [flag(name) for name in names if getattr(self, name) is not None]
         if len(given) > 1:
-            raise CommandError(f"{' and '.join(given)} size the same tier; keep one of them")
+            raise SettingsError(f"{' and '.join(given)} size the same tier; keep one of them")
 
     @property
     def ranks(self) -> int:
@@ -367,8 +370,8 @@ def _fields() -> dict[str, Field[Any]]:
 def _parsed(row: Field[Any], source: str, value: str) -> Any:
     try:
         return row.metadata["parse"](value)
-    except CommandError as problem:
-        raise CommandError(f"{source} {problem}") from None
+    except SettingsError as problem:
+        raise SettingsError(f"{source} {problem}") from None
 
 
 def _written(path: Path) -> dict[str, tuple[str, str]]:
@@ -376,18 +379,18 @@ def _written(path: Path) -> dict[str, tuple[str, str]]:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandError(f"{path}: {error.strerror}; pass a file with settings") from None
+        raise SettingsError(f"{path}: {error.strerror}; pass a file with settings") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path}: not TOML ({error}); write lines like port = 8000") from None
+        raise SettingsError(f"{path}: not TOML ({error}); write lines like port = 8000") from None
     written = {}
     for key, value in found.items():
         name = key.replace("-", "_")
         if name not in _fields():
             near = difflib.get_close_matches(name, _fields(), 1)
             remedy = f"did you mean {near[0]}?" if near else f"use {', '.join(_fields())}"
-            raise CommandError(f"{path}: there is no setting '{key}'; {remedy}")
+            raise SettingsError(f"{path}: there is no setting '{key}'; {remedy}")
         if isinstance(value, dict | list):
-            raise CommandError(f"{path}: {key} is a table or list; write {key} = VALUE")
+            raise SettingsError(f"{path}: {key} is a table or list; write {key} = VALUE")
         text = str(value).lower() if isinstance(value, bool) else str(value)
         written[name] = (f"{path}: {key}", text)
     return written

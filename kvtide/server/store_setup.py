@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from kvtide.cache import StorageStats, TieredCache, TierError
-from kvtide.server.command_error import CommandError
-from kvtide.server.settings import NO_STORAGE, Settings
+from kvtide.server.settings import NO_STORAGE, Settings, SettingsError
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.url import StoreURL
 from kvtide.transfer.store_link import StoreLink
@@ -48,7 +47,7 @@ def attach(settings: Settings, cache: TieredCache, environment: Mapping[str, str
         cache.storage.attach_opened(opening)
     except (StoreError, OSError) as error:
         if named is not None:
-            raise CommandError(str(error)) from None
+            raise SettingsError(str(error)) from None
         return f"pages are not stored: {error}"
     name = opening.result().store.name
     if named is not None:

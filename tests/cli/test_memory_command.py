@@ -6,8 +6,9 @@ import json
 import pytest
 
 from kvtide.cli import memory_command
+from kvtide.cli.console import CommandError
+from kvtide.cli.main import main
 from kvtide.cli.memory_command import context_bytes, layer_ranges, resume_rule
-from kvtide.server.command_error import CommandError
 from kvtide.spec import SpecError, catalog
 
 
@@ -17,8 +18,8 @@ def command(capsys):
 
     def run(*argv: str) -> str:
         parser = argparse.ArgumentParser()
-        memory_command.add(parser.add_subparsers())
-        args = parser.parse_args(["memory", *argv])
+        memory_command.add(parser)
+        args = parser.parse_args(argv)
         assert args.run(args) == 0
         return capsys.readouterr().out
 
@@ -140,8 +141,6 @@ def test_bad_input_is_refused_with_a_sentence(command, argv, sentence):
 
 
 def test_a_refusal_exits_with_2_and_no_traceback(capsys):
-    from kvtide.cli.main import main
-
     assert main(["memory", "gpt-9"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -17,9 +17,8 @@ from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache,
 from kvtide.cli import main
 from kvtide.engine import Engine, Finish, RequestParams
 from kvtide.server import settings
-from kvtide.server.command_error import CommandError
 from kvtide.server.engine_setup import gpu_sizes, open_engine
-from kvtide.server.settings import Settings, read
+from kvtide.server.settings import Settings, SettingsError, read
 from kvtide.server.store_setup import default_url
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory
@@ -404,9 +403,9 @@ def test_a_host_tier_can_be_left_out(model_folder: Path) -> None:
 
 
 def test_settings_made_in_code_are_checked_too() -> None:
-    with pytest.raises(CommandError, match="size the same tier"):
+    with pytest.raises(SettingsError, match="size the same tier"):
         Settings(device_tokens=64, device_bytes=100)
-    with pytest.raises(CommandError, match="admin routes"):
+    with pytest.raises(SettingsError, match="admin routes"):
         Settings(address="192.168.0.1")
     assert not Settings(address="192.168.0.1", admin_key="a").loopback
 
@@ -464,7 +463,7 @@ def test_without_its_usual_folder_a_server_serves_on(
 
 def test_a_store_that_refuses_to_open_keeps_its_password(model_folder: Path) -> None:
     chosen = Settings(model=str(model_folder), storage="x.y://me:hidden@there/tests?z=hidden")
-    with pytest.raises(CommandError) as refusal:
+    with pytest.raises(SettingsError) as refusal:
         open_engine(chosen)
     assert "hidden" not in str(refusal.value)
 
@@ -483,7 +482,7 @@ def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
 
     monkeypatch.setattr(Engine, "prepare", full)
     monkeypatch.setattr(TieredCache, "close", noted)
-    with pytest.raises(CommandError, match=r"no room left for steps .* smaller --device-tokens"):
+    with pytest.raises(SettingsError, match=r"no room left for steps .* smaller --device-tokens"):
         open_engine(Settings(model=str(model_folder)))
     assert len(closed) == 1
 
