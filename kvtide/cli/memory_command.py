@@ -9,7 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from kvtide.byte_sizes import format_bytes
+from kvtide.cli import model_argument
 from kvtide.cli.console import CommandError, table
+from kvtide.cli.model_argument import model_memory
+from kvtide.models.model_errors import CheckpointError
 from kvtide.spec import ALL, ModelMemory, PoolSpec, SpecError, catalog, with_draft
 from kvtide.spec.families import KVDType, draft_for
 
@@ -25,7 +28,7 @@ _POOL_COLUMNS = (
 )
 
 
-REFUSALS = (CommandError, SpecError)
+REFUSALS = (CheckpointError, CommandError, SpecError)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        help="a built-in name, or a folder with a config.json; without one, the names are listed",
+        help=f"{model_argument.HELP}; without one, the names are listed",
     )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page")
     parser.add_argument("--kv-dtype", help=f"one of {', '.join(kind.value for kind in KVDType)}")
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         print(json.dumps(catalog.names()) if args.json else _built_in())
         return 0
-    memory = catalog.resolve(args.model, args.page_tokens, args.kv_dtype)
+    memory = model_memory(args.model, args.page_tokens, args.kv_dtype)
     if args.draft_layers is not None:
         memory = with_draft(memory, draft_for(memory, args.draft_layers))
     ranks = _ranks(memory, args.tp, args.pp)
@@ -233,7 +236,9 @@ def _built_in() -> str:
         history = f"{memory.history_bytes_per_token():,.0f}"
         rows.append([name, memory.layers, anchors, history, format_bytes(memory.resume_bytes())])
     header = ("model", "layers", "anchors", "history B/token", "to resume, beside it")
-    return "\n".join([table(header, rows), "", "Or give a folder with a config.json."])
+    return "\n".join(
+        [table(header, rows), "", "Or give a folder with a config.json, or a .gguf file."]
+    )
 
 
 def _even_step(layers: Sequence[int]) -> int:

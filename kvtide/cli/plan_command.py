@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvtide.byte_sizes import format_bytes
-from kvtide.cli import plan_report
+from kvtide.cli import model_argument, plan_report
 from kvtide.cli.console import CommandError, parse_size, progress, table
+from kvtide.cli.model_argument import active_params, model_memory
 from kvtide.cli.plan_report import PlanReport
 from kvtide.index import DEFAULT_POLICY, POLICIES
+from kvtide.models.model_errors import CheckpointError
 from kvtide.planner import charts, study, traces, workloads
 from kvtide.planner.charts import ChartError
 from kvtide.planner.hit_curve import hit_curve
@@ -33,7 +35,7 @@ from kvtide.planner.study import (
     sweep_sizes,
 )
 from kvtide.planner.traces import Trace, TraceError, TraceRequest
-from kvtide.spec import ModelMemory, SpecError, Tier, catalog
+from kvtide.spec import ModelMemory, SpecError, Tier
 from kvtide.spec.families import KVDType
 from kvtide.spec.sizing import bytes_for
 
@@ -53,7 +55,7 @@ traces: one JSON object a line, either Mooncake's (timestamp, input_length, outp
 hash_ids) or token ids (tokens or prompt_token_ids)"""
 
 
-REFUSALS = (CommandError, ChartError, SpecError, TraceError)
+REFUSALS = (ChartError, CheckpointError, CommandError, SpecError, TraceError)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help=f"a built-in name or a folder ({_MODEL})")
+    parser.add_argument("--model", help=f"{model_argument.HELP} ({_MODEL})")
     traffic = parser.add_mutually_exclusive_group()
     traffic.add_argument("--trace", metavar="FILE", help="a recorded trace")
     traffic.add_argument("--workload", metavar="W", help=f"a made-up one ({_WORKLOAD})")
@@ -144,7 +146,7 @@ class _Inputs:
         self.settings: dict[str, str] = {}
         self._args = args
         model = self._value("model", _MODEL)
-        self.memory = catalog.resolve(model, args.page_tokens, args.kv_dtype)
+        self.memory = model_memory(model, args.page_tokens, args.kv_dtype)
         self._note("page tokens", f"{self.memory.page_tokens:,}", args.page_tokens)
         self._note("KV dtype", args.kv_dtype or "the model's own", args.kv_dtype)
         self.tier_bytes = {tier: self._size(tier) for tier in Tier}
@@ -204,7 +206,7 @@ class _Inputs:
             rate = _positive("--prefill-rate", given)
             self._note("prefill rate", f"{rate:,.0f} tokens/s", given)
             return rate
-        active = catalog.active_params(model)
+        active = active_params(model)
         if active is None:
             raise CommandError(
                 f"{model}: its active parameters are not known, so neither is how fast it "

@@ -49,6 +49,10 @@ def test_verbs_that_compute_nothing_import_no_torch(argv):
     assert imported(*argv) == (0, [])
 
 
+def test_memory_of_a_gguf_file_imports_no_torch(gguf_file):
+    assert imported("memory", str(gguf_file)) == (0, [])
+
+
 def test_a_refusal_imports_no_torch():
     assert imported("memory", "gpt-9") == (2, [])
     assert imported("sevre") == (2, [])
