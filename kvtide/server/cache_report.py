@@ -1,4 +1,4 @@
-"""How the cache stands, for people: what `GET /admin/cache` says."""
+"""The JSON of `GET /admin/cache`: tiers, pools, counters and violated invariants."""
 
 from __future__ import annotations
 
