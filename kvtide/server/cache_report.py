@@ -21,7 +21,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
         },
         "settings": {
             "device": config.device,
-            "layout": config.layout.value,
+            "host_layout": config.host_layout.value,
             "io_backend": config.backend_name,
             "write_policy": config.write_policy,
             "eviction": config.eviction,

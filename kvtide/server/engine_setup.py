@@ -160,7 +160,7 @@ def cache_config(settings: Settings) -> CacheConfig:
         device_size=settings.device_size or Tokens(DEFAULT_TOKENS),
         host_size=settings.host_size,
         device=settings.device,
-        layout=Layout(settings.host_layout),
+        host_layout=Layout(settings.host_layout),
         backend=settings.io_backend,
         write_policy=settings.write_policy,
         eviction=settings.eviction,

@@ -59,8 +59,10 @@ def check(device: torch.device, backend: str, layout: Layout) -> None:
 
 
 def open_backend(name: str, device: Buffers, host: Buffers) -> Backend:
-    """The backend of that name. `auto` measures in the tiers' memory, which must be empty yet."""
-    check(device.data.device, name, host.arrangement.layout)
+    """The backend of a cell that `check` has accepted.
+
+    `auto` measures in the tiers' memory, which must be empty yet.
+    """
     if name == "reference":
         return Reference()
     if name == "direct":

@@ -396,7 +396,7 @@ def test_sizes_layouts_and_names_reach_the_cache(model_folder: Path) -> None:
         256,
         "tiny-0.1",
     )
-    assert (config.layout.value, config.write_policy, config.eviction) == (
+    assert (config.host_layout.value, config.write_policy, config.eviction) == (
         "layer_first",
         "write_back",
         "lru",

@@ -97,9 +97,8 @@ def test_a_layout_that_a_backend_does_not_take_is_refused_with_those_it_takes(
     cells = {("cpu", "reference"): frozenset({Layout.PAGE_FIRST, Layout.LAYER_FIRST})}
     monkeypatch.setattr(backends, "CELLS", cells)
     check(CPU, "reference", Layout.PAGE_FIRST)
-    tiers = small_tiers(CPU, Layout.PAGE_FIRST_DIRECT)
     with pytest.raises(TierError) as refusal:
-        open_backend("reference", tiers.device, tiers.host)
+        check(CPU, "reference", Layout.PAGE_FIRST_DIRECT)
     assert str(refusal.value) == (
         "backend reference with host layout page_first_direct does not work on cpu; "
         "use reference (host layout layer_first, page_first)"
