@@ -64,8 +64,8 @@ def progress(
         shown = now
         rate = done / max(now - start, 1e-9)
         left = (total - done) / rate if rate else 0.0
-        share = 100 * done // max(total, 1)
-        text = f"{label}: {done:,}/{total:,} ({share}%), {rate:,.0f}/s, {left:.0f} s left"
+        percent = 100 * done // max(total, 1)
+        text = f"{label}: {done:,}/{total:,} ({percent}%), {rate:,.0f}/s, {left:.0f} s left"
         out.write(f"\r{text}\x1b[K" if live else f"{text}\n")
         out.flush()
     if live:

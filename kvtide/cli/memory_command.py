@@ -1,4 +1,4 @@
-"""`kvtide memory MODEL`: what a model keeps, what it costs, and what a resume needs."""
+"""`kvtide memory MODEL`: a model's pools, their sizes, and what a resume needs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(memory: ModelMemory) -> dict[str, Any]:
-    """The same facts as the tables, for programs."""
+    """The facts of the tables as JSON."""
     part = memory.part
     return {
         "model": memory.model,
@@ -121,7 +121,7 @@ def layer_ranges(layers: Sequence[int]) -> str:
 
 
 def resume_rule(pool: PoolSpec, page_tokens: int) -> str:
-    """What must be resident of this pool, in words."""
+    """What must be resident of this pool to resume, as text."""
     reuse = pool.reuse
     if reuse.reach is ALL:
         rule = "all pages"
@@ -139,7 +139,7 @@ def resume_rule(pool: PoolSpec, page_tokens: int) -> str:
 
 
 def _ranks(memory: ModelMemory, tensor_ranks: int, pipeline_ranks: int) -> list[ModelMemory]:
-    """One tensor rank of every pipeline stage: the other tensor ranks are its like."""
+    """One tensor rank of every pipeline stage; a stage's other ranks are of the same size."""
     if tensor_ranks < 1 or pipeline_ranks < 1:
         raise CommandError(f"--tp {tensor_ranks} --pp {pipeline_ranks}: use at least 1 for each")
     if tensor_ranks == pipeline_ranks == 1:

@@ -1,8 +1,6 @@
-"""How a plan is told: tables for the terminal and the page, curves for the charts, JSON.
+"""The output of `kvtide plan`: tables for terminal and page, curves for the charts, JSON.
 
-Everything here reads a finished `PlanReport` and changes nothing; `cmd_plan` decides what is
-computed
-and where it goes.
+All functions read a finished `PlanReport`, which `plan_command` computes and writes.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _SHOWN_MISSES = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanReport:
-    """All that was asked and found. `settings` holds every input as text, defaults marked."""
+    """Inputs and results of a plan. `settings` holds every input as text, defaults marked."""
 
     study: Study
     setup: Setup
@@ -134,8 +132,8 @@ def _pages(plan: PlanReport) -> HtmlTable:
 
 def _capacity(plan: PlanReport) -> HtmlTable:
     rows = [
-        [words, format_bytes(plan.curve_bytes(pages)), _percent(plan.curve.hit_rate(pages))]
-        for words, pages in _landmarks(plan.curve)
+        [text, format_bytes(plan.curve_bytes(pages)), _percent(plan.curve.hit_rate(pages))]
+        for text, pages in _landmarks(plan.curve)
     ]
     return HtmlTable("One LRU tier of any size", ("landmark", "capacity", "hit rate"), rows)
 
@@ -283,7 +281,7 @@ def _sampled(low: int, high: int) -> list[int]:
 
 
 def describe(plan: PlanReport) -> dict[str, Any]:
-    """The same facts for programs; sizes in bytes, shares from 0 to 1, times in seconds."""
+    """The report as JSON: sizes in bytes, fractions from 0 to 1, times in seconds."""
     study = plan.study
     return {
         "model": plan.memory.model,
@@ -371,7 +369,7 @@ def _point(plan: PlanReport, pages: int) -> dict[str, Any]:
     return {"bytes": plan.curve_bytes(pages), "hit_rate": plan.curve.hit_rate(pages)}
 
 
-# -- words ----------------------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------
 
 
 def _name(tier: Tier) -> str:
@@ -383,8 +381,8 @@ def _traffic(plan: PlanReport) -> str:
     return plan.study.trace.name.partition(":")[0]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"
 
 
 def _s(seconds: float) -> str:
