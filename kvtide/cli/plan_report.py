@@ -141,10 +141,10 @@ def _capacity(plan: PlanReport) -> HtmlTable:
 def _landmarks(curve: HitCurve) -> list[tuple[str, int]]:
     return [
         ("the longest prompt", curve.longest_pages),
-        ("half of what is possible", curve.pages_for_share(0.5)),
-        ("90% of what is possible", curve.pages_for_share(0.9)),
+        ("half of what is possible", curve.pages_for_fraction(0.5)),
+        ("90% of what is possible", curve.pages_for_fraction(0.9)),
         ("knee", curve.knee_pages()),
-        ("all that is possible", curve.pages_for_share(1.0)),
+        ("all that is possible", curve.pages_for_fraction(1.0)),
         ("everything ever seen", curve.footprint_pages),
     ]
 
@@ -196,7 +196,7 @@ def _sweep(plan: PlanReport, swept: Tier) -> HtmlTable:
 def sentences(plan: PlanReport) -> list[str]:
     """What a reader should take away."""
     report, curve = plan.report, plan.curve
-    ninety, knee = curve.pages_for_share(0.9), curve.knee_pages()
+    ninety, knee = curve.pages_for_fraction(0.9), curve.knee_pages()
     resumable = " and a checkpoint at every page" if has_checkpoints(plan.memory) else ""
     found = [
         f"{_percent(report.hit_rate)} of all prompt tokens are found again; with room for "
@@ -359,7 +359,7 @@ def _describe_curve(plan: PlanReport) -> dict[str, Any]:
         "footprint_tokens": curve.footprint_pages * curve.page_tokens,
         "footprint_bytes": plan.curve_bytes(curve.footprint_pages),
         "best_hit_rate": curve.best_hit_rate,
-        "ninety_percent": _point(plan, curve.pages_for_share(0.9)),
+        "ninety_percent": _point(plan, curve.pages_for_fraction(0.9)),
         "knee": _point(plan, curve.knee_pages()),
         "curve": [_point(plan, at) for at in pages],
     }
