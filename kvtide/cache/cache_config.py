@@ -68,7 +68,7 @@ class CacheConfig:
     device_size       the device tier; there is no default, since it is the rest of the memory
     host_size         the host tier; None for none
     device            a torch device: "cuda", "cuda:1", "cpu"
-    layout            how the host's pages lie; see `tiers.layout`
+    host_layout       how the host's pages lie; see `tiers.layout`
     device_layout     how the device's pages lie
     backend           how bytes move (`transfer.backends`); None for the device's default
     write_policy      when pages are copied to the host (`cache.writing`)
@@ -84,7 +84,7 @@ class CacheConfig:
     device_size: TierSize
     host_size: TierSize | None = _TWICE
     device: str = "cpu"
-    layout: Layout = Layout.PAGE_FIRST_DIRECT
+    host_layout: Layout = Layout.PAGE_FIRST_DIRECT
     device_layout: Layout = Layout.PAGE_FIRST_DIRECT
     backend: str | None = None
     write_policy: str = "write_through"
@@ -112,7 +112,7 @@ class CacheConfig:
                 f"a transfer timeout of {self.transfer_timeout_s:g} s fails every transfer, or "
                 "waits for ever; use a number of seconds above 0, like 30"
             )
-        backends.check(self.torch_device, self.backend_name, self.layout)
+        backends.check(self.torch_device, self.backend_name, self.host_layout)
 
     @property
     def torch_device(self) -> torch.device:

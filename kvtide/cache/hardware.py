@@ -33,7 +33,7 @@ class Hardware:
         slots = _slots(memory, config, agreement)
         device = Arrangement(memory, slots[Tier.DEVICE], config.device_layout)
         behind = tails(formats(memory, config))
-        host = Arrangement(memory.at_rest, slots[Tier.HOST], config.layout, behind)
+        host = Arrangement(memory.at_rest, slots[Tier.HOST], config.host_layout, behind)
         arenas = [device_arena(device.bytes, on)]
         try:
             arenas.append(host_arena(host.bytes, pinned=on.type == "cuda"))

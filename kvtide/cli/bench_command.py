@@ -9,16 +9,27 @@ from typing import Any
 
 from kvtide.bench import hitrate, index_cost, step_cost
 from kvtide.cli import bench_gpu, bench_replay, bench_serve, bench_storage, bench_transfer
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, progress, table
+from kvtide.engine import EngineError
+from kvtide.models.model_errors import CheckpointError
 from kvtide.planner import traces, workloads
-from kvtide.server.command_error import CommandError
+from kvtide.planner.charts import ChartError
+from kvtide.planner.traces import TraceError
+from kvtide.spec import SpecError
+from kvtide.storage import StoreError
+from kvtide.tiers import TierError
 
 LONG_PROMPTS = "rag:requests=96,documents=24,retrieved=1,document=131072,system=0,question=256"
 
 
-def add(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure what kvtide costs")
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="WHAT")
+REFUSALS = (
+    CheckpointError, CommandError, ChartError, EngineError, SpecError, StoreError, TierError,
+    TraceError,
+)  # fmt: skip
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     _add_index(kinds.add_parser("index", help="time per request, memory, growth of the index"))
     bench_transfer.add(
         kinds.add_parser("transfer", help="how fast pages move between device and host")

@@ -24,9 +24,8 @@ from kvtide.bench.gpu import (
 )
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, qwen3_8b
-from kvtide.cli.console import progress, table
-from kvtide.server.command_error import CommandError
-from kvtide.server.rank_processes import freeze
+from kvtide.cli.console import CommandError, progress, table
+from kvtide.server.rank_processes import freeze_gc
 
 Rows = list[tuple[str, str, str, str, str]]
 _TITLES = {
@@ -59,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     shown: Rows = []
     for shape, kinds in _by_model(wanted):
         bed = Bed(shape.build(device, torch.bfloat16), device)
-        freeze()  # As a server does.
+        freeze_gc()  # As a server does.
         for kind in progress(kinds, len(kinds), shape.name):
             try:
                 for row, found in _PARTS[kind][1](bed, shape, best):

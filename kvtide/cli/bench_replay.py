@@ -9,10 +9,9 @@ from itertools import product
 from kvtide.bench import planned_and_served
 from kvtide.bench.planned_and_served import GOAL_POINTS, Replayed, Sizes
 from kvtide.bench.step_cost import MEMORIES, PAGE, VOCABULARY
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, progress, table
 from kvtide.planner import traces, workloads
 from kvtide.planner.study import BRANCH, COST, LAST, Checkpoints, every
-from kvtide.server.command_error import CommandError
 
 _WORKLOAD = "agent:sessions=12,turns=6"
 _WAYS = (COST, LAST, BRANCH, every(32, PAGE))

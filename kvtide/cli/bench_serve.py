@@ -26,10 +26,9 @@ from kvtide.cli.client import (
     Usage,
     serving,
 )
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, progress, table
 from kvtide.planner import charts
 from kvtide.planner.chart_data import Curve, Series
-from kvtide.server.command_error import CommandError
 
 ROOM_TOKENS = 256
 """The tiers' sizes are multiples of this, whatever the pages are."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from kvtide.bench import store_speed
 from kvtide.bench.storage_drivers import others
-from kvtide.cli.console import progress, table
-from kvtide.server.byte_sizes import format_bytes, parse_bytes
-from kvtide.server.command_error import CommandError
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli.console import CommandError, parse_size, progress, table
 from kvtide.storage import Store, StoreError, open_store
 from kvtide.storage.trial import new_space
 from kvtide.storage.url import StoreURL
@@ -39,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    size = parse_bytes(args.bytes)
+    size = parse_size(args.bytes)
     if args.turns < 1 or size < 1:
         raise CommandError("bench storage: use --turns and --bytes above 0")
     space = new_space()

@@ -158,7 +158,7 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
     prompt, memory = script(family)[2][0].tokens, model_of(family).memory
     for layout, restored in zip(layouts, (False, True), strict=True):
         config = CacheConfig(
-            Tokens(1024), layout=layout, tokens_per_checkpoint=PAGE, patience=PATIENT
+            Tokens(1024), host_layout=layout, tokens_per_checkpoint=PAGE, patience=PATIENT
         )
         cache = TieredCache(memory, config)
         cache.storage.attach(link := cache.storage.link(past.open(cache)))

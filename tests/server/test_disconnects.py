@@ -354,6 +354,6 @@ def test_a_leader_that_fails_where_others_may_not_have_serves_no_more(
     monkeypatch.setattr(server.engine.cache, "flush", break_down)
     reply = server.client.post("/admin/flush?tier=device", {})
     assert reply.status in (500, 503)
-    assert isinstance(leader.parted, MemoryError)
+    assert isinstance(leader.diverged, MemoryError)
     assert server.client.get("/health").status == 503
     assert isinstance(server.service.broken, MemoryError)

@@ -24,7 +24,7 @@ from tests.server.talking import Client
 
 PROMPTS = ["the cat sat on the mat and then the hat " * 3, "that is that, Grüße, 世界 " * 4]
 FLAGS = ("--port", "0", "--page-tokens", str(PAGE), "--deterministic", "--prefetch-policy",
-         "wait_complete", "--prefetch-least-tokens", "1", "--verify-restores", "1")  # fmt: skip
+         "wait_complete", "--prefetch-min-tokens", "1", "--verify-restores", "1")  # fmt: skip
 
 Json = dict[str, Any]
 
