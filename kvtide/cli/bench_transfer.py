@@ -1,4 +1,4 @@
-"""`kvtide bench transfer`: the link, and what share of it pages get."""
+"""`kvtide bench transfer`: the link, and the fraction of it that page copies reach."""
 
 from __future__ import annotations
 

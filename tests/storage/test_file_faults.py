@@ -17,7 +17,7 @@ import pytest
 
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.file import FileStore, segments
-from kvtide.storage.file.records import RECORD, RECORD_BYTES, VERSION, RecordKind, head, sealed
+from kvtide.storage.file.journal import RECORD, RECORD_BYTES, VERSION, RecordKind, head, sealed
 from kvtide.storage.store import Store
 from tests.storage.test_file_store import KIB, OTHER, SPACE, body, got, key, put
 
@@ -503,7 +503,7 @@ def test_left_over_segments_are_deleted_unless_someone_uses_them(tmp_path: Path)
 
 
 def test_opening_a_million_objects_takes_less_than_2_s(tmp_path: Path) -> None:
-    from kvtide.storage.file.records import blank, segment_of
+    from kvtide.storage.file.journal import blank, segment_of
 
     count, per_segment = 1_000_000, 10_000
     opened(tmp_path).close()

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtide.storage import open_store
 from kvtide.storage.file import FileStore
-from kvtide.storage.file.records import blocks_of
+from kvtide.storage.file.segments import blocks_of
 from tests.storage.test_file_store import OTHER, SPACE, body, got, key
 
 NUMBERS = st.lists(st.integers(0, 25), min_size=1, max_size=6)

@@ -17,8 +17,7 @@ import pytest
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.file import FileStore
 from kvtide.storage.file import file_store as file_store
-from kvtide.storage.file.file_io import address
-from kvtide.storage.file.io_threads import IoThreads
+from kvtide.storage.file.file_io import IoThreads, address
 from kvtide.storage.store import MISSING, Store
 
 SPACE, OTHER = b"a" * 32, b"b" * 32

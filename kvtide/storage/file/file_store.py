@@ -9,20 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtide.storage.file.appends import Putter, Slice
-from kvtide.storage.file.base import Base
-from kvtide.storage.file.capacity import Capacity
-from kvtide.storage.file.counts import StoreCounts
-from kvtide.storage.file.file_io import FileRange, HoleError, Mover, ShortError
-from kvtide.storage.file.file_settings import FileSettings, Sync, folder_of
+from kvtide.storage.file.appends import Base, Capacity, Putter, Slice
+from kvtide.storage.file.file_io import FileRange, HoleError, IoThreads, Mover, ShortError
+from kvtide.storage.file.file_settings import FileSettings, StoreCounts, Sync, folder_of
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
-from kvtide.storage.file.io_threads import IoThreads
-from kvtide.storage.file.merging import LAST_REMOVALS, merge
+from kvtide.storage.file.journal import RECORD_BYTES, Words, key_words
 from kvtide.storage.file.object_table import NONE, ObjectPlaces, Rows
-from kvtide.storage.file.records import BLOCK_BYTES, RECORD_BYTES, Words, key_words
-from kvtide.storage.file.recovery import enter
-from kvtide.storage.file.segments import SegmentFile
+from kvtide.storage.file.recovery import LAST_REMOVALS, enter, merge
+from kvtide.storage.file.segments import BLOCK_BYTES, SegmentFile
 from kvtide.storage.file.writer import Hole, Writer, sync
 from kvtide.storage.store import MISSING, Removed, StoreError, StoreStatus
 from kvtide.storage.url import StoreURL

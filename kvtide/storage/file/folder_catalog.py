@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.storage.file.counts import StoreCounts
+from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
-from kvtide.storage.file.journal import Tail, nothing
+from kvtide.storage.file.journal import RecordKind, Records, Tail, Words, blank, nothing
 from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable, Rows
-from kvtide.storage.file.records import RecordKind, Records, Words, blank, blocks_of
+from kvtide.storage.file.segments import blocks_of
 
 MIN_QUEUED = 64
 QUEUED_SHARE = 16

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.storage.file.records import Words, blocks_of
+from kvtide.storage.file.journal import Words
+from kvtide.storage.file.segments import blocks_of
 
 Rows = NDArray[np.int64]
 EMPTY, DELETED = -1, -2

@@ -20,9 +20,13 @@ import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
-from kvtide.storage.file.records import BLOCK_BYTES
+import numpy as np
+from numpy.typing import NDArray
 
+BLOCK_BYTES = 4096
+"""Locations and sizes on disk are whole blocks."""
 CHUNK_BYTES = 64 << 20
 """Blocks are asked of the file system in steps of this: one call for many objects."""
 MAX_OPEN = 256
@@ -32,6 +36,11 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def blocks_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """How many blocks objects take; an empty one takes a block too, to have a location."""
+    return np.maximum(-(-lengths.astype(np.int64) // BLOCK_BYTES), 1)
 
 
 def allocate(fd: int, offset: int, count: int, keep_size: int = 0) -> None:

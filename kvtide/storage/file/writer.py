@@ -20,14 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtide.storage.file.counts import StoreCounts
 from kvtide.storage.file.file_io import padded
+from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
-from kvtide.storage.file.journal import Journal
+from kvtide.storage.file.journal import Journal, RecordKind, Words, blank, segment_of
 from kvtide.storage.file.object_table import ObjectPlaces, Rows
-from kvtide.storage.file.records import BLOCK_BYTES, RecordKind, Words, blank, blocks_of, segment_of
-from kvtide.storage.file.segments import Appender, OpenSegments, delete, lock
+from kvtide.storage.file.segments import (
+    BLOCK_BYTES,
+    Appender,
+    OpenSegments,
+    blocks_of,
+    delete,
+    lock,
+)
 
 
 @dataclass(frozen=True, slots=True)
