@@ -117,6 +117,7 @@ def told(request: Request) -> tuple[Any, ...]:
     return said, request.finish, [chosen.token for chosen in request.scores]
 
 
+@pytest.mark.quick(seed=range(6))
 @pytest.mark.parametrize("seed", range(24))
 def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
     seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +260,7 @@ def test_it_can_be_told_when_most_is_done_of_recorded_passes_with_prompts(
     at.end()
 
 
+@pytest.mark.full
 def test_a_family_draws_the_same_in_passes_begun_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
