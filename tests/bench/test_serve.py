@@ -40,7 +40,7 @@ class Scribe:
 
 def held(rounds: int, load: Load = LOAD) -> tuple[Scribe, list[Held]]:
     scribe = Scribe()
-    found = asyncio.run(measure(load, rounds, scribe.params))
+    found = asyncio.run(measure(load, rounds, scribe.ask))
     scribe.turns = [turn for turn in scribe.turns if turn.round >= 0]
     return scribe, found
 
