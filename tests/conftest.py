@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = any("::" in argument for argument in config.args)
     everything = config.getoption("--all") or config.getoption("--device") != "cpu"
