@@ -342,6 +342,7 @@ def test_a_store_that_is_dead_costs_a_few_calls_and_nothing_else(url, rigs):
 # -- little room ----------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("host", [1, 2, 3])
 @every_memory
 def test_a_host_of_a_few_pages_holds_little_and_breaks_nothing(url, rigs, memory, host):

@@ -91,7 +91,19 @@ def past(tmp_path: Path) -> Past:
     return Past(f"file://{tmp_path}?cap=1GB&floor=1MB&sync=never")
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def quick(cell: Cell) -> bool:
+    """Every family once in company of none; every form of memory once more, policies in turns."""
+    forms = [family.name for family in FORMS]
+    if cell.at_once == 1:
+        return True
+    return cell.family in forms and cell.writing == WRITING[forms.index(cell.family) % 3]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=() if quick(cell) else pytest.mark.full) for cell in CELLS],
+    ids=str,
+)
 def test_conversations_go_on_after_a_restart_as_if_there_had_been_none(
     cell: Cell, past: Past, proves: Proves
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_signal_lets_what_is_in_line_be_written(model_folder: Path, tmp_path: 
         assert details["storage"] >= PAGES * PAGE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_frozen_store_does_not_keep_the_process(model_folder: Path, signals: int) -> None:
     url = "tests.server.stores:Frozen?calls=write,read,status"

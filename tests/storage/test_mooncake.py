@@ -144,6 +144,7 @@ store.close()
     assert member.process.poll() is None
 
 
+@pytest.mark.full
 @apart
 def test_a_killed_member_takes_its_objects_with_it_and_nothing_else():
     master = Master()
@@ -167,6 +168,7 @@ def test_a_killed_member_takes_its_objects_with_it_and_nothing_else():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_a_frozen_member_costs_its_objects_and_no_more_than_the_time_out():
     master = Master()
@@ -186,6 +188,7 @@ def test_a_frozen_member_costs_its_objects_and_no_more_than_the_time_out():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_calls_that_get_stuck_are_given_up_and_do_not_stand_in_the_way():
     """The library's own time-outs are the user's to set; ours hold all the same."""
@@ -215,6 +218,7 @@ def test_calls_that_get_stuck_are_given_up_and_do_not_stand_in_the_way():
 # -- the master -------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @apart
 def test_a_killed_master_is_an_error_at_once_and_a_new_one_is_found():
     master = Master()
@@ -243,6 +247,7 @@ def test_a_killed_master_is_an_error_at_once_and_a_new_one_is_found():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_a_frozen_master_costs_no_more_than_the_time_out_and_stops_no_thread():
     master = Master()
@@ -275,6 +280,7 @@ def works_again(store) -> bool:
         return False
 
 
+@pytest.mark.full
 @apart
 def test_closing_waits_for_no_master():
     master = Master()

@@ -173,6 +173,7 @@ def test_a_full_server_that_may_evict_takes_what_is_new(tmp_path, open_here):
 # -- gone, and back -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_killed_server_is_an_error_and_the_next_call_finds_a_new_one(own_server, open_here):
     store, objects = open_here(_url(own_server)), new_objects([1000] * 3)
     store.write(list(objects), laid(objects))
@@ -194,6 +195,7 @@ def test_a_server_that_restarted_between_calls_is_not_noticed(own_server, open_h
         assert store.exists(keys) == [False] * 3
 
 
+@pytest.mark.full
 def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, open_here):
     store = open_here(_url(own_server, timeout=5))
     objects = new_objects([1 << 20] * 24)
@@ -221,6 +223,7 @@ def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, o
     assert _read(store, objects) == list(objects.values())
 
 
+@pytest.mark.full
 def test_a_frozen_server_is_an_error_in_time_and_works_when_it_thaws(own_server, open_here):
     store, objects = open_here(_url(own_server)), new_objects([1 << 20] * 32)
     store.write(list(objects), laid(objects))
@@ -424,6 +427,7 @@ def test_a_replica_is_refused_with_the_remedy(server, tmp_path, open_here):
 # -- TLS ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_it_keeps_the_rules_over_tls(server, tmp_path):
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))

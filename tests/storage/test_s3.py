@@ -155,6 +155,7 @@ def test_a_killed_server_is_an_error_and_the_next_call_finds_a_new_one(own_serve
     assert _read(store, objects) == list(objects.values())
 
 
+@pytest.mark.full
 def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, open_here):
     store, objects = open_here(_url(own_server, timeout=10)), new_objects([1 << 20] * 16)
     _make_folder(store)
@@ -182,6 +183,7 @@ def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, o
     assert _read(store, objects) == list(objects.values())
 
 
+@pytest.mark.full
 def test_a_frozen_server_is_an_error_in_time_and_works_when_it_thaws(server, open_here):
     store, objects = open_here(_url(server)), new_objects([1 << 20] * 16)
     store.write(list(objects), laid(objects))

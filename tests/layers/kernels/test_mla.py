@@ -116,6 +116,7 @@ def both(
     return found.float(), torch.cat(wanted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_a_window_give_what_plain_sums_give(
@@ -125,6 +126,7 @@ def test_blocks_and_a_window_give_what_plain_sums_give(
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("case", ["some blocks", "groups"])
 def test_blocks_may_be_kept_in_another_precision(
@@ -216,6 +218,7 @@ def both_latent(
     return found.float(), torch.cat(wanted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", LATENTS)
 def test_latents_give_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
@@ -223,6 +226,7 @@ def test_latents_give_what_plain_sums_give(case: str, step: str, device: torch.d
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("case", ["few heads", "groups"])
 def test_latents_may_be_kept_in_another_precision(
