@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 from file_stores import ALIGN, FileStore, drop_page_cache, open_all
-from kvtide.server.byte_sizes import format_bytes, parse_bytes
 
 from kvtide.bench.store_speed import MemoryBlocks, StoreCase
+from kvtide.byte_sizes import format_bytes, parse_bytes
 from kvtide.cli.console import progress, table
 from kvtide.storage.trial import new_keys
 
