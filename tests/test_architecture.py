@@ -228,3 +228,62 @@ def test_no_folder_shows_more_modules_than_a_reader_takes_in() -> None:
         modules[path.relative_to(PACKAGE).parent.as_posix()] += path.stem != "__init__"
     crowded = {folder: count for folder, count in modules.items() if count > MAX_MODULES}
     assert {folder: count for folder, count in crowded.items() if folder not in CROWDED} == {}
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+SEEN_BY_KERNELS = {"elementwise", "forward", "kernel_args", "packing", "step"}
+"""The modules of `layers/` that kernels may import: none of them imports a layer or a kernel."""
+
+
+def imported_files(path: Path) -> set[Path]:
+    """The files of the package that a module imports, in whatever way."""
+    found = set()
+    for name in _imports(_parse(path), _package(path)):
+        parts = name.split(".")
+        if parts[0] != PACKAGE.name:
+            continue
+        for count in (len(parts), len(parts) - 1):
+            module = ROOT.joinpath(*parts[:count])
+            file = next(
+                (f for f in (module.with_suffix(".py"), module / "__init__.py") if f.exists()), None
+            )
+            if file is not None:
+                found.add(file)
+                break
+    return found - {path}
+
+
+def test_files_form_no_cycle() -> None:
+    open_files = {path: imported_files(path) for path in MODULES}
+    while free := [path for path, sees in open_files.items() if not sees & open_files.keys()]:
+        for path in free:
+            del open_files[path]
+    tangled = {
+        _name(path): sorted(_name(other) for other in sees & open_files.keys())
+        for path, sees in open_files.items()
+    }
+    assert not tangled, f"these import each other, or import those that do: {tangled}"
+
+
+def test_kernels_import_no_layer() -> None:
+    layers = PACKAGE / "layers"
+    allowed = {layers / f"{name}.py" for name in SEEN_BY_KERNELS}
+    for path in sorted((layers / "kernels").glob("*.py")):
+        seen = {file for file in imported_files(path) if file.parent == layers}
+        assert seen <= allowed, f"{_name(path)} imports {sorted(map(_name, seen - allowed))}"
+    for path in allowed:
+        outside = {file for file in imported_files(path) if file.parent.name == "kernels"}
+        assert not outside, f"{_name(path)} imports {sorted(map(_name, outside))}"
+
+
+def test_triton_is_imported_by_kernels_alone() -> None:
+    kernels, triton_ops = PACKAGE / "layers" / "kernels", PACKAGE / "layers" / "triton_ops.py"
+    for path in (path for path in MODULES if _room(path) in ("layers", "models")):
+        if path.parent == kernels:
+            continue
+        named = {name.split(".")[0] for name in _imports(_parse(path), _package(path))}
+        assert "triton" not in named, f"{_name(path)} imports triton"
+        seen = {file for file in imported_files(path) if file.parent == kernels}
+        assert path == triton_ops or not seen, f"{_name(path)} imports {sorted(map(_name, seen))}"
+    assert not any(triton_ops in imported_files(path) for path in MODULES if path.stem != "backend")

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtide.layers.arithmetic import Batched
-from kvtide.layers.attention import Attending
-from kvtide.layers.dense import RMSNorm
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending, Norm, QKVParams
 from kvtide.layers.kernels import attention_decode, attention_prefill, attention_tiles
-from kvtide.layers.kernels.attention_prefill import attend_paged
-from kvtide.layers.kernels.qkv import keep_heads
-from kvtide.layers.qkv import Preparing
+from kvtide.layers.kernels.attention_prefill import paged_attention
+from kvtide.layers.kernels.qkv import qkv_write
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
@@ -87,7 +84,7 @@ def attending(
     kept = {"k": new[0].to(stored), "v": new[1].to(stored)}
     sinks = torch.randn(shape.heads, device="cuda") if shape.sinks else None
     how = Attending(shape.dim**-0.5, shape.window, sinks)
-    timed = functools.partial(_with, constants, attend_paged, run, place, queries, kept, how)
+    timed = functools.partial(_with, constants, paged_attention, run, place, queries, kept, how)
     window = shape.window or 1 << 40
     keys = sum(min(past, window) + count for past, count in sequences)
     keys -= alike * (len(sequences) - 1)
@@ -115,13 +112,11 @@ def preparing(shape: Shape, tokens: int) -> Row:
     run, place = step_of(shape, sequences)
     wide = shape.heads + 2 * shape.kv_heads
     heads = torch.randn(tokens, wide, shape.dim, device="cuda", dtype=torch.bfloat16)
-    query_norm, key_norm = (
-        RMSNorm(Batched(), torch.randn(shape.dim, device="cuda"), 1e-6) for _ in range(2)
-    )
-    how = Preparing(shape.kv_heads, query_norm, key_norm)
+    query_norm, key_norm = (Norm(torch.randn(shape.dim, device="cuda"), 1e-6) for _ in range(2))
+    how = QKVParams(shape.kv_heads, query_norm, key_norm)
     turns = Rope(torch.rand(shape.dim // 2))(run.positions)
     moved = heads.nbytes + turns.nbytes + tokens * (wide + 2 * shape.kv_heads) * shape.dim * 2
-    return (lambda: keep_heads(run, place, heads, turns, how)), moved, 0
+    return (lambda: qkv_write(run, place, heads, turns, how)), moved, 0
 
 
 def _rows() -> list[tuple[str, Callable[[], Row]]]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.arithmetic import Batched
-from kvtide.layers.dense import RMSNorm
+from kvtide.layers.kernel_args import CompressedStream, Norm, StreamMixing
 from kvtide.layers.kernels import compressor, hyper_connections, kv_write, rope
+from kvtide.layers.rope import Rope
 from kvtide.spec import ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.deepseek_v4 import _v4_means
 from kvtide.spec.families.pool_parts import KVDType, by_head, packed, scaled
@@ -51,7 +51,7 @@ def kept(tokens: int) -> Work:
     x, turns = some(tokens, DIM), some(tokens, 2, ROTARY // 2, dtype=torch.float32)
     norm = (some(DIM), 1e-6)
     moved = tokens * (DIM * 2 + 584 + DIM * 2 + ROTARY * 4)
-    return lambda: rope.keep_turned(run, place, x, norm, turns), moved, 0
+    return lambda: rope.norm_rope_write(run, place, x, norm, turns), moved, 0
 
 
 def kept_by_head(tokens: int) -> Work:
@@ -59,7 +59,7 @@ def kept_by_head(tokens: int) -> Work:
     run = step(ModelMemory("heads", PAGE, (place.pool,), 1), tokens)
     heads = some(tokens, 48, 128)
     entries = {"k": heads[:, 32:40], "v": heads[:, 40:]}
-    return lambda: kv_write.keep(run, place, entries), tokens * 8 * 128 * 2 * 4, 0
+    return lambda: kv_write.kv_write(run, place, entries), tokens * 8 * 128 * 2 * 4, 0
 
 
 def compressed(tokens: int, ratio: int, width: int) -> Work:
@@ -75,19 +75,21 @@ def compressed(tokens: int, ratio: int, width: int) -> Work:
     memory = ModelMemory("v4", PAGE, pools, 1)
     run, channels = step(memory, tokens), width * (2 if overlaps else 1)
     own, share = ("c_state", "c_open") if overlaps else ("c_open", None)
-    stream = compressor.CompressedStream(
+    stream = CompressedStream(
         Place(memory.pool("c"), 0),
         Place(memory.pool(own), 0),
         Place(memory.pool(share), 0) if share else None,
         some(ratio, channels, dtype=torch.float32),
-        (some(width), 1e-6),
+        Norm(some(width), 1e-6),
+        Rope(torch.ones(ROTARY // 2)),
+        torch.bfloat16,
     )
     products = some(tokens, 2 * channels, dtype=torch.float32)
     turns = some(tokens, 2, ROTARY // 2, dtype=torch.float32)
     moved = tokens * 2 * channels * 4 + tokens // ratio * 600
     moved += 0 if tokens > 64 else tokens * 2 * 3 * channels * 4
     return (
-        lambda: compressor.compress(run, stream, products, turns, torch.bfloat16),
+        lambda: compressor.compress(run, stream, products, turns),
         moved,
         0,
     )
@@ -96,39 +98,39 @@ def compressed(tokens: int, ratio: int, width: int) -> Work:
 def turned(tokens: int, dim: int, eps: float | None) -> Work:
     x, turns = some(tokens, HEADS, dim), some(tokens, 2, ROTARY // 2, dtype=torch.float32)
     moved = tokens * HEADS * 2 * 2 * (dim if eps is not None else ROTARY)
-    return lambda: rope.turn(x, turns, eps), moved, 0
+    return lambda: rope.rope(x, turns, eps), moved, 0
 
 
-def mixing() -> hyper_connections.Mixing:
+def mixing() -> StreamMixing:
     outputs = STREAMS * (2 + STREAMS)
     project = some(outputs, STREAMS * HIDDEN, dtype=torch.float32) * 0.01
     scales, base = some(outputs, dtype=torch.float32), some(outputs, dtype=torch.float32)
-    numbers = {"eps": 1e-6, "norm_eps": 1e-6, "rounds": 20}
-    return hyper_connections.Mixing.of(project, scales, base, torch.bfloat16, **numbers)
+    given = StreamMixing(project, scales, base, eps=1e-6, norm_eps=1e-6, rounds=20)
+    return hyper_connections.packed_mixing(given, torch.bfloat16)
 
 
 def gathered(tokens: int) -> Work:
     how, x = mixing(), some(tokens, STREAMS, HIDDEN)
-    norm = RMSNorm(Batched(), some(HIDDEN), 1e-6)
+    norm = Norm(some(HIDDEN), 1e-6)
     moved = tokens * HIDDEN * 2 * (2 * STREAMS + 1) + how.project.nbytes
     flops = 2 * tokens * how.project.numel()
-    return lambda: hyper_connections.gathered(how, x, norm), moved, flops
+    return lambda: hyper_connections.gather_streams(how, x, norm), moved, flops
 
 
 def passed(tokens: int) -> Work:
     how, x, given = mixing(), some(tokens, STREAMS, HIDDEN), some(tokens, HIDDEN)
-    norm = RMSNorm(Batched(), some(HIDDEN), 1e-6)
+    norm = Norm(some(HIDDEN), 1e-6)
     weights = some(tokens, STREAMS + STREAMS**2, dtype=torch.float32)
     moved = tokens * HIDDEN * 2 * (3 * STREAMS + 2) + how.project.nbytes
     flops = 2 * tokens * how.project.numel()
-    return lambda: hyper_connections.passed(given, x, weights, how, norm), moved, flops
+    return lambda: hyper_connections.pass_streams(given, x, weights, how, norm), moved, flops
 
 
 def spread(tokens: int) -> Work:
     x, given = some(tokens, STREAMS, HIDDEN), some(tokens, HIDDEN)
     weights = some(tokens, STREAMS + STREAMS**2, dtype=torch.float32)
     moved = tokens * HIDDEN * 2 * (2 * STREAMS + 1)
-    return lambda: hyper_connections.spread(given, x, weights), moved, 0
+    return lambda: hyper_connections.spread_streams(given, x, weights), moved, 0
 
 
 ROWS: list[tuple[str, Callable[[], Work]]] = [

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import indexer
-from kvtide.layers.kernels.indexer import choose_paged
-from kvtide.layers.kernels.mla import attend_blocks, attend_latent
+from kvtide.layers.kernels.indexer import select_entries
+from kvtide.layers.kernels.mla import block_attention, mla_attention
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, packed, scaled
@@ -69,10 +69,14 @@ def _latent(heads: int, past: int, count: int, sequences: int) -> Timed:
     rope = Field("rope", (64,), KVDType.BF16.element)
     pool = PoolSpec("kv", (0,), scaled("latent", 512, KVDType.BF16, rope))
     run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
-    queries, how, place = _some(sequences * count, heads, 576), Attending(576**-0.5), Place(pool, 0)
+    queries, how, place = (
+        _some(sequences * count, heads, 576),
+        Attending(576**-0.5),
+        Place(pool, 0),
+    )
     pairs = sequences * sum(range(past + 1, past + count + 1))
     moved = sequences * (past + count) * 1152 + queries.numel() * 2 * 1088 // 576
-    return lambda: attend_latent(run, place, queries, how), moved, pairs * heads * (576 + 512) * 2
+    return lambda: mla_attention(run, place, queries, how), moved, pairs * heads * (576 + 512) * 2
 
 
 # -- a window and compressed entries -----------------------------------------------------------
@@ -98,7 +102,7 @@ def _blocks(
     keys = seen + 128
     moved = tokens * keys * entry.bytes + queries.numel() * 2 * 2
     return (
-        lambda: attend_blocks(run, places[0], kept, places[1], queries, how, picked),
+        lambda: block_attention(run, places[0], kept, places[1], queries, how, picked),
         moved,
         tokens * keys * 64 * 512 * 4,
     )
@@ -120,8 +124,8 @@ def _indexer(
     pairs = sequences * sum(p // 4 for p in range(past + 1, past + count + 1))
     read = sequences * most * pool.entry.bytes
     work: dict[str, Callable[[], object]] = {
-        "whole": lambda: choose_paged(run, place, queries, weights, 512),
-        "scores": lambda: indexer.score(run, place, queries, weights, scores, 0),
+        "whole": lambda: select_entries(run, place, queries, weights, 512),
+        "scores": lambda: indexer.score_entries(run, place, queries, weights, scores, 0),
         "top-k": lambda: indexer._select(run, scores, found, 4, most, 0),
         "torch.topk": lambda: scores.topk(512, sorted=False),
     }

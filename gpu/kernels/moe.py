@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.arithmetic import Batched, Deterministic
+from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import sigmoid, softmax
+from kvtide.layers.kernel_args import (
+    ExpertActivation,
+    ExpertGroup,
+    ExpertStack,
+    ExpertWeights,
+    Routing,
+    RoutingRule,
+)
 from kvtide.layers.kernels import moe_experts as kernels
 from kvtide.layers.kernels import moe_routing as routes
-from kvtide.layers.moe import Choice, ExpertGroup, Experts, Gating, Routing, Stack, score_and_route
+from kvtide.layers.moe_routing import route
 from kvtide.layers.tensor_ranks import ALONE
 
 Timed = tuple[Callable[[], object], float, float]
@@ -27,21 +35,21 @@ class Shape:
     inputs: int
     width: int
 
-    def weights(self) -> Experts:
+    def weights(self) -> ExpertStack:
         up, down = (self.width * 2, self.inputs), (self.inputs, self.width)
         stacks = [
-            Stack(
+            ExpertWeights(
                 torch.randn(self.experts, *size, device="cuda", dtype=torch.bfloat16).mul_(
                     size[1] ** -0.5
                 )
             )
             for size in (up, down)
         ]
-        return Experts(Batched(), ExpertGroup(range(self.experts), ALONE), *stacks, Gating())
+        return ExpertStack(ExpertGroup(range(self.experts), ALONE), *stacks, ExpertActivation())
 
     def routing(self, tokens: int) -> Routing:
         logits = torch.randn(tokens, self.experts, device="cuda")
-        return routes.route(logits, Choice(self.chosen), softmax)
+        return routes.route(logits, RoutingRule(self.chosen), softmax)
 
     def cost(self, tokens: int, routing: Routing) -> tuple[float, float]:
         """Bytes of the weights of used experts, of inputs and outputs; and FLOPs."""
@@ -60,7 +68,7 @@ def ours(shape: Shape, tokens: int) -> Timed:
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    return lambda: kernels.mix(experts, x, routing), *shape.cost(tokens, routing)
+    return lambda: kernels.mix_experts(experts, x, routing), *shape.cost(tokens, routing)
 
 
 def grouped(shape: Shape, tokens: int) -> Timed:
@@ -86,7 +94,7 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    own, pairs = experts.crew.own, tokens * shape.chosen
+    own, pairs = experts.group.own, tokens * shape.chosen
     tiles = kernels.tiles_for(pairs, shape.experts, x.dtype)
     tiles = replace(tiles, described=tiles.described and described)
     order = kernels.arrange(routing.experts, own, tiles.rows)
@@ -116,14 +124,14 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
     }[name]
 
 
-def routed(experts: int, tokens: int, choice: Choice, *, kernel: bool) -> Timed:
+def routed(experts: int, tokens: int, choice: RoutingRule, *, kernel: bool) -> Timed:
     torch.manual_seed(0)
     logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda")
     moved = 4.0 * tokens * (experts + 2 * choice.count)
     if kernel:
         return lambda: routes.route(logits, choice, sigmoid, bias), moved, 0.0
     plain = Deterministic()
-    return lambda: score_and_route(plain, logits, choice, sigmoid, bias), moved, 0.0
+    return lambda: route(plain, logits, choice, sigmoid, bias), moved, 0.0
 
 
 def _rows() -> list[tuple[str, Callable[[], Timed]]]:
@@ -147,7 +155,7 @@ def _rows() -> list[tuple[str, Callable[[], Timed]]]:
                     )
                 )
             rows.append((f"{name}, {tokens}: grouped_mm", lambda s=shape, t=tokens: grouped(s, t)))
-    choice = Choice(8, groups=8, allowed=4, scale=2.5)
+    choice = RoutingRule(8, groups=8, allowed=4, scale=2.5)
     for tokens in (1, 64, 8192):
         for kernel in (True, False):
             label = f"routing {tokens} to 8 of 256{'' if kernel else ', torch'}"

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels import ssd_scan
-from kvtide.layers.kernels.causal_conv import convolve
-from kvtide.layers.kernels.gated_delta import Forgetting, associate
-from kvtide.layers.kernels.gated_norm import GatedNorm, open_gates
-from kvtide.layers.kernels.ssd_scan import Scanning, scan
-from kvtide.layers.mamba import CausalConv
+from kvtide.layers.kernel_args import ConvWeights, DeltaGates, GatedNorm, ScanParams
+from kvtide.layers.kernels import ssd_scan as ssd_scan_kernels
+from kvtide.layers.kernels.causal_conv import causal_conv
+from kvtide.layers.kernels.gated_delta import gated_delta
+from kvtide.layers.kernels.gated_norm import gated_norm
+from kvtide.layers.kernels.ssd_scan import ssd_scan
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import DType, Entry, Field, PoolSpec
 
@@ -61,13 +61,11 @@ def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def convolution(lengths: Lengths, channels: int = 8192, taps: int = 4) -> Ready:
     field = Field("conv", (channels, taps - 1), DType.BF16)
     run, place = step((field,), lengths)
-    conv = CausalConv.__new__(CausalConv)
-    conv.taps, conv.bias = drawn(taps, channels, dtype=torch.float32), None
-    conv.kept = [field]
+    conv = ConvWeights(drawn(taps, channels, dtype=torch.float32), None, (field,))
     inputs = drawn(sum(lengths), channels)
     tails = 2 * len(lengths) * channels * (taps - 1) * 2
     moved = 2 * 2 * inputs.numel() + tails
-    return partial(convolve, run, place, conv, inputs, swished=True), moved, 0
+    return partial(causal_conv, run, place, conv, inputs, swished=True), moved, 0
 
 
 def mamba(
@@ -77,12 +75,12 @@ def mamba(
     tokens = sum(lengths)
     convolved, dt = drawn(tokens, heads * dim + 2 * groups * width), drawn(tokens, heads)
     by_head = partial(drawn, heads, dtype=torch.float32)
-    how = Scanning(by_head(), -by_head().abs(), by_head(), (0.0, float("inf")))
+    how = ScanParams(by_head(), -by_head().abs(), by_head(), (0.0, float("inf")))
     states = 2 * 4 * len(lengths) * heads * dim * width
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))
     operations = 2 * tokens * heads * (chunk * width + chunk * dim + 2 * dim * width)
-    return partial(scan, run, place, how, convolved, dt), moved, operations
+    return partial(ssd_scan, run, place, how, convolved, dt), moved, operations
 
 
 def delta(
@@ -93,19 +91,19 @@ def delta(
     convolved = drawn(tokens, (2 * key_heads + heads) * dim)
     dt, strength = drawn(tokens, heads * each), drawn(tokens, heads)
     bias, decay = drawn(heads * each, dtype=torch.float32), drawn(heads, dtype=torch.float32)
-    forgetting = Forgetting(dt, bias, -decay.abs(), strength)
+    forgetting = DeltaGates(dt, bias, -decay.abs(), strength)
     states = 2 * 4 * len(lengths) * heads * dim * dim
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))
     operations = 2 * tokens * heads * (3 * dim * dim + 4 * chunk * dim)
-    return partial(associate, run, place, convolved, forgetting), moved, operations
+    return partial(gated_delta, run, place, convolved, forgetting), moved, operations
 
 
 def gates(lengths: Lengths, groups: int, width: int) -> Ready:
     tokens = sum(lengths)
     mixed, given = drawn(tokens, groups * width, dtype=torch.float32), drawn(tokens, groups * width)
     how = GatedNorm(groups, drawn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
-    return partial(open_gates, mixed, given, how), 8 * tokens * groups * width, 0
+    return partial(gated_norm, mixed, given, how), 8 * tokens * groups * width, 0
 
 
 def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
@@ -113,11 +111,11 @@ def narrow(make: Callable[[Lengths], Ready], lengths: Lengths) -> Ready:
     call, moved, operations = make(lengths)
 
     def narrowed() -> object:
-        before, ssd_scan.WIDE = ssd_scan.WIDE, False
+        before, ssd_scan_kernels.WIDE = ssd_scan_kernels.WIDE, False
         try:
             return call()
         finally:
-            ssd_scan.WIDE = before
+            ssd_scan_kernels.WIDE = before
 
     return narrowed, moved, operations
 

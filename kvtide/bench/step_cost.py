@@ -41,6 +41,7 @@ class Idle:
 
     vocabulary = VOCABULARY
     max_positions = 1 << 20
+    uses_kernels = False
 
     def __init__(self, memory: ModelMemory) -> None:
         self.memory = memory
@@ -58,9 +59,6 @@ class Idle:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(len(hidden), VOCABULARY)
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class Runner:
         self._logits_width: int | None = None
         self.launched: Counter[str] = Counter()
         self._graphs: StepGraphs | None = None
-        if cuda_graphs and topology.ranks == 1 and model.runs_programs(self._device):
+        if cuda_graphs and topology.ranks == 1 and model.uses_kernels:
             capture = graph_capture(self._device)
             self._graphs = StepGraphs(model, cache.view, capture, max_sequences, max_step_tokens)
 

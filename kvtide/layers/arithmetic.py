@@ -1,21 +1,20 @@
-"""How layers compute: the operations whose order of sums is a choice, chosen once per model.
+"""The order of sums in torch references: batched, or deterministic to the bit.
 
-`Batched` takes all tokens of a step together. `Deterministic` promises that a token's result
-depends on nothing but its own history: not on which other sequences are in the step, where the
-token stands in it, or how its prompt was cut into steps. Equal means bit-equal, on one machine with
-one number of threads. Layers use the same few things and do not know which arithmetic they have:
+`Batched` takes all tokens of a step together. Under `Deterministic`, a token's result depends on
+its own history alone: not on other sequences in the step, the token's row in it, or the chunks of
+its prompt. Equal means bit-equal, on one machine with one number of threads. References use four
+things and do not know which arithmetic they have:
 
-    linear       deterministic: tiles of a fixed number of rows, the last one padded. A row of such
-                 a product does not depend on the other rows or on its place among them, which is
-                 verified for every shape of weights; where it fails, tiles have one row.
-    rowwise      deterministic: any function of single rows, on all rows at once if functions of
-                 that kind are verified not to depend on how many there are, else one by one.
-    query_block  deterministic: one query attends at a time, over exactly what it sees.
-    order        deterministic: of two orders of the same sums, the one that goes token by token.
-    runs_programs  batched, on a CUDA device: `programs` do what is written in torch elsewhere.
+    linear       Deterministic computes tiles of a fixed number of rows, the last one padded. It
+                 verifies for every shape of weights that a row does not depend on its tile; where
+                 that fails, tiles have one row.
+    rowwise      Deterministic applies a function of single rows to all rows at once if it has
+                 verified that their number does not matter, else one by one.
+    query_block  Deterministic has one query attend at a time, over exactly the keys it sees.
+    order        Of two orders of the same sums, Deterministic takes the one token by token.
 
-What is neither of these (residual sums, products by element, look-ups) is exact per element. Matrix
-products outside of `linear` take operands that are `aligned`.
+All other operations (residual sums, elementwise products, look-ups) are exact per element. Matrix
+multiplications outside of `linear` take operands that are `aligned`.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ Summing = TypeVar("Summing", bound=Callable[..., object])
 
 
 def aligned(operand: Tensor) -> Tensor:
-    """The same, or a copy of it: a matrix product may depend on where its operands begin in memory,
-    which for a part of a tensor depends on what stands before it."""
+    """The operand, or an aligned copy: a GEMM may depend on the address of its operands, which for
+    a slice depends on what stands before it."""
     return operand if operand.data_ptr() % _ALIGNED_BYTES == 0 else operand.clone()
 
 
@@ -59,10 +58,6 @@ class Arithmetic(ABC):
     """`query_block`: how many queries attend together."""
 
     query_block: int
-
-    @abstractmethod
-    def runs_programs(self, device: torch.device) -> bool:
-        """Whether layers leave their work to `programs` there."""
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,9 +75,6 @@ class Arithmetic(ABC):
 class Batched(Arithmetic):
     query_block = _QUERY_BLOCK
 
-    def runs_programs(self, device: torch.device) -> bool:
-        return device.type == "cuda"
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
 
@@ -94,8 +86,8 @@ class Batched(Arithmetic):
 
 
 class Deterministic(Arithmetic):
-    """Verifies at construction what `rowwise` relies on, and each shape of weights when it is
-    first seen; `product` is what is verified."""
+    """Verifies at construction what `rowwise` relies on, and each shape of weights at its first
+    use; `product` is the GEMM that it verifies."""
 
     query_block = 1
 
@@ -105,12 +97,9 @@ class Deterministic(Arithmetic):
         self._tile_rows: dict[object, int] = {}
         self._rows_together = _all_rows_stand_alone(torch.get_num_threads())
 
-    def runs_programs(self, device: torch.device) -> bool:
-        return False
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tile = self.tile_rows(weight)
-        # A copy, so that every tile begins alike and the last one is whole.
+        # A copy, so that all tiles are aligned alike and the last one is whole.
         padded = x.new_zeros((-(-len(x) // tile) * tile, x.shape[1]))
         padded[: len(x)] = x
         product = torch.cat([self._product(rows, weight) for rows in padded.split(tile)])[: len(x)]
@@ -133,16 +122,15 @@ class Deterministic(Arithmetic):
         return by_token
 
 
-def choose(deterministic: bool) -> Arithmetic:
-    return Deterministic() if deterministic else Batched()
-
-
-# -- what the machine must do ------------------------------------------------------------------
+# -- what is verified on the machine -----------------------------------------------------------
 
 
 def _settle() -> None:
-    """Where a CPU has no products in half precision, torch takes another library for all others too
-    when the first of them fails. It does so here, before anything is computed that must stay."""
+    """Triggers torch's choice of a GEMM library before the first result that must repeat.
+
+    On a CPU without half-precision GEMMs, torch switches libraries for all dtypes when the first
+    one fails.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in (torch.bfloat16, torch.float16):
@@ -152,15 +140,15 @@ def _settle() -> None:
 def product_rows_stand_alone(
     product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int
 ) -> bool:
-    """Whether a row of a product of so many rows is the same wherever it stands, beside whatever.
+    """Whether a row of a GEMM of so many rows does not depend on its place and the other rows.
 
-    Tried with random rows: all of them reversed, and some of them among strangers.
+    Tried with random rows: all of them reversed, and some of them among other rows.
     """
     generator = torch.Generator().manual_seed(rows)
 
     def some(count: int) -> Tensor:
-        drawn = torch.randn(count, weight.shape[1], generator=generator)
-        return drawn.to(weight.device, weight.dtype)
+        values = torch.randn(count, weight.shape[1], generator=generator)
+        return values.to(weight.device, weight.dtype)
 
     ours = some(rows)
     expected = product(ours, weight)
@@ -176,7 +164,7 @@ def product_rows_stand_alone(
 
 
 def rows_stand_alone(function: RowFunction) -> bool:
-    """Whether rows come out the same together as one by one, at widths with and without a rest."""
+    """Whether rows give the same together as one by one, at widths that divide and that do not."""
     return all(
         torch.equal(function(rows), torch.cat([function(row) for row in rows.split(1)]))
         for rows in _random_rows()
@@ -203,7 +191,7 @@ def _unit_layer_norm(rows: Tensor) -> Tensor:
     return layer_norm(rows, torch.ones(rows.shape[-1]), torch.ones(rows.shape[-1]), 1e-6)
 
 
-def _turned(rows: Tensor) -> Tensor:
+def _rotated(rows: Tensor) -> Tensor:
     """A rotation at positions far apart."""
     frequencies = 0.2 ** torch.arange(rows.shape[1] % 7 + 1, dtype=torch.float32)
     return Rope(frequencies)((rows[:, 0].abs() ** 5).long())
@@ -214,7 +202,7 @@ _ROW_FUNCTIONS: tuple[RowFunction, ...] = (
     sigmoid,
     gelu_tanh,
     softplus,
-    _turned,
+    _rotated,
     _unit_norm,
     unit_length,
     _unit_layer_norm,

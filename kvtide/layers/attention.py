@@ -1,43 +1,46 @@
-"""Attention of one sequence's new tokens over its context: the arithmetic, without pages.
+"""Paged attention by head: the torch reference, and attention without pages.
 
-The same code serves both modes. Queries are taken in blocks, and a block sees exactly the keys
-that some query in it sees. With blocks of one query every shape depends on nothing but how many
-tokens that query sees, and so does the result; with larger blocks a mask does the rest.
+Queries are taken in blocks; a block reads exactly the keys that some query in it sees, and a mask
+hides the others. With blocks of one query, all shapes depend on the number of visible tokens
+alone, and so does the result.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import aligned
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
+from kvtide.layers.packing import Fields
 
 
-@dataclass(frozen=True, slots=True)
-class Attending:
-    """How a layer attends. `window` counts the query itself; `sinks` are logits by head (fp32);
-    `cap` is a limit that scores come near and never reach."""
+def paged_attention(
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, block: int
+) -> Tensor:
+    """Attention of the step's queries (tokens, heads, dim) over the pages of their sequences.
 
-    scale: float
-    window: int | None = None
-    sinks: Tensor | None = None
-    cap: float | None = None
-
-    def first_seen(self, position: int) -> int:
-        """The first token that a query at this position sees."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
+    Keys and values of the step's own tokens come from the step: a page that is no longer needed
+    when the step ends has no slot.
+    """
+    out = []
+    for rows in run.sequences:
+        new = slice(rows.start, rows.end)
+        past = run.read_entries(place, rows, how.first_seen(rows.past))
+        context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
+        out.append(attend(queries[new], context["k"], context["v"], how, block))
+    return torch.cat(out)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:
-    """Queries (tokens, heads, dim) of the last of the tokens that keys and values are of.
+    """Causal attention of queries (tokens, heads, dim), which belong to the last of the keys.
 
-    Keys and values have fewer heads; each serves as many neighbouring query heads.
+    Keys and values have fewer heads; each serves as many neighbouring query heads (GQA).
     """
     past = len(keys) - len(queries)
     keys, values = keys.float(), values.float()
-    mixed = []
+    out = []
     for start in range(0, len(queries), block):
         some = queries[start : start + block]
         position = past + start
@@ -46,26 +49,26 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
         hidden = None
         if len(some) > 1:
             hidden = _hidden(len(some), len(ours[0]), how.window, keys.device)
-        mixed.append(_attend_block(some.float(), *ours, how, hidden))
-    return torch.cat(mixed).to(queries.dtype)
+        out.append(_attend_block(some.float(), *ours, how, hidden))
+    return torch.cat(out).to(queries.dtype)
 
 
-def attend_seen(
+def attend_masked(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Attending, block: int
 ) -> Tensor:
-    """As `attend`, but each query sees what `seen` (queries, keys) says, in the order of the keys.
+    """As `attend`, but each query sees the keys where `seen` (queries, keys) is true.
 
-    With blocks of one query a query's keys are gathered first, so nothing else can show.
+    With blocks of one query, its keys are gathered first, so no other key affects the result.
     """
     keys, values = keys.float(), values.float()
-    mixed = []
+    out = []
     for start in range(0, len(queries), block):
         some, view = queries[start : start + block].float(), seen[start : start + block]
         rows = torch.nonzero(view.any(0)).squeeze(1)
         ours = (keys.index_select(0, rows), values.index_select(0, rows))
         hidden = None if len(some) == 1 else ~view[:, rows]
-        mixed.append(_attend_block(some, *ours, how, hidden))
-    return torch.cat(mixed).to(queries.dtype)
+        out.append(_attend_block(some, *ours, how, hidden))
+    return torch.cat(out).to(queries.dtype)
 
 
 def _attend_block(
@@ -80,21 +83,21 @@ def _attend_block(
         scores = torch.tanh(scores / how.cap) * how.cap
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
-    shares = _shares(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
-    mixed = torch.bmm(shares, values.transpose(0, 1)).view(kv_heads, each, count, -1)
-    return mixed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+    probabilities = _softmax(scores, how.sinks).reshape(kv_heads, each * count, len(keys))
+    out = torch.bmm(probabilities, values.transpose(0, 1)).view(kv_heads, each, count, -1)
+    return out.permute(2, 0, 1, 3).reshape(count, heads, -1)
 
 
 def _hidden(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """(queries, keys): true where a query must not see a key. The last query is the last key."""
+    """(queries, keys): true where a key is masked. The last query belongs to the last key."""
     position = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     hidden = key > position
     return hidden if window is None else hidden | (key <= position - window)
 
 
-def _shares(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys; a sink takes its share of the whole and gives nothing back."""
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys; a sink takes part in the normalisation and has no value."""
     if sinks is None:
         return scores.softmax(-1)
     kv_heads, each, count, keys = scores.shape

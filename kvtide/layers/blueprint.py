@@ -1,12 +1,11 @@
 """What layers are built from: a checkpoint's tensors by name, the config, the declared memory.
 
-`Weights` is all that model code knows of a checkpoint: names as `transformers` writes them, in
-whatever file and precision they lie. A `Blueprint` joins it with everything else that a layer's
-constructor needs, and is handed down with longer and longer prefixes.
+`Weights` is all that model code knows of a checkpoint: tensors by the names of `transformers`. A
+`Blueprint` joins it with everything else that a layer's constructor needs; sublayers get the same
+blueprint with a longer prefix.
 
-Where several ranks compute a layer together, a layer's constructor says which projections divide:
-`columns` by what comes out, `rows` by what goes in, `fused` by what comes out part by part. Units
-(a head, a group) stay whole.
+Under tensor parallelism, a layer's constructor says how each projection is sharded: `columns` by
+outputs, `rows` by inputs, `fused` by outputs part by part. Units (a head, a group) stay whole.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import GatedMLP, Linear, RMSNorm
 from kvtide.layers.elementwise import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
+from kvtide.layers.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.spec import ModelMemory
 from kvtide.spec.config import Config
@@ -49,16 +49,20 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """`norm_offset`: what is added to the weights of norms (Gemma keeps them around zero)."""
+    """`norm_offset` is added to the weights of norms (Gemma stores them around zero)."""
 
     config: Config
     weights: Weights
     memory: ModelMemory
-    arithmetic: Arithmetic
+    ops: Ops
     dtype: torch.dtype
     norm_offset: float = 0.0
     ranks: TensorRanks = ALONE
     prefix: str = ""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return self.ops.arithmetic
 
     def under(self, name: str) -> Blueprint:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -71,11 +75,11 @@ class Blueprint:
         return self.weights.get(self.prefix + name).detach().to(dtype or self.dtype).contiguous()
 
     def layers(self) -> Iterator[tuple[int, Blueprint]]:
-        """The number of every layer of this stage, and what is under its name."""
+        """The number of every layer of this pipeline stage, and the blueprint under its name."""
         return ((n, self.under(f"layers.{n}")) for n in self.memory.own_layers)
 
     def keeps(self, layer: int, field: str) -> bool:
-        """Whether the memory has such a field for the layer: whether it attends, or recurs."""
+        """Whether the memory has such a field for the layer: it tells attention from recurrence."""
         pools = (pool for pool in self.memory.pools if layer in pool.layers)
         return any(kept.name == field for pool in pools for kept in pool.entry.fields)
 
@@ -92,15 +96,15 @@ class Blueprint:
         fields = (field for pool in self.memory.pools for field in pool.entry.fields)
         return next(field.shape[1] for field in fields if field.name == "k")
 
-    # -- this rank's share ---------------------------------------------------------------------
+    # -- this rank's shard ---------------------------------------------------------------------
 
-    def share(self, weight: Tensor, unit: int = 1, *, axis: int = 0) -> Tensor:
-        """This rank's part of a weight that divides along an axis, in units of so many.
+    def shard(self, weight: Tensor, unit: int = 1, *, axis: int = 0) -> Tensor:
+        """This rank's shard of a weight along an axis, in units of so many rows.
 
-        A part is a copy: a view of it would keep the whole.
+        It is a copy: a view would keep the whole weight in memory.
         """
         units = weight.shape[axis] // unit
-        mine = self.ranks.share(units)
+        mine = self.ranks.shard(units)
         if mine is None:
             raise self.config.refusal(
                 f"{self.prefix[:-1]} has {units} units that do not divide over {self.ranks.count} "
@@ -111,29 +115,29 @@ class Blueprint:
         part = weight.narrow(axis, mine.start * unit, len(mine) * unit)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def share_parts(self, weight: Tensor, parts: Sequence[WeightPart]) -> Tensor:
-        """This rank's part of each of several runs of channels, which lie side by side."""
+    def shard_parts(self, weight: Tensor, parts: Sequence[WeightPart]) -> Tensor:
+        """This rank's shard of each of several parts, which stand side by side."""
         runs = weight.split([part.channels for part in parts])
         pairs = zip(runs, parts, strict=True)
-        return torch.cat([self.share(run, part.width) for run, part in pairs])
+        return torch.cat([self.shard(run, part.width) for run, part in pairs])
 
     def fused(self, name: str, parts: Sequence[WeightPart]) -> Linear:
-        """A projection that gives several parts side by side: this rank's share of each."""
+        """A projection that gives several parts side by side: this rank's shard of each."""
         whole = self.linear(name)
-        bias = None if whole.bias is None else self.share_parts(whole.bias, parts)
-        return replace(whole, weight=self.share_parts(whole.weight, parts), bias=bias)
+        bias = None if whole.bias is None else self.shard_parts(whole.bias, parts)
+        return replace(whole, weight=self.shard_parts(whole.weight, parts), bias=bias)
 
     def columns(self, *names: str, unit: int = 1) -> Linear:
-        """As `linear`, but with this rank's share of what each gives, in units of so many."""
+        """As `linear`, sharded by the outputs of each projection, in units of so many."""
         parts = [self.linear(name) for name in names]
-        weights = [self.share(part.weight, unit) for part in parts]
+        weights = [self.shard(part.weight, unit) for part in parts]
         if all(part.bias is None for part in parts):
             return Linear(self.arithmetic, torch.cat(weights))
-        biases = [self.share(part.bias_or_zeros, unit) for part in parts]
+        biases = [self.shard(part.bias_or_zeros, unit) for part in parts]
         return Linear(self.arithmetic, torch.cat(weights), torch.cat(biases))
 
     def rows(self, name: str, *, unit: int = 1) -> Linear:
-        """A projection of what is divided: it takes this rank's share and gives the whole.
+        """A projection sharded by inputs: the ranks' partial sums are reduced to the whole.
 
         No two ranks have the same unit, which would count twice.
         """
@@ -143,12 +147,12 @@ class Blueprint:
                 f"{self.prefix}{name} takes {units} units, which do not divide over "
                 f"{self.ranks.count} tensor ranks; use at most {units} ranks"
             )
-        return replace(whole, weight=self.share(whole.weight, unit, axis=1), ranks=self.ranks)
+        return replace(whole, weight=self.shard(whole.weight, unit, axis=1), ranks=self.ranks)
 
-    # -- what most layers are made of ----------------------------------------------------------
+    # -- projections, norms, MLPs --------------------------------------------------------------
 
     def linear(self, *names: str) -> Linear:
-        """One product for several projections of the same input, their outputs side by side."""
+        """One GEMM for several projections of the same input, their outputs side by side."""
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = None
         if any(self.has(f"{name}.bias") for name in names):
@@ -165,7 +169,7 @@ class Blueprint:
     def norm(self, name: str) -> RMSNorm:
         weight = self.tensor(f"{name}.weight", torch.float32) + self.norm_offset
         eps = self.config.number("rms_norm_eps", "norm_eps", "layer_norm_epsilon", default=1e-6)
-        return RMSNorm(self.arithmetic, weight, eps)
+        return RMSNorm(self.ops, weight, eps)
 
     def activation(self) -> Activation:
         given = self.config.find("hidden_act", "hidden_activation", "mlp_hidden_act")
@@ -177,7 +181,7 @@ class Blueprint:
         return ACTIVATIONS[name]
 
     def mlp(self, *names: str, limit: float | None = None) -> GatedMLP:
-        """`names` are those of the gate, up and down projections, if they are not the usual."""
+        """`names` are those of the gate, up and down projections, if not the usual ones."""
         gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
         both = self.columns(gate, up)
-        return GatedMLP(self.arithmetic, both, self.rows(down), self.activation(), limit)
+        return GatedMLP(self.ops, both, self.rows(down), self.activation(), limit)

@@ -2,17 +2,16 @@
 
     entry = Σ softmax over the block (gate + position) ⊙ value        channel by channel
 
-The mean is taken token by token, with three numbers a channel under way: the highest gate so far
-(`peak`), and the weights' and the weighted values' sums relative to it (`total`, `mixed`). So a
-block may be open between steps at that price, and its entry does not depend on how it was cut.
-Blocks stand side by side in the arithmetic: a step takes as many operations as a block has tokens.
+The mean is an online softmax, token by token, with three numbers a channel: the highest gate so
+far (`peak`), and the sums of weights and of weighted values relative to it (`total`, `mixed`). A
+block stays open between steps at that price, and its entry does not depend on the chunks of the
+prompt. The blocks of a step are computed side by side.
 
 Where blocks overlap, a token has two halves of channels: one for the mean of its own block, one
-for that of the next. The next block's mean then begins with what this one has put into it.
+for that of the next. The next block's mean begins with the sums of this one.
 
-Where means lie. The open block's is read and written as a running state. Pages hold whole blocks,
-so at a page's end only the next block's share is left, and every page that a step completes gets
-its own.
+The open block's mean is a running state. Pages hold whole blocks, so a page's end has only the
+sums for the next block; the step writes them for every page that it completes.
 """
 
 from __future__ import annotations
@@ -24,15 +23,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.blueprint import Blueprint
+from kvtide.layers.elementwise import rms_norm
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import CompressedStream
+from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import Fields
-from kvtide.layers.rope import Rope, rotate_neighbours
+from kvtide.layers.rope import Rope, rotate_interleaved
 from kvtide.layers.step import Rows
 
 
 class Mean(NamedTuple):
-    """Weighted means under way, one a block: (blocks, channels) each."""
+    """Unfinished weighted means, one a block: (blocks, channels) each."""
 
     peak: Tensor
     total: Tensor
@@ -45,7 +48,7 @@ class Mean(NamedTuple):
         return cls(like.new_full(shape, -torch.inf), zeros, zeros)
 
     def taken(self, values: Tensor, gates: Tensor, there: Tensor) -> Mean:
-        """With one more token in each block in which one is `there`."""
+        """After one more token in each block that has one (`there`)."""
         peak = torch.maximum(self.peak, gates)
         before, now = torch.exp(self.peak - peak), torch.exp(gates - peak)
         after = Mean(peak, self.total * before + now, self.mixed * before + now * values)
@@ -59,12 +62,12 @@ class Mean(NamedTuple):
         return {name: part[block] for name, part in zip(self._fields, self, strict=True)}
 
     def shifted(self, nothing: Mean) -> Mean:
-        """Every block with what the one before it has; the first with nothing."""
+        """Every block with the sums of the block before it; the first with none."""
         pairs = zip(nothing, self, strict=True)
         return Mean(*(torch.cat([none[:1], part[:-1]]) for none, part in pairs))
 
     def begun_with(self, kept: Fields) -> Mean:
-        """With what was kept of the first block."""
+        """With stored sums for the first block."""
         parts = zip(self, (kept[name] for name in self._fields), strict=True)
         return Mean(*(torch.cat([first[None], part[1:]]) for part, first in parts))
 
@@ -73,7 +76,7 @@ class Mean(NamedTuple):
 class Blocks:
     """One sequence's new tokens by block: values and gates (blocks, tokens of a block, channels).
 
-    `there` says which of them are new; the first and the last block may be so in part.
+    `there` is true for new tokens; the first and the last block may have others.
     """
 
     values: Tensor
@@ -97,7 +100,7 @@ class Blocks:
         return Blocks(self.values[..., channels], self.gates[..., channels], self.there)
 
     def mean(self, begun: Mean) -> Mean:
-        """Every block's, from what it has begun with."""
+        """The mean of every block, from the sums that it begins with."""
         for token, anywhere in enumerate(self.there.any(0).flatten().tolist()):
             if anywhere:
                 there = self.there[:, token]
@@ -106,111 +109,113 @@ class Blocks:
 
 
 class Compressor:
-    """A stream's values and gates, and the means of its blocks as they close.
-
-    own    the mean of the block that the next token belongs to
-    share  what that block has put into the next one's mean so far, where blocks overlap
-    """
+    """A layer's compressed stream: its weights, and the pools that its entries and means lie in."""
 
     def __init__(self, blueprint: Blueprint, layer: int, pool: str, rope: Rope) -> None:
-        self.arithmetic = blueprint.arithmetic
-        self.rope = rope
-        self.entries = blueprint.pool(pool, layer)
-        self.ratio = self.entries.pool.tokens_per_entry
-        self.dtype = blueprint.dtype
-        self._field = self.entries.packing.parts[0].logical.name
-        self.position = blueprint.tensor("ape", torch.float32)
-        self.norm = blueprint.norm("norm")
+        self.ops = blueprint.ops
+        position = blueprint.tensor("ape", torch.float32)
         within = blueprint.pool(f"{pool}_open", layer)
-        self.width = within.field("mixed").shape[0]
-        self.overlaps = self.position.shape[1] == 2 * self.width
-        self.own = blueprint.pool(f"{pool}_state", layer) if self.overlaps else within
-        self.share = within if self.overlaps else None
+        self.overlaps = position.shape[1] == 2 * within.field("mixed").shape[0]
+        self.stream = CompressedStream(
+            blueprint.pool(pool, layer),
+            blueprint.pool(f"{pool}_state", layer) if self.overlaps else within,
+            within if self.overlaps else None,
+            position,
+            blueprint.norm("norm").params,
+            rope,
+            blueprint.dtype,
+        )
 
     @staticmethod
     def weight(blueprint: Blueprint) -> Tensor:
-        """What tokens are multiplied by to give values and gates, side by side.
+        """The projection of tokens to values and gates, side by side.
 
-        In fp32 whatever the model computes in, as the lab does: so is what they are added up in.
+        In fp32 whatever the model computes in, as the published code does.
         """
         names = ("wkv.weight", "wgate.weight")
         return torch.cat([blueprint.tensor(name, torch.float32) for name in names])
 
-    def __call__(self, products: Tensor, run: ForwardPass) -> list[Tensor]:
-        """Every sequence's entries, those of earlier steps and those that this one closes.
+    def __call__(self, values_gates: Tensor, run: ForwardPass) -> list[Tensor]:
+        """Writes what the step's tokens add to the stream; `Ops.compress` says what comes back.
 
-        products  (tokens, values and gates), in fp32: tokens by `weight`
+        values_gates  the projection of tokens by `weight`, side by side, in fp32
         """
-        values, gates = products.chunk(2, dim=-1)
-        gates = gates + self.position[run.positions % self.ratio]
-        closed = []
-        for rows in run.sequences:
-            new = slice(rows.start, rows.end)
-            blocks = Blocks.of(rows, self.ratio, values[new], gates[new])
-            means = self._means(blocks, rows, run)
-            closed.append(means.value[: rows.total // self.ratio - rows.past // self.ratio])
-        kept = self._kept(torch.cat(closed).to(self.dtype), run)
-        parts = kept.split([len(part) for part in closed])
-        name = self._field
-        return [
-            torch.cat([run.entries(self.entries, rows)[name], new])
-            for rows, new in zip(run.sequences, parts, strict=True)
-        ]
+        return self.ops.compress(run, self.stream, values_gates)
 
-    def write(self, products: Tensor, run: ForwardPass) -> None:
-        """The same by program: entries and means go to their pages, where others read them."""
-        from kvtide.layers.kernels.compressor import CompressedStream, compress
 
-        turns = run.shared((self.rope, self.ratio), lambda: self.rope(self._begins(run.positions)))
-        norm = (self.norm.weight, self.norm.eps)
-        stream = CompressedStream(self.entries, self.own, self.share, self.position, norm)
-        compress(run, stream, products, turns, self.dtype)
+# -- the torch reference -------------------------------------------------------------------------
 
-    def _begins(self, positions: Tensor) -> Tensor:
-        """Where the block of each token begins."""
-        return positions // self.ratio * self.ratio
 
-    def _kept(self, means: Tensor, run: ForwardPass) -> Tensor:
-        """Entries as they are kept: normed, and turned to where their block begins."""
-        numbers = [torch.arange(s.past // self.ratio, s.total // self.ratio) for s in run.sequences]
-        positions = torch.cat(numbers).to(means.device) * self.ratio
-        if len(means):
-            turns = self.arithmetic.rowwise(self.rope, positions)
-            means = rotate_neighbours(self.norm(means), turns)
-        return run.keep(self.entries, {self._field: means})[self._field]
+def compress(
+    arithmetic: Arithmetic, run: ForwardPass, stream: CompressedStream, values_gates: Tensor
+) -> list[Tensor]:
+    """Every sequence's entries, those of earlier steps and those that this one closes."""
+    values, gates = values_gates.chunk(2, dim=-1)
+    gates = gates + stream.position[run.positions % stream.ratio]
+    closed = []
+    for rows in run.sequences:
+        new = slice(rows.start, rows.end)
+        blocks = Blocks.of(rows, stream.ratio, values[new], gates[new])
+        means = _means(run, stream, blocks, rows)
+        closed.append(means.value[: rows.total // stream.ratio - rows.past // stream.ratio])
+    name = stream.entries.packing.parts[0].logical.name
+    entries = _normed_and_rotated(arithmetic, run, stream, torch.cat(closed).to(stream.dtype))
+    kept = kv_write(run, stream.entries, {name: entries})[name]
+    parts = kept.split([len(part) for part in closed])
+    return [
+        torch.cat([run.read_entries(stream.entries, rows)[name], new])
+        for rows, new in zip(run.sequences, parts, strict=True)
+    ]
 
-    def _means(self, blocks: Blocks, rows: Rows, run: ForwardPass) -> Mean:
-        """The mean of every block that has a new token; what is left goes to the pools."""
-        nothing = Mean.nothing(len(blocks), self.position[:, : self.width])
-        is_open = rows.past % self.ratio > 0
-        if self.share is None:
-            begun = self._recalled(self.own, nothing, rows, run) if is_open else nothing
-            means = blocks.mean(begun)
-            if rows.total % self.ratio:
-                run.remember(self.own, rows, means.fields(-1))
-            return means
-        begun = self._recalled(self.share, nothing, rows, run) if is_open else nothing
-        shares = blocks.half(slice(0, self.width)).mean(begun)
-        begun = self._recalled(self.own, shares.shifted(nothing), rows, run)
-        means = blocks.half(slice(self.width, None)).mean(begun)
-        self._remember(shares, means, rows, run)
+
+def _normed_and_rotated(
+    arithmetic: Arithmetic, run: ForwardPass, stream: CompressedStream, means: Tensor
+) -> Tensor:
+    """Entries as they are written: rotated to where their block begins."""
+    if not len(means):
         return means
+    numbers = [torch.arange(s.past // stream.ratio, s.total // stream.ratio) for s in run.sequences]
+    positions = torch.cat(numbers).to(means.device) * stream.ratio
+    cos_sin = arithmetic.rowwise(stream.rope, positions)
+    normed = arithmetic.rowwise(lambda rows: rms_norm(rows, *stream.norm), means)
+    return rotate_interleaved(normed, cos_sin)
 
-    @staticmethod
-    def _recalled(place: Place, means: Mean, rows: Rows, run: ForwardPass) -> Mean:
-        kept = run.recall(place, rows)
-        return means if kept is None else means.begun_with(kept)
 
-    def _remember(self, shares: Mean, means: Mean, rows: Rows, run: ForwardPass) -> None:
-        """After the step's last token, and after each page that it completes."""
-        assert self.share is not None
-        per_page = run.step.page_tokens // self.ratio
-        first = rows.past // self.ratio
-        ends = torch.arange(first // per_page, rows.total // self.ratio // per_page) + 1
-        at = (ends * per_page - 1 - first).to(shares.peak.device)
-        run.remember_pages(self.own, rows, {n: v[at] for n, v in shares._asdict().items()})
-        if rows.total % self.ratio:
-            run.remember(self.own, rows, means.fields(-1))
-            run.remember(self.share, rows, shares.fields(-1))
-        elif rows.total % run.step.page_tokens:
-            run.remember(self.own, rows, shares.fields(-1))
+def _means(run: ForwardPass, stream: CompressedStream, blocks: Blocks, rows: Rows) -> Mean:
+    """The mean of every block that has a new token; open ones are written to the pools."""
+    nothing = Mean.nothing(len(blocks), stream.position[:, : stream.width])
+    is_open = rows.past % stream.ratio > 0
+    if stream.overlap is None:
+        begun = _recalled(stream.own, nothing, rows, run) if is_open else nothing
+        means = blocks.mean(begun)
+        if rows.total % stream.ratio:
+            run.write_state(stream.own, rows, means.fields(-1))
+        return means
+    begun = _recalled(stream.overlap, nothing, rows, run) if is_open else nothing
+    shares = blocks.half(slice(0, stream.width)).mean(begun)
+    begun = _recalled(stream.own, shares.shifted(nothing), rows, run)
+    means = blocks.half(slice(stream.width, None)).mean(begun)
+    _remember(run, stream, shares, means, rows)
+    return means
+
+
+def _recalled(place: Place, means: Mean, rows: Rows, run: ForwardPass) -> Mean:
+    kept = run.read_state(place, rows)
+    return means if kept is None else means.begun_with(kept)
+
+
+def _remember(
+    run: ForwardPass, stream: CompressedStream, shares: Mean, means: Mean, rows: Rows
+) -> None:
+    """After the step's last token, and after each page that it completes."""
+    assert stream.overlap is not None
+    per_page = run.step.page_tokens // stream.ratio
+    first = rows.past // stream.ratio
+    ends = torch.arange(first // per_page, rows.total // stream.ratio // per_page) + 1
+    at = (ends * per_page - 1 - first).to(shares.peak.device)
+    run.write_page_states(stream.own, rows, {n: v[at] for n, v in shares._asdict().items()})
+    if rows.total % stream.ratio:
+        run.write_state(stream.own, rows, means.fields(-1))
+        run.write_state(stream.overlap, rows, shares.fields(-1))
+    elif rows.total % run.step.page_tokens:
+        run.write_state(stream.own, rows, shares.fields(-1))

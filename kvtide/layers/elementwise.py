@@ -1,9 +1,8 @@
-"""Row-wise functions, made only of operations that treat every element alike.
+"""Functions of rows, made only of operations that treat every element alike.
 
-`silu`, `gelu`, `sigmoid` and `softplus` of torch compute an element differently when it stands in
-the last, incomplete vector of a tensor: how many tokens share a step then shows in the last
-bit. `exp`, `tanh`, `log1p`, `rsqrt` do not, nor do sums over rows, so everything here is made of
-those. `arithmetic.rows_stand_alone` verifies it on the machine at hand.
+Torch's `silu`, `gelu`, `sigmoid` and `softplus` compute an element differently in the last,
+incomplete vector of a tensor, so the number of tokens in a step changes the last bit. `exp`,
+`tanh`, `log1p`, `rsqrt` and sums over rows do not. `arithmetic.rows_stand_alone` verifies it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def unit_length(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Vectors over the last axis, made as long as one, in fp32."""
+    """Vectors over the last axis, scaled to length one, in fp32."""
     wide = x.float()
     return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)
 
@@ -73,10 +72,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (wide * weight + bias).to(x.dtype)
 
 
+def split_bf16(weight: Tensor) -> Tensor:
+    """A weight rounded to bf16, and below it the rounding error in bf16, if there is any."""
+    high = weight.to(torch.bfloat16)
+    low = (weight - high.float()).to(torch.bfloat16)
+    return torch.cat([high, low]) if bool(low.any()) else high
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu2": relu_squared,
     "silu": swish,
     "swish": swish,
 }
-"""By the name that configs know them by."""
+"""By their names in configs."""

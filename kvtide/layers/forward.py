@@ -1,14 +1,13 @@
 """One forward pass over a step: the state of its sequences, read and written through page tables.
 
-`Place` says where a layer keeps one kind of state: a pool of the model's declaration, and the
-layer. `ForwardPass` is what layers are given beside their input. It works out once per step what
-all layers share: where new entries go, and what `shared` is asked for. Fields have the names that
-layers know, whether the pool packs them or not (`packing`).
+A `Place` names where a layer keeps one kind of state: a pool of the declared memory, and the layer.
+Layers get a `ForwardPass` beside their input; `shared` computes once per step what several layers
+need. Fields have their logical names, whether the pool packs them or not (`packing`).
 
 What always holds:
-- State is written only where a page has a slot, and read only where it has one.
-- `keep` and `rounded` return what a later step will read back. Layers compute with that and not
-  with what they passed in, so a prompt gives the same result however it is cut into steps.
+- State is written and read only where a page has a slot.
+- `Ops.kv_write` and `rounded` return what a later step reads back. Layers compute with that, so
+  the result does not depend on the chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvtide.layers.packing import Fields, Packing, at_slots, packing, plain
+from kvtide.layers.packing import Fields, Packing, at_slots, packing
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import ALL, Field, ModelMemory, PoolSpec, SpecError
 
@@ -48,7 +47,7 @@ class Place:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a query sees, itself included; None where it sees all before it."""
+        """Tokens that a query sees, itself included; None where it sees all before it."""
         reach = self.pool.reuse.reach
         return None if reach is ALL else reach + 1
 
@@ -57,7 +56,7 @@ class Place:
         return packing(self.pool.entry)
 
     def field(self, name: str) -> Field:
-        """As layers see it: of a packed field, the whole vector, in the dtype it comes out in."""
+        """The logical field: of a packed one, the whole vector, in the dtype of unpacking."""
         field = self.packing.find(name)
         assert field is not None, f"pool {self.pool.name} has no field {name}"
         return field
@@ -66,15 +65,13 @@ class Place:
 class ForwardPass:
     """A step, as layers see it.
 
-    handed_on  what a layer leaves for those after it, for every sequence, until one of them
-               writes over it
+    left_by_layers  what a layer leaves for the layers after it, such as an indexer's selection
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self._targets: dict[tuple[str, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._shared: dict[Hashable, Any] = {}
-        self.handed_on: dict[str, list[Tensor]] = {}
+        self.left_by_layers: dict[str, list[Tensor]] = {}
 
     @property
     def sequences(self) -> tuple[Rows, ...]:
@@ -86,17 +83,12 @@ class ForwardPass:
 
     @property
     def batch(self) -> Batch:
-        """The step's sequences as programs see them."""
+        """The step's sequences as tensors, for kernels."""
         known = self.step.batch
         return known or self.shared(Batch, lambda: Batch.of(self.sequences, self.positions.device))
 
-    @property
-    def writes_by_program(self) -> bool:
-        """Whatever the arithmetic: the bytes are the same."""
-        return self.positions.is_cuda
-
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What several layers need alike (rotary angles), computed for the first that asks."""
+        """What several layers need alike (cosines and sines), computed at the first call."""
         if key not in self._shared:
             self._shared[key] = compute()
         found: T = self._shared[key]
@@ -104,29 +96,12 @@ class ForwardPass:
 
     # -- entries: one for every token, or for every so many ------------------------------------
 
-    def keep(self, place: Place, entries: Mapping[str, Tensor]) -> Fields:
-        """Writes the step's entries, and returns them as they were written.
-
-        There is one for every token; in a pool of one entry for r tokens, one for every r-th token
-        that the step completes, sequence by sequence.
-        """
-        if self.writes_by_program and place.pool.tokens_per_entry == 1:
-            from kvtide.layers.kernels.kv_write import keep
-
-            return keep(self, place, entries)
-        rows, slots, within = self._target(place)
-        view = self.step.view(place.pool.name, place.layer)
-        kept = place.packing.pack(entries)
-        for name, value in kept.items():
-            plain(view[name])[slots, within] = plain(value)[rows]
-        return place.packing.unpack(kept, *entries)
-
-    def entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
-        """What was kept of a sequence's tokens [first, past), in their order.
+    def read_entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
+        """The stored entries of a sequence's tokens [first, past), in their order.
 
         In a pool of one entry for r tokens: the entries that end before `past`.
         """
-        pool, per_page = place.pool, self._per_page(place)
+        pool, per_page = place.pool, self.entries_per_page(place)
         begin, end = first // pool.tokens_per_entry, rows.past // pool.tokens_per_entry
         pages = range(begin // per_page, -(-end // per_page))
         slots = rows.slots[place.anchor][pages.start : pages.stop]
@@ -140,31 +115,12 @@ class ForwardPass:
             found[name] = at_slots(field, slots).flatten(0, 1)[span]
         return place.packing.unpack(found)
 
-    def _target(self, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-        """The new entries that are kept, and each one's slot and place in it."""
-        each, per_page = place.pool.tokens_per_entry, self._per_page(place)
-        key = (place.anchor, each)
-        if key not in self._targets:
-            numbers = [
-                torch.arange(s.past // each, s.total // each, device=self.positions.device)
-                for s in self.sequences
-            ]
-            slots = torch.cat(
-                [
-                    s.slots[place.anchor][ours // per_page]
-                    for s, ours in zip(self.sequences, numbers, strict=True)
-                ]
-            )
-            kept = torch.nonzero(slots >= 0).squeeze(1)
-            self._targets[key] = kept, slots[kept], torch.cat(numbers)[kept] % per_page
-        return self._targets[key]
-
-    def _per_page(self, place: Place) -> int:
+    def entries_per_page(self, place: Place) -> int:
         return self.step.page_tokens // place.pool.tokens_per_entry
 
     # -- running state: one after the last token -----------------------------------------------
 
-    def recall(self, place: Place, rows: Rows) -> Fields | None:
+    def read_state(self, place: Place, rows: Rows) -> Fields | None:
         """A sequence's running state before the step; None where it has no tokens yet."""
         if rows.past == 0:
             return None
@@ -173,7 +129,7 @@ class ForwardPass:
         view = self.step.view(place.pool.name, place.layer)
         return place.packing.unpack({name: field[slot, -1] for name, field in view.items()})
 
-    def remember(self, place: Place, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def write_state(self, place: Place, rows: Rows, state: Mapping[str, Tensor]) -> None:
         """Writes a sequence's running state after the step, if its last page has a slot."""
         slot = self._slot(place, rows, rows.total - 1)
         if slot < 0:
@@ -182,10 +138,10 @@ class ForwardPass:
         for name, value in place.packing.pack(state).items():
             view[name][slot, -1] = value
 
-    def remember_pages(self, place: Place, rows: Rows, states: Mapping[str, Tensor]) -> None:
+    def write_page_states(self, place: Place, rows: Rows, states: Mapping[str, Tensor]) -> None:
         """Writes the state after each page that the step completes, where the page has a slot.
 
-        For layers that know it there: `states` has a row for every such page.
+        `states` has a row for every such page.
         """
         page = self.step.page_tokens
         slots = rows.slots[place.anchor][rows.past // page : rows.total // page]
@@ -195,13 +151,15 @@ class ForwardPass:
             view[name][slots[kept], -1] = value[kept]
 
     def state_slots(self, place: Place) -> tuple[Tensor, Tensor]:
-        """For programs: where each sequence's running state lies before the step, and where it
-        goes after it; (sequences,) int32, -1 for nowhere."""
+        """For kernels: the slots of each sequence's running state before and after the step.
+
+        (sequences,) int32 each, -1 where there is none.
+        """
         key = ("state slots", place.anchor)
         return self.shared(key, lambda: _state_slots(self.batch, place.anchor, self.step))
 
     def rounded(self, place: Place, field: str, value: Tensor) -> Tensor:
-        """The value with the precision that the pool keeps of it."""
+        """The value, rounded as the pool stores it."""
         return place.packing.rounded(field, value)
 
     def _slot(self, place: Place, rows: Rows, position: int) -> int:

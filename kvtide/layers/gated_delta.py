@@ -1,17 +1,15 @@
-"""The gated delta rule over one sequence's new tokens, in two orders of the same sums.
+"""The gated delta rule: the torch reference, in two orders of the same sums.
 
     state ← decay ⊙ state        state ← state + strength · key ⊗ (value − keyᵀ state)
     y = queryᵀ state
 
-`delta_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
-result depends on nothing but its history. `delta_chunks` takes tokens together: what each writes
-depends on what those before it wrote, which is one triangular system, and the rest are matrix
-products; it is faster, and equal but for rounding.
+`delta_tokens` does it as written, token by token, so a token's result depends on its history alone.
+`delta_chunks` takes a chunk of tokens together: their writes solve one triangular system, and the
+rest are GEMMs. It is faster, and equal but for rounding.
 
 Shapes: query and key (tokens, heads, keys), value (tokens, heads, values), strength (tokens,
-heads), state (heads, keys, values); all fp32. The decay's logarithm is (tokens, heads, 1) where a
-head forgets evenly (gated delta), (tokens, heads, keys) where each of its channels does by itself
-(KDA).
+heads), state (heads, keys, values); all fp32. The decay's logarithm is (tokens, heads, 1) with one
+decay a head (gated delta), (tokens, heads, keys) with one for each channel of a key (KDA).
 """
 
 from __future__ import annotations
@@ -21,16 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.elementwise import sigmoid, softplus, unit_length
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import DeltaGates
 from kvtide.layers.ssd_scan import decay_between
 
 _CHUNK_TOKENS = 64
 _CHUNK_TOKENS_BY_CHANNEL = 16
-"""Fewer: a decay for each pair of tokens is then one for each channel of it."""
+"""Fewer: each pair of tokens has a decay for each channel."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInput:
-    """What one sequence's new tokens feed into the recurrence."""
+    """The inputs of the recurrence for one sequence's new tokens."""
 
     query: Tensor
     key: Tensor
@@ -42,8 +44,50 @@ class DeltaInput:
         return DeltaInput(*(getattr(self, name)[start:end] for name in self.__slots__))
 
     def by_head(self) -> DeltaInput:
-        """Heads first, for matrix products."""
+        """Heads first, for GEMMs."""
         return DeltaInput(*(getattr(self, name).transpose(0, 1) for name in self.__slots__))
+
+
+def gated_delta(
+    arithmetic: Arithmetic,
+    run: ForwardPass,
+    place: Place,
+    convolved: Tensor,
+    forgetting: DeltaGates,
+) -> Tensor:
+    """(tokens, heads, values) in fp32, from and to the running states.
+
+    Of queries, keys and values side by side in fp32; heads of values may share a query and a key.
+    """
+    heads, key_dim, value_dim = place.field("delta").shape
+    recur = arithmetic.order(delta_chunks, delta_tokens)
+    strength = arithmetic.rowwise(sigmoid, forgetting.strength)
+    dt = arithmetic.rowwise(softplus, forgetting.dt.float() + forgetting.dt_bias)
+    log_decay = forgetting.decay[:, None] * dt.unflatten(1, (heads, -1))
+    values = heads * value_dim
+    outputs = []
+    for rows in run.sequences:
+        before, ours = run.read_state(place, rows), slice(rows.start, rows.end)
+        queries_keys, value = convolved[ours].split((convolved.shape[1] - values, values), dim=-1)
+        query, key = _directions(arithmetic, queries_keys, heads, key_dim)
+        value = value.reshape(-1, heads, value_dim)
+        shape = (heads, key_dim, value_dim)
+        state = convolved.new_zeros(shape) if before is None else before["delta"]
+        tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
+        output, state = recur(tokens, state)
+        run.write_state(place, rows, {"delta": state})
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+def _directions(
+    arithmetic: Arithmetic, queries_keys: Tensor, heads: int, key_dim: int
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of length one, for every head of values; queries scaled."""
+    by_head = queries_keys.reshape(len(queries_keys), 2, -1, key_dim)
+    by_head = arithmetic.rowwise(unit_length, by_head)
+    by_head = by_head.repeat_interleave(heads // by_head.shape[2], dim=2)
+    return by_head[:, 0] * key_dim**-0.5, by_head[:, 1]
 
 
 def delta_tokens(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +120,7 @@ def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     between, strength = between[..., 1:], tokens.strength[..., None]
     seen = strength * _products(tokens.key, tokens.key, between)
     first = strength * (tokens.value - (tokens.key * from_before) @ state)
-    # Only what lies below the diagonal is read: ones are taken to stand on it.
+    # Only the part below the diagonal is read; the diagonal counts as ones.
     written = torch.linalg.solve_triangular(seen, first, upper=False, unitriangular=True)
     output = (tokens.query * from_before) @ state
     output = output + _products(tokens.query, tokens.key, between) @ written
@@ -85,7 +129,7 @@ def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _products(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
-    """Σ over channels of row · column · what is left of the column's at the row's token."""
+    """Σ over channels of row · column · the decay from the column's token to the row's."""
     if between.shape[1] == 1:
         return (rows @ columns.mT) * between[:, 0]
     return torch.einsum("hic,hjc,hcij->hij", rows, columns, between)

@@ -1,35 +1,77 @@
-"""The few of many: which experts, which entries of a history. Ties are broken here and only here.
+"""Top-k selection, and the indexer of sparse attention (DSA): the torch reference.
 
-Of equals the one that stands first is taken, so what is chosen does not depend on how many others
-there are behind it, on the device, or on how a sequence was cut into steps.
+Of equal scores the first is selected. A selection then does not depend on later entries, on the
+device, or on the chunks of a prompt.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import aligned
+from kvtide.layers.forward import ForwardPass, Place
 
 
-def top(scores: Tensor, count: int) -> Tensor:
-    """Where the largest `count` scores of each row stand, best first, of equals the first one."""
+def top_k(scores: Tensor, count: int) -> Tensor:
+    """The indices of the largest `count` scores of each row, best first."""
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
     return order[..., :count]
 
 
-def choose(
+def select_tokens(
+    run: ForwardPass,
+    place: Place,
+    queries: Tensor,
+    weights: Tensor,
+    kept: Tensor,
+    count: int,
+    block: int,
+) -> list[Tensor]:
+    """What each query selects of the tokens up to itself, by the index keys in `place`.
+
+    A mask (queries, tokens) for every sequence; `kept` are the step's own keys.
+    """
+    masks = []
+    for rows in run.sequences:
+        new = slice(rows.start, rows.end)
+        keys = torch.cat([run.read_entries(place, rows)["index_key"], kept[new]])
+        visible = run.positions[new] + 1
+        masks.append(select(queries[new], weights[new], keys, visible, count, block))
+    return masks
+
+
+def select_blocks(
+    run: ForwardPass,
+    ratio: int,
+    entries: Sequence[Tensor],
+    queries: Tensor,
+    weights: Tensor,
+    count: int,
+    block: int,
+) -> list[Tensor]:
+    """What each query selects of the closed blocks before it: a mask for every sequence."""
+    masks = []
+    for rows, keys in zip(run.sequences, entries, strict=True):
+        new = slice(rows.start, rows.end)
+        visible = (run.positions[new] + 1) // ratio
+        masks.append(select(queries[new], weights[new], keys, visible, count, block))
+    return masks
+
+
+def select(
     queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, count: int, block: int
 ) -> Tensor:
-    """The entries that an indexer picks for each query: (tokens, entries), true where chosen.
+    """The entries that an indexer selects for each query: a mask (tokens, entries).
 
-    An entry's score is Σ over heads of weight · relu(query · key). Query i chooses up to `count` of
+    An entry's score is Σ over heads of weight · relu(query · key). Query i selects up to `count` of
     the first `visible[i]` entries, which may only grow from query to query. Queries (tokens,
-    heads, dim), weights (tokens, heads), keys (entries, dim). Queries are taken in blocks, a block
-    scoring exactly the entries that some query in it sees: with blocks of one a choice depends on
-    nothing but what its query sees.
+    heads, dim), weights (tokens, heads), keys (entries, dim). A block of queries scores exactly the
+    entries that some query in it sees.
     """
-    chosen = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
+    selected = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=keys.device)
     keys, numbers, limits = (
         keys.float(),
         torch.arange(len(keys), device=keys.device),
@@ -41,14 +83,14 @@ def choose(
         seen = numbers[:most] < visible[rows, None]
         if most > count:
             scores = _scores(queries[rows].float(), weights[rows].float(), keys[:most])
-            best = top(scores.masked_fill(~seen, -torch.inf), count)
+            best = top_k(scores.masked_fill(~seen, -torch.inf), count)
             seen &= torch.zeros_like(seen).scatter_(1, best, True)
-        chosen[rows, :most] = seen
-    return chosen
+        selected[rows, :most] = seen
+    return selected
 
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     count, heads, dim = queries.shape
-    products = aligned(queries.reshape(-1, dim)) @ aligned(keys).T
-    products = products.relu().view(count, heads, -1)
-    return (products * weights[..., None]).sum(1)
+    dots = aligned(queries.reshape(-1, dim)) @ aligned(keys).T
+    dots = dots.relu().view(count, heads, -1)
+    return (dots * weights[..., None]).sum(1)

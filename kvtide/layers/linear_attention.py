@@ -1,7 +1,7 @@
-"""Layers that write values under keys into one matrix a head, and forget: gated delta, and KDA.
+"""Linear attention with a matrix state a head: gated delta, and KDA.
 
-Both project, convolve queries, keys and values, and hand them to the same recurrence. They differ
-in how a head forgets, evenly or each of its channels by itself, and in how their output is gated.
+Both project, convolve queries, keys and values, and run the gated delta rule. They differ in the
+decay, one a head or one for each channel of a key, and in how their output is gated.
 """
 
 from __future__ import annotations
@@ -13,115 +13,71 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.blueprint import Blueprint, WeightPart
+from kvtide.layers.causal_conv import conv_weights
 from kvtide.layers.dense import Linear, RMSNorm
-from kvtide.layers.elementwise import Activation, sigmoid, softplus, swish, unit_length
+from kvtide.layers.elementwise import Activation, sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.gated_delta import DeltaInput, delta_chunks, delta_tokens
-from kvtide.layers.mamba import CausalConv
-from kvtide.layers.step import Rows
+from kvtide.layers.kernel_args import DeltaGates, GatedNorm
 
 
-class Associations:
+class GatedDeltaState:
     """The convolution and the recurrence, from and to a sequence's running state.
 
-    `parts` are queries, keys and values; heads of values may share a query and a key. `decay` is
-    by head. There are as many biases as time steps: one a head, or one for each of its channels.
+    `parts` are queries, keys and values; several heads of values may have one query and key. There
+    are as many biases as time steps: one a head, or one for each channel of a key.
     """
 
     def __init__(
         self, blueprint: Blueprint, layer: int, parts: Sequence[WeightPart], names: Sequence[str]
     ) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.place = blueprint.place(layer, "delta")
         self.heads, self.key_dim, self.value_dim = self.place.field("delta").shape
-        self.conv = CausalConv(blueprint, self.place, parts, names)
+        self.conv = conv_weights(blueprint, self.place, parts, names)
         self.activation = blueprint.activation()
-        self.recur = self.arithmetic.order(delta_chunks, delta_tokens)
         self.channels = self.conv.taps.shape[1]
         bias = blueprint.tensor("dt_bias", torch.float32)
         decays = blueprint.tensor("A_log", torch.float32).flatten()
-        self.dt_bias = blueprint.share(bias, len(bias) // len(decays))
-        self.decay = -torch.exp(blueprint.share(decays))
+        self.dt_bias = blueprint.shard(bias, len(bias) // len(decays))
+        self.decay = -torch.exp(blueprint.shard(decays))
 
     def __call__(self, inputs: Tensor, dt: Tensor, strength: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
         strengths before their functions."""
-        if self.arithmetic.runs_programs(inputs.device):
-            from kvtide.layers.kernels.causal_conv import convolve
-            from kvtide.layers.kernels.gated_delta import Forgetting, associate
-
-            swished = self.activation is swish
-            convolved = convolve(run, self.place, self.conv, inputs, swished=swished)
-            convolved = convolved if swished else self.activation(convolved)
-            forgetting = Forgetting(dt, self.dt_bias, self.decay, strength)
-            return associate(run, self.place, convolved, forgetting)
-        inputs = self.conv.rounded(run, self.place, inputs).float()
-        strength = self.arithmetic.rowwise(sigmoid, strength)
-        dt = self.arithmetic.rowwise(softplus, dt.float() + self.dt_bias)
-        log_decay = self.decay[:, None] * dt.unflatten(1, (self.heads, -1))
-        mixed = [self._sequence(run, rows, inputs, log_decay, strength) for rows in run.sequences]
-        return torch.cat(mixed)
-
-    def _sequence(
-        self, run: ForwardPass, rows: Rows, inputs: Tensor, log_decay: Tensor, strength: Tensor
-    ) -> Tensor:
-        before, ours = run.recall(self.place, rows), slice(rows.start, rows.end)
-        convolved, tail = self.conv(inputs[ours], before)
-        convolved = self.arithmetic.rowwise(self.activation, convolved)
-        values = self.heads * self.value_dim
-        queries_keys, value = convolved.split((self.channels - values, values), dim=-1)
-        query, key = self._directions(queries_keys)
-        value = value.reshape(-1, self.heads, self.value_dim)
-        shape = (self.heads, self.key_dim, self.value_dim)
-        state = inputs.new_zeros(shape) if before is None else before["delta"]
-        tokens = DeltaInput(query, key, value, log_decay[ours], strength[ours])
-        output, state = self.recur(tokens, state)
-        run.remember(self.place, rows, {**tail, "delta": state})
-        return output
-
-    def _directions(self, queries_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of length one, for every head of values; queries scaled."""
-        by_head = queries_keys.reshape(len(queries_keys), 2, -1, self.key_dim)
-        by_head = self.arithmetic.rowwise(unit_length, by_head)
-        by_head = by_head.repeat_interleave(self.heads // by_head.shape[2], dim=2)
-        return by_head[:, 0] * self.key_dim**-0.5, by_head[:, 1]
+        convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, self.activation)
+        forgetting = DeltaGates(dt, self.dt_bias, self.decay, strength)
+        return self.ops.gated_delta(run, self.place, convolved, forgetting)
 
 
-def _gated(mixed: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
+def _gated(out: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:
     """Normed by head, then gated, in the dtype of the gate: (tokens, heads · values)."""
-    if norm.arithmetic.runs_programs(mixed.device) and activation in (swish, sigmoid):
-        from kvtide.layers.kernels.gated_norm import GatedNorm, open_gates
-
-        how = GatedNorm(mixed.shape[1], norm.weight, norm.eps, swished=activation is swish)
-        return open_gates(mixed.flatten(1), gate, how)
-    opened = norm.arithmetic.rowwise(activation, gate.float())
-    return (norm(mixed).flatten(1) * opened).to(gate.dtype)
+    how = GatedNorm(out.shape[1], norm.weight, norm.eps, activation=activation)
+    return norm.ops.gated_norm(out.flatten(1), gate, how)
 
 
 class GatedDelta:
-    """Qwen's: heads forget evenly. The output is normed by head, then gated."""
+    """Qwen's: one decay a head. The output is normed by head, then gated."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
         config = blueprint.config
-        self.arithmetic = blueprint.arithmetic
         decays = blueprint.tensor("A_log", torch.float32)
         heads = WeightPart(len(decays))
         keys = WeightPart(config.count("linear_num_key_heads"), config.count("linear_key_head_dim"))
         values = WeightPart(len(decays), config.count("linear_value_head_dim"))
         parts = [keys, keys, values, values, heads, heads]
-        weight = blueprint.share_parts(_by_kind(blueprint, parts), parts)
-        self.project_in = Linear(self.arithmetic, weight)
-        self.memory = Associations(blueprint, layer, [keys, keys, values], ["conv1d"])
+        weight = blueprint.shard_parts(_by_kind(blueprint, parts), parts)
+        self.project_in = Linear(blueprint.arithmetic, weight)
+        self.memory = GatedDeltaState(blueprint, layer, [keys, keys, values], ["conv1d"])
         self.project_out = blueprint.rows("out_proj", unit=values.width)
-        # Its weights lie around one, also where those of the model's other norms do not.
+        # Its weights are stored around one, also where those of other norms are not.
         self.norm = replace(blueprint, norm_offset=0.0).norm("norm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         heads, width = self.memory.heads, self.memory.value_dim
         widths = (self.memory.channels, heads * width, heads, heads)
         inputs, gate, strength, dt = self.project_in(x).split(widths, dim=-1)
-        mixed = self.memory(inputs, dt, strength, run)
-        return self.project_out(_gated(mixed, gate, self.norm, self.memory.activation))
+        out = self.memory(inputs, dt, strength, run)
+        return self.project_out(_gated(out, gate, self.norm, self.memory.activation))
 
 
 def _by_kind(blueprint: Blueprint, parts: Sequence[WeightPart]) -> Tensor:
@@ -141,10 +97,9 @@ def _by_kind(blueprint: Blueprint, parts: Sequence[WeightPart]) -> Tensor:
 
 
 class KimiDelta:
-    """KDA: every channel of a key forgets by itself. The output is normed by head, then gated."""
+    """KDA: a decay for each channel of a key. The output is normed by head, then gated."""
 
     def __init__(self, blueprint: Blueprint, layer: int) -> None:
-        self.arithmetic = blueprint.arithmetic
         self.width = blueprint.place(layer, "delta").field("delta").shape[1]
         decays = blueprint.tensor("A_log", torch.float32).flatten()
         part = WeightPart(len(decays), self.width)
@@ -153,7 +108,7 @@ class KimiDelta:
         self.narrow = blueprint.linear("f_a_proj", "g_a_proj")
         self.forget = blueprint.columns("f_b_proj", unit=self.width)
         self.gate = blueprint.columns("g_b_proj", unit=self.width)
-        self.memory = Associations(
+        self.memory = GatedDeltaState(
             blueprint, layer, [part] * 3, ["q_conv1d", "k_conv1d", "v_conv1d"]
         )
         self.norm = blueprint.norm("o_norm")
@@ -161,5 +116,5 @@ class KimiDelta:
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         forgetting, gating = self.narrow(x).split(self.narrow.weight.shape[0] // 2, dim=-1)
-        mixed = self.memory(self.qkv(x), self.forget(forgetting), self.strength(x), run)
-        return self.project_out(_gated(mixed, self.gate(gating), self.norm, sigmoid))
+        out = self.memory(self.qkv(x), self.forget(forgetting), self.strength(x), run)
+        return self.project_out(_gated(out, self.gate(gating), self.norm, sigmoid))

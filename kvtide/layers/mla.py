@@ -1,10 +1,9 @@
 """Latent attention (MLA) over pages: all heads read one short vector per token.
 
-A token leaves behind a latent, from which a projection would make every head's keys and values, and
-a key of a few more dimensions that all heads share and that is kept after its rotation. Keys and
-values are never made here. That projection is applied to the queries instead, so that they meet
-latents as they were kept, and to what they mix: attention has one key, latent and shared part
-side by side, and one value, the latent, for all heads.
+The cache has a latent for every token, from which a projection would make every head's keys and
+values, and a rotated key of a few more dimensions that all heads share. Keys and values are never
+made: the projection is absorbed into queries and outputs. Attention then has one key, latent and
+shared part side by side, and one value, the latent, for all heads.
 """
 
 from __future__ import annotations
@@ -17,38 +16,40 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.attention import Attending, attend, attend_seen
+from kvtide.layers.attention import attend, attend_masked
 from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.forward import ForwardPass
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
+from kvtide.layers.ops import Selection
 from kvtide.layers.packing import Fields
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows
 
-# Norms of what is narrowed take this, whatever the config says of the other norms.
+# Of the norms of low-rank vectors, whatever the config says of other norms.
 _NARROW_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How queries and keys turn: at which speeds, and which dimensions make a pair.
+    """How queries and keys are rotated: by which frequencies, and which dimensions make a pair.
 
-    `turn` is a function like `rotate`. It is given heads that have no dimensions but those.
+    `rotate` is `rotate_half` or `rotate_interleaved`, over heads of rotated dimensions alone.
     """
 
     rope: Rope
-    turn: Callable[[Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, x: Tensor, arithmetic: Arithmetic, run: ForwardPass) -> Tensor:
-        """x (tokens, heads, dimensions that turn), turned to the positions of the step."""
-        turns = run.shared(self.rope, lambda: arithmetic.rowwise(self.rope, run.positions))
-        return self.turn(x, turns)
+        """x (tokens, heads, rotated dimensions) at the positions of the step."""
+        cos_sin = run.shared(self.rope, lambda: arithmetic.rowwise(self.rope, run.positions))
+        return self.rotate(x, cos_sin)
 
 
 class LatentAttention:
     """Queries by head, one latent and one shared key for all of them.
 
-    Without a rotation the shared key is kept as it is. Queries come through a narrow vector
-    where the checkpoint has such weights. Heads divide over ranks; what is kept does not.
+    Without a rotation the shared key is stored as it is. Queries come from a low-rank vector
+    where the checkpoint has such weights. Heads are sharded over ranks; the cache is not.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LatentAttention:
         scale: float | None = None,
     ) -> None:
         config = blueprint.config
-        self.arithmetic, self.rotation = blueprint.arithmetic, rotation
+        self.ops, self.arithmetic, self.rotation = blueprint.ops, blueprint.arithmetic, rotation
         self.place = blueprint.place(layer, "latent")
         self.rank, self.shared = (self.place.field(f).shape[0] for f in ("latent", "rope"))
         self.plain, value = config.count("qk_nope_head_dim"), config.count("v_head_dim")
@@ -84,63 +85,35 @@ class LatentAttention:
         return self.attended(x, self.narrowed(x), run)
 
     def narrowed(self, x: Tensor) -> Tensor:
-        """What queries are made of."""
+        """What queries are projected from: a low-rank vector, or x."""
         return x if self.narrow_norm is None else self.narrow_norm(self.narrow(x))
 
     def attended(
-        self, x: Tensor, narrow: Tensor, run: ForwardPass, seen: Sequence[Tensor] | None = None
+        self, x: Tensor, narrow: Tensor, run: ForwardPass, selected: Selection | None = None
     ) -> Tensor:
-        """Keeps the step's latents and attends with its queries.
+        """Writes the step's latents and attends with its queries.
 
-        `seen` has for every sequence what each of its queries sees, (queries, tokens); where
-        programs run, it has for all of them together the numbers of the tokens that each sees,
-        (queries, count). Without it they see all tokens up to themselves.
+        Without a selection, queries see all tokens up to themselves.
         """
         queries, kept = self._latent_queries(narrow, run), self._keep(x, run)
-        mixed = self._mixed(queries, kept, run, seen)
-        return self.out(self.by_head(mixed, self.from_latent).flatten(1))
-
-    def _mixed(
-        self, queries: Tensor, kept: Fields, run: ForwardPass, seen: Sequence[Tensor] | None
-    ) -> Tensor:
-        """The latents that queries see, with their shares: (tokens, heads, latent dimensions)."""
-        if self.arithmetic.runs_programs(queries.device):
-            # Only who has such a device needs the compiler.
-            from kvtide.layers.kernels.mla import attend_latent
-
-            chosen = None if seen is None else seen[0]
-            return attend_latent(run, self.place, queries, self.how, chosen)
-        block, mixed = self.arithmetic.query_block, []
-        for rows, view in zip(run.sequences, seen or repeat(None), strict=seen is not None):
-            ours = queries[rows.start : rows.end]
-            keys, latents = self._context(rows, kept, run)
-            if view is None:
-                mixed.append(attend(ours, keys, latents, self.how, block))
-            else:
-                mixed.append(attend_seen(ours, keys, latents, view, self.how, block))
-        return torch.cat(mixed)
+        out = self.ops.mla_attention(run, self.place, queries, kept, self.how, selected)
+        return self.out(self.by_head(out, self.from_latent).flatten(1))
 
     def _latent_queries(self, narrow: Tensor, run: ForwardPass) -> Tensor:
         """(tokens, heads, latent and shared dimensions)."""
         heads = self.queries(narrow).view(len(narrow), -1, self.query_dim)
         plain, shared = heads.split((self.plain, self.shared), dim=-1)
-        return torch.cat([self.by_head(plain, self.to_latent), self._turned(shared, run)], dim=-1)
+        return torch.cat([self.by_head(plain, self.to_latent), self._rotated(shared, run)], dim=-1)
 
     def _keep(self, x: Tensor, run: ForwardPass) -> Fields:
         latent, shared = self.latent(x).split((self.rank, self.shared), dim=-1)
-        turned = self._turned(shared[:, None], run)[:, 0]
-        return run.keep(self.place, {"latent": self.latent_norm(latent), "rope": turned})
-
-    def _turned(self, x: Tensor, run: ForwardPass) -> Tensor:
-        return x if self.rotation is None else self.rotation(x, self.arithmetic, run)
-
-    def _context(self, rows: Rows, kept: Fields, run: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens of a sequence, as one head."""
-        past, new = run.entries(self.place, rows), slice(rows.start, rows.end)
-        latents, shared = (
-            torch.cat([past[name], kept[name][new]]).float() for name in ("latent", "rope")
+        rotated = self._rotated(shared[:, None], run)[:, 0]
+        return self.ops.kv_write(
+            run, self.place, {"latent": self.latent_norm(latent), "rope": rotated}
         )
-        return torch.cat([latents, shared], dim=-1)[:, None], latents[:, None]
+
+    def _rotated(self, x: Tensor, run: ForwardPass) -> Tensor:
+        return x if self.rotation is None else self.rotation(x, self.arithmetic, run)
 
     def _head_by_head(self, x: Tensor, weights: Tensor) -> Tensor:
         linear = self.arithmetic.linear
@@ -150,3 +123,72 @@ class LatentAttention:
 def _heads_together(x: Tensor, weights: Tensor) -> Tensor:
     """Every head of x (tokens, heads, in) times its own weights (heads, out, in)."""
     return torch.bmm(x.transpose(0, 1), weights.mT).transpose(0, 1)
+
+
+# -- the torch reference -------------------------------------------------------------------------
+
+
+def mla_attention(
+    run: ForwardPass,
+    place: Place,
+    queries: Tensor,
+    kept: Fields,
+    how: Attending,
+    masks: Sequence[Tensor] | None,
+    block: int,
+) -> Tensor:
+    """Attention over latents: (tokens, heads, latent). Masks are (queries, tokens) by sequence."""
+    out = []
+    for rows, mask in zip(run.sequences, masks or repeat(None), strict=masks is not None):
+        ours = queries[rows.start : rows.end]
+        keys, latents = _context(run, place, rows, kept)
+        if mask is None:
+            out.append(attend(ours, keys, latents, how, block))
+        else:
+            out.append(attend_masked(ours, keys, latents, mask, how, block))
+    return torch.cat(out)
+
+
+def _context(run: ForwardPass, place: Place, rows: Rows, kept: Fields) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens of a sequence, as one head."""
+    past, new = run.read_entries(place, rows), slice(rows.start, rows.end)
+    latents, shared = (
+        torch.cat([past[name], kept[name][new]]).float() for name in ("latent", "rope")
+    )
+    return torch.cat([latents, shared], dim=-1)[:, None], latents[:, None]
+
+
+def block_attention(
+    run: ForwardPass,
+    window: Place,
+    kept: Tensor,
+    ratio: int,
+    entries: Sequence[Tensor],
+    queries: Tensor,
+    how: Attending,
+    masks: Sequence[Tensor] | None,
+    block: int,
+) -> Tensor:
+    """Attention over the last tokens and over entries of `ratio` tokens each, as one head.
+
+    Masks are (queries, entries) by sequence; without them all closed blocks are seen.
+    """
+    out = []
+    for number, rows in enumerate(run.sequences):
+        new = slice(rows.start, rows.end)
+        past = run.read_entries(window, rows, how.first_seen(rows.past))["kv"]
+        ours = entries[number] if entries else kept[:0]
+        context = torch.cat([past, kept[new], ours])[:, None]
+        closed = (run.positions[new] + 1) // ratio
+        blocks = torch.arange(len(ours), device=closed.device) < closed[:, None]
+        blocks = blocks if masks is None else masks[number]
+        seen = torch.cat([_in_window(rows, len(past), how, closed.device), blocks], dim=1)
+        out.append(attend_masked(queries[new], context, context, seen, how, block))
+    return torch.cat(out)
+
+
+def _in_window(rows: Rows, past: int, how: Attending, device: torch.device) -> Tensor:
+    """(tokens, past + tokens): which tokens of the window each query sees."""
+    key = torch.arange(rows.past - past, rows.total, device=device)
+    query = torch.arange(rows.past, rows.total, device=device)[:, None]
+    return (key <= query) & (key > query - (how.window or 0))

@@ -1,8 +1,7 @@
-"""What layers see of an entry, and how it lies in the fields that the pool stores.
+"""What layers see of an entry, and the fields in which a pool stores it.
 
-A declaration names what is stored, and its encoding. Some of it is one vector in several fields, in
-eight bits with scales; layers see the vector by the one name it has without packing, and never the
-parts.
+A declaration names the stored fields and their encoding. Some encodings store one vector in several
+fields, in eight bits with scales; layers see the vector under one name, and never its parts.
 
     JOINED  kv  nope | rope | scale | pad   a part in e4m3 with a power of two for every 64 values,
                                             a part in bf16, and zeros up to a multiple of 8 bytes
@@ -10,16 +9,16 @@ parts.
             Y   Y                           beside it, a field without scales: as in a plain entry
     PLAIN   X   X                           as it is, in the pool's dtype
 
-A packed vector comes out in fp32. The last group of a vector may be shorter than the others.
+A packed vector is unpacked to fp32. The last group of a vector may be shorter than the others.
 
 What always holds:
-- An entry's bytes depend on its own values alone, not on the rows beside it nor on the device:
-  all that is computed is exact, or rounded once as IEEE says.
-- In eight bits what is finite stays finite, and an infinity becomes so. A NaN stays one, and spoils
+- An entry's bytes depend on its own values alone, not on other rows or the device: every operation
+  is exact, or rounded once as IEEE prescribes.
+- In eight bits a finite value stays finite, and an infinity saturates. A NaN stays one, and affects
   no other value.
-- Packing what was unpacked gives the same values, and with fp32 scales the same bytes. With powers
-  of two a group whose largest value was rounded down to half of the range (224) gets the next
-  finer scale the first time; after that its bytes stay too.
+- Packing an unpacked vector gives the same values, and with fp32 scales the same bytes. With powers
+  of two, a group whose largest value was rounded down to half of the range (224) gets the next
+  finer scale the first time; after that its bytes stay the same too.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP
 
 Fields = dict[str, Tensor]
 
-_E4M3_MOST = 448.0
-_E4M3_MOST_EXPONENT, _E4M3_MOST_MANTISSA = 9, 0.875
+_E4M3_MAX = 448.0
+_E4M3_MAX_EXPONENT, _E4M3_MAX_MANTISSA = 9, 0.875
 """448 is 0.875 · 2⁹."""
-_LEAST = 1e-4
-"""The largest value of a group counts as at least this much, so that no scale is zero."""
-_MOST = _E4M3_MOST * 2.0**119
-"""What is larger saturates here: it is the most that a group can hold and fp32 too."""
+_MIN_LARGEST = 1e-4
+"""A lower bound of the largest value of a group, so that no scale is zero."""
+_MAX_VALUE = _E4M3_MAX * 2.0**119
+"""Larger values saturate here: the most that both a group and fp32 can hold."""
 _FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
 
 
@@ -81,7 +80,7 @@ class Packing:
         return {part.logical.name: part.unpack(fields) for part in wanted}
 
     def rounded(self, name: str, value: Tensor) -> Tensor:
-        """The value with the precision that is kept of it."""
+        """The value, rounded as it is stored."""
         part = self._part(name)
         return part.unpack(part.pack(value)).to(value.dtype)
 
@@ -93,7 +92,7 @@ class Packing:
 
 @functools.cache
 def packing(entry: Entry) -> Packing:
-    """How this entry is packed, which its encoding says."""
+    """The packing of an entry, by its encoding."""
     if entry.encoding is Encoding.JOINED:
         return Packing((_Joined(*entry.fields),))
     scales = entry.scales
@@ -107,7 +106,7 @@ def packing(entry: Entry) -> Packing:
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value in a pool's dtype. Eight bits saturate: an infinity would poison a whole page."""
+    """The value in a pool's dtype. Eight bits saturate: an infinity would spoil a whole page."""
     if dtype.is_floating_point and dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
         value = value.clamp(-limit, limit)
@@ -142,7 +141,7 @@ class _Plain:
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """A vector in e4m3, and what its groups were divided by."""
+    """A vector in e4m3, and the scale of each group."""
 
     values: Field
     scale: Field
@@ -155,7 +154,7 @@ class _Scaled:
         values = _bounded(value, self.values.shape[-1])
         largest = _largest(values, SCALED_GROUP)
         # A tensor, since a GPU multiplies with the reciprocal of a number.
-        scale = largest / torch.full_like(largest, _E4M3_MOST)
+        scale = largest / torch.full_like(largest, _E4M3_MAX)
         quantised = values / _spread(scale, values, SCALED_GROUP)
         return {
             self.values.name: stored(quantised, torch.float8_e4m3fn),
@@ -206,14 +205,14 @@ class _Joined:
 
 def _bounded(values: Tensor, width: int) -> Tensor:
     assert values.shape[-1] == width, f"{values.shape[-1]} values for a field of {width}"
-    return values.float().clamp(-_MOST, _MOST)
+    return values.float().clamp(-_MAX_VALUE, _MAX_VALUE)
 
 
 def _largest(values: Tensor, group: int) -> Tensor:
     """The largest magnitude of every group; a NaN does not count."""
     magnitudes = pad(values.abs().nan_to_num(0.0), (0, -values.shape[-1] % group))
     groups: Tensor = magnitudes.unflatten(-1, (-1, group))
-    return groups.amax(-1).clamp(min=_LEAST)
+    return groups.amax(-1).clamp(min=_MIN_LARGEST)
 
 
 def _spread(scales: Tensor, values: Tensor, group: int) -> Tensor:
@@ -224,7 +223,7 @@ def _spread(scales: Tensor, values: Tensor, group: int) -> Tensor:
 def _exponents(largest: Tensor) -> Tensor:
     """Of the least powers of two that bring these into the range of e4m3: ⌈log₂(x / 448)⌉."""
     mantissa, exponent = torch.frexp(largest)
-    return exponent - _E4M3_MOST_EXPONENT + (mantissa > _E4M3_MOST_MANTISSA)
+    return exponent - _E4M3_MAX_EXPONENT + (mantissa > _E4M3_MAX_MANTISSA)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from kvtide.layers.dense import RMSNorm
-from kvtide.layers.rope import rotate
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.elementwise import rms_norm
+from kvtide.layers.kernel_args import Norm, QKVParams
+from kvtide.layers.rope import rotate_half
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values: (tokens, heads, dim) each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preparing:
-    """What a layer does with its heads: norms where there are any, of each head by itself, and what
-    keys are multiplied by before they turn."""
+def split_heads(
+    arithmetic: Arithmetic, by_head: Tensor, cos_sin: Tensor | None, how: QKVParams
+) -> Heads:
+    """Of (tokens, heads + 2 · KV heads, dim); `cos_sin` is what a `Rope` gives for the tokens."""
+    split = (by_head.shape[1] - 2 * how.kv_heads, how.kv_heads, how.kv_heads)
+    queries, keys, values = by_head.split(split, dim=1)
+    queries = _normed(arithmetic, queries, how.query_norm)
+    keys = _normed(arithmetic, keys, how.key_norm)
+    keys = keys if how.key_gain == 1 else keys * how.key_gain
+    if cos_sin is None:
+        return queries, keys, values
+    return rotate_half(queries, cos_sin), rotate_half(keys, cos_sin), values
 
-    kv_heads: int
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
-    key_gain: float = 1.0
 
-    def __call__(self, by_head: Tensor, turns: Tensor | None) -> Heads:
-        """Of (tokens, heads + 2 · KV heads, dim); `turns` is what a `Rope` says of the tokens."""
-        split = (by_head.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads)
-        queries, keys, values = by_head.split(split, dim=1)
-        queries = queries if self.query_norm is None else self.query_norm(queries)
-        keys = keys if self.key_norm is None else self.key_norm(keys)
-        keys = keys if self.key_gain == 1 else keys * self.key_gain
-        if turns is None:
-            return queries, keys, values
-        return rotate(queries, turns), rotate(keys, turns), values
+def _normed(arithmetic: Arithmetic, x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else arithmetic.rowwise(lambda rows: rms_norm(rows, *norm), x)

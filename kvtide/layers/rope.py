@@ -1,9 +1,9 @@
-"""Rotary positions: how fast each pair of dimensions turns, and turning them.
+"""Rotary position embeddings: the frequency of each pair of dimensions, and the rotation.
 
 Frequencies come from a config in any of its spellings: `rope_theta` with `rope_scaling` as labs
-publish it, or `rope_parameters` as `transformers` writes it, flat or by layer type. Kinds that
-depend on how long a sequence has become (dynamic, longrope) are refused: a key that was kept
-would no longer be the key that is needed.
+publish it, or `rope_parameters` as `transformers` writes it, flat or by layer type. Rope types
+that depend on the length of the sequence (dynamic, longrope) are refused: they would change keys
+that are cached already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TURN = 2 * math.pi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """`frequencies`: radians per position, one for each pair. `gain` multiplies what is turned."""
+    """`frequencies`: radians per position, for each pair. `gain` multiplies cosines and sines."""
 
     frequencies: Tensor
     gain: float = 1.0
@@ -30,51 +30,57 @@ class Rope:
 
     @property
     def dims(self) -> int:
-        """How many dimensions of a head turn."""
+        """How many dimensions of a head are rotated."""
         return 2 * len(self.frequencies)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Cosines and sines at these positions: (tokens, 2, pairs).
 
-        Of less than a turn: a vector of angles is reduced in one of two ways, by the largest of
-        them, so that how far its neighbours have turned would show in the last bit of one.
+        Angles are reduced to less than a full turn first. Torch reduces a vector of angles in one
+        of two ways, by the largest of them: one token's result would depend on its neighbours.
         """
         angles = (positions[:, None].float() * self._on(positions.device)).double()
         angles = angles - torch.round(angles / _TURN) * _TURN
-        turns = torch.stack([angles.cos(), angles.sin()], dim=1)
-        return turns.float() * self.gain
+        cos_sin = torch.stack([angles.cos(), angles.sin()], dim=1)
+        return cos_sin.float() * self.gain
 
     def _on(self, device: torch.device) -> Tensor:
-        """The frequencies there: sent once, so that later calls send nothing."""
+        """The frequencies on this device: copied once."""
         if device not in self._placed:
             self._placed[device] = self.frequencies.to(device)
         return self._placed[device]
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turns pairs (i, i + n) of the first 2n dimensions of every head by what a `Rope` says.
+def rotate_half(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + n) of the first 2n dimensions of every head, as GPT-NeoX does.
 
+    cos_sin  (tokens, 2, pairs), as a `Rope` gives them
     The dimensions after them stay as they are.
     """
-    pairs = turns.shape[-1]
-    cos, sin = turns[:, None, 0], turns[:, None, 1]
+    pairs = cos_sin.shape[-1]
+    cos, sin = cos_sin[:, None, 0], cos_sin[:, None, 1]
     first, second = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([*(half.to(x.dtype) for half in turned), x[..., 2 * pairs :]], dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([*(half.to(x.dtype) for half in rotated), x[..., 2 * pairs :]], dim=-1)
 
 
-def rotate_neighbours(x: Tensor, turns: Tensor) -> Tensor:
-    """As `rotate`, but the pairs are (2i, 2i + 1), and they are the last 2n dimensions.
+def rotate_interleaved(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotates pairs (2i, 2i + 1) of the last 2n dimensions of every head, as GPT-J does.
 
-    Turns (tokens, 2, pairs) with their sines negated turn back.
+    `inverse_rotation` gives the way back.
     """
-    rotary = 2 * turns.shape[-1]
+    rotary = 2 * cos_sin.shape[-1]
     shape = (len(x), *[1] * (x.dim() - 2), rotary // 2)
-    cos, sin = turns[:, 0].view(shape), turns[:, 1].view(shape)
+    cos, sin = cos_sin[:, 0].view(shape), cos_sin[:, 1].view(shape)
     pairs = x[..., -rotary:].float().unflatten(-1, (-1, 2))
     first, second = pairs[..., 0], pairs[..., 1]
-    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return torch.cat([x[..., :-rotary], turned.flatten(-2).to(x.dtype)], dim=-1)
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([x[..., :-rotary], rotated.flatten(-2).to(x.dtype)], dim=-1)
+
+
+def inverse_rotation(cos_sin: Tensor) -> Tensor:
+    """Cosines and sines that rotate back."""
+    return torch.stack([cos_sin[:, 0], -cos_sin[:, 1]], dim=1)
 
 
 def rope_parameters(config: Config, layer_type: str = "full_attention") -> Config:
@@ -114,16 +120,16 @@ def _linear(parameters: Config, frequencies: Tensor) -> Rope:
 
 
 def _llama3(parameters: Config, frequencies: Tensor) -> Rope:
-    """Slow pairs are slowed down by `factor`, fast ones not, those between in proportion."""
+    """Low frequencies are divided by `factor`, high ones are kept, those between interpolated."""
     factor, low = parameters.number("factor"), parameters.number("low_freq_factor")
     high = parameters.number("high_freq_factor")
     turns = parameters.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return Rope((1 - share) * frequencies / factor + share * frequencies)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope((1 - kept) * frequencies / factor + kept * frequencies)
 
 
 def _yarn(parameters: Config, frequencies: Tensor) -> Rope:
-    """As llama3, but in proportion to a pair's number, and with what is turned made larger."""
+    """As llama3, but interpolated by the number of a pair, and with a gain."""
     original = parameters.number("original_max_position_embeddings")
     stretched = parameters.number("max_position_embeddings", default=original) / original
     factor = parameters.number("factor", default=stretched)
@@ -159,7 +165,7 @@ def _stretched(factor: float, weight: float) -> float:
 def softmax_gain(parameters: Config) -> float:
     """What attention scores are multiplied by where `mscale_all_dim` asks for it (DeepSeek).
 
-    It is for queries and keys alike, hence squared, and for the dimensions that do not turn, too.
+    The gain is for queries and keys alike, hence squared, also for dimensions without rotation.
     """
     kind = parameters.find("rope_type", "type") or "default"
     weight = parameters.number("mscale_all_dim", default=0.0)

@@ -1,7 +1,7 @@
-"""Attention by head over pages.
+"""Attention by head over pages: the layer.
 
-What a layer has is what its checkpoint and its pool say: biases, norms of queries and keys, and
-sinks if there are such weights; a window if the pool that keeps its keys reaches only so far.
+Biases, norms of queries and keys, and sinks exist where the checkpoint has such weights. The window
+is that of the pool that keeps the layer's keys.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import Attending, attend
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import sigmoid
-from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.qkv import Heads, Preparing
+from kvtide.layers.forward import ForwardPass
+from kvtide.layers.kernel_args import Attending, QKVParams
 from kvtide.layers.rope import Rope
 
 
 class Attention:
-    """Queries, keys and values by head; keys are kept after their rotation, if there is one.
+    """Queries, keys and values by head; keys are stored after their rotation, if there is one.
 
-    `cap`: the limit of scores, where a model has one. `key_gain`: what it multiplies keys by.
+    `cap` limits scores by a tanh; `key_gain` multiplies keys.
     """
 
     QUERY_NORM: ClassVar[str] = "q_norm"
@@ -39,19 +38,19 @@ class Attention:
         cap: float | None = None,
         key_gain: float = 1.0,
     ) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops, self.arithmetic = blueprint.ops, blueprint.arithmetic
         self.place = blueprint.place(layer, "k")
         self.kv_heads, self.head_dim = self.place.field("k").shape
         self.rope = rope
         self.qkv = self.projection(blueprint)
         self.out = blueprint.rows(self.OUT, unit=self.head_dim)
         query_norm, key_norm = (
-            blueprint.norm(name) if blueprint.has(f"{name}.weight") else None
+            blueprint.norm(name).params if blueprint.has(f"{name}.weight") else None
             for name in (self.QUERY_NORM, self.KEY_NORM)
         )
-        self.preparing = Preparing(self.kv_heads, query_norm, key_norm, key_gain)
+        self.preparing = QKVParams(self.kv_heads, query_norm, key_norm, key_gain)
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
-        sinks = None if sinks is None else blueprint.share(sinks)
+        sinks = None if sinks is None else blueprint.shard(sinks)
         self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
 
     def projection(self, blueprint: Blueprint) -> Linear:
@@ -63,23 +62,16 @@ class Attention:
         return self.out(self.attended(by_head, run))
 
     def attended(self, by_head: Tensor, run: ForwardPass) -> Tensor:
-        """What the heads of a projection saw, side by side: (tokens, heads · dim)."""
-        turns = None
+        """The outputs of all heads, side by side: (tokens, heads · dim)."""
+        cos_sin = None
         if (rope := self.rope) is not None:
-            turns = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
-        if self.arithmetic.runs_programs(by_head.device):
-            # Only who has such a device needs the compiler.
-            from kvtide.layers.kernels.attention_prefill import attend_paged
-            from kvtide.layers.kernels.qkv import keep_heads
-
-            queries, kept = keep_heads(run, self.place, by_head, turns, self.preparing)
-            return attend_paged(run, self.place, queries, kept, self.how).flatten(1)
-        heads, block = self.preparing(by_head, turns), self.arithmetic.query_block
-        return attend_over_pages(run, self.place, heads, self.how, block).flatten(1)
+            cos_sin = run.shared(rope, lambda: self.arithmetic.rowwise(rope, run.positions))
+        queries, kept = self.ops.qkv_write(run, self.place, by_head, cos_sin, self.preparing)
+        return self.ops.paged_attention(run, self.place, queries, kept, self.how).flatten(1)
 
 
 class GatedAttention(Attention):
-    """Every head's output passes a gate, which is projected beside its query."""
+    """Every head's output is multiplied by a gate, which is projected beside its query."""
 
     def projection(self, blueprint: Blueprint) -> Linear:
         """Queries, keys, values and gates, side by side."""
@@ -92,9 +84,9 @@ class GatedAttention(Attention):
         return Linear(self.arithmetic, weight, bias)
 
     def _beside(self, blueprint: Blueprint, whole: Tensor, keys_values: Tensor) -> Tensor:
-        """With this rank's share of the queries and gates, which lie by turns in `whole`."""
-        parts = _neighbours(whole, self.head_dim)
-        queries, gates = (blueprint.share(part, self.head_dim) for part in parts)
+        """With this rank's shard of queries and gates, which alternate in `whole`."""
+        parts = _queries_and_gates(whole, self.head_dim)
+        queries, gates = (blueprint.shard(part, self.head_dim) for part in parts)
         return torch.cat([queries, keys_values, gates])
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
@@ -106,30 +98,7 @@ class GatedAttention(Attention):
         return self.out(attended * opened.to(x.dtype))
 
 
-def _neighbours(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Heads that lie by turns, query, gate, query, gate: all queries, and all gates."""
-    by_turns = weight.unflatten(0, (-1, 2, head_dim))
-    return by_turns[:, 0].flatten(0, 1), by_turns[:, 1].flatten(0, 1)
-
-
-def attend_over_pages(
-    run: ForwardPass,
-    place: Place,
-    heads: Heads,
-    how: Attending,
-    query_block: int,
-) -> Tensor:
-    """Keeps the step's keys and values, and attends with its queries: (tokens, heads, dim).
-
-    Keys and values of the step's own tokens come from the step: a page that is no longer needed
-    when the step ends has no slot.
-    """
-    queries, keys, values = heads
-    kept = run.keep(place, {"k": keys, "v": values})
-    mixed = []
-    for rows in run.sequences:
-        new = slice(rows.start, rows.end)
-        past = run.entries(place, rows, how.first_seen(rows.past))
-        context = {name: torch.cat([past[name], kept[name][new]]) for name in kept}
-        mixed.append(attend(queries[new], context["k"], context["v"], how, query_block))
-    return torch.cat(mixed)
+def _queries_and_gates(weight: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Of heads in the order query, gate, query, gate: all queries, and all gates."""
+    alternating = weight.unflatten(0, (-1, 2, head_dim))
+    return alternating[:, 0].flatten(0, 1), alternating[:, 1].flatten(0, 1)

@@ -1,10 +1,10 @@
-"""Mamba2's recurrence over one sequence's new tokens, in two orders of the same sums.
+"""Mamba2's recurrence: the torch reference, in two orders of the same sums.
 
     state ← exp(dt·decay) · state + dt · x ⊗ B        y = state · C
 
-`scan_tokens` does it as written, a token at a time: every shape is that of one token, so a token's
-result depends on nothing but its history. `scan_chunks` takes tokens together and turns most
-of it into matrix products; it is faster, and equal but for rounding.
+`scan_tokens` does it as written, token by token, so a token's result depends on its history alone.
+`scan_chunks` (SSD) takes a chunk of tokens together, mostly as GEMMs. It is faster, and equal but
+for rounding.
 
 Shapes: x (tokens, heads, dim), dt (tokens, heads), decay (heads), B and C (tokens, groups, width),
 state (heads, dim, width); all fp32. Heads share B and C by group.
@@ -17,12 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.elementwise import softplus
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import ScanParams
+
 _CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ScanInput:
-    """What one sequence's new tokens feed into the recurrence."""
+    """The inputs of the recurrence for one sequence's new tokens."""
 
     x: Tensor
     dt: Tensor
@@ -39,6 +44,35 @@ class ScanInput:
     def span(self, start: int, end: int) -> ScanInput:
         x, dt, b, c = (t[start:end] for t in (self.x, self.dt, self.b, self.c))
         return ScanInput(x, dt, self.decay, b, c)
+
+
+def ssd_scan(
+    arithmetic: Arithmetic,
+    run: ForwardPass,
+    place: Place,
+    how: ScanParams,
+    convolved: Tensor,
+    dt: Tensor,
+) -> Tensor:
+    """(tokens, heads · dim) in fp32, the skip included, from and to the running states.
+
+    Of x, B and C side by side in fp32, and time steps (tokens, heads) before their bias.
+    """
+    heads, dim, width = place.field("ssm").shape
+    scan = arithmetic.order(scan_chunks, scan_tokens)
+    dt = arithmetic.rowwise(softplus, dt.float() + how.dt_bias).clamp(*how.dt_limits)
+    shared = (convolved.shape[1] - heads * dim) // 2
+    outputs = []
+    for rows in run.sequences:
+        ours, before = slice(rows.start, rows.end), run.read_state(place, rows)
+        x, b, c = convolved[ours].split((heads * dim, shared, shared), dim=-1)
+        x = x.reshape(-1, heads, dim)
+        b, c = (t.reshape(len(x), -1, width) for t in (b, c))
+        state = x.new_zeros((heads, dim, width)) if before is None else before["ssm"]
+        output, state = scan(ScanInput(x, dt[ours], how.decay, b, c), state)
+        run.write_state(place, rows, {"ssm": state})
+        outputs.append((output + x * how.skip).flatten(1))
+    return torch.cat(outputs)
 
 
 def scan_tokens(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,10 +108,10 @@ def _scan_chunk(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decay_between(logs: Tensor) -> Tensor:
-    """From (…, tokens) to (…, tokens, 1 + tokens): what is left at token i of what came in at
-    token j - 1, of the state before the chunk for j = 0, of what comes later nothing.
+    """From logarithms (…, tokens) to (…, tokens, 1 + tokens): the decay from token j - 1 to i.
 
-    Sums run from j to i and are not differences of sums from the start, which would cancel.
+    Column 0 is the decay of the state before the chunk; later tokens have zeros. Sums run from j
+    to i: differences of sums from the start would cancel.
     """
     count = logs.shape[-1]
     steps = logs[..., None].expand(*logs.shape, count + 1)

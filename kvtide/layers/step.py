@@ -1,15 +1,15 @@
-"""What a forward pass is given: the tokens of one step, and where each sequence's state lies.
+"""The input of a forward pass: the tokens of one step, and the page tables of their sequences.
 
-A step holds tokens of several sequences, one after another: whole prompts, chunks of prompts,
-single tokens of sequences that generate. Model code sees nothing else of the engine: it reads the
-state of earlier tokens through `view` and the page tables, and writes that of the new ones there.
+A step holds tokens of several sequences, one after another: prefill chunks and decode tokens.
+Model code sees nothing else of the engine: it reads and writes state through `view` and the page
+tables.
 
-What lies where. A sequence's token at position p belongs to page p // page_tokens; the page's slot
+Layout. A sequence's token at position p belongs to page p // page_tokens; the page's slot
 in an anchor's pools is `slots[anchor][page]`, -1 where that anchor keeps no such page. Entries
 (keys, values, latents) of a page lie in its slot by position. A running state (a recurrent
 state, a convolution's tail) after token p lies in the slot of p's page: it is read from the page of
-the last token before the step and written to the page of the last token in it. A page that is
-complete is never written again, so a snapshot at a page's end stays what it was.
+the last token before the step and written to the page of the last token in it. A complete page is
+never written again, so the state at its end is a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is known of a step's sequences before they are: by this, work is divided.
+    """Upper bounds of a step's sequences, by which kernels size their grids.
 
-    longest      none has more new tokens
-    max_past    none has more earlier tokens
-    prompts      no more of them have several new tokens
-    singles      whether any may have one new token
+    longest   new tokens of a sequence
+    max_past  earlier tokens of a sequence
+    prompts   sequences with several new tokens
+    singles   whether any sequence may have one new token
     """
 
     longest: int
@@ -68,16 +68,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The same rows in tensors of the device, for programs that take all sequences at once.
+    """The same rows in device tensors, for kernels that take all sequences at once.
 
     rows       (sequences, 3) int32: first row, end row, tokens before the step
     owners     (tokens,) int32: the sequence of every token
     slots      by anchor, (sequences, pages) int32: -1 where it keeps no such page, and beyond the
                last page of a sequence
 
-    A step may be recorded once and played again with other numbers in the same tensors. What runs
-    in it depends on nothing else: not on `Step.sequences`, and not on what a tensor holds. Tokens
-    that nobody needs then are those of sequences without slots, and a sequence may have none.
+    A CUDA graph of a step is captured once and replayed with other numbers in the same tensors. Its
+    launches depend neither on `Step.sequences` nor on the contents of tensors. Padding tokens
+    belong to sequences without slots, and a sequence may have no tokens.
     """
 
     rows: Tensor
@@ -102,8 +102,8 @@ class Batch:
 class Step:
     """`view(pool, layer)` gives a layer's fields as tensors (slots, entries of a page, *shape).
 
-    `wait(layer)` must be called before a layer reads the state of earlier tokens: it may still be
-    on its way. `batch` is there if whoever made the step has it.
+    `wait(layer)` must be called before a layer reads the state of earlier tokens: a load may still
+    be in flight. `batch` is None where the engine has not prepared it.
     """
 
     tokens: torch.Tensor

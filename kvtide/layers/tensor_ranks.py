@@ -1,8 +1,9 @@
-"""Ranks that compute a layer together, each with its share of the heads, channels or experts.
+"""Tensor parallelism: ranks that compute a layer together, each with a shard of its weights.
 
-What divides is decided where weights are read (`Blueprint`): a rank has the rows of a projection
-that give its own heads, and the columns of the next one that take them. What comes out is then
-a part of a sum, and `total` adds the parts up. Everything between layers is whole on every rank.
+`Blueprint` shards weights as it reads them. A rank has the rows of a projection that give its own
+heads, channels or experts, and the columns of the next projection that take them. Each rank then
+has a partial sum, and `all_reduce` adds them up. Between layers, activations are whole on every
+rank.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class TensorRanks:
     count: int = 1
     group: dist.ProcessGroup | None = None
 
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of what all ranks have; it may be written over `part`."""
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum of the parts of all ranks; it may be written over `part`."""
         if self.count > 1:
             part = part.contiguous()
             dist.all_reduce(part, group=self.group)
         return part
 
-    def share(self, units: int) -> range | None:
-        """Which of so many units are this rank's: several, or one that it shares with others.
+    def shard(self, units: int) -> range | None:
+        """Which of so many units this rank has: several, or one that other ranks have too.
 
         None where they do not divide. A field of the memory divides in the same way.
         """

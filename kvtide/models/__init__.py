@@ -1,10 +1,18 @@
 """One file per family: the forward pass over the pools that `spec.families` declares for it.
 
-`registry`    a config's `model_type` → its family; `build` makes the model
-`model`       what the engine needs of a model
-`checkpoint`  config, weights and tokenizer on disk: a folder, or a GGUF file (`gguf`)
+`registry` looks a config's `model_type` up in one table, declares the memory, and builds the model
+from a checkpoint's tensors. `docs/ADDING_A_MODEL.md` describes how to add a row.
 
-`docs/ADDING_A_MODEL.md` says how to add a family.
+Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemma2`, `gemma3`,
+`gpt_oss`, `granite_hybrid`, `kimi_linear`, `lfm2`, `llama`, `mixtral`, `nemotron_h`, `qwen3_moe`,
+`qwen3_next`, `smollm3`
+`model`               the interface of models, and the decoder that families build on
+`checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
+`quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
+`deepseek_v4_names`, `multimodal`   other names of the same weights
+`tokenizer`, `token_bytes`, `chat`  text to tokens and back, and chat templates
+`default_model`       the model to try things with
+`model_errors`        what cannot be read or used
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3, and GLM-4 MoE lite: latent attention, and experts after the first layers.
 
-They differ in how experts are scored and chosen, which their configs say, and in what their
-checkpoints hold: a layer has experts where there is a router. MTP layers, which published
+They differ in how experts are scored and selected, which is in their configs, and in their
+checkpoints: a layer has experts where there is a router. MTP layers, which published
 checkpoints number after the last layer, are not read.
 """
 
@@ -14,9 +14,17 @@ from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.elementwise import Activation, sigmoid, softmax
+from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.mla import LatentAttention, Rotation
-from kvtide.layers.moe import CORRECTION_BIAS, Choice, Mixture, Router
-from kvtide.layers.rope import Rope, rope, rope_parameters, rotate, rotate_neighbours, softmax_gain
+from kvtide.layers.moe import CORRECTION_BIAS, Mixture, Router
+from kvtide.layers.rope import (
+    Rope,
+    rope,
+    rope_parameters,
+    rotate_half,
+    rotate_interleaved,
+    softmax_gain,
+)
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 
@@ -24,7 +32,7 @@ from kvtide.spec.config import Config
 def _experts(blueprint: Blueprint) -> Mixture:
     config, gate = blueprint.config, blueprint.under("gate")
     bias = CORRECTION_BIAS if gate.has(CORRECTION_BIAS) else None
-    router = Router(gate, _choice(config), _scoring(config), bias)
+    router = Router(gate, _routing_rule(config), _scoring(config), bias)
     under = blueprint.under("shared_experts")
     shared = under.mlp() if under.has("gate_proj.weight") else None
     return Mixture.numbered(router, blueprint.under("experts"), shared)
@@ -39,7 +47,7 @@ def _scoring(config: Config) -> Activation:
     return _SCORINGS[name]
 
 
-def _choice(config: Config) -> Choice:
+def _routing_rule(config: Config) -> RoutingRule:
     method = str(config.find("topk_method"))
     if method not in _GROUP_DEPTHS:
         raise config.refusal(
@@ -47,7 +55,7 @@ def _choice(config: Config) -> Choice:
         )
     depth = _GROUP_DEPTHS[method]
     grouped = depth is not None
-    return Choice(
+    return RoutingRule(
         config.count("num_experts_per_tok"),
         groups=config.count("n_group", default=1) if grouped else 1,
         allowed=config.count("topk_group", default=1) if grouped else 1,
@@ -59,7 +67,7 @@ def _choice(config: Config) -> Choice:
 
 _SCORINGS: dict[str, Activation] = {"sigmoid": sigmoid, "softmax": softmax}
 _GROUP_DEPTHS: dict[str, int | None] = {"greedy": None, "group_limited_greedy": 1, "noaux_tc": 2}
-"""By how many of its best experts a group is judged; None where groups do not matter."""
+"""How many of its best experts score a group; None without groups."""
 
 
 class DeepSeekLayer:
@@ -71,7 +79,7 @@ class DeepSeekLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.attention(self.before_attention(x), run))
         return x + self.mlp(normed)
 
 
@@ -105,10 +113,10 @@ class DeepSeek2(DeepSeek3):
     }
 
     def __init__(self, blueprint: Blueprint) -> None:
-        # The lab's code then leaves out the scale; others leave out the norm.
+        # The published code then leaves out the scale; other engines leave out the norm.
         if blueprint.config.flag("norm_topk_prob"):
             raise blueprint.config.refusal(
-                "`norm_topk_prob` means different things to those who run this family; unset it"
+                "`norm_topk_prob` has two meanings among engines that run this family; unset it"
             )
         super().__init__(blueprint)
 
@@ -125,26 +133,26 @@ class Glm4MoeLite(DeepSeek3):
 
 
 def rope_of(config: Config) -> Rope:
-    """Of the part of queries and keys that turns, which turns as a whole."""
+    """Of the dimensions of queries and keys that are rotated, all of them."""
     dims = config.count("qk_rope_head_dim")
     turning = rope(rope_parameters(config), dims)
     if turning.dims != dims:
         raise config.refusal(
             "`partial_rotary_factor` is not 1 beside `qk_rope_head_dim`, which says already how "
-            "much of a head turns; leave it out"
+            "much of a head is rotated; leave it out"
         )
     return turning
 
 
 def rotation_of(config: Config) -> Rotation:
-    return Rotation(rope_of(config), turn_by(config, "rope_interleave"))
+    return Rotation(rope_of(config), rotation_style(config, "rope_interleave"))
 
 
-def turn_by(config: Config, field: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return rotate_neighbours if config.flag(field) else rotate
+def rotation_style(config: Config, field: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return rotate_interleaved if config.flag(field) else rotate_half
 
 
 def scale_of(config: Config) -> float:
-    """What scores are multiplied by: more where a scaled rope says so."""
+    """The scale of scores, with the gain of a scaled rope."""
     dims = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
     return float(dims**-0.5 * softmax_gain(rope_parameters(config)))

@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2 and GLM-5: latent attention to the few tokens that an indexer chooses (DSA).
+"""DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer selects (DSA).
 
-An indexer scores all tokens by keys of its own and lets a query see the best of them. Some layers
-of GLM models have none and see what the layer before them saw.
+An indexer scores all tokens by keys of its own, and a query sees the best of them. Some layers of
+GLM models have no indexer and take the selection of the layer before them.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
 from kvtide.layers.dense import LayerNorm, Linear
-from kvtide.layers.indexer import choose
 from kvtide.layers.mla import LatentAttention, Rotation
+from kvtide.layers.ops import Selection
 from kvtide.models.deepseek import (
     DeepSeek3,
     DeepSeekLayer,
     rotation_of,
+    rotation_style,
     scale_of,
-    turn_by,
 )
 from kvtide.models.model import Layer
 
-_CHOSEN = "tokens that an indexer chose"
+_SELECTED = "tokens that an indexer selected"
 
 
 class TokenIndexer:
-    """Keeps a key for every token, and chooses the tokens that each query sees.
+    """Stores a key for every token, and selects the tokens that each query sees.
 
-    It is whole on every rank. The first dimensions of its queries and keys turn.
+    It is whole on every rank. The first dimensions of its queries and keys are rotated.
     """
 
     def __init__(self, blueprint: Blueprint, layer: int, rotation: Rotation) -> None:
         config = blueprint.config
-        self.arithmetic, self.rotation = blueprint.arithmetic, rotation
+        self.ops, self.arithmetic, self.rotation = blueprint.ops, blueprint.arithmetic, rotation
         self.place = blueprint.place(layer, "index_key")
         self.heads, self.count = config.count("index_n_heads"), config.count("index_topk")
-        self.dim, self.turning = self.place.field("index_key").shape[0], rotation.rope.dims
+        self.dim, self.rotary_dim = self.place.field("index_key").shape[0], rotation.rope.dims
         self.queries, self.keys = blueprint.linear("wq_b"), blueprint.linear("wk")
         self.key_norm = LayerNorm(
-            self.arithmetic,
+            self.ops,
             blueprint.tensor("k_norm.weight", torch.float32),
             blueprint.tensor("k_norm.bias", torch.float32),
             eps=1e-6,
@@ -51,40 +51,29 @@ class TokenIndexer:
         self.weights = Linear(self.arithmetic, weights)
         self.scale = (self.heads * self.dim) ** -0.5
 
-    def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> list[Tensor]:
-        """What queries see, as `LatentAttention.attended` takes it."""
-        queries = self._turned(self.queries(narrow).view(len(x), self.heads, self.dim), run)
-        keys = self._turned(self.key_norm(self.keys(x))[:, None], run)[:, 0]
-        kept = run.keep(self.place, {"index_key": keys})["index_key"]
+    def __call__(self, x: Tensor, narrow: Tensor, run: ForwardPass) -> Selection:
+        """The tokens that each query sees."""
+        queries = self._rotated(self.queries(narrow).view(len(x), self.heads, self.dim), run)
+        keys = self._rotated(self.key_norm(self.keys(x))[:, None], run)[:, 0]
+        kept = self.ops.kv_write(run, self.place, {"index_key": keys})["index_key"]
         weights = self.weights(x.float()) * self.scale
-        if self.arithmetic.runs_programs(x.device):
-            # Only who has such a device needs the compiler.
-            from kvtide.layers.kernels.indexer import choose_paged
+        return self.ops.select_tokens(run, self.place, queries, weights, kept, self.count)
 
-            return [choose_paged(run, self.place, queries, weights, self.count)]
-        block, chosen = self.arithmetic.query_block, []
-        for rows in run.sequences:
-            new = slice(rows.start, rows.end)
-            context = torch.cat([run.entries(self.place, rows)["index_key"], kept[new]])
-            visible = run.positions[new] + 1
-            chosen.append(choose(queries[new], weights[new], context, visible, self.count, block))
-        return chosen
-
-    def _turned(self, x: Tensor, run: ForwardPass) -> Tensor:
-        first, rest = x[..., : self.turning], x[..., self.turning :]
+    def _rotated(self, x: Tensor, run: ForwardPass) -> Tensor:
+        first, rest = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         return torch.cat([self.rotation(first, self.arithmetic, run), rest], dim=-1)
 
 
-class ChosenAttention(LatentAttention):
-    """Without an indexer of its own, a layer sees what the last one before it chose."""
+class SparseLatentAttention(LatentAttention):
+    """Without an indexer of its own, a layer takes the last selection before it."""
 
     indexer: TokenIndexer | None = None
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         narrow = self.narrowed(x)
         if self.indexer is not None:
-            run.handed_on[_CHOSEN] = self.indexer(x, narrow, run)
-        return self.attended(x, narrow, run, run.handed_on[_CHOSEN])
+            run.left_by_layers[_SELECTED] = self.indexer(x, narrow, run)
+        return self.attended(x, narrow, run, run.left_by_layers[_SELECTED])
 
 
 class DeepSeek32(DeepSeek3):
@@ -98,17 +87,17 @@ class DeepSeek32(DeepSeek3):
         first = base.memory.own_layers.start
         if first not in indexed:
             raise config.refusal(
-                f"layer {first} sees what an indexer before it chose, and begins a stage without "
-                "one; use another number of stages, so that each begins with an indexer"
+                f"layer {first} takes the selection of an indexer before it, and begins a stage "
+                "without one; use another number of stages, so that each begins with an indexer"
             )
         rotation, scale = rotation_of(config), scale_of(config)
-        turned = Rotation(rotation.rope, turn_by(config, "indexer_rope_interleave"))
+        rotated = Rotation(rotation.rope, rotation_style(config, "indexer_rope_interleave"))
         layers = []
         for number, each in base.layers():
             beneath = each.under("self_attn")
-            attention = ChosenAttention(beneath, number, rotation, scale)
+            attention = SparseLatentAttention(beneath, number, rotation, scale)
             if number in indexed:
-                attention.indexer = TokenIndexer(beneath.under("indexer"), number, turned)
+                attention.indexer = TokenIndexer(beneath.under("indexer"), number, rotated)
             layers.append(DeepSeekLayer(each, attention))
         return layers
 

@@ -63,7 +63,7 @@ class FalconH1Layer:
         normed = self.before_mixers(x)
         remembered = self.mamba(normed, run) * self.mamba_gain
         attended = self.attention(normed * self.attention_in, run) * self.attention_gain
-        x, normed = self.before_mlp.added(x, remembered + attended)
+        x, normed = self.before_mlp.add_and_norm(x, remembered + attended)
         return x + self.mlp(normed)
 
 

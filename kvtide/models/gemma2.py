@@ -1,6 +1,6 @@
 """Gemma 2: Gemma 3's layer, with windowed and full layers by turns and limits on all logits.
 
-Attention scores and the logits that come out are softly capped; all layers turn alike.
+Attention scores and the logits that come out are softly capped; all layers have the same rotation.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Gemma3Layer:
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
         attended = self.after_attention(self.attention(self.before_attention(x), run))
-        x, normed = self.before_mlp.added(x, attended)
+        x, normed = self.before_mlp.add_and_norm(x, attended)
         return x + self.after_mlp(self.mlp(normed))
 
 

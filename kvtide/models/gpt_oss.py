@@ -10,48 +10,49 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.dense import Linear
-from kvtide.layers.moe import ExpertGroup, Experts, Gating, Stack, route_by_top_softmax
+from kvtide.layers.kernel_args import ExpertActivation, ExpertGroup, ExpertWeights
+from kvtide.layers.moe import Experts, stack_experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
 
 class ClampedExperts:
-    """Experts whose gate and up values are limited, and whose up values are taken plus one."""
+    """Experts that clamp gate and up values, and add one to up values."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         config = blueprint.config
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.router = blueprint.linear("router")
-        self.chosen = config.count("num_experts_per_tok", "experts_per_token")
+        self.top_k = config.count("num_experts_per_tok", "experts_per_token")
         gain, limit = config.number("swiglu_alpha"), config.number("swiglu_limit")
-        crew = ExpertGroup.of(blueprint, config.count("num_local_experts"))
-        gate_up = _stack(blueprint, "experts.gate_up_proj", crew, _gate_first)
-        down = _stack(blueprint, "experts.down_proj", crew)
-        gating = Gating(limit=limit, gain=gain, offset=1.0)
-        self.experts = Experts(self.arithmetic, crew, gate_up, down, gating)
+        group = ExpertGroup.of(config, blueprint.ranks, config.count("num_local_experts"))
+        gate_up = _stack(blueprint, "experts.gate_up_proj", group, _gate_first)
+        down = _stack(blueprint, "experts.down_proj", group)
+        gating = ExpertActivation(limit=limit, gain=gain, offset=1.0)
+        self.experts = Experts(group=group, gate_up=gate_up, down=down, gating=gating, ops=self.ops)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
+        routing = self.ops.route_by_top_softmax(self.router(x), self.top_k)
         return self.experts(x, routing)
 
 
 def _stack(
     blueprint: Blueprint,
     name: str,
-    crew: ExpertGroup,
+    group: ExpertGroup,
     arranged: Callable[[Tensor], Tensor] = Tensor.contiguous,
-) -> Stack:
-    """Weights are published input by output."""
+) -> ExpertWeights:
+    """Published weights are (inputs, outputs)."""
     weights, biases = blueprint.tensor(name), blueprint.tensor(f"{name}_bias")
     each = (
         Linear(blueprint.arithmetic, arranged(weights[number].T), arranged(biases[number]))
-        for number in crew.own
+        for number in group.own
     )
-    return Stack.of(each, len(crew.own))
+    return stack_experts(each, len(group.own))
 
 
 def _gate_first(rows: Tensor) -> Tensor:
-    """Gate and up are published by turns."""
+    """Gate and up rows alternate in published weights."""
     return torch.cat([rows[::2], rows[1::2]])
 
 
@@ -63,7 +64,9 @@ class GptOssLayer:
         self.before_experts = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_experts.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_experts.add_and_norm(
+            x, self.attention(self.before_attention(x), run)
+        )
         return x + self.experts(normed)
 
 

@@ -1,7 +1,7 @@
-"""Granite 4: Mamba2 mixers, attention at some layers, and experts beside an MLP that all share.
+"""Granite 4: Mamba2 mixers, attention at some layers, and experts beside a shared MLP.
 
-Four constants of the config multiply the embedding, the scores, what each layer adds and the
-logits. Models without experts have the shared MLP alone, and most turn no queries and keys.
+Four constants of the config multiply the embedding, the scores, the outputs of sublayers and the
+logits. Models without experts have the shared MLP alone; most have no rotation.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.blueprint import WeightPart
 from kvtide.layers.dense import GatedMLP
 from kvtide.layers.mamba import Mamba2
-from kvtide.layers.moe import Experts, route_by_top_softmax
+from kvtide.layers.moe import Experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
 
 class GraniteExperts:
     def __init__(self, blueprint: Blueprint) -> None:
-        self.arithmetic = blueprint.arithmetic
+        self.ops = blueprint.ops
         self.router = blueprint.linear("router.layer")
-        self.chosen = blueprint.config.count("num_experts_per_tok")
+        self.top_k = blueprint.config.count("num_experts_per_tok")
         weights = ("input_linear.weight", "output_linear.weight")
         self.experts = Experts.stacked(blueprint, len(self.router.weight), *weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = route_by_top_softmax(self.arithmetic, self.router(x), self.chosen)
+        routing = self.ops.route_by_top_softmax(self.router(x), self.top_k)
         return self.experts(x, routing)
 
 
@@ -51,8 +51,8 @@ class GraniteLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        mixed = self.mixer(self.before_mixer(x), run) * self.gain
-        x, normed = self.before_mlp.added(x, mixed)
+        out = self.mixer(self.before_mixer(x), run) * self.gain
+        x, normed = self.before_mlp.add_and_norm(x, out)
         added = self.mlp(normed)
         if self.experts is not None:
             added = self.experts(normed) + added
@@ -63,7 +63,7 @@ def _shared_mlp(blueprint: Blueprint) -> GatedMLP:
     channels = WeightPart(blueprint.config.count("shared_intermediate_size"))
     gate_up = blueprint.fused("input_linear", [channels, channels])
     down = blueprint.rows("output_linear")
-    return GatedMLP(blueprint.arithmetic, gate_up, down, blueprint.activation())
+    return GatedMLP(blueprint.ops, gate_up, down, blueprint.activation())
 
 
 class GraniteHybrid(Decoder):

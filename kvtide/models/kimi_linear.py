@@ -1,7 +1,7 @@
 """Kimi Linear: KDA layers, and latent attention every few layers; experts after the first ones.
 
-Nothing is turned: latent attention's shared key is kept as it is, and order is left to the KDA
-layers. A layer has experts where there is a router.
+There is no rotation: the KDA layers alone tell the order of tokens. A layer has experts where there
+is a router.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.linear_attention import KimiDelta
 from kvtide.layers.mla import LatentAttention
-from kvtide.layers.moe import Choice, Mixture, Router
+from kvtide.layers.moe import Mixture, Router
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
-    router = Router(blueprint.under("gate"), _choice(blueprint.config))
+    router = Router(blueprint.under("gate"), _routing_rule(blueprint.config))
     shared = blueprint.under("shared_experts").mlp()
     return Mixture.numbered(router, blueprint.under("experts"), shared, "w1", "w3", "w2")
 
 
-def _choice(config: Config) -> Choice:
+def _routing_rule(config: Config) -> RoutingRule:
     scoring = config.find("moe_router_activation_func")
     if scoring not in (None, "sigmoid"):
         raise config.refusal(
             f"`moe_router_activation_func` is {scoring!r}; only sigmoid is known here"
         )
-    return Choice(
+    return RoutingRule(
         config.count("num_experts_per_token", "num_experts_per_tok"),
         groups=config.count("num_expert_group", "n_group", default=1),
         allowed=config.count("topk_group", default=1),
@@ -53,7 +54,7 @@ class KimiLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.mixer(self.before_mixer(x), run))
         return x + self.mlp(normed)
 
 

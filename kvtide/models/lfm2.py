@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.mamba import ShortConv
+from kvtide.layers.causal_conv import ShortConv
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 
@@ -31,7 +31,7 @@ class Lfm2Layer:
         self.before_mlp = blueprint.norm("ffn_norm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.mixer(self.before_mixer(x), run))
         return x + self.mlp(normed)
 
 

@@ -1,7 +1,7 @@
 """The plain decoder: Llama, Qwen2, Qwen3, Mistral.
 
-They differ in what their checkpoints hold (biases, norms of queries and keys) and in what their
-pools say (windows), and `Attention` reads both.
+They differ in their checkpoints (biases, norms of queries and keys) and in their pools (windows),
+and `Attention` reads both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LlamaLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.attention(self.before_attention(x), run))
         return x + self.mlp(normed)
 
 

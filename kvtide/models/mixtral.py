@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from kvtide.layers import Blueprint
-from kvtide.layers.moe import Choice
+from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.rope import rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 from kvtide.models.qwen3_moe import SparseLayer, SparseMLP
@@ -21,9 +21,9 @@ class Mixtral(Decoder):
 
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
         rotation = rope(rope_parameters(base.config), base.head_dim)
-        choice = Choice(base.config.count("num_experts_per_tok"))
+        rule = RoutingRule(base.config.count("num_experts_per_tok"))
         layers = []
         for number, each in base.layers():
-            experts = SparseMLP(each.under("block_sparse_moe"), choice, "w1", "w3", "w2")
+            experts = SparseMLP(each.under("block_sparse_moe"), rule, "w1", "w3", "w2")
             layers.append(SparseLayer(each, number, rotation, experts))
         return layers

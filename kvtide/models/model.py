@@ -1,7 +1,7 @@
-"""What a model is to the engine, and what decoders have in common.
+"""The interface of models to the engine, and the decoder that families build on.
 
-A decoder embeds tokens, passes them through its layers, and norms what comes out. A family gives it
-its layers, and overrides a step where it differs.
+A decoder embeds tokens, passes them through its layers, and norms the result. A family gives it its
+layers, and overrides a method where it differs.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ Layer = Callable[[Tensor, ForwardPass], Tensor]
 class Model(Protocol):
     """A forward pass over paged state. `memory` declares every tensor it keeps between tokens.
 
-    A model may be one stage of several: a range of layers, which `memory` says.
+    A model may be one pipeline stage: the range of layers in `memory`. `uses_kernels`: whether
+    Triton kernels do its work, so that its forward pass can be captured in a CUDA graph.
     """
 
     memory: ModelMemory
     vocabulary: int
     max_positions: int
+    uses_kernels: bool
 
     def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
-        """Hidden states, a row for every token of the step: those after the final norm, or what
-        the next stage takes as `before`."""
+        """Hidden states, a row for every token of the step: after the final norm, or the next
+        stage's `before`."""
 
     def carried(self, tokens: Tensor) -> Tensor:
-        """Room for what the stage before gives for these tokens; beyond the first stage only."""
+        """An empty tensor for the output of the stage before; beyond the first stage only."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32, for the rows that the caller wants them of; on the last stage only."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        """Whether all its work is left to programs there, so that a pass can be recorded."""
+        """Logits of these rows in fp32; on the last stage only."""
 
 
 class Decoder:
@@ -56,7 +55,7 @@ class Decoder:
     def __init__(self, blueprint: Blueprint) -> None:
         config, base = blueprint.config, blueprint.under(self.BASE)
         self.memory = blueprint.memory
-        self.arithmetic = blueprint.arithmetic
+        self.arithmetic, self.uses_kernels = blueprint.arithmetic, blueprint.ops.uses_kernels
         self.max_positions = config.count("max_position_embeddings", "model_max_length")
         self.vocabulary = config.count("vocab_size")
         self.width, self.dtype = config.count("hidden_size"), blueprint.dtype
@@ -74,11 +73,11 @@ class Decoder:
             self.close(base)
 
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
-        """One for each of this stage's layers, from what is under the name of `BASE`."""
+        """The layers of this stage, from the weights under `BASE`."""
         raise NotImplementedError
 
     def close(self, base: Blueprint) -> None:
-        """What comes after the last layer."""
+        """Builds what comes after the last layer."""
         self.norm = base.norm(self.FINAL_NORM)
 
     def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
@@ -87,7 +86,7 @@ class Decoder:
 
     @torch.no_grad()
     def through(self, step: Step, before: Tensor | None = None) -> Tensor:
-        """What comes out of the stage's last layer."""
+        """The output of the stage's last layer."""
         run = ForwardPass(step)
         x = self.embed(step.tokens) if before is None else before
         for number, layer in self.layers.items():
@@ -103,12 +102,9 @@ class Decoder:
 
     @torch.no_grad()
     def closed(self, x: Tensor) -> Tensor:
-        """From the last layer's output to what `logits` takes."""
+        """From the last layer's output to the hidden states that `logits` takes."""
         return self.norm(x)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden).float()
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return self.arithmetic.runs_programs(device)

@@ -1,7 +1,7 @@
 """The language model inside a multimodal checkpoint, as if it had been published by itself.
 
-What sees and hears is never read: requests are text. The language model's weights lie under a name
-of their own, an older or a newer one.
+Encoders of images and sound are never read: requests are text. The language model's weights have a
+prefix of their own, an older or a newer one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PREFIXES = {
     "model.": ("language_model.model.", "model.language_model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
 }
-"""What a name begins with, and what it may begin with here."""
+"""Prefixes of names, and those that stand for them in a multimodal checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LanguageModelWeights:
         return self.weights.has(self._stored(name))
 
     def _stored(self, name: str) -> str:
-        """Where it is; where there is none, where it would be."""
+        """The name in this checkpoint, whether or not it has the tensor."""
         outer = name[: name.index(".") + 1]
         names = [prefix + name[len(outer) :] for prefix in _PREFIXES[outer]]
         return next((stored for stored in names if self.weights.has(stored)), names[0])

@@ -1,7 +1,7 @@
 """Nemotron-H: layers of one part each, a Mamba2 mixer, attention, an MLP, or experts.
 
-Which one a layer is, its memory and its weights say. Queries and keys are not turned; MLPs and
-experts have no gate. Experts may work in a narrower space than the model.
+The memory and the weights tell which one a layer is. There is no rotation; MLPs and experts have no
+gate. Experts may have a narrower width than the model.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import Activation
+from kvtide.layers.kernel_args import Routing, RoutingRule
 from kvtide.layers.mamba import Mamba2
-from kvtide.layers.moe import Choice, Experts, Mixture, Router, Routing
+from kvtide.layers.moe import Experts, Mixture, Router
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
 
 
 @dataclass(frozen=True, slots=True)
 class PlainMLP:
-    """`first` is up alone, and nothing is limited."""
+    """`first` is the up projection; nothing is clamped."""
 
     arithmetic: Arithmetic
     first: Linear
@@ -43,7 +44,7 @@ def _mlp(blueprint: Blueprint) -> PlainMLP:
 
 @dataclass(frozen=True, slots=True)
 class NarrowExperts:
-    """Experts in a narrower space than the model's."""
+    """Experts of a narrower width than the model."""
 
     experts: Experts
     narrow: Linear
@@ -54,7 +55,7 @@ class NarrowExperts:
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
-    router = Router(blueprint.under("gate"), _choice(blueprint.config))
+    router = Router(blueprint.under("gate"), _routing_rule(blueprint.config))
     shared, names = _mlp(blueprint.under("shared_experts")), ("up_proj", "down_proj")
     under = blueprint.under("experts")
     if not blueprint.has("fc1_latent_proj.weight"):
@@ -64,8 +65,8 @@ def _experts(blueprint: Blueprint) -> Mixture:
     return Mixture(router, NarrowExperts(experts, narrow, widen), shared)
 
 
-def _choice(config: Config) -> Choice:
-    return Choice(
+def _routing_rule(config: Config) -> RoutingRule:
+    return RoutingRule(
         config.count("num_experts_per_tok"),
         groups=config.count("n_group", default=1),
         allowed=config.count("topk_group", default=1),
@@ -75,8 +76,8 @@ def _choice(config: Config) -> Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgetful:
-    """A part that keeps nothing, where a layer is expected."""
+class Stateless:
+    """A part without state, called as a layer."""
 
     part: Callable[[Tensor], Tensor]
 
@@ -98,7 +99,7 @@ def _mixer(blueprint: Blueprint, number: int) -> Layer:
         return Attention(blueprint, number, None)
     if blueprint.keeps(number, "ssm"):
         return Mamba2(blueprint, number)
-    return Forgetful(_experts(blueprint) if blueprint.has("gate.weight") else _mlp(blueprint))
+    return Stateless(_experts(blueprint) if blueprint.has("gate.weight") else _mlp(blueprint))
 
 
 class NemotronH(Decoder):

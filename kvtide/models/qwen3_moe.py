@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
 from kvtide.layers.elementwise import softmax
-from kvtide.layers.moe import Choice, Experts, score_and_route
+from kvtide.layers.kernel_args import RoutingRule
+from kvtide.layers.moe import Experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 from kvtide.spec.config import Config
@@ -21,14 +22,14 @@ from kvtide.spec.config import Config
 class SparseMLP:
     """The experts with the best scores by a softmax over all of them.
 
-    `names` are what an expert calls its gate, up and down projections. Qwen3.5 is published with
-    the experts of a layer in two weights.
+    `names` are those of an expert's gate, up and down projections. Qwen3.5 has the experts of a
+    layer in two weights.
     """
 
-    def __init__(self, blueprint: Blueprint, choice: Choice, *names: str) -> None:
-        self.arithmetic = blueprint.arithmetic
+    def __init__(self, blueprint: Blueprint, rule: RoutingRule, *names: str) -> None:
+        self.ops = blueprint.ops
         self.router = blueprint.linear("gate")
-        self.choice = choice
+        self.rule = rule
         experts, count = blueprint.under("experts"), len(self.router.weight)
         if experts.has("gate_up_proj"):
             self.experts = Experts.stacked(experts, count, "gate_up_proj", "down_proj")
@@ -36,14 +37,14 @@ class SparseMLP:
             self.experts = Experts.numbered(experts, count, *names)
 
     def __call__(self, x: Tensor) -> Tensor:
-        routing = score_and_route(self.arithmetic, self.router(x), self.choice, softmax)
+        routing = self.ops.route(self.router(x), self.rule, softmax)
         return self.experts(x, routing)
 
 
-def choice(config: Config) -> Choice:
-    """How Qwen's configs say it."""
+def routing_rule(config: Config) -> RoutingRule:
+    """From the fields of Qwen's configs."""
     chosen = config.count("num_experts_per_tok")
-    return Choice(chosen, renormalised=config.flag("norm_topk_prob"))
+    return RoutingRule(chosen, renormalised=config.flag("norm_topk_prob"))
 
 
 class SparseLayer:
@@ -56,7 +57,7 @@ class SparseLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.attention(self.before_attention(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.attention(self.before_attention(x), run))
         return x + self.mlp(normed)
 
 
@@ -69,6 +70,6 @@ class Qwen3Moe(Decoder):
         for number, each in base.layers():
             mlp = each.under("mlp")
             sparse = mlp.has("gate.weight")
-            part = SparseMLP(mlp, choice(mlp.config)) if sparse else mlp.mlp()
+            part = SparseMLP(mlp, routing_rule(mlp.config)) if sparse else mlp.mlp()
             layers.append(SparseLayer(each, number, rotation, part))
         return layers

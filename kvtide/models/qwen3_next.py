@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta layers, and gated attention every few layers.
 
-MLPs are plain, or experts beside one that all tokens share, with a gate of its own. Norms have
-weights around zero.
+MLPs are plain, or experts beside a shared MLP with a gate of its own. Norms have weights around
+zero.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.dense import opened
+from kvtide.layers.elementwise import sigmoid
 from kvtide.layers.linear_attention import GatedDelta
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.layers.self_attention import GatedAttention
 from kvtide.models.model import Decoder, Layer
-from kvtide.models.qwen3_moe import SparseMLP, choice
+from kvtide.models.qwen3_moe import SparseMLP, routing_rule
 
 
 class SharedSparseMLP:
     def __init__(self, blueprint: Blueprint) -> None:
-        self.arithmetic = blueprint.arithmetic
-        self.experts = SparseMLP(blueprint, choice(blueprint.config))
+        self.ops = blueprint.ops
+        self.experts = SparseMLP(blueprint, routing_rule(blueprint.config))
         self.shared = blueprint.under("shared_expert").mlp()
         self.gate = blueprint.linear("shared_expert_gate")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.experts(x) + opened(self.arithmetic, self.gate(x), self.shared(x))
+        return self.experts(x) + self.ops.gated(self.gate(x), self.shared(x), sigmoid)
 
 
 class Qwen3NextLayer:
@@ -46,7 +46,7 @@ class Qwen3NextLayer:
         self.before_mlp = blueprint.norm("post_attention_layernorm")
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
-        x, normed = self.before_mlp.added(x, self.mixer(self.before_mixer(x), run))
+        x, normed = self.before_mlp.add_and_norm(x, self.mixer(self.before_mixer(x), run))
         return x + self.mlp(normed)
 
 

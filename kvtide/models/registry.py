@@ -85,7 +85,8 @@ def build(
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
     with, None for the family's own. Of a multimodal model it is the language model. `mtp`: with its
     layers for multi-token prediction. It may be one of several stages, and have one of several
-    ranks' share of every layer.
+    ranks' share of every layer. It computes on torch's default device, where weights are: call
+    this under `with device`.
     """
     name = str(config.get("model_type"))
     whole = Config(name, config)
@@ -109,6 +110,6 @@ def build(
         weights = LanguageModelWeights(weights)
     if (stages, ranks.count) != (1, 1):
         memory = list(memory.stages(stages, ranks.rank, ranks.count))[stage]
-    arithmetic = choose(deterministic)
+    ops = choose(deterministic, torch.get_default_device())
     fields = fields.beneath(family.DEFAULTS)
-    return family(Blueprint(fields, weights, memory, arithmetic, dtype, ranks=ranks))
+    return family(Blueprint(fields, weights, memory, ops, dtype, ranks=ranks))

@@ -1,4 +1,4 @@
-"""SmolLM3: the plain decoder, with some layers that do not turn their queries and keys."""
+"""SmolLM3: the plain decoder, with some layers without a rotation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SmolLM3(Llama):
         config = base.config
         rotation = rope(rope_parameters(config), base.head_dim)
         period = config.count("no_rope_layer_interval", default=4)
-        turns = config.per_layer(base.memory.layers, "no_rope_layers")
-        # Whatever the field is called, a 1 in it is a layer that turns.
-        turns = turns or [(number + 1) % period for number in range(base.memory.layers)]
+        rotates = config.per_layer(base.memory.layers, "no_rope_layers")
+        # Despite its name, a 1 in this field is a layer with a rotation.
+        rotates = rotates or [(number + 1) % period for number in range(base.memory.layers)]
         return [
-            LlamaLayer(each, number, rotation if turns[number] else None)
+            LlamaLayer(each, number, rotation if rotates[number] else None)
             for number, each in base.layers()
         ]

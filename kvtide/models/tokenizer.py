@@ -135,7 +135,7 @@ def _from_gguf(vocabulary: Vocabulary) -> Tokenizer:
     )
     roles = {role: vocabulary.named(role) for role in ("bos", "eos")}
     names = {f"{role}_token": tokens[i] for role, i in roles.items() if i is not None}
-    template = vocabulary.said.text("tokenizer.chat_template", "")
+    template = vocabulary.metadata.text("tokenizer.chat_template", "")
     return Tokenizer(
         build(vocabulary),
         spelling,

@@ -1,7 +1,7 @@
 """A model's whole memory: its pools, how they hang together, and the slices that ranks own.
 
 `ModelMemory` is what every other room receives. It is frozen and validated at construction, so
-whoever holds one may rely on all that the checks below promise.
+the owner of one may rely on all that the checks below promise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many pages of every anchor a tier of so many bytes holds.
 
 Pools that keep the whole history need a page for every page of tokens. Windows and states are
-needed only where somebody may resume, so a tier keeps room for one checkpoint per
+needed only where a request may resume, so a tier keeps room for one checkpoint per
 `tokens_per_checkpoint` tokens of history, each as many pages long as the pool reaches back.
 """
 

@@ -29,10 +29,10 @@ from kvtide.engine.graph_capture import CapturedGraph, Wait
 from kvtide.engine.page_tables import batch_tables
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
-from kvtide.layers.forward import ForwardPass
+from kvtide.layers.triton_ops import TritonOps
 from kvtide.models import Model, build, registry
 from tests.models import tiny
-from tests.models.with_kernels import FEW, Programmed
+from tests.models.with_kernels import FEW
 
 LONGEST, MAX_TOKENS, STEPS = 20_000, 8192, 40
 
@@ -112,8 +112,7 @@ def main(name: str) -> None:
     saved = tiny.checkpoint(name)
     config = {**saved.config, **FEW.get(name, {}), "max_position_embeddings": LONGEST}
     with (
-        mock.patch.object(registry, "choose", return_value=Programmed()),
-        mock.patch.object(ForwardPass, "writes_by_program", True),
+        mock.patch.object(registry, "choose", return_value=TritonOps()),
         mock.patch.object(JITFunction, "_do_compile", noted),
         mock.patch.object(graph_capture, "_EagerCapture", Rehearsed),
         mock.patch.object(torch, "mm", _product),

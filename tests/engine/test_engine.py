@@ -95,6 +95,7 @@ class Sums:
 
     def __init__(self, max_positions: int, recorded: bool) -> None:
         self.max_positions, self.recorded = max_positions, recorded
+        self.uses_kernels = recorded
         self.tried = False
         self.steps: list[Seen] = []
 
@@ -121,9 +122,6 @@ class Sums:
         history = kept[pages].reshape(-1)[: rows.total].double() - layer
         weights = torch.arange(1, rows.total + 1, dtype=torch.float64)
         return (layer + 1) * (history * weights).cumsum(0)[rows.past :]
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return self.recorded
 
     def logits(self, hidden: Tensor) -> Tensor:
         return -((torch.arange(VOCABULARY) - hidden) % VOCABULARY).float()

@@ -17,6 +17,7 @@ from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, EngineError
 from kvtide.engine.state_check import check_declared_state
 from kvtide.layers import Place, Step
+from kvtide.layers.kv_write import kv_write
 from kvtide.models import Model
 from kvtide.spec import ModelMemory, PoolSpec, Reuse
 from kvtide.spec.memory import with_draft
@@ -189,7 +190,7 @@ def test_slots_that_nobody_declared_are_refused() -> None:
     ghost = PoolSpec("ghost", (1,), ours("qwen3").memory.pools[0].entry)
 
     def keep(layer: Any, x: Tensor, run: Any) -> None:
-        run.keep(Place(ghost, 1), {"k": x, "v": x})
+        kv_write(run, Place(ghost, 1), {"k": x, "v": x})
 
     with pytest.raises(EngineError, match=r"asks for a pool ghost with slots of its own, which"):
         check_declared_state(broken(keep), CPU)

@@ -14,9 +14,10 @@ from kvtide.layers.arithmetic import (
     product_rows_stand_alone,
     rows_stand_alone,
 )
-from kvtide.layers.attention import Attending, attend
+from kvtide.layers.attention import attend
 from kvtide.layers.elementwise import gelu_tanh, rms_norm, softplus, swish
-from kvtide.layers.moe import ExpertGroup, Routing
+from kvtide.layers.kernel_args import Attending, ExpertGroup, Routing
+from kvtide.layers.moe_experts import mix
 from kvtide.layers.ssd_scan import ScanInput, scan_chunks, scan_tokens
 from kvtide.layers.tensor_ranks import ALONE
 
@@ -132,7 +133,12 @@ def test_attention_is_the_formula(block: int, window: int | None, sinks: bool) -
 
 
 def test_a_window_counts_the_query_itself() -> None:
-    assert [Attending(1.0, 6).first_seen(position) for position in (0, 5, 6, 9)] == [0, 0, 1, 4]
+    assert [Attending(1.0, 6).first_seen(position) for position in (0, 5, 6, 9)] == [
+        0,
+        0,
+        1,
+        4,
+    ]
     assert Attending(1.0).first_seen(99) == 0
 
 
@@ -180,8 +186,8 @@ def test_a_tokens_experts_are_added_in_one_order_in_any_company() -> None:
 
     def run(rows: slice) -> Tensor:
         routing = Routing(chosen[rows], shares[rows])
-        crew = ExpertGroup(range(len(weights)), ALONE)
-        return crew.mix(x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
+        group = ExpertGroup(range(len(weights)), ALONE)
+        return mix(group, x[rows], routing, lambda e, some: arithmetic.linear(some, weights[e]))
 
     whole = run(slice(0, 20))
     formula = torch.stack(

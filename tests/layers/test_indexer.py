@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtide.layers.indexer import choose, top
+from kvtide.layers.indexer import select, top_k
 
 COUNT = 5
 
@@ -36,15 +36,15 @@ def as_lists(chosen: Tensor) -> list[list[int]]:
 
 def test_of_equals_the_first_is_taken_and_the_best_comes_first() -> None:
     scores = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert top(scores, 3).tolist() == [[1, 3, 2], [0, 1, 2]]
-    assert top(scores, 9).tolist() == [[1, 3, 2, 4, 0], [0, 1, 2, 3, 4]]
+    assert top_k(scores, 3).tolist() == [[1, 3, 2], [0, 1, 2]]
+    assert top_k(scores, 9).tolist() == [[1, 3, 2, 4, 0], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("block", [1, 4, 64])
 def test_a_query_chooses_the_best_of_what_it_sees(block: int) -> None:
     queries, weights, keys = drawn(12, 16, 8), drawn(12, 16, seed=1), drawn(20, 8, seed=2)
     visible = torch.arange(3, 15)
-    chosen = choose(queries, weights, keys, visible, COUNT, block)
+    chosen = select(queries, weights, keys, visible, COUNT, block)
     assert chosen.shape == (12, 20)
     assert as_lists(chosen) == chosen_one_by_one(queries, weights, keys, visible)
 
@@ -55,7 +55,7 @@ def test_ties_go_to_the_first_entries(block: int) -> None:
     queries, weights = torch.ones(3, 2, 4), torch.ones(3, 2)
     keys = -torch.ones(30, 4)
     keys[[11, 17, 23, 29]] = 1.0
-    chosen = choose(queries, weights, keys, torch.tensor([12, 24, 30]), COUNT, block)
+    chosen = select(queries, weights, keys, torch.tensor([12, 24, 30]), COUNT, block)
     assert as_lists(chosen) == [[0, 1, 2, 3, 11], [0, 1, 11, 17, 23], [0, 11, 17, 23, 29]]
 
 
@@ -64,7 +64,7 @@ def test_what_sees_no_more_than_it_may_choose_sees_all_of_it(block: int) -> None
     queries, weights = drawn(4, 2, 4), drawn(4, 2, seed=1)
     keys = torch.full((9, 4), torch.nan)
     keys[:COUNT] = drawn(COUNT, 4, seed=2)
-    chosen = choose(queries, weights, keys, torch.tensor([0, 2, 2, COUNT]), COUNT, block)
+    chosen = select(queries, weights, keys, torch.tensor([0, 2, 2, COUNT]), COUNT, block)
     assert as_lists(chosen) == [[], [0, 1], [0, 1], list(range(COUNT))]
 
 
@@ -72,10 +72,10 @@ def test_what_sees_no_more_than_it_may_choose_sees_all_of_it(block: int) -> None
 def test_what_nobody_sees_does_not_matter(block: int) -> None:
     queries, weights, keys = drawn(3, 16, 8), drawn(3, 16, seed=1), drawn(40, 8, seed=2)
     visible = torch.tensor([18, 19, 20])
-    longer = choose(queries, weights, keys, visible, COUNT, block)
+    longer = select(queries, weights, keys, visible, COUNT, block)
     keys[20:] = torch.nan
-    assert torch.equal(choose(queries, weights, keys, visible, COUNT, block), longer)
-    assert torch.equal(choose(queries, weights, keys[:20], visible, COUNT, block), longer[:, :20])
+    assert torch.equal(select(queries, weights, keys, visible, COUNT, block), longer)
+    assert torch.equal(select(queries, weights, keys[:20], visible, COUNT, block), longer[:, :20])
 
 
 class Watching(TorchDispatchMode):
@@ -96,12 +96,12 @@ def test_operands_begin_alike_wherever_a_query_stands() -> None:
     queries, weights, keys = drawn(12, 3, 5), drawn(12, 3, seed=1), drawn(21, 5, seed=2)[1:]
     assert {query.data_ptr() % 64 for query in queries} != {0} and keys.data_ptr() % 64
     with Watching() as watched:
-        choose(queries, weights, keys, torch.arange(8, 20), COUNT, 1)
+        select(queries, weights, keys, torch.arange(8, 20), COUNT, 1)
     assert watched.begin == [0] * 24
 
 
 def test_negative_scores_are_chosen_where_nothing_better_is_seen() -> None:
     queries, weights, keys = torch.ones(1, 1, 2), -torch.ones(1, 1), torch.ones(8, 2)
     keys *= torch.arange(1.0, 9.0)[:, None]
-    chosen = choose(queries, weights, keys, torch.tensor([7]), COUNT, 1)
+    chosen = select(queries, weights, keys, torch.tensor([7]), COUNT, 1)
     assert as_lists(chosen) == [[0, 1, 2, 3, 4]]

@@ -10,7 +10,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from kvtide.layers.arithmetic import Batched
-from kvtide.layers.moe import Choice, Routing, route
+from kvtide.layers.kernel_args import Routing, RoutingRule
+from kvtide.layers.moe_routing import route_scores
 
 TOKENS, EXPERTS, WIDTH = 200, 12, 16
 
@@ -21,7 +22,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def by_expert(routing: Routing) -> Tensor:
     """(tokens, experts): everybody's share, 0 where not chosen."""
-    return torch.zeros(TOKENS, EXPERTS).scatter(1, routing.experts, routing.shares)
+    return torch.zeros(TOKENS, EXPERTS).scatter(1, routing.experts, routing.weights)
 
 
 def of_oracle(router: torch.nn.Module, x: Tensor) -> Tensor:
@@ -45,8 +46,8 @@ def test_groups_are_judged_by_their_two_best_and_the_bias_is_in_no_share(
     router.weight.data = drawn(EXPERTS, WIDTH, seed=2)
     biases = drawn(EXPERTS, seed=3) * 0.3 + min(bias, 0.0) if bias else torch.zeros(EXPERTS)
     router.e_score_correction_bias.copy_(biases)
-    choice = Choice(3, groups, allowed, renormalised=renormalised, scale=2.5)
-    routing = route(Batched(), (x @ router.weight.T).sigmoid(), choice, biases)
+    choice = RoutingRule(3, groups, allowed, renormalised=renormalised, scale=2.5)
+    routing = route_scores(Batched(), (x @ router.weight.T).sigmoid(), choice, biases)
     torch.testing.assert_close(by_expert(routing), of_oracle(router, x), rtol=0, atol=1e-6)
 
 
@@ -61,21 +62,23 @@ def test_groups_are_judged_by_their_best_where_the_choice_says_so(
     )  # fmt: skip
     router, x = DeepseekV2TopkRouter(config), drawn(TOKENS, WIDTH, seed=1)
     router.weight.data = drawn(EXPERTS, WIDTH, seed=2)
-    choice = Choice(3, groups, allowed, group_depth=1, renormalised=False, scale=1.5)
-    routing = route(Batched(), (x @ router.weight.T).softmax(-1), choice)
+    choice = RoutingRule(3, groups, allowed, group_depth=1, renormalised=False, scale=1.5)
+    routing = route_scores(Batched(), (x @ router.weight.T).softmax(-1), choice)
     torch.testing.assert_close(by_expert(routing), of_oracle(router, x), rtol=0, atol=1e-6)
 
 
 def test_of_equal_experts_and_equal_groups_the_first_are_chosen() -> None:
     scores = torch.full((1, EXPERTS), 0.5)
-    assert route(Batched(), scores, Choice(3)).experts.tolist() == [[0, 1, 2]]
+    assert route_scores(Batched(), scores, RoutingRule(3)).experts.tolist() == [[0, 1, 2]]
     scores[0, 8:] = 0.6
-    routing = route(Batched(), scores, Choice(5, groups=3, allowed=2))
+    routing = route_scores(Batched(), scores, RoutingRule(5, groups=3, allowed=2))
     assert routing.experts.tolist() == [[8, 9, 10, 11, 0]]
 
 
 def test_a_group_with_fewer_experts_than_it_is_judged_by_is_judged_by_all() -> None:
     scores = torch.full((1, EXPERTS), 0.5)
     scores[0, [4, 9]] = torch.tensor([0.6, 0.7])
-    routing = route(Batched(), scores, Choice(2, groups=EXPERTS, allowed=2, group_depth=2))
+    routing = route_scores(
+        Batched(), scores, RoutingRule(2, groups=EXPERTS, allowed=2, group_depth=2)
+    )
     assert routing.experts.tolist() == [[9, 4]]

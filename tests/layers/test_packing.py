@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
+from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import Packing, packing, stored
 from kvtide.spec import DType, Encoding, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError
 from kvtide.spec.config import Config
@@ -350,12 +351,12 @@ def test_packed_entries_come_back_from_pages(layout: Layout, device: torch.devic
         field = place.field("index_key" if name == "c4_index" else "kv")
         count = tokens // place.pool.tokens_per_entry
         values = torch.randn((count, *field.shape), generator=generator).to(device)
-        kept = forward_pass(buffers, 0, tokens, slots).keep(place, {field.name: values})
+        kept = kv_write(forward_pass(buffers, 0, tokens, slots), place, {field.name: values})
         assert kept.keys() == {field.name}
         run = forward_pass(buffers, tokens, 1, slots)
         assert torch.equal(run.rounded(place, field.name, values), kept[field.name])
         first = 19 if name == "swa" else 0
-        back = run.entries(place, run.sequences[0], first)
+        back = run.read_entries(place, run.sequences[0], first)
         assert back.keys() == kept.keys()
         assert same_bits(back[field.name], kept[field.name][first // place.pool.tokens_per_entry :])
         wanted = together(place.pool.entry, pack(place.pool.entry, values))
@@ -366,13 +367,13 @@ def test_packed_entries_come_back_from_pages(layout: Layout, device: torch.devic
 
 
 def test_places_are_found_by_the_names_that_layers_know() -> None:
-    assert Place.holds("kv", MEMORY, 1).pool is HISTORY
-    assert Place.holds("kv", MEMORY, 2).pool is WINDOW
-    assert Place.holds("index_key", MEMORY, 0).field("index_key").shape == (128,)
-    assert Place.holds("kv", MEMORY, 0).field("kv") == Field("kv", (512,), DType.FP32)
+    assert Place.holding("kv", MEMORY, 1).pool is HISTORY
+    assert Place.holding("kv", MEMORY, 2).pool is WINDOW
+    assert Place.holding("index_key", MEMORY, 0).field("index_key").shape == (128,)
+    assert Place.holding("kv", MEMORY, 0).field("kv") == Field("kv", (512,), DType.FP32)
     for stored_only in ("nope", "scale", "pad", "index_key_scale"):
         with pytest.raises(SpecError, match=f"layer 0 has no pool with a field {stored_only}"):
-            Place.holds(stored_only, MEMORY, 0)
+            Place.holding(stored_only, MEMORY, 0)
 
 
 def test_the_slow_encoder_decodes_what_torch_decodes() -> None:

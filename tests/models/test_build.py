@@ -44,7 +44,7 @@ def test_every_family_with_a_forward_pass_declares_its_memory() -> None:
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "only silu is known here"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "only sigmoid is known here"),
         ("kimi_linear", {"mla_use_nope": False}, "no published model is; unset it"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob` means different things"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob` has two meanings"),
         ("deepseek_v2", {"topk_method": "random"}, "not known here; use greedy, group_limited"),
         ("deepseek_v3", {"scoring_func": "tanh"}, "not known here; use sigmoid, softmax"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 1}, "cannot be chosen from 1 of 8 groups"),
@@ -54,7 +54,11 @@ def test_every_family_with_a_forward_pass_declares_its_memory() -> None:
             {"n_group": 4, "topk_group": 1},
             "3 of 8 experts cannot be chosen from 1 of 4 groups",
         ),
-        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "how much of a head turns; leave it out"),
+        (
+            "deepseek_v3",
+            {"partial_rotary_factor": 0.5},
+            "how much of a head is rotated; leave it out",
+        ),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "layer 0 sees what an indexer"),
     ],
 )

@@ -20,7 +20,6 @@ from kvtide.engine import cuda_graphs
 from kvtide.engine.cuda_graphs import GraphRow, StepGraphs
 from kvtide.engine.graph_capture import graph_capture
 from kvtide.layers import Step
-from kvtide.layers.forward import ForwardPass
 from kvtide.models import Model
 from tests.models import tiny
 from tests.models.playing import Player
@@ -152,7 +151,6 @@ def compared(
     monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 8)
     monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 64)
     wanted = played(Player(in_torch(name)), steps)
-    monkeypatch.setattr(ForwardPass, "writes_by_program", True)
     player = RecordedPlayer(by_program(name, monkeypatch), most)
     assert float((played(player, steps) - wanted).abs().max()) <= CLOSE
     return player.sizes

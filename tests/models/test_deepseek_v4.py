@@ -115,6 +115,7 @@ class OneCompressor:
         assert isinstance(model, DeepSeekV4)
         self.memory, self.inputs = model.memory, inputs.to(dtype)
         self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
+        self.uses_kernels = model.uses_kernels
         (*_, last) = model.layers.values()
         self.attention = last.attention
 
@@ -246,6 +247,7 @@ class Guessing:
     def __init__(self, model: DeepSeekV4, tokens: list[int]) -> None:
         self.model, self.tokens, self.memory = model, torch.tensor(tokens), model.memory
         self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
+        self.uses_kernels = model.uses_kernels
 
     def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
         (layer,) = self.model.next_tokens
@@ -257,9 +259,6 @@ class Guessing:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return self.model.runs_programs(device)
 
 
 def guessing(tokens: list[int], *, deterministic: bool) -> Guessing:

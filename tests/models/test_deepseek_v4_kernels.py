@@ -41,7 +41,7 @@ def test_a_shared_expert_among_the_others_gives_the_logits_of_one_beside_them(
     """In layers whose experts are chosen, and in one whose experts a table tells."""
     among = by_program(TINY, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("kvtide.layers.moe.cut", lambda *given: [])
+        patch.setattr("kvtide.layers.moe.experts_of_mlp", lambda *given: [])
         beside = by_program(TINY, monkeypatch)
     for one, count in ((among, 1), (beside, 0)):
         mixtures = [layer.experts for layer in one.layers.values()]

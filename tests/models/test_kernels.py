@@ -61,7 +61,7 @@ def test_a_shared_mlp_among_the_experts_gives_the_logits_of_one_beside_them(
     if device.type != "cpu":
         pytest.skip("on a device they run anyway: test_on_device")
     torch_code, among = tiny.ours(name), by_program(name, monkeypatch)
-    monkeypatch.setattr("kvtide.layers.moe.cut", lambda *given: [])
+    monkeypatch.setattr("kvtide.layers.moe.experts_of_mlp", lambda *given: [])
     beside = by_program(name, monkeypatch)
     models = (torch_code, among, beside)
     assert [shared_experts(model) for model in models] == [{0}, {SHARED[name]}, {0}]

@@ -43,7 +43,7 @@ class Meeting:
 class Threads(TensorRanks):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
-    def total(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         return self.meeting.total(self.rank, part)
 
 

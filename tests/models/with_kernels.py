@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from kvtide.layers.arithmetic import Batched
+from kvtide.layers.triton_ops import TritonOps
 from kvtide.models import Model, build
 from kvtide.spec.families import KVDType
 from tests.models.tiny import checkpoint
@@ -15,13 +14,6 @@ FEW = {
     for name in ("deepseek_v4", "deepseek_v4-no-hash-other-shapes")
 }
 """So that few tokens suffice for blocks to be left out, and rounds take no minutes."""
-
-
-class Programmed(Batched):
-    """Leaves its work to programs wherever it is."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
 
 
 def in_torch(name: str, kv: KVDType = KVDType.FP32) -> Model:
@@ -34,5 +26,5 @@ def by_program(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType
     # An interpreter takes long for every program.
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     with monkeypatch.context() as patch:
-        patch.setattr("kvtide.models.choose", lambda deterministic: Programmed())
+        patch.setattr("kvtide.models.registry.choose", lambda deterministic, device: TritonOps())
         return in_torch(name, kv)

@@ -19,8 +19,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels.attention_tiles import (
     attend_paged_keys,
     kernel_constants,

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels.attention_cascade import SharedPrefixes, attend_cascade
 from kvtide.layers.kernels.attention_tiles import (
     attend_paged_keys,
@@ -56,14 +56,7 @@ def attend_decode(
         ("tiles", tile_keys, how.window, cascade),
         lambda: _tile_offsets(batch.rows, tile_keys, how.window, prefixes),
     )
-    visible_keys = (
-        batch.bounds.max_past
-        if how.window is None
-        else min(batch.bounds.max_past, how.window + tile_keys)
-    )
-    max_tiles = count * kv_heads * max(1, -(-visible_keys // tile_keys))
-    resident = CTAS_PER_SM * sm_count(queries.device)
-    ctas = max(1, min(resident, -(-max_tiles // MIN_TILES)))
+    ctas = _grid_size(run, queries, kv_heads, tile_keys, how.window)
     partial_out = queries.new_empty(
         (count * kv_heads + ctas, heads_per_kv, dim), dtype=torch.float32
     )
@@ -106,6 +99,17 @@ def attend_decode(
         BLOCK_D=constants["BLOCK_D"],
         num_warps=2,
     )
+
+
+def _grid_size(
+    run: ForwardPass, queries: Tensor, kv_heads: int, tile_keys: int, window: int | None
+) -> int:
+    """CTAs of the split-KV grid: one wave, or fewer where the decode batch has few key tiles."""
+    max_past = run.batch.bounds.max_past
+    visible_keys = max_past if window is None else min(max_past, window + tile_keys)
+    max_tiles = len(run.batch.rows) * kv_heads * max(1, -(-visible_keys // tile_keys))
+    resident = CTAS_PER_SM * sm_count(queries.device)
+    return max(1, min(resident, -(-max_tiles // MIN_TILES)))
 
 
 def _tile_offsets(

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels.attention_decode import attend_decode
 from kvtide.layers.kernels.attention_tiles import (
     attend_new_keys,
@@ -54,7 +54,7 @@ COMBINED_ELEMENTS = 1 << 13
 """Elements of partial results that are combined at a time."""
 
 
-def attend_paged(
+def paged_attention(
     run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
 ) -> Tensor:
     """Attention of queries (tokens, heads, dim) over cached keys and the step's own: prefill chunks

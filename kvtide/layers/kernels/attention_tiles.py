@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels.elementwise import tanh
 from kvtide.layers.kernels.grid import MIN_ROWS, power_of_two
 

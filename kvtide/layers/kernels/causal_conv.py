@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import ConvWeights
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
-from kvtide.layers.mamba import CausalConv
 
 CHANNEL_BLOCK = 128
 TOKEN_BLOCK = 16
@@ -29,8 +29,8 @@ TOKEN_BLOCK = 16
 _MAX_FIELDS = 3
 
 
-def convolve(
-    run: ForwardPass, place: Place, conv: CausalConv, inputs: Tensor, *, swished: bool
+def causal_conv(
+    run: ForwardPass, place: Place, conv: ConvWeights, inputs: Tensor, *, swished: bool
 ) -> Tensor:
     """The convolution of inputs (tokens, channels), followed by a swish if `swished`."""
     inputs = conv.rounded(run, place, inputs)

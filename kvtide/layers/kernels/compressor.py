@@ -13,14 +13,12 @@ Surprising: prefill takes two launches, since saving a mean may overwrite one th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import CompressedStream
 from kvtide.layers.kernels.grid import power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import bits, entry_fields, entry_shape, store_entry
@@ -30,32 +28,13 @@ MAX_BLOCK_TOKENS = 16
 """Tokens of a block that are reduced at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedStream:
-    """A compressor after its projection.
-
-    position    (tokens of a block, channels): added to gates
-    norm        the norm's weight, and eps
-    own, share  pools of incomplete means: of the current block, and of the next if blocks overlap
-    """
-
-    entries: Place
-    own: Place
-    share: Place | None
-    position: Tensor
-    norm: tuple[Tensor, float]
-
-
-def compress(
-    run: ForwardPass, stream: CompressedStream, products: Tensor, turns: Tensor, dtype: torch.dtype
-) -> None:
+def compress(run: ForwardPass, stream: CompressedStream, products: Tensor, turns: Tensor) -> None:
     """Writes the entries that the step completes, and saves the incomplete means.
 
     products  (tokens, values and gates), fp32: the projection
     turns     (tokens, 2, pairs), fp32: cos and sin at the first position of every token's block
-    dtype     the model's: means, norm and rotation are rounded to it
     """
-    args = (run, stream, products, turns, dtype)
+    args = (run, stream, products, turns)
     if run.batch.bounds.longest == 1:
         _launch(*args, writes_entries=True, writes_state=True)
         return
@@ -69,7 +48,6 @@ def _launch(
     stream: CompressedStream,
     projected: Tensor,
     rotations: Tensor,
-    dtype: torch.dtype,
     *,
     writes_entries: bool,
     writes_state: bool,
@@ -83,7 +61,7 @@ def _launch(
         *(projected, projected.stride(0), stream.position, bits(weight), rotations, eps),
         *(batch.rows, batch.owners, slots, slots.stride(0), states, states.stride(0)),
         *_mean_fields(run, stream.own),
-        *_mean_fields(run, stream.share or stream.own),
+        *_mean_fields(run, stream.overlap or stream.own),
         *entry_fields(stream.entries, view),
         PAGE=run.step.page_tokens,
         RATIO=ratio,
@@ -91,8 +69,8 @@ def _launch(
         WIDTH=len(weight),
         PAIRS=rotations.shape[-1],
         BLOCK_TOKENS=block_tokens,
-        OVERLAPS=stream.share is not None,
-        ROUNDED=ROUNDED[dtype],
+        OVERLAPS=stream.overlap is not None,
+        ROUNDED=ROUNDED[stream.dtype],
         WRITES_ENTRIES=writes_entries,
         WRITES_STATE=writes_state,
         **entry_shape(stream.entries, view),

@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import DeltaGates
 from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
@@ -42,22 +43,6 @@ PAIR_TOKENS = 16
 """Tokens of a block that are scored pair by pair with a gate per channel."""
 VALUE_DIM = 32
 """Value channels of a head per CTA (BLOCK_V), at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forgetting:
-    """Gates before their activations, and parameters.
-
-    dt        (tokens, heads), or (tokens, heads · keys) with a gate per channel
-    dt_bias   as many as `dt` has columns
-    decay     (heads,)
-    strength  (tokens, heads): beta before its sigmoid
-    """
-
-    dt: Tensor
-    dt_bias: Tensor
-    decay: Tensor
-    strength: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,9 @@ class _PreparedChunks:
     gated: Tensor
 
 
-def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: Forgetting) -> Tensor:
+def gated_delta(
+    run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
+) -> Tensor:
     """The output (tokens, heads, values) in fp32, from and to the recurrent states.
 
     `convolved` has queries, keys and values side by side.
@@ -135,13 +122,13 @@ def associate(run: ForwardPass, place: Place, convolved: Tensor, forgetting: For
     return out
 
 
-def _gate_arguments(forgetting: Forgetting) -> tuple[Tensor | int, ...]:
+def _gate_arguments(forgetting: DeltaGates) -> tuple[Tensor | int, ...]:
     dt, strength = forgetting.dt, forgetting.strength
     return dt, dt.stride(0), forgetting.dt_bias, forgetting.decay, strength, strength.stride(0)
 
 
 def _launch_prepare(
-    chunks: QueryBlocks, convolved: Tensor, forgetting: Forgetting, constants: dict[str, int]
+    chunks: QueryBlocks, convolved: Tensor, forgetting: DeltaGates, constants: dict[str, int]
 ) -> _PreparedChunks:
     heads, keys, per_head = constants["HEADS"], constants["KEY_DIM"], constants["PER_HEAD"]
     chunk_count = len(chunks.table)
@@ -159,9 +146,9 @@ def _launch_prepare(
     prepared = _PreparedChunks(
         inverse=empty(chunk_count, heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype),
         attn=empty(chunk_count, heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype),
-        decay_shape=empty(*decay_shape),
+        decay=empty(*decay_shape),
         chunk_decay=empty(chunk_count, heads, 1 if per_head else keys),
-        gated_shape=empty(*gated_shape, dtype=dtype),
+        gated=empty(*gated_shape, dtype=dtype),
     )
     if not per_head:
         gate_args = _gate_arguments(forgetting)[:4]

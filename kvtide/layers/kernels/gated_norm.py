@@ -7,13 +7,13 @@ Torch reference: `layers/mamba.py`, `GroupedNorm`, and `layers/linear_attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.elementwise import swish
+from kvtide.layers.kernel_args import GatedNorm
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 
@@ -21,22 +21,7 @@ MIN_CHANNELS = 1024
 """Channels per CTA, at least, if there are as many."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatedNorm:
-    """groups      groups of channels, each with a norm of its own
-    weight      (channels of a group,) or (groups, channels); None: no norm
-    norm_first  the norm comes before the gate
-    swished     the gate is x · σ(x), else σ(x)
-    """
-
-    groups: int
-    weight: Tensor | None
-    eps: float = 0.0
-    norm_first: bool = True
-    swished: bool = True
-
-
-def open_gates(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
+def gated_norm(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
     """The gated norm of (tokens, channels), in the dtype of the gates."""
     tokens, channels = gates.shape
     out = torch.empty((tokens, channels), dtype=gates.dtype, device=gates.device)
@@ -50,7 +35,7 @@ def open_gates(mixed: Tensor, gates: Tensor, how: GatedNorm) -> Tensor:
         PER_GROUP_WEIGHT=weight is not None and weight.dim() == 2,
         NORM=weight is not None,
         NORM_FIRST=how.norm_first,
-        SWISH=how.swished,
+        SWISH=how.activation is swish,
         BLOCK_GROUPS=block_groups,
         BLOCK_WIDTH=block_width,
         num_warps=4 if block_groups * block_width <= 2048 else 8,

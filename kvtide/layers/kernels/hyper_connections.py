@@ -1,6 +1,6 @@
 """Hyper-connections: mixing of residual streams around a sublayer, fused.
 
-Torch reference: `layers/hyper_connections.py`, `Around` and `Joined`.
+Torch reference: `layers/hyper_connections.py`, `HyperConnection` and `HyperHead`.
 
 `_project`         grid (token tiles, splits): logits of all streams of a token, a GEMM with few
                    columns and a long inner dimension, which is split (split-K). The sum of squares
@@ -15,14 +15,15 @@ Streams are read twice before a sublayer and once after it, and written once. Wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.dense import RMSNorm, halves
+from kvtide.layers.elementwise import split_bf16
+from kvtide.layers.kernel_args import Norm, StreamMixing
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import kernel
@@ -49,39 +50,21 @@ SublayerOutput = tuple[Tensor, Tensor, Tensor]
 """The streams before a sublayer, its output, and the weights to spread it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mixing:
-    """How a token's weights are computed from its streams.
+def packed_mixing(mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
+    """`mixing` as kernels take it, for streams in `dtype`.
 
-    project       (halves, padded outputs, all streams), in the dtype of the streams
-    scales, base  per output, fp32
-    eps           of weights; norm_eps of the norm before the projection
-    rounds        Sinkhorn rounds of the mixing matrix; 0: there is no matrix
+    `project` becomes (halves, padded outputs, all streams), in the dtype of the streams.
     """
-
-    project: Tensor
-    scales: Tensor
-    base: Tensor
-    eps: float
-    norm_eps: float
-    rounds: int = 0
-
-    @classmethod
-    def of(
-        cls, project: Tensor, scales: Tensor, base: Tensor, dtype: torch.dtype, **numbers: float
-    ) -> Mixing:
-        """`project` (outputs, all streams) in fp32, for streams in `dtype`."""
-        outputs, inner = project.shape
-        parts = halves(project) if dtype is torch.bfloat16 else project
-        rows = max(MIN_ROWS, power_of_two(outputs + 1))
-        padded = parts.new_zeros((len(parts) // outputs, rows, inner))
-        padded[:, :outputs] = parts.unflatten(0, (-1, outputs))
-        eps, norm_eps, rounds = (numbers[name] for name in ("eps", "norm_eps", "rounds"))
-        return cls(padded, scales.contiguous(), base, eps, norm_eps, int(rounds))
+    outputs, inner = mixing.project.shape
+    parts = split_bf16(mixing.project) if dtype is torch.bfloat16 else mixing.project
+    rows = max(MIN_ROWS, power_of_two(outputs + 1))
+    padded = parts.new_zeros((len(parts) // outputs, rows, inner))
+    padded[:, :outputs] = parts.unflatten(0, (-1, outputs))
+    return replace(mixing, project=padded, scales=mixing.scales.contiguous())
 
 
-def gathered(
-    mixing: Mixing, streams: Tensor, norm: RMSNorm, logits: Tensor | None = None
+def gather_streams(
+    mixing: StreamMixing, streams: Tensor, norm: Norm, logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sublayer's normed input, and the weights to spread its output.
 
@@ -94,32 +77,32 @@ def gathered(
     return x, weights
 
 
-def passed(
-    given: Tensor, streams: Tensor, weights: Tensor, following: Mixing, norm: RMSNorm
+def pass_streams(
+    given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`spread`, and then `gathered` for the next sublayer.
+    """`spread_streams`, and then `gather_streams` for the next sublayer.
 
     With few tokens the projection kernel computes the spread streams itself.
     """
     tokens, count, width = streams.shape
     _, _, span = _split_inner(tokens, count * width, streams.device)
     if tokens >= MANY_TOKENS or width % span:
-        after = spread(given, streams, weights)
-        return after, *gathered(following, after, norm)
+        after = spread_streams(given, streams, weights)
+        return after, *gather_streams(following, after, norm)
     after = torch.empty_like(streams)
     sublayer = (streams.contiguous(), given.contiguous(), weights.contiguous())
     logits = _project_logits(following, after, sublayer)
-    return after, *gathered(following, after, norm, logits)
+    return after, *gather_streams(following, after, norm, logits)
 
 
-def joined(mixing: Mixing, streams: Tensor) -> Tensor:
+def join_streams(mixing: StreamMixing, streams: Tensor) -> Tensor:
     """All streams joined into one."""
     x = streams.new_empty((len(streams), streams.shape[2]))
     _launch_gather(mixing, streams, None, x, None, None)
     return x
 
 
-def spread(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
+def spread_streams(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
     """The streams after the sublayer."""
     tokens, count, width = streams.shape
     streams, given = streams.contiguous(), given.contiguous()
@@ -135,12 +118,12 @@ def spread(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def _launch_gather(
-    mixing: Mixing,
+    mixing: StreamMixing,
     streams: Tensor,
     logits: Tensor | None,
     x: Tensor,
     weights: Tensor | None,
-    norm: RMSNorm | None,
+    norm: Norm | None,
 ) -> None:
     tokens, count, width = streams.shape
     streams = streams.contiguous()
@@ -164,7 +147,7 @@ def _launch_gather(
 
 
 def _project_logits(
-    mixing: Mixing, streams: Tensor, sublayer: SublayerOutput | None = None
+    mixing: StreamMixing, streams: Tensor, sublayer: SublayerOutput | None = None
 ) -> Tensor:
     """Partial logits (splits, tokens, padded outputs), with the sum of squares as one more column.
 

@@ -45,7 +45,7 @@ _MIN_TILE = 1024
 """Scores per tile where no query sees more."""
 
 
-def choose_paged(
+def select_entries(
     run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, count: int
 ) -> Tensor:
     """The indices of each query's top-k entries, (tokens, count) int32.
@@ -69,13 +69,13 @@ def choose_paged(
         (min(queries_at_once, len(queries)), max_visible), dtype=torch.float32
     )
     for first in range(0, len(queries), queries_at_once):
-        score(run, place, queries, weights, scores, first)
+        score_entries(run, place, queries, weights, scores, first)
         rows = chosen[first : first + queries_at_once]
         _select(run, scores, rows, ratio, max_visible, first)
     return chosen
 
 
-def score(
+def score_entries(
     run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, scores: Tensor, first: int
 ) -> None:
     """Scores of the queries from row `first` on, as many as `scores` (queries, entries) has rows.

@@ -31,15 +31,15 @@ _AS_IS, _E4M3, _BF16, _CAST, _SCALED, _JOINED = range(6)
 _CONVERSIONS = {torch.float8_e4m3fn: _E4M3, torch.bfloat16: _BF16}
 
 
-def keep(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
+def kv_write(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> Fields:
     """Writes one entry per token, and returns entries as `packing.unpack` would."""
     kept = {name: _output_like(place, name, value) for name, value in entries.items()}
     _write(run, place, entries, kept)
     return kept
 
 
-def write(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> None:
-    """As `keep`, without returning entries."""
+def kv_write_only(run: ForwardPass, place: Place, entries: Mapping[str, Tensor]) -> None:
+    """As `kv_write`, without returning entries."""
     _write(run, place, entries, {})
 
 

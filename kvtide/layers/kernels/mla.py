@@ -4,10 +4,10 @@ with compressed blocks.
 All heads share a key, so a tile of rows is the heads of one token, or of neighbouring ones. Where
 the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
 
-`attend_latent`  MLA over latents, all or the top-k of an indexer.
-                 Torch reference: `layers/attention.py`, `attend` and `attend_seen`.
-`attend_blocks`  DeepSeek-V4: a sliding window, and compressed entries, all or the top-k.
-                 Torch reference: `layers/attention.py`, `attend_seen`.
+`mla_attention`    MLA over latents, all or the top-k of an indexer.
+                   Torch reference: `layers/attention.py`, `attend` and `attend_seen`.
+`block_attention`  DeepSeek-V4: a sliding window, and compressed entries, all or the top-k.
+                   Torch reference: `layers/attention.py`, `attend_seen`.
 `_attend_latents`     grid (query blocks * head tiles, splits)
 `_attend_compressed`  grid (tokens * head tiles, splits)
 
@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.attention import Attending
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.mla_tiles import (
@@ -61,7 +61,7 @@ class _Compressed:
         return tokens // self.ratio if self.selected is None else self.selected.shape[1]
 
 
-def attend_blocks(
+def block_attention(
     run: ForwardPass,
     window: Place,
     kept: Tensor,
@@ -141,7 +141,7 @@ def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tens
 # -- latents -----------------------------------------------------------------------------------
 
 
-def attend_latent(
+def mla_attention(
     run: ForwardPass, place: Place, queries: Tensor, how: Attending, chosen: Tensor | None = None
 ) -> Tensor:
     """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvtide.layers.kernel_args import ExpertActivation, ExpertStack, ExpertWeights, Routing
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import kernel
-from kvtide.layers.moe import Experts, Gating, Routing, Stack
 
 CTAS_PER_SM = 2
 """CTAs per SM, at least: with fewer, CTAs take fewer columns."""
@@ -83,10 +83,10 @@ class Arranged:
     blocks: Tensor
 
 
-def mix(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
+def mix_experts(experts: ExpertStack, x: Tensor, routing: Routing) -> Tensor:
     """Σ expert weight · expert(x) over this rank's experts; fp32 if ranks have yet to reduce."""
     x, k = x.contiguous(), routing.experts.shape[1]
-    own, ranks = experts.crew.own, experts.crew.ranks
+    own, ranks = experts.group.own, experts.group.ranks
     # Shared experts take every token; they say nothing of the load of routed ones.
     pairs, count = len(x) * (k - experts.beside), len(own) * ranks.count - experts.beside
     tiles = tiles_for(pairs, count, x.dtype)
@@ -125,11 +125,11 @@ def arrange(chosen: Tensor, own: range, rows: int) -> Arranged:
 
 def project(
     x: Tensor,
-    stack: Stack,
+    stack: ExpertWeights,
     arranged: Arranged,
     tiles: Tiles,
     spread: int = 0,
-    gating: Gating | None = None,
+    gating: ExpertActivation | None = None,
 ) -> Tensor:
     """The grouped GEMM of every block with its expert's weight.
 
@@ -178,7 +178,7 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
     (tokens, k), width = routing.experts.shape, given.shape[1]
     out = given.new_empty((tokens, width), dtype=dtype)
     _combine_experts[(tokens, divided_up(width, _GATHER_COLUMNS))](
-        *(given, routing.experts.contiguous(), routing.shares.contiguous(), out),
+        *(given, routing.experts.contiguous(), routing.weights.contiguous(), out),
         *(own.start, own.stop),
         WIDTH=width,
         TOP_K=k,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvtide.layers import elementwise
 from kvtide.layers.elementwise import Activation
+from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import power_of_two
-from kvtide.layers.moe import Choice, Routing, Told
 
 MAX_EXPERTS = 1024
 _SCORES: dict[Activation | None, int] = {
@@ -31,7 +31,7 @@ _SCORES: dict[Activation | None, int] = {
 }
 
 
-def takes(experts: int, choice: Choice, score: Activation | None) -> bool:
+def has_kernel(experts: int, choice: RoutingRule, score: Activation | None) -> bool:
     """Whether the kernel supports this routing: groups need powers of two."""
     grouped = choice.allowed < choice.groups
     whole = experts & (experts - 1) == 0 and choice.groups & (choice.groups - 1) == 0
@@ -40,12 +40,12 @@ def takes(experts: int, choice: Choice, score: Activation | None) -> bool:
 
 def route(
     logits: Tensor,
-    choice: Choice,
+    choice: RoutingRule,
     score: Activation | None,
     bias: Tensor | None = None,
     *,
     softmax_of_best: bool = False,
-    told: Told | None = None,
+    fixed: FixedExperts | None = None,
     beside: int = 0,
 ) -> Routing:
     """Routes by the scores of logits (tokens, experts), or by the logits themselves.
@@ -54,20 +54,20 @@ def route(
     experts. `beside`: so many shared experts follow, numbered after the others, with weight one.
     """
     tokens, experts = logits.shape
-    count = choice.count if told is None else told.table.shape[1]
+    count = choice.count if fixed is None else fixed.table.shape[1]
     columns, width = count + beside, max(32, power_of_two(experts))
     chosen = torch.empty((tokens, columns), dtype=torch.int32, device=logits.device)
     shares = torch.empty((tokens, columns), dtype=torch.float32, device=logits.device)
-    grouped = told is None and choice.allowed < choice.groups
-    assert told is None or told.table.is_contiguous()
-    table, rows = (chosen, chosen) if told is None else (told.table, told.tokens.contiguous())
+    grouped = fixed is None and choice.allowed < choice.groups
+    assert fixed is None or fixed.table.is_contiguous()
+    table, rows = (chosen, chosen) if fixed is None else (fixed.table, fixed.tokens.contiguous())
     _route[(tokens,)](
         *(logits, logits if bias is None else bias, table, rows, chosen, shares),
         *(logits.stride(0), logits.stride(1), choice.scale),
         EXPERTS=experts,
         TOP_K=count,
         SHARED_EXPERTS=beside,
-        FIXED=told is not None,
+        FIXED=fixed is not None,
         SCORE=_SCORES[score],
         BIASED=bias is not None,
         GROUPS=choice.groups if grouped else 1,

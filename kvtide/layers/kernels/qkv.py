@@ -1,6 +1,6 @@
 """QKV preparation and KV write, fused: norms, key gain, rope, and the write into pages.
 
-Torch reference: `layers/qkv.py`, `Preparing`, then `ForwardPass.keep`, with the same roundings.
+Torch reference: `layers/qkv.py`, `QKVParams`, then `ForwardPass.keep`, with the same roundings.
 
 `_prepare_qkv`  grid (token tiles, head tiles): one head after another
 """
@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import QKVParams
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields
-from kvtide.layers.qkv import Preparing
 
 TILE_ELEMENTS = 2048
 """Elements of one head per CTA: whole tokens, at least one."""
@@ -26,8 +26,8 @@ FEW_TOKENS = 256
 """Tokens up to which every head of every token has a CTA."""
 
 
-def keep_heads(
-    run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: Preparing
+def qkv_write(
+    run: ForwardPass, place: Place, by_head: Tensor, turns: Tensor | None, how: QKVParams
 ) -> tuple[Tensor, Fields]:
     """Queries, and keys and values as stored, of heads (tokens, heads + 2 · KV heads, dim).
 

@@ -37,7 +37,7 @@ ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The model's dtype as a constant of `rounded`."""
 
 
-def turn(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
+def rope(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = False) -> Tensor:
     """Rotates the last dimensions of every head of x (tokens, heads, dim), in place.
 
     turns  (tokens, 2, pairs), fp32: cos and sin; `back`: the inverse rotation
@@ -64,7 +64,7 @@ def turn(x: Tensor, turns: Tensor, eps: float | None = None, *, back: bool = Fal
     return x
 
 
-def keep_turned(
+def norm_rope_write(
     run: ForwardPass, place: Place, x: Tensor, norm: tuple[Tensor, float], turns: Tensor
 ) -> Tensor:
     """Norms and rotates x (tokens, dim), writes it into pages, and returns it as stored.

@@ -16,13 +16,12 @@ stay small enough for their differences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import ScanParams
 from kvtide.layers.kernels.elementwise import softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
@@ -36,17 +35,9 @@ _MAX_TF32_STATE = 128
 """State columns up to which registers suffice for tf32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scanning:
-    """A mixer's parameters by head, in fp32, and the limits of time steps."""
-
-    dt_bias: Tensor
-    decay: Tensor
-    skip: Tensor
-    dt_limits: tuple[float, ...]
-
-
-def launch(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor) -> Tensor:
+def ssd_scan(
+    run: ForwardPass, place: Place, how: ScanParams, convolved: Tensor, dt: Tensor
+) -> Tensor:
     """The output (tokens, heads · dim) in fp32, skip included, from and to the recurrent states.
 
     `convolved` has x, B and C side by side; `dt` (tokens, heads) is before its bias.

@@ -162,27 +162,27 @@ def _gemma3_changes(metadata: Metadata) -> Mapping[str, Change]:
 
 def _common(file: GGUF, prefix: str) -> dict[str, object]:
     """What every architecture's metadata says alike."""
-    said = file.metadata
-    hidden = said.count(f"{prefix}.embedding_length")
-    heads = said.count(f"{prefix}.attention.head_count")
-    head_dim = said.count(f"{prefix}.attention.key_length", hidden // max(1, heads))
-    theta = said.number(f"{prefix}.rope.freq_base", 10_000.0)
+    metadata = file.metadata
+    hidden = metadata.count(f"{prefix}.embedding_length")
+    heads = metadata.count(f"{prefix}.attention.head_count")
+    head_dim = metadata.count(f"{prefix}.attention.key_length", hidden // max(1, heads))
+    theta = metadata.number(f"{prefix}.rope.freq_base", 10_000.0)
     fields: dict[str, object] = {
         "vocab_size": _embedding_rows(file),
         "hidden_size": hidden,
-        "intermediate_size": said.count(f"{prefix}.feed_forward_length"),
-        "num_hidden_layers": said.count(f"{prefix}.block_count"),
+        "intermediate_size": metadata.count(f"{prefix}.feed_forward_length"),
+        "num_hidden_layers": metadata.count(f"{prefix}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.count(f"{prefix}.attention.head_count_kv", heads),
+        "num_key_value_heads": metadata.count(f"{prefix}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": said.count(f"{prefix}.context_length"),
-        "rms_norm_eps": _decimal(said.number(f"{prefix}.attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": metadata.count(f"{prefix}.context_length"),
+        "rms_norm_eps": _decimal(metadata.number(f"{prefix}.attention.layer_norm_rms_epsilon")),
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, prefix, theta, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
-    return fields | _token_ids(said)
+    return fields | _token_ids(metadata)
 
 
 def _embedding_rows(file: GGUF) -> int:
@@ -197,19 +197,19 @@ def _decimal(single: float) -> float:
     return float(f"{single:.6g}")
 
 
-def _token_ids(said: Metadata) -> dict[str, object]:
+def _token_ids(metadata: Metadata) -> dict[str, object]:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {field: f"tokenizer.ggml.{name}_token_id" for field, name in keys.items()}
-    return {field: said.count(key) for field, key in found.items() if said.has(key)}
+    return {field: metadata.count(key) for field, key in found.items() if metadata.has(key)}
 
 
 def _rope_scaling(file: GGUF, prefix: str, theta: float, head_dim: int) -> dict[str, object] | None:
-    said = file.metadata
-    kind = said.text(f"{prefix}.rope.scaling.type", "none")
+    metadata = file.metadata
+    kind = metadata.text(f"{prefix}.rope.scaling.type", "none")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": said.number(f"{prefix}.rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": metadata.number(f"{prefix}.rope.scaling.factor")}
     if kind != "none":
-        raise said.refusal(
+        raise metadata.refusal(
             f"RoPE is scaled by {kind}, which is not read from GGUF here; use the model's "
             "safetensors folder"
         )
@@ -263,23 +263,25 @@ def _plain(file: GGUF) -> dict[str, object]:
 
 
 def _gemma3(file: GGUF) -> dict[str, object]:
-    said = file.metadata
-    layers, hidden = said.count("gemma3.block_count"), said.count("gemma3.embedding_length")
+    metadata = file.metadata
+    layers, hidden = metadata.count("gemma3.block_count"), metadata.count("gemma3.embedding_length")
     fields = _common(file, "gemma3")
     scaled_by_width = layers == GEMMA3_27B_LAYERS
-    query_scale = hidden // said.count("gemma3.attention.head_count")
-    period = said.count("gemma3.attention.sliding_window_pattern", GEMMA3_WINDOW_PERIOD)
+    query_scale = hidden // metadata.count("gemma3.attention.head_count")
+    period = metadata.count("gemma3.attention.sliding_window_pattern", GEMMA3_WINDOW_PERIOD)
     return fields | {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": query_scale if scaled_by_width else fields["head_dim"],
-        "sliding_window": said.count("gemma3.attention.sliding_window"),
+        "sliding_window": metadata.count("gemma3.attention.sliding_window"),
         "layer_types": [
             "sliding_attention" if (layer + 1) % period else "full_attention"
             for layer in range(layers)
         ],
-        "rope_local_base_freq": said.number("gemma3.rope.freq_base_swa", GEMMA3_LOCAL_ROPE_THETA),
+        "rope_local_base_freq": metadata.number(
+            "gemma3.rope.freq_base_swa", GEMMA3_LOCAL_ROPE_THETA
+        ),
     }
 
 

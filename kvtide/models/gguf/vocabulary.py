@@ -49,25 +49,25 @@ class TokenKind(IntEnum):
 class Vocabulary:
     """Tokens by id, and what else the metadata says of them."""
 
-    said: Metadata
+    metadata: Metadata
     tokens: Sequence[str]
     kinds: Sequence[int]
 
     @classmethod
-    def of(cls, said: Metadata) -> Vocabulary | None:
+    def of(cls, metadata: Metadata) -> Vocabulary | None:
         """None where a file has no tokenizer."""
-        if said.text("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
+        if metadata.text("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
             return None
-        tokens = said.texts("tokenizer.ggml.tokens")
+        tokens = metadata.texts("tokenizer.ggml.tokens")
         kinds: Sequence[int] = [TokenKind.NORMAL] * len(tokens)
-        if said.has("tokenizer.ggml.token_type"):
-            kinds = [int(kind) for kind in said.numbers("tokenizer.ggml.token_type")]
+        if metadata.has("tokenizer.ggml.token_type"):
+            kinds = [int(kind) for kind in metadata.numbers("tokenizer.ggml.token_type")]
         if len(kinds) != len(tokens):
-            raise said.refusal(
+            raise metadata.refusal(
                 f"the tokenizer has {len(tokens)} tokens and {len(kinds)} token types; "
                 "download the file again"
             )
-        return cls(said, tokens, kinds)
+        return cls(metadata, tokens, kinds)
 
     def of_kind(self, *kinds: TokenKind) -> dict[int, str]:
         wanted = set(kinds)
@@ -81,18 +81,18 @@ class Vocabulary:
     def named(self, role: str) -> int | None:
         """The id of a role such as `bos`, if this vocabulary has one."""
         key = f"tokenizer.ggml.{role}_token_id"
-        if not self.said.has(key):
+        if not self.metadata.has(key):
             return None
-        token_id = self.said.count(key)
+        token_id = self.metadata.count(key)
         return token_id if token_id < len(self.tokens) else None
 
     @property
     def byte_level(self) -> bool:
-        return self.said.text("tokenizer.ggml.model") == "gpt2"
+        return self.metadata.text("tokenizer.ggml.model") == "gpt2"
 
     @property
     def leading_space(self) -> bool:
-        return not self.byte_level and self.said.flag("tokenizer.ggml.add_space_prefix", True)
+        return not self.byte_level and self.metadata.flag("tokenizer.ggml.add_space_prefix", True)
 
     def stop_ids(self) -> frozenset[int]:
         named = {self.named(role) for role in ("eos", "eot", "eom")}
@@ -102,9 +102,9 @@ class Vocabulary:
 
 def build(vocabulary: Vocabulary) -> Tokenizer:
     """The tokenizer, with the special tokens and the frame that the model expects."""
-    kind = vocabulary.said.text("tokenizer.ggml.model")
+    kind = vocabulary.metadata.text("tokenizer.ggml.model")
     if kind not in _BUILDERS:
-        raise vocabulary.said.refusal(
+        raise vocabulary.metadata.refusal(
             f"a tokenizer of kind {kind} is not read from GGUF here; use the model's folder with "
             "its tokenizer.json"
         )
@@ -121,7 +121,7 @@ def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) 
     try:
         return Tokenizer(models.BPE(vocab=ids, merges=merges, **options))
     except Exception as flaw:  # The package raises nothing more precise.
-        raise vocabulary.said.refusal(
+        raise vocabulary.metadata.refusal(
             f"the tokenizer's merges do not fit its tokens ({flaw}); download the file again"
         ) from None
 
@@ -149,7 +149,7 @@ def _begins_by_default(vocabulary: Vocabulary) -> bool:
 
 def _framed(vocabulary: Vocabulary, role: str, by_default: bool) -> list[tuple[str, int]]:
     token_id = vocabulary.named(role)
-    wanted = vocabulary.said.flag(f"tokenizer.ggml.add_{role}_token", by_default)
+    wanted = vocabulary.metadata.flag(f"tokenizer.ggml.add_{role}_token", by_default)
     return [(vocabulary.tokens[token_id], token_id)] if wanted and token_id is not None else []
 
 
@@ -192,9 +192,9 @@ _CUTS = {
 
 
 def _cut(vocabulary: Vocabulary) -> Cut:
-    rule = vocabulary.said.text("tokenizer.ggml.pre", "default")
+    rule = vocabulary.metadata.text("tokenizer.ggml.pre", "default")
     if rule not in _CUTS:
-        raise vocabulary.said.refusal(
+        raise vocabulary.metadata.refusal(
             f"the tokenizer cuts words by the rule {rule}, and only {', '.join(_CUTS)} are read "
             "from GGUF here; use the model's folder with its tokenizer.json"
         )
@@ -203,7 +203,7 @@ def _cut(vocabulary: Vocabulary) -> Cut:
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     cut = _cut(vocabulary)
-    listed = (merge.partition(" ") for merge in vocabulary.said.texts("tokenizer.ggml.merges"))
+    listed = (merge.partition(" ") for merge in vocabulary.metadata.texts("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in listed]
     tokenizer = _bpe(vocabulary, merges, ignore_merges=cut.whole_words)
     if cut.normal is not None:
@@ -237,10 +237,10 @@ def _pieces(vocabulary: Vocabulary) -> Tokenizer:
 
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a piece out of two, the pieces with the highest scores first."""
-    scores = vocabulary.said.numbers("tokenizer.ggml.scores")
+    scores = vocabulary.metadata.numbers("tokenizer.ggml.scores")
     normal = vocabulary.of_kind(TokenKind.NORMAL)
     if len(scores) != len(vocabulary.tokens):
-        raise vocabulary.said.refusal(
+        raise vocabulary.metadata.refusal(
             f"the tokenizer has {len(vocabulary.tokens)} tokens and {len(scores)} scores; "
             "download the file again"
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.mamba import CausalConv
+from kvtide.layers.kernel_args import ConvWeights
 from kvtide.layers.packing import Fields
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import Entry, Field, ModelMemory, PoolSpec, Reuse
@@ -114,7 +114,5 @@ def assert_within_a_rounding(
         assert off <= once * times
 
 
-def convolution(taps: Tensor, bias: Tensor | None, kept: list[Field]) -> CausalConv:
-    conv = CausalConv.__new__(CausalConv)
-    conv.taps, conv.bias, conv.kept = taps, bias, kept
-    return conv
+def convolution(taps: Tensor, bias: Tensor | None, kept: list[Field]) -> ConvWeights:
+    return ConvWeights(taps, bias, tuple(kept))

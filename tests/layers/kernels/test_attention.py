@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.attention import Attending, attend
+from kvtide.layers.attention import attend
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import (
     attention_cascade,
     attention_decode,
@@ -21,7 +22,8 @@ from kvtide.layers.kernels import (
     attention_tiles,
     prefill_schedule,
 )
-from kvtide.layers.kernels.attention_prefill import attend_paged
+from kvtide.layers.kernels.attention_prefill import paged_attention
+from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import plain
 from kvtide.layers.step import Batch, Bounds, Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
@@ -132,13 +134,13 @@ def both(
     run = ForwardPass(Step(at, at, tuple(rows), PAGE, buffers.view, lambda layer: None))
     queries = some(start, case.heads)
     new = {"k": some(start, case.kv_heads), "v": some(start, case.kv_heads)}
-    kept = run.keep(place, new)
+    kept = kv_write(run, place, new)
     if idle:
         run = recorded(run, idle)
         kept = {name: functional.pad(value, (0, 0, 0, 0, 0, idle)) for name, value in kept.items()}
     given = functional.pad(queries, (0, 0, 0, 0, 0, idle))
     found = same_again(
-        lambda: played(run, lambda run: attend_paged(run, place, given, kept, how), bool(idle))
+        lambda: played(run, lambda run: paged_attention(run, place, given, kept, how), bool(idle))
     )
     assert found.isfinite().all()
     found = found[: len(queries)]

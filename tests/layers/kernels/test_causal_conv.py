@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtide.layers.causal_conv import convolve as one_sequence
 from kvtide.layers.elementwise import swish
-from kvtide.layers.kernels.causal_conv import convolve
+from kvtide.layers.kernels.causal_conv import causal_conv
 from kvtide.spec import DType, Field
 from kvtide.tiers import Layout
 from tests.layers.kernels.recurring import STEPS, convolution, drawn, world
@@ -38,11 +39,11 @@ def compared(
     count = one.rows[-1].end
     # Beside other columns, as a projection gives them.
     inputs = drawn(generator, count, sum(parts) + 5).to(device, dtype)[:, 2:-3]
-    found = convolve(one.run, one.place, conv, inputs, swished=swished)
+    found = causal_conv(one.run, one.place, conv, inputs, swished=swished)
     assert found.dtype is dtype
     wide = conv.rounded(one.run, one.place, inputs).float()
     for number, (rows, state) in enumerate(zip(one.rows, one.states, strict=True)):
-        wanted, kept_tail = conv(wide[rows.start : rows.end], state)
+        wanted, kept_tail = one_sequence(conv, wide[rows.start : rows.end], state)
         wanted = swish(wanted) if swished else wanted
         ours = found[rows.start : rows.end].float()
         torch.testing.assert_close(ours, wanted, rtol=close, atol=close)
@@ -83,7 +84,7 @@ def test_rows_without_slots_write_nothing(device: torch.device) -> None:
     field = Field("conv", (8, 3), DType.FP32)
     one = world((field,), [(0, 1), (0, 1)], device, kept=False)
     conv = convolution(torch.ones(4, 8, device=device), None, [field])
-    found = convolve(one.run, one.place, conv, torch.ones(2, 8, device=device), swished=False)
+    found = causal_conv(one.run, one.place, conv, torch.ones(2, 8, device=device), swished=False)
     assert bool((found == 1).all())
     assert bool(one.buffers.view("state", 0)["conv"].isnan().all())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Rows, Step, choose
+from kvtide.layers.arithmetic import Batched
 from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
 from kvtide.layers.packing import packing
 from kvtide.layers.rope import Rope
+from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.triton_ops import TritonOps
 from kvtide.spec import Entry, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.config import Config
 from kvtide.spec.families.deepseek_v4 import _v4_means
@@ -98,10 +101,14 @@ class Compressing:
             "norm.weight": 1 + some(case.width) * 0.2,
         }
         config = Config("toy", {"rms_norm_eps": 1e-6})
-        blueprint = Blueprint(config, Tensors(weights), self.memory, choose(False), dtype)
-        frequencies = 0.3 ** torch.arange(case.rotary // 2)
-        self.compressor = Compressor(blueprint, 0, "c", Rope(frequencies.to(device)))
-        self.project = WideLinear(choose(False), Compressor.weight(blueprint), dtype)
+        torch_ops, tensors = TorchOps(Batched()), Tensors(weights)
+        blueprint = Blueprint(config, tensors, self.memory, torch_ops, dtype)
+        rope = Rope((0.3 ** torch.arange(case.rotary // 2)).to(device))
+        self.plain, self.by_kernel = (
+            Compressor(replace(blueprint, ops=ops), 0, "c", rope)
+            for ops in (torch_ops, TritonOps())
+        )
+        self.project = WideLinear(choose(False, device), Compressor.weight(blueprint), dtype)
         self.arrangement = Arrangement(self.memory, {"kv": 12, "swa": 12}, Layout.PAGE_FIRST)
         self.inputs = some(2, max(128, 4 * case.page), HIDDEN).to(dtype)
 
@@ -124,7 +131,7 @@ class Compressing:
             run = ForwardPass(
                 Step(at, at, tuple(rows), self.page, buffers.view, lambda layer: None)
             )
-            write = self.compressor.write if by_program else self.compressor
+            write = self.by_kernel if by_program else self.plain
             # As part of a wider product.
             products = functional.pad(self.project(torch.cat(inputs)), (4, 8))[:, 4:-8]
             write(products, run)

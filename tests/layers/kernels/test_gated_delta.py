@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.gated_delta import DeltaInput, delta_tokens
-from kvtide.layers.kernels.gated_delta import Forgetting, associate
+from kvtide.layers.kernel_args import DeltaGates
+from kvtide.layers.kernels.gated_delta import gated_delta
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
 
@@ -33,7 +34,7 @@ class Case:
 
     def inputs(
         self, count: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Forgetting]:
+    ) -> tuple[Tensor, DeltaGates]:
         generator = torch.Generator().manual_seed(11)
         channels = self.heads * (self.keys if self.by_channel else 1)
         key_width = self.key_heads * self.keys
@@ -44,7 +45,7 @@ class Case:
         strength = drawn(generator, count, self.heads + 2).to(device, dtype)[:, :-2] * 2 + 2
         decay = -torch.rand(self.heads, generator=generator).to(device) * self.steepest
         bias = drawn(generator, channels).to(device)
-        return convolved.to(device, dtype), Forgetting(dt, bias, decay, strength)
+        return convolved.to(device, dtype), DeltaGates(dt, bias, decay, strength)
 
 
 CASES = {
@@ -64,7 +65,7 @@ LARGE = {
 }
 
 
-def plain(one: World, case: Case, convolved: Tensor, forgetting: Forgetting) -> list[Tensor]:
+def plain(one: World, case: Case, convolved: Tensor, forgetting: DeltaGates) -> list[Tensor]:
     """Outputs of all tokens, and the state of every sequence, in fp32 a token at a time."""
     width = case.key_heads * case.keys
     query, key, value = convolved.float().split((width, width, case.heads * case.values), -1)
@@ -95,7 +96,7 @@ def both(
     one = world((case.field,), step, device)
     convolved, forgetting = case.inputs(one.rows[-1].end, device, dtype)
     wanted = plain(one, case, convolved, forgetting)
-    found = [one.gone_on(lambda: associate(one.run, one.place, convolved, forgetting))]
+    found = [one.gone_on(lambda: gated_delta(one.run, one.place, convolved, forgetting))]
     found += [one.after(number)["delta"] for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 
@@ -112,7 +113,7 @@ def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: to
 def test_rows_without_slots_write_nothing(device: torch.device) -> None:
     case = CASES["even"]
     one = world((case.field,), [(0, 1), (0, 1)], device, kept=False)
-    found = associate(one.run, one.place, *case.inputs(2, device, torch.float32))
+    found = gated_delta(one.run, one.place, *case.inputs(2, device, torch.float32))
     assert bool(found.isfinite().all())
     assert bool(one.buffers.view("state", 0)["delta"].isnan().all())
 

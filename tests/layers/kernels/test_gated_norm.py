@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvtide.layers.elementwise import rms_norm, sigmoid, swish
-from kvtide.layers.kernels.gated_norm import GatedNorm, open_gates
+from kvtide.layers.kernel_args import GatedNorm
+from kvtide.layers.kernels.gated_norm import gated_norm
 
 CASES = {
     "no norm": (4, 24, None, True, True),
@@ -32,7 +33,9 @@ def test_the_program_gives_what_both_give(
     if axes is not None:
         shape = (width,) if axes == 1 else (groups, width)
         weight = torch.randn(shape, generator=generator).to(device)
-    found = open_gates(mixed, gates, GatedNorm(groups, weight, 1e-3, norm_first, swished))
+    found = gated_norm(
+        mixed, gates, GatedNorm(groups, weight, 1e-3, norm_first, swish if swished else sigmoid)
+    )
     wanted, opened = mixed, (swish if swished else sigmoid)(gates.float())
     if not norm_first:
         wanted = wanted * opened

@@ -10,29 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers import Blueprint, choose
-from kvtide.layers.arithmetic import Arithmetic, Batched
+from kvtide.layers import Blueprint, Ops
+from kvtide.layers.arithmetic import Batched
 from kvtide.layers.dense import RMSNorm
-from kvtide.layers.hyper_connections import Around, Joined
+from kvtide.layers.hyper_connections import HyperConnection, HyperHead
 from kvtide.layers.kernels import hyper_connections as kernels
+from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.triton_ops import TritonOps
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.config import Config
 from kvtide.spec.pool import NOTHING
 from tests.layers.kernels.repeating import same_again
 
 MEMORY = ModelMemory("toy", 1, (PoolSpec("kv", (), NOTHING),), 1)
-
-
-class Everywhere(Batched):
-    """Programs, whatever the device."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
-class Nowhere(Batched):
-    def runs_programs(self, device: torch.device) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -77,11 +67,11 @@ class Given:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def made(self, kind: Callable, arithmetic: Arithmetic, dtype: torch.dtype):
+    def made(self, kind: Callable, ops: Ops, dtype: torch.dtype):
         names = {"hc_mult": self.case.count, "hc_sinkhorn_iters": self.case.rounds}
         config = Config("toy", {**names, "hc_eps": 1e-6, "rms_norm_eps": 1e-6})
-        blueprint = Blueprint(config, self, MEMORY, arithmetic, dtype)
-        return kind(blueprint, "hc_" if kind is Around else "end_")
+        blueprint = Blueprint(config, self, MEMORY, ops, dtype)
+        return kind(blueprint, "hc_" if kind is HyperConnection else "end_")
 
     @property
     def streams(self) -> Tensor:
@@ -91,7 +81,7 @@ class Given:
     @property
     def norm(self) -> RMSNorm:
         weight = (1 + 0.2 * self.some(self.case.width, seed=9)).to(self.dtype)
-        return RMSNorm(choose(False), weight, 1e-5)
+        return RMSNorm(TorchOps(Batched()), weight, 1e-5)
 
 
 def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -116,8 +106,10 @@ def test_programs_give_what_the_torch_code_gives(
     if device.type != "cuda" and dtype is torch.bfloat16:
         pytest.skip("an interpreter knows no products in bf16: --device cuda")
     given = Given({**CASES, **LARGE}[case], tokens, dtype, device)
-    program, plain = (given.made(Around, how(), dtype) for how in (Everywhere, Nowhere))
-    assert program.mixing is not None and plain.mixing is None
+    program, plain = (
+        given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
+    )
+    assert program.ops.uses_kernels and not plain.ops.uses_kernels
     streams = given.streams
     x, weights = same_again(lambda: program.normed(streams, given.norm))
     wanted_x, wanted_weights = plain.normed(streams, given.norm)
@@ -126,7 +118,9 @@ def test_programs_give_what_the_torch_code_gives(
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
     spread = same_again(lambda: program.spread(sublayer, streams, wanted_weights))
     assert_near(spread, plain.spread(sublayer, streams, wanted_weights), dtype)
-    end, plain_end = (given.made(Joined, how(), dtype) for how in (Everywhere, Nowhere))
+    end, plain_end = (
+        given.made(HyperHead, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
+    )
     assert_near(same_again(lambda: end(streams)), plain_end(streams), dtype)
 
 
@@ -140,7 +134,11 @@ def test_many_tokens_have_the_same_bits_every_time(
     if device.type != "cuda":
         pytest.skip("an interpreter would take minutes: --device cuda")
     given = Given(LARGE[case], tokens, dtype, device)
-    program, streams, norm = given.made(Around, Everywhere(), dtype), given.streams, given.norm
+    program, streams, norm = (
+        given.made(HyperConnection, TritonOps(), dtype),
+        given.streams,
+        given.norm,
+    )
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
     _, weights = same_again(lambda: program.normed(streams, norm), 20)
     same_again(lambda: program.passed(sublayer, streams, weights, program, norm), 20)
@@ -155,9 +153,11 @@ def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: tor
         given = Given(
             {**CASES, **LARGE, "whole parts": Case(4, 256, rounds=2)}[case], 3, dtype, device
         )
-        program, plain = (given.made(Around, how(), dtype) for how in (Everywhere, Nowhere))
+        program, plain = (
+            given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
+        )
         sublayer = given.some(3, given.case.width, seed=10).to(dtype)
-        _, weights = plain.gathered(given.streams)
+        _, weights = plain.normed(given.streams, given.norm)
         at = sublayer, given.streams, weights
         found = same_again(partial(program.passed, *at, program, given.norm))
         wanted = plain.passed(*at, plain, given.norm)
@@ -169,10 +169,12 @@ def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: tor
 
 def test_two_halves_are_one_projection(device: torch.device) -> None:
     given = Given(CASES["four"], 5, torch.float32, device)
-    whole = given.made(Around, Everywhere(), torch.float32)
+    whole = given.made(HyperConnection, TritonOps(), torch.float32)
     high = whole.mixing.project.bfloat16().float()
     both = torch.cat([high, whole.mixing.project - high])
-    found = kernels.gathered(replace(whole.mixing, project=both), given.streams, given.norm)
+    found = kernels.gather_streams(
+        replace(whole.mixing, project=both), given.streams, given.norm.params
+    )
     for ours, theirs in zip(found, whole.normed(given.streams, given.norm), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
@@ -180,7 +182,10 @@ def test_two_halves_are_one_projection(device: torch.device) -> None:
 def test_larger_tiles_give_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MANY_TOKENS", 8)
     given = Given(CASES["two"], 70, torch.float32, device)
-    program, plain = (given.made(Around, how(), torch.float32) for how in (Everywhere, Nowhere))
+    program, plain = (
+        given.made(HyperConnection, how, torch.float32)
+        for how in (TritonOps(), TorchOps(Batched()))
+    )
     found, wanted = (one.normed(given.streams, given.norm) for one in (program, plain))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

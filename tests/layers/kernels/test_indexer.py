@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import Place
-from kvtide.layers.indexer import choose
+from kvtide.layers.indexer import select
 from kvtide.layers.kernels import indexer
-from kvtide.layers.kernels.indexer import choose_paged
+from kvtide.layers.kernels.indexer import select_entries
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, scaled
 from tests.layers.kernels.filled import Filled, Sequences, written
@@ -36,7 +36,7 @@ def a_step(
 
 
 def mask_of(filled: Filled, chosen: Tensor, keys: list[Tensor]) -> list[Tensor]:
-    """As `choose` gives it, of numbers that stand in order and before every -1."""
+    """As `select` gives it, of numbers that stand in order and before every -1."""
     masks = []
     for rows, ours in zip(filled.run.sequences, keys, strict=True):
         mask = torch.zeros(rows.end - rows.start, len(ours), dtype=torch.bool)
@@ -55,7 +55,7 @@ def plainly(
     for rows, ours in zip(filled.run.sequences, keys, strict=True):
         new = slice(rows.start, rows.end)
         visible = (filled.run.positions[new] + 1) // ratio
-        masks.append(choose(queries[new], weights[new], ours, visible, count, 256).cpu())
+        masks.append(select(queries[new], weights[new], ours, visible, count, 256).cpu())
     return masks
 
 
@@ -68,23 +68,23 @@ def asked_again(
 
     def scored() -> Tensor:
         scores = torch.full((filled.tokens, most), -torch.inf, device=filled.device)
-        indexer.score(*given, scores, 0)
+        indexer.score_entries(*given, scores, 0)
         return scores
 
     same_again(scored)
-    return same_again(lambda: choose_paged(*given, count))
+    return same_again(lambda: select_entries(*given, count))
 
 
 @pytest.fixture
 def _unscored_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out of the scores is not chosen, and shows where it should be."""
-    scored = indexer.score
+    scored = indexer.score_entries
 
     def score(*given: Any) -> None:
         given[4].fill_(-torch.inf)
         scored(*given)
 
-    monkeypatch.setattr(indexer, "score", score)
+    monkeypatch.setattr(indexer, "score_entries", score)
 
 
 @pytest.mark.quick
@@ -98,7 +98,7 @@ def test_the_programs_choose_what_torch_chooses(
     filled, place, keys = a_step(STEPS[step], ratio, 24, device, torch.float32, kv)
     queries, weights = filled.some(filled.tokens, 3, 24), filled.some(filled.tokens, 5)[:, 1:4]
     count = 12 // ratio
-    chosen = same_again(lambda: choose_paged(filled.run, place, queries, weights, count))
+    chosen = same_again(lambda: select_entries(filled.run, place, queries, weights, count))
     assert chosen.shape == (filled.tokens, count) and chosen.dtype == torch.int32
     wanted = plainly(filled, keys, ratio, queries, weights, count)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
@@ -113,7 +113,7 @@ def test_queries_are_taken_a_few_at_a_time(
     monkeypatch.setattr(indexer, "QUERY_BLOCK", 4)
     filled, place, keys = a_step(STEPS["all at once"], 1, 16, device, torch.float32, KVDType.FP32)
     queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
-    chosen = choose_paged(filled.run, place, queries, weights, 9)
+    chosen = select_entries(filled.run, place, queries, weights, 9)
     wanted = plainly(filled, keys, 1, queries, weights, 9)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
         assert torch.equal(found, mask)
@@ -141,7 +141,7 @@ def test_of_equals_the_first_is_taken(
         view[slots].flatten(0, 1)[: rows.total]
         for slots, rows in zip(at, filled.run.sequences, strict=True)
     ]
-    chosen = choose_paged(filled.run, place, queries, weights, 30)
+    chosen = select_entries(filled.run, place, queries, weights, 30)
     wanted = plainly(filled, keys, 1, queries, weights, 30)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
         assert torch.equal(found, mask)
@@ -160,7 +160,7 @@ def test_a_choice_is_made_in_several_rounds(
     assert list(indexer._tiles_per_round(71, 4, 1)) == [18, 5, 2, 1]
     filled, place, keys = a_step(STEPS[step], 1, 16, device, torch.float32, KVDType.FP32)
     queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
-    chosen = choose_paged(filled.run, place, queries, weights, count)
+    chosen = select_entries(filled.run, place, queries, weights, count)
     wanted = plainly(filled, keys, 1, queries, weights, count)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
         assert torch.equal(found, mask)
@@ -172,10 +172,10 @@ def test_nothing_is_scored_where_all_is_seen(
     def refused(*_: object) -> None:
         raise AssertionError("scored")
 
-    monkeypatch.setattr(indexer, "score", refused)
+    monkeypatch.setattr(indexer, "score_entries", refused)
     filled, place, keys = a_step(STEPS["all at once"], 4, 16, device, torch.float32, KVDType.FP32)
     queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
-    chosen = choose_paged(filled.run, place, queries, weights, 600)
+    chosen = select_entries(filled.run, place, queries, weights, 600)
     wanted = plainly(filled, keys, 4, queries, weights, 600)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):
         assert torch.equal(found, mask)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.kernels.kv_write import keep, write
+from kvtide.layers.kernels.kv_write import kv_write, kv_write_only
 from kvtide.layers.packing import plain
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, by_head, packed, scaled
@@ -87,10 +87,10 @@ class Keeping:
         buffers = Buffers(self.arrangement, block)
         at = torch.cat([torch.arange(one.past, one.total) for one in self.rows]).to(self.device)
         run = ForwardPass(Step(at, at, self.rows, PAGE, buffers.view, lambda layer: None))
-        if how == "keep":
-            return block, keep(run, self.place, values)
-        if how == "write":
-            write(run, self.place, values)
+        if how == "kv_write":
+            return block, kv_write(run, self.place, values)
+        if how == "kv_write_only":
+            kv_write_only(run, self.place, values)
             return block, {}
         rows, slots, within = run._target(self.place)
         kept = self.place.packing.pack(values)
@@ -119,7 +119,9 @@ def test_bytes_are_those_of_packing(
 ) -> None:
     keeping = Keeping(ENTRIES[name], device)
     values = keeping.values(dtype, extreme)
-    (wanted, wanted_back), (found, back) = (keeping.kept(how, values) for how in ("torch", "keep"))
+    (wanted, wanted_back), (found, back) = (
+        keeping.kept(how, values) for how in ("torch", "kv_write")
+    )
     ours, theirs = (Buffers(keeping.arrangement, block).view("kv", 1) for block in (found, wanted))
     for field in keeping.place.pool.entry.fields:
         assert_same(ours[field.name], theirs[field.name])
@@ -134,4 +136,6 @@ def test_bytes_are_those_of_packing(
 def test_the_same_is_written_where_nobody_wants_it_back(name: str, device: torch.device) -> None:
     keeping = Keeping(ENTRIES[name], device)
     values = keeping.values(torch.bfloat16, extreme=False)
-    assert torch.equal(keeping.kept("write", values)[0], keeping.kept("keep", values)[0])
+    assert torch.equal(
+        keeping.kept("kv_write_only", values)[0], keeping.kept("kv_write", values)[0]
+    )

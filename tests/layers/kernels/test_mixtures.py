@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers import Blueprint
-from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic
+from kvtide.layers import Blueprint, Ops
+from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import sqrt_softplus
-from kvtide.layers.kernels.moe_experts import arrange, mix, tiles_for
-from kvtide.layers.moe import Choice, Experts, Gating, Mixture, Router, SharedMLP, cut
+from kvtide.layers.kernel_args import ExpertActivation, RoutingRule
+from kvtide.layers.kernels.moe_experts import arrange, mix_experts, tiles_for
+from kvtide.layers.moe import Experts, Mixture, Router, SharedMLP, experts_of_mlp
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
+from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.triton_ops import TritonOps
 from kvtide.models.nemotron_h import PlainMLP
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.config import Config
@@ -25,19 +28,12 @@ INPUTS, WIDTH, VOCABULARY = 48, 24, 40
 GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
-class Everywhere(Batched):
-    """Programs, whatever the device."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
 @dataclass(frozen=True)
 class Case:
     """`wide`: how many times as wide as an expert the shared MLP is."""
 
     experts: int
-    choice: Choice
+    choice: RoutingRule
     wide: float = 1
     names: tuple[str, ...] = GATED
     limit: float | None = None
@@ -64,10 +60,10 @@ class Case:
         return Tensors(made)
 
     def blueprint(
-        self, arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype = torch.float32
+        self, ops: Ops, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Blueprint:
         config = Config("toy", {"hidden_act": self.activation})
-        return Blueprint(config, self.weights(device), MEMORY, arithmetic, dtype)
+        return Blueprint(config, self.weights(device), MEMORY, ops, dtype)
 
     def mixture(self, blueprint: Blueprint, shared_limit: float | None = None) -> Mixture:
         table = "table" if self.told else None
@@ -85,18 +81,18 @@ class Case:
 
 
 CASES = {
-    "one more": Case(6, Choice(2, scale=1.5)),
-    "three more, limited": Case(6, Choice(2), wide=3, limit=0.3),
-    "two more without a gate": Case(5, Choice(3), 2, PLAIN, activation="relu2"),
-    "groups that are left to torch": Case(6, Choice(2, groups=3, allowed=2), wide=2),
-    "told by token": Case(8, Choice(3, scale=2.5), limit=0.5, told=True),
-    "as many experts as fill the bins": Case(16, Choice(4), wide=2),
+    "one more": Case(6, RoutingRule(2, scale=1.5)),
+    "three more, limited": Case(6, RoutingRule(2), wide=3, limit=0.3),
+    "two more without a gate": Case(5, RoutingRule(3), 2, PLAIN, activation="relu2"),
+    "groups that are left to torch": Case(6, RoutingRule(2, groups=3, allowed=2), wide=2),
+    "told by token": Case(8, RoutingRule(3, scale=2.5), limit=0.5, told=True),
+    "as many experts as fill the bins": Case(16, RoutingRule(4), wide=2),
 }
 APART = {
-    "no whole number": Case(6, Choice(2), wide=1.5),
-    "narrower": Case(6, Choice(2), wide=0.5),
-    "a shared MLP with biases": Case(6, Choice(2), biased=("shared",)),
-    "experts with biases": Case(6, Choice(2), biased=("experts",)),
+    "no whole number": Case(6, RoutingRule(2), wide=1.5),
+    "narrower": Case(6, RoutingRule(2), wide=0.5),
+    "a shared MLP with biases": Case(6, RoutingRule(2), biased=("shared",)),
+    "experts with biases": Case(6, RoutingRule(2), biased=("experts",)),
 }
 
 
@@ -121,8 +117,8 @@ def test_one_stack_gives_what_experts_and_mlp_give(
     case: str, tokens: int, device: torch.device
 ) -> None:
     given = CASES[case]
-    joined = given.mixture(given.blueprint(Everywhere(), device))
-    apart = given.mixture(given.blueprint(Deterministic(), device))
+    joined = given.mixture(given.blueprint(TritonOps(), device))
+    apart = given.mixture(given.blueprint(TorchOps(Deterministic()), device))
     assert joined.shared is None and joined.beside == experts_of(joined).beside == given.wide
     assert apart.shared is not None and apart.beside == experts_of(apart).beside == 0
     at = rows(tokens, device)
@@ -131,10 +127,10 @@ def test_one_stack_gives_what_experts_and_mlp_give(
 
 def test_the_stack_holds_the_shared_mlp_and_nothing_twice(device: torch.device) -> None:
     case = CASES["three more, limited"]
-    blueprint = case.blueprint(Everywhere(), device)
+    blueprint = case.blueprint(TritonOps(), device)
     mixture = case.mixture(blueprint)
     experts, shared = experts_of(mixture), case.shared(blueprint, case.limit)
-    assert experts.crew.own == range(9) and mixture.shared is None
+    assert experts.group.own == range(9) and mixture.shared is None
     assert experts.gate_up.weight.shape == (9, 2 * WIDTH, INPUTS)
     gates, ups = (half.flatten(0, 1) for half in experts.gate_up.weight[6:].chunk(2, dim=1))
     assert torch.equal(torch.cat([gates, ups]), shared.first.weight)
@@ -144,36 +140,36 @@ def test_the_stack_holds_the_shared_mlp_and_nothing_twice(device: torch.device) 
 @pytest.mark.parametrize("case", APART)
 def test_an_mlp_of_another_form_stays_beside_the_experts(case: str, device: torch.device) -> None:
     given = APART[case]
-    mixture = given.mixture(given.blueprint(Everywhere(), device))
+    mixture = given.mixture(given.blueprint(TritonOps(), device))
     assert mixture.shared is not None and mixture.beside == 0
     assert experts_of(mixture).gate_up.weight.shape[0] == given.experts
-    at, wanted = rows(5, device), given.mixture(given.blueprint(Deterministic(), device))
+    at, wanted = rows(5, device), given.mixture(given.blueprint(TorchOps(Deterministic()), device))
     torch.testing.assert_close(mixture(*at), wanted(*at), rtol=0, atol=2e-5)
 
 
 def test_an_mlp_with_another_limit_or_activation_is_not_cut(device: torch.device) -> None:
     case = CASES["one more"]
-    blueprint = case.blueprint(Everywhere(), device)
+    blueprint = case.blueprint(TritonOps(), device)
     assert case.mixture(blueprint, shared_limit=0.7).beside == 0
     shared = case.shared(blueprint, None)
-    assert len(cut(shared, WIDTH, Gating())) == 1
-    assert cut(shared, WIDTH, Gating(torch.cos)) == []
-    assert cut(shared, WIDTH, Gating(gated=False)) == []
+    assert len(experts_of_mlp(shared, WIDTH, ExpertActivation())) == 1
+    assert experts_of_mlp(shared, WIDTH, ExpertActivation(torch.cos)) == []
+    assert experts_of_mlp(shared, WIDTH, ExpertActivation(gated=False)) == []
 
 
 def test_several_ranks_keep_the_mlp_apart(device: torch.device) -> None:
     case = CASES["one more"]
     for ranks, beside in ((ALONE, 1), (TensorRanks(0, 2), 0), (TensorRanks(1, 2), 0)):
-        mixture = case.mixture(replace(case.blueprint(Everywhere(), device), ranks=ranks))
+        mixture = case.mixture(replace(case.blueprint(TritonOps(), device), ranks=ranks))
         assert mixture.beside == beside and (mixture.shared is None) == (beside > 0)
-        assert len(experts_of(mixture).crew.own) == 6 // ranks.count + beside
+        assert len(experts_of(mixture).group.own) == 6 // ranks.count + beside
 
 
 def test_half_precision_is_rounded_where_experts_round(device: torch.device) -> None:
     """In fp16, which an interpreter multiplies rightly."""
     case = CASES["three more, limited"]
-    joined = case.mixture(case.blueprint(Everywhere(), device, torch.float16))
-    exact = case.mixture(case.blueprint(Deterministic(), device))
+    joined = case.mixture(case.blueprint(TritonOps(), device, torch.float16))
+    exact = case.mixture(case.blueprint(TorchOps(Deterministic()), device))
     x, tokens = rows(7, device)
     found, wanted = joined(x.half(), tokens), exact(x.half().float(), tokens)
     assert joined.beside == 3 and found.dtype == torch.float16
@@ -187,9 +183,9 @@ def test_experts_for_all_have_no_say_in_the_size_of_tiles(
     at = "kvtide.layers.kernels.moe_experts."
     monkeypatch.setattr(at + "tiles_for", lambda *of: asked.append(of[:2]) or tiles_for(*of))
     monkeypatch.setattr(at + "arrange", lambda *of: arranged.append(of[:2]) or arrange(*of))
-    mixture = case.mixture(case.blueprint(Everywhere(), device))
+    mixture = case.mixture(case.blueprint(TritonOps(), device))
     x, tokens = rows(4, device)
     routing = mixture.router(x, tokens, mixture.beside)
-    mix(experts_of(mixture), x, routing)
+    mix_experts(experts_of(mixture), x, routing)
     assert asked == [(4 * 2, 6)]
     assert arranged[0][0].shape == (4, 5) and arranged[0][1] == range(9)

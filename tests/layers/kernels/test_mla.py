@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import Attending, attend_seen
+from kvtide.layers.attention import attend_masked
 from kvtide.layers.forward import Place
+from kvtide.layers.kernel_args import Attending
 from kvtide.layers.kernels import mla_tiles
-from kvtide.layers.kernels.mla import attend_blocks, attend_latent
+from kvtide.layers.kernels.mla import block_attention, mla_attention
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, packed, scaled
 from tests.layers.kernels.filled import Filled, Sequences, written
@@ -97,7 +98,7 @@ def both(
     visible = [(int(p) + 1) // case.ratio for p in filled.run.positions] if case.ratio else []
     chosen = None if case.chosen is None else some_of(visible, case.chosen, device)
     given = window, new, blocks, queries, how, chosen
-    found = same_again(lambda: attend_blocks(filled.run, *given))
+    found = same_again(lambda: block_attention(filled.run, *given))
     wanted = []
     for number, rows in enumerate(filled.run.sequences):
         ours, keys = slice(rows.start, rows.end), near[number].float()
@@ -112,7 +113,7 @@ def both(
                 closed = (entry == chosen[ours, :, None]).any(1)
             seen = torch.cat([seen, closed], 1)
         context = keys[:, None]
-        wanted.append(attend_seen(queries[ours].float(), context, context, seen, how, 256))
+        wanted.append(attend_masked(queries[ours].float(), context, context, seen, how, 256))
     return found.float(), torch.cat(wanted)
 
 
@@ -204,7 +205,7 @@ def both_latent(
     queries = filled.some(filled.tokens, case.heads, case.rank + case.turning)
     visible = (filled.run.positions + 1).tolist()
     chosen = None if case.chosen is None else some_of(visible, case.chosen, device)
-    found = same_again(lambda: attend_latent(filled.run, place, queries, how, chosen))
+    found = same_again(lambda: mla_attention(filled.run, place, queries, how, chosen))
     wanted = []
     for number, rows in enumerate(filled.run.sequences):
         ours, values = slice(rows.start, rows.end), latents[number].float()
@@ -214,7 +215,7 @@ def both_latent(
         if chosen is not None:
             seen = (entry == chosen[ours, :, None]).any(1)
         pair = keys[:, None], values[:, None]
-        wanted.append(attend_seen(queries[ours].float(), *pair, seen, how, 256))
+        wanted.append(attend_masked(queries[ours].float(), *pair, seen, how, 256))
     return found.float(), torch.cat(wanted)
 
 

@@ -8,24 +8,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtide.layers import moe_experts as reference
 from kvtide.layers.arithmetic import Batched
 from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
-from kvtide.layers.kernels import moe_experts as kernels
-from kvtide.layers.kernels.moe_experts import arrange, mix
-from kvtide.layers.moe import (
-    Choice,
+from kvtide.layers.kernel_args import (
+    ExpertActivation,
     ExpertGroup,
-    Experts,
-    Gating,
+    ExpertWeights,
     Routing,
-    Stack,
-    route_by_top_softmax,
-    score_and_route,
+    RoutingRule,
 )
+from kvtide.layers.kernels import moe_experts as kernels
+from kvtide.layers.kernels.moe_experts import arrange, mix_experts
+from kvtide.layers.moe import Experts
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
+from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.triton_ops import TritonOps
 from tests.layers.kernels.repeating import same_again
 
-SWISH = Gating()
+SWISH = ExpertActivation()
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,25 @@ class Case:
     chosen: int
     inputs: int
     width: int
-    gating: Gating = SWISH
+    gating: ExpertActivation = SWISH
     biased: bool = False
 
 
 CASES = {
     "swish": Case(5, 2, 48, 32),
     "odd sizes": Case(7, 3, 40, 24),
-    "no gate": Case(4, 2, 32, 40, Gating(relu_squared, gated=False)),
-    "limits and biases": Case(4, 2, 32, 24, Gating(limit=0.7, gain=1.7, offset=1.0), biased=True),
-    "gelu, one each": Case(6, 1, 32, 32, Gating(gelu_tanh)),
+    "no gate": Case(4, 2, 32, 40, ExpertActivation(relu_squared, gated=False)),
+    "limits and biases": Case(
+        4, 2, 32, 24, ExpertActivation(limit=0.7, gain=1.7, offset=1.0), biased=True
+    ),
+    "gelu, one each": Case(6, 1, 32, 32, ExpertActivation(gelu_tanh)),
 }
 LARGE = {
     "qwen3-30b": Case(128, 8, 2048, 768),
-    "gpt-oss": Case(32, 4, 2880, 2880, Gating(limit=7.0, gain=1.702, offset=1.0), biased=True),
-    "nemotron": Case(128, 6, 2688, 1856, Gating(relu_squared, gated=False)),
+    "gpt-oss": Case(
+        32, 4, 2880, 2880, ExpertActivation(limit=7.0, gain=1.702, offset=1.0), biased=True
+    ),
+    "nemotron": Case(128, 6, 2688, 1856, ExpertActivation(relu_squared, gated=False)),
 }
 
 
@@ -58,16 +63,18 @@ def drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> T
 
 
 def made(case: Case, device: torch.device, dtype: torch.dtype) -> Experts:
-    def stack(outputs: int, inputs: int, seed: int) -> Stack:
+    def stack(outputs: int, inputs: int, seed: int) -> ExpertWeights:
         shape = case.experts, outputs, inputs
         weight = drawn(*shape, seed=seed, device=device, dtype=torch.float32) * inputs**-0.5
         bias = drawn(*shape[:2], seed=seed + 1, device=device, dtype=dtype)
-        return Stack(weight.to(dtype), bias if case.biased else None)
+        return ExpertWeights(weight.to(dtype), bias if case.biased else None)
 
     outputs = case.width * (2 if case.gating.gated else 1)
-    crew = ExpertGroup(range(case.experts), ALONE)
+    group = ExpertGroup(range(case.experts), ALONE)
     stacks = stack(outputs, case.inputs, 1), stack(case.inputs, case.width, 3)
-    return Experts(Batched(), crew, *stacks, case.gating)
+    return Experts(
+        group=group, gate_up=stacks[0], down=stacks[1], gating=case.gating, ops=TorchOps(Batched())
+    )
 
 
 def routed(case: Case, tokens: int, device: torch.device) -> Routing:
@@ -79,11 +86,13 @@ def routed(case: Case, tokens: int, device: torch.device) -> Routing:
 def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
     """In fp32 over the same numbers."""
 
-    def wide(stack: Stack) -> Stack:
-        return Stack(stack.weight.float(), None if stack.bias is None else stack.bias.float())
+    def wide(stack: ExpertWeights) -> ExpertWeights:
+        return ExpertWeights(
+            stack.weight.float(), None if stack.bias is None else stack.bias.float()
+        )
 
     exact = replace(experts, gate_up=wide(experts.gate_up), down=wide(experts.down))
-    return exact.crew.mix(x.float(), routing, exact._expert)
+    return reference.mix_experts(Batched(), exact, x.float(), routing)
 
 
 @pytest.mark.parametrize("tokens", [1, 21])
@@ -94,7 +103,10 @@ def test_the_programs_give_what_experts_one_by_one_give(
     given = CASES[case]
     experts, routing = made(given, device, torch.float32), routed(given, tokens, device)
     x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.float32)
-    wanted, found = one_by_one(experts, x, routing), same_again(lambda: mix(experts, x, routing))
+    wanted, found = (
+        one_by_one(experts, x, routing),
+        same_again(lambda: mix_experts(experts, x, routing)),
+    )
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
@@ -106,7 +118,7 @@ def test_with_many_pairs_there_may_be_gaps_between_blocks(
     experts, routing = made(case, device, torch.float32), routed(case, 21, device)
     x = drawn(21, case.inputs, seed=9, device=device, dtype=torch.float32)
     wanted = one_by_one(experts, x, routing)
-    torch.testing.assert_close(mix(experts, x, routing), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(mix_experts(experts, x, routing), wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["odd sizes", "no gate", "limits and biases"])
@@ -118,7 +130,7 @@ def test_tiles_may_be_fetched_by_their_numbers(
     experts, routing = made(given, device, torch.float32), routed(given, 21, device)
     x = drawn(21, given.inputs, seed=9, device=device, dtype=torch.float32)
     wanted = one_by_one(experts, x, routing)
-    torch.testing.assert_close(mix(experts, x, routing), wanted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(mix_experts(experts, x, routing), wanted, rtol=0, atol=2e-5)
 
 
 def test_half_precision_is_rounded_between_projections_alone(device: torch.device) -> None:
@@ -126,7 +138,7 @@ def test_half_precision_is_rounded_between_projections_alone(device: torch.devic
     case = CASES["swish"]
     experts, routing = made(case, device, torch.float16), routed(case, 3, device)
     x = drawn(3, case.inputs, seed=9, device=device, dtype=torch.float16)
-    wanted, found = one_by_one(experts, x, routing), mix(experts, x, routing)
+    wanted, found = one_by_one(experts, x, routing), mix_experts(experts, x, routing)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), wanted, rtol=2e-3, atol=2e-3)
 
@@ -140,11 +152,11 @@ def test_ranks_add_what_their_own_experts_give(tokens: int, device: torch.device
     for rank in range(3):
         own = slice(2 * rank, 2 * rank + 2)
         stacks = {
-            name: Stack(stack.weight[own], None if stack.bias is None else stack.bias[own])
+            name: ExpertWeights(stack.weight[own], None if stack.bias is None else stack.bias[own])
             for name, stack in (("gate_up", experts.gate_up), ("down", experts.down))
         }
-        crew = ExpertGroup(range(own.start, own.stop), TensorRanks(rank, 3))
-        parts.append(mix(replace(experts, crew=crew, **stacks), x, routing))
+        group = ExpertGroup(range(own.start, own.stop), TensorRanks(rank, 3))
+        parts.append(mix_experts(replace(experts, group=group, **stacks), x, routing))
     wanted = one_by_one(experts, x, routing)
     torch.testing.assert_close(sum(parts), wanted, rtol=0, atol=2e-5)
 
@@ -167,23 +179,16 @@ def test_pairs_are_in_order_and_every_block_has_rows_of_one_expert(
     assert covered == list(range(len(pairs)))
 
 
-class Programmed(Batched):
-    """Runs kernels wherever it is."""
-
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
 def test_layers_leave_routes_and_experts_to_the_programs(device: torch.device) -> None:
-    case, arithmetic = CASES["swish"], Programmed()
+    case, ops = CASES["swish"], TritonOps()
     experts = made(case, device, torch.float32)
     x = drawn(5, case.inputs, seed=9, device=device, dtype=torch.float32)
     logits = drawn(5, case.experts, seed=10, device=device, dtype=torch.float32)
-    by_scores = score_and_route(arithmetic, logits, Choice(case.chosen), softmax)
-    by_logits = route_by_top_softmax(arithmetic, logits, case.chosen)
+    by_scores = ops.route(logits, RoutingRule(case.chosen), softmax)
+    by_logits = ops.route_by_top_softmax(logits, case.chosen)
     assert by_scores.experts.dtype == by_logits.experts.dtype == torch.int32
-    torch.testing.assert_close(by_scores.shares, by_logits.shares)
-    found = replace(experts, arithmetic=arithmetic)(x, by_scores)
+    torch.testing.assert_close(by_scores.weights, by_logits.weights)
+    found = replace(experts, ops=ops)(x, by_scores)
     torch.testing.assert_close(found, one_by_one(experts, x, by_logits), rtol=0, atol=2e-5)
 
 
@@ -195,5 +200,8 @@ def test_published_experts_in_half_precision(case: str, tokens: int, device: tor
     given = LARGE[case]
     experts, routing = made(given, device, torch.bfloat16), routed(given, tokens, device)
     x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.bfloat16)
-    wanted, found = one_by_one(experts, x, routing), same_again(lambda: mix(experts, x, routing))
+    wanted, found = (
+        one_by_one(experts, x, routing),
+        same_again(lambda: mix_experts(experts, x, routing)),
+    )
     torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)

@@ -8,19 +8,20 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import Deterministic
 from kvtide.layers.elementwise import Activation, sigmoid, softmax, sqrt_softplus
-from kvtide.layers.indexer import top
+from kvtide.layers.indexer import top_k
+from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.kernels import moe_routing
-from kvtide.layers.moe import Choice, Routing, Told, route_by_top_softmax, score_and_route
+from kvtide.layers.moe_routing import route, route_by_top_softmax
 
 PLAIN = Deterministic()
 """Runs no programs, wherever it is."""
 CHOICES = {
-    "few of many": (40, Choice(3)),
-    "scaled, as they are": (64, Choice(8, renormalised=False, scale=2.5)),
-    "groups by their two best": (64, Choice(6, groups=8, allowed=4, scale=2.5)),
-    "groups by their best": (32, Choice(4, groups=4, allowed=2, group_depth=1)),
-    "groups of one": (16, Choice(2, groups=16, allowed=4)),
-    "one": (5, Choice(1)),
+    "few of many": (40, RoutingRule(3)),
+    "scaled, as they are": (64, RoutingRule(8, renormalised=False, scale=2.5)),
+    "groups by their two best": (64, RoutingRule(6, groups=8, allowed=4, scale=2.5)),
+    "groups by their best": (32, RoutingRule(4, groups=4, allowed=2, group_depth=1)),
+    "groups of one": (16, RoutingRule(2, groups=16, allowed=4)),
+    "one": (5, RoutingRule(1)),
 }
 
 
@@ -30,7 +31,7 @@ def drawn(*shape: int, seed: int, device: torch.device) -> Tensor:
 
 def same(found: Routing, wanted: Routing) -> None:
     assert found.experts.tolist() == wanted.experts.tolist()
-    torch.testing.assert_close(found.shares, wanted.shares, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.quick
@@ -43,16 +44,16 @@ def test_the_program_chooses_what_torch_chooses(
     experts, choice = CHOICES[case]
     logits = drawn(7, experts, seed=1, device=device) * 4
     bias = drawn(experts, seed=2, device=device) - 0.5 if biased else None
-    assert moe_routing.takes(experts, choice, score)
+    assert moe_routing.has_kernel(experts, choice, score)
     found = moe_routing.route(logits, choice, score, bias)
-    same(found, score_and_route(PLAIN, logits, choice, score, bias))
+    same(found, route(PLAIN, logits, choice, score, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_softmax_of_the_best(dtype: torch.dtype, device: torch.device) -> None:
     """In bf16 many logits are equal."""
     logits = drawn(9, 128, seed=3, device=device).to(dtype)
-    found = moe_routing.route(logits, Choice(5), None, softmax_of_best=True)
+    found = moe_routing.route(logits, RoutingRule(5), None, softmax_of_best=True)
     same(found, route_by_top_softmax(PLAIN, logits, 5))
 
 
@@ -66,11 +67,11 @@ def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
     logits = drawn(7, experts, seed=1, device=device) * 4
     bias = drawn(experts, seed=2, device=device)
     found = moe_routing.route(logits, choice, sigmoid, bias, beside=beside)
-    assert found.experts.shape == found.shares.shape == (7, choice.count + beside)
+    assert found.experts.shape == found.weights.shape == (7, choice.count + beside)
     assert found.experts[:, choice.count :].tolist() == [[*range(experts, experts + beside)]] * 7
-    assert bool((found.shares[:, choice.count :] == 1).all())
-    same(found, score_and_route(PLAIN, logits, choice, sigmoid, bias, beside=beside))
-    before = Routing(found.experts[:, : choice.count], found.shares[:, : choice.count])
+    assert bool((found.weights[:, choice.count :] == 1).all())
+    same(found, route(PLAIN, logits, choice, sigmoid, bias, beside=beside))
+    before = Routing(found.experts[:, : choice.count], found.weights[:, : choice.count])
     same(before, moe_routing.route(logits, choice, sigmoid, bias))
 
 
@@ -86,10 +87,10 @@ def test_experts_that_are_told_have_the_shares_that_torch_gives_them(
     logits = (drawn(experts, 9, seed=1, device=device) * 4).T
     table = drawn(30, experts, seed=2, device=device).argsort(-1)[:, : choice.count].contiguous()
     tokens = torch.tensor([29, 0, 7, 7, 1, 12, 28, 3, 0], device=device).to(kept_as)
-    told = Told(table.to(kept_as), tokens)
-    found = moe_routing.route(logits, choice, score, told=told, beside=beside)
+    fixed = FixedExperts(table.to(kept_as), tokens)
+    found = moe_routing.route(logits, choice, score, fixed=fixed, beside=beside)
     assert found.experts.dtype == torch.int32
-    same(found, score_and_route(PLAIN, logits, choice, score, told=told, beside=beside))
+    same(found, route(PLAIN, logits, choice, score, fixed=fixed, beside=beside))
 
 
 def test_of_equals_the_first_are_chosen(device: torch.device) -> None:
@@ -97,25 +98,25 @@ def test_of_equals_the_first_are_chosen(device: torch.device) -> None:
     logits[0] = 0.5
     logits[1, ::2] = -0.0
     logits[2, 7:] = -torch.inf
-    found = moe_routing.route(logits, Choice(12, renormalised=False), None)
-    assert found.experts.tolist() == top(logits, 12).tolist()
-    assert torch.equal(found.shares, logits.gather(1, top(logits, 12)))
+    found = moe_routing.route(logits, RoutingRule(12, renormalised=False), None)
+    assert found.experts.tolist() == top_k(logits, 12).tolist()
+    assert torch.equal(found.weights, logits.gather(1, top_k(logits, 12)))
 
 
 def test_what_is_no_number_leads_to_experts_that_exist(device: torch.device) -> None:
     logits = torch.full((2, 48), torch.nan, device=device)
-    found = moe_routing.route(logits, Choice(4), sigmoid).experts
+    found = moe_routing.route(logits, RoutingRule(4), sigmoid).experts
     assert all(0 <= expert < 48 for expert in found.flatten().tolist())
 
 
 def test_scores_far_from_zero_are_exact(device: torch.device) -> None:
     logits = torch.linspace(-30, 30, 64, device=device)[None]
-    choice = Choice(64, renormalised=False)
+    choice = RoutingRule(64, renormalised=False)
     found = moe_routing.route(logits, choice, sqrt_softplus)
-    same(found, score_and_route(PLAIN, logits, choice, sqrt_softplus))
+    same(found, route(PLAIN, logits, choice, sqrt_softplus))
 
 
 def test_groups_that_are_no_powers_of_two_are_left_to_torch() -> None:
-    assert not moe_routing.takes(12, Choice(3, groups=4, allowed=2), sigmoid)
-    assert not moe_routing.takes(2048, Choice(3), sigmoid)
-    assert not moe_routing.takes(64, Choice(3), torch.cos)
+    assert not moe_routing.has_kernel(12, RoutingRule(3, groups=4, allowed=2), sigmoid)
+    assert not moe_routing.has_kernel(2048, RoutingRule(3), sigmoid)
+    assert not moe_routing.has_kernel(64, RoutingRule(3), torch.cos)

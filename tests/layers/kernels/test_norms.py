@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.arithmetic import Batched, Deterministic
-from kvtide.layers.dense import GatedMLP, LayerNorm, Linear, RMSNorm, opened
+from kvtide.layers import Ops
+from kvtide.layers.arithmetic import Deterministic
+from kvtide.layers.dense import GatedMLP, LayerNorm, Linear, RMSNorm
 from kvtide.layers.elementwise import (
     Activation,
     gelu_tanh,
@@ -20,6 +21,8 @@ from kvtide.layers.elementwise import (
 )
 from kvtide.layers.kernels import norms
 from kvtide.layers.kernels.norms import added, gated, layer_normed, normed
+from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.triton_ops import TritonOps
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
@@ -153,11 +156,6 @@ def test_one_gate_for_all_of_a_row(device: torch.device) -> None:
 # -- layers ------------------------------------------------------------------------------------
 
 
-class WithKernels(Batched):
-    def runs_programs(self, device: torch.device) -> bool:
-        return True
-
-
 def test_layers_launch_the_kernels(device: torch.device) -> None:
     """They give what the torch code gives."""
     x, y = (some((5, 24), device, torch.float32, seed) for seed in (1, 2))
@@ -165,25 +163,25 @@ def test_layers_launch_the_kernels(device: torch.device) -> None:
     up = some((80, 24), device, torch.float32, 3)
     down = some((24, 40), device, torch.float32, 4)
 
-    def results(arithmetic: Batched | Deterministic) -> list[Tensor]:
-        norm = RMSNorm(arithmetic, weight, 1e-5)
-        linears = (Linear(arithmetic, up), Linear(arithmetic, down))
+    def results(ops: Ops) -> list[Tensor]:
+        norm = RMSNorm(ops, weight, 1e-5)
+        linears = (Linear(ops.arithmetic, up), Linear(ops.arithmetic, down))
         return [
             norm(x),
-            *norm.added(x, y),
-            LayerNorm(arithmetic, weight, bias, 1e-5)(x),
-            GatedMLP(arithmetic, *linears, swish)(x),
-            GatedMLP(arithmetic, *linears, gelu_tanh, limit=1.0)(x),
-            opened(arithmetic, gates[:, None], x),
-            opened(arithmetic, y, x),
+            *norm.add_and_norm(x, y),
+            LayerNorm(ops, weight, bias, 1e-5)(x),
+            GatedMLP(ops, *linears, swish)(x),
+            GatedMLP(ops, *linears, gelu_tanh, limit=1.0)(x),
+            ops.gated(gates[:, None], x, sigmoid),
+            ops.gated(y, x, sigmoid),
         ]
 
-    for found, wanted in zip(results(WithKernels()), results(Deterministic()), strict=True):
+    for found, wanted in zip(results(TritonOps()), results(TorchOps(Deterministic())), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_without_kernels_a_fused_sum_and_norm_are_those_of_torch() -> None:
     x, y = (some((5, 24), torch.device("cpu"), torch.bfloat16, seed) for seed in (1, 2))
-    norm = RMSNorm(Deterministic(), weights(24, torch.device("cpu")), 1e-5)
-    total, result = norm.added(x, y)
+    norm = RMSNorm(TorchOps(Deterministic()), weights(24, torch.device("cpu")), 1e-5)
+    total, result = norm.add_and_norm(x, y)
     assert torch.equal(total, x + y) and torch.equal(result, norm(x + y))

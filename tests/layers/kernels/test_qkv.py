@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.arithmetic import Batched
-from kvtide.layers.dense import RMSNorm
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernel_args import Norm, QKVParams
 from kvtide.layers.kernels import qkv as kernels
-from kvtide.layers.kernels.qkv import keep_heads
-from kvtide.layers.qkv import Preparing
+from kvtide.layers.kernels.qkv import qkv_write
+from kvtide.layers.kv_write import kv_write
+from kvtide.layers.qkv import split_heads
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ModelMemory, PoolSpec
@@ -40,12 +41,12 @@ class Case:
     key_gain: float = 1.0
     gates: int = 0
 
-    def preparing(self, device: torch.device) -> Preparing:
+    def preparing(self, device: torch.device) -> QKVParams:
         query_norm, key_norm = (
-            RMSNorm(Batched(), _some(seed, self.dim).to(device) + 1, 1e-6) if self.normed else None
+            Norm(_some(seed, self.dim).to(device) + 1, 1e-6) if self.normed else None
             for seed in (1, 2)
         )
-        return Preparing(self.kv_heads, query_norm, key_norm, self.key_gain)
+        return QKVParams(self.kv_heads, query_norm, key_norm, self.key_gain)
 
 
 CASES = {
@@ -111,9 +112,9 @@ def compare(
     turns = None
     if case.pairs:
         turns = Rope(torch.linspace(1, 0.01, case.pairs), 1.1)(ours.positions)
-    queries, kept = keep_heads(ours, place, heads, turns, how)
-    wanted, keys, values = how(heads, turns)
-    expected = theirs.keep(place, {"k": keys, "v": values})
+    queries, kept = qkv_write(ours, place, heads, turns, how)
+    wanted, keys, values = split_heads(Batched(), heads, turns, how)
+    expected = kv_write(theirs, place, {"k": keys, "v": values})
     assert queries.dtype == dtype and queries.is_contiguous()
     torch.testing.assert_close(queries.float(), wanted.float(), rtol=close, atol=close)
     # A sum in another order shows in a few of them; a rounding that is left out, in many.
@@ -163,7 +164,7 @@ def test_eight_bits_saturate(device: torch.device) -> None:
     run, place = step_of([(0, 3)], case, KVDType.FP8, device)
     heads = torch.full((3, 6, 16), 1e6, device=device)
     heads[1], heads[2] = -torch.inf, torch.nan
-    _, kept = keep_heads(run, place, heads, None, case.preparing(device))
+    _, kept = qkv_write(run, place, heads, None, case.preparing(device))
     for value in kept.values():
         assert value[0].float().eq(448).all()
         assert value[1].float().eq(-448).all()

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.elementwise import rms_norm
-from kvtide.layers.kernels.rope import keep_turned, turn
-from kvtide.layers.rope import Rope, rotate_neighbours
+from kvtide.layers.kernels.rope import norm_rope_write, rope
+from kvtide.layers.kv_write import kv_write
+from kvtide.layers.rope import Rope, rotate_interleaved
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, packed
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -43,7 +44,7 @@ def wanted(x: Tensor, turns: Tensor, eps: float | None, back: bool) -> Tensor:
         x = rms_norm(x, torch.ones((), device=x.device), eps)
     if back:
         turns = torch.stack([turns[:, 0], -turns[:, 1]], dim=1)
-    return rotate_neighbours(x, turns)
+    return rotate_interleaved(x, turns)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -74,7 +75,7 @@ def test_heads_are_turned_as_the_torch_code_turns_them(
     wide = some(len(positions), shape.heads, shape.dim + 8).to(device, dtype)
     part, beside = wide[..., : shape.dim], wide[..., shape.dim :].clone()
     expected = wanted(part, turns, eps, back)
-    assert_near(turn(part, turns, eps, back=back), expected)
+    assert_near(rope(part, turns, eps, back=back), expected)
     assert torch.equal(wide[..., shape.dim :], beside)
 
 
@@ -102,10 +103,10 @@ def test_keys_are_kept_as_the_torch_code_keeps_them(
         run = ForwardPass(Step(at, at, (Rows(0, 7, 2, tables),), PAGE, view, lambda layer: None))
         turns = turns_of(case, at)
         if by_program:
-            kept.append(keep_turned(run, place, keys, (weight, EPS), turns).float())
+            kept.append(norm_rope_write(run, place, keys, (weight, EPS), turns).float())
         else:
-            turned = rotate_neighbours(rms_norm(keys, weight, EPS), turns)
-            kept.append(run.keep(place, {"kv": turned})["kv"].float())
+            turned = rotate_interleaved(rms_norm(keys, weight, EPS), turns)
+            kept.append(kv_write(run, place, {"kv": turned})["kv"].float())
         pages.append(place.packing.unpack(view("kv", 0))["kv"])
     torch.testing.assert_close(kept[0], kept[1], rtol=0.13, atol=1e-3)
     torch.testing.assert_close(pages[0], pages[1], rtol=0.13, atol=1e-3, equal_nan=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.elementwise import softplus
-from kvtide.layers.kernels.ssd_scan import Scanning, scan
+from kvtide.layers.kernel_args import ScanParams
+from kvtide.layers.kernels.ssd_scan import ssd_scan
 from kvtide.layers.ssd_scan import ScanInput, scan_tokens
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
@@ -24,10 +25,10 @@ class Case:
     limits: tuple[float, float] = (0.0, float("inf"))
     steepest: float = 0.5
 
-    def how(self, generator: torch.Generator, device: torch.device) -> Scanning:
+    def how(self, generator: torch.Generator, device: torch.device) -> ScanParams:
         decay = -torch.rand(self.heads, generator=generator) * self.steepest
         bias, skip = (drawn(generator, self.heads).to(device) for _ in range(2))
-        return Scanning(bias, decay.to(device), skip[:, None], self.limits)
+        return ScanParams(bias, decay.to(device), skip[:, None], self.limits)
 
 
 CASES = {
@@ -39,7 +40,7 @@ CASES = {
 LARGE = {"nemotron-h": Case(128, 64, 128, 8), "falcon-h1": Case(32, 64, 256, 1)}
 
 
-def plain(one: World, case: Case, how: Scanning, convolved: Tensor, dt: Tensor) -> list[Tensor]:
+def plain(one: World, case: Case, how: ScanParams, convolved: Tensor, dt: Tensor) -> list[Tensor]:
     """Outputs of all tokens, and the state of every sequence, in fp32 a token at a time."""
     inner, shared = case.heads * case.dim, case.groups * case.width
     x, b, c = convolved.float().split((inner, shared, shared), -1)
@@ -74,7 +75,7 @@ def both(
     convolved = drawn(generator, count, channels).to(device, dtype)
     dt = drawn(generator, count, case.heads + 3).to(device, dtype)[:, 1:-2]
     wanted = plain(one, case, how, convolved, dt)
-    found = [one.gone_on(lambda: scan(one.run, one.place, how, convolved, dt))]
+    found = [one.gone_on(lambda: ssd_scan(one.run, one.place, how, convolved, dt))]
     found += [one.after(number)["ssm"].float() for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 
@@ -103,7 +104,7 @@ def test_rows_without_slots_write_nothing(device: torch.device) -> None:
     one = world((field,), [(0, 1), (0, 1)], device, kept=False)
     how = case.how(torch.Generator().manual_seed(1), device)
     ones = torch.ones(2, case.heads * case.dim + 2 * case.width, device=device)
-    found = scan(one.run, one.place, how, ones, ones[:, : case.heads])
+    found = ssd_scan(one.run, one.place, how, ones, ones[:, : case.heads])
     assert bool(found.isfinite().all())
     assert bool(one.buffers.view("state", 0)["ssm"].isnan().all())
 
