@@ -508,7 +508,7 @@ def damages(other: Lease) -> dict[str, dict[str, object]]:
     return {
         "two transfers bring the same arrival": {"transfer": {"holds": arrival}},
         "an arrival is expected that no transfer brings": {"transfer": {"holds": None}},
-        "a transfer brings an arrival that nobody expects": {
+        "a transfer brings an arrival that the index does not expect": {
             "transfer": {"holds": replace(arrival)}
         },
         "is in flight and still open": {"transfer": {"holds": None}},
