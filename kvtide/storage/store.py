@@ -28,7 +28,7 @@ from typing import Protocol
 KEY_BYTES = 32
 SPACE_BYTES = 32
 MISSING = -1
-"""What `read` says of an object that is not there, or could not be read."""
+"""The result of `read` for an object that does not exist, or could not be read."""
 
 DEFAULT_TIMEOUT_S = 5.0
 """How long a call may take unless the URL says otherwise (`?timeout=2.5`)."""
@@ -60,7 +60,7 @@ class StoreStatus:
 
     objects, bytes    of this space
     all_bytes         of all spaces together, where `capacity_bytes` is a limit on them
-    notes             sentences for whoever runs it: what is unusual, what was refused and how often
+    notes             sentences for the operator: what is unusual, what was refused and how often
     """
 
     objects: int | None = None
@@ -94,7 +94,7 @@ class Store(Protocol):
     def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[bool]:
         """Store objects; for each, whether it is there now.
 
-        False: this one was refused (no room, too large). An object that was there stays as it was.
+        False: this one was refused (store full, or object too large). An existing object stays.
         """
 
     def remove(self, keys: Sequence[bytes]) -> int:

@@ -53,7 +53,7 @@ class RegisteredBuffers:
         """Sorted, and no two of them touch."""
 
     def borrow(self, sizes: Sequence[int], deadline: float) -> Loan | None:
-        """Room for the first of these objects, and as many more as there is room for now.
+        """Memory for the first of these objects, and for as many more as fit now.
 
         Waits for loans to come back; None: the deadline passed.
         """
