@@ -50,7 +50,7 @@ SIZES = (1, 100, 4096, 70_001, MIB, 8 * MIB)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a check. `left_out` says why it was not made."""
+    """The result of a check. `left_out`: the reason why it was skipped."""
 
     check: str
     violations: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Result:
 
 
 class LeftOutError(Exception):
-    """A check that has no meaning for a store; the message says why."""
+    """A check that has no meaning for a store; the message names the reason."""
 
 
 def violations(open_space: OpenSpace) -> list[str]:
@@ -110,13 +110,13 @@ def an_empty_store_has_nothing(open_space: OpenSpace) -> Iterator[str]:
         if not isinstance(store.name, str) or not store.name:
             yield f"its name is {store.name!r}, which is not readable in a log"
         if (answer := store.exists(keys)) != [False] * 5:
-            yield f"exists says {answer} of five keys that were never written"
+            yield f"exists returns {answer} of five keys that were never written"
         if (lengths := store.read(keys, memories([64] * 5))) != [MISSING] * 5:
-            yield f"read says {lengths} of five keys that were never written, not MISSING"
+            yield f"read returns {lengths} of five keys that were never written, not MISSING"
         if (count := store.remove(keys)) != 0:
-            yield f"remove says that {count} of five keys that were never written were there"
+            yield f"remove returns {count} for five keys that were never written"
         if (removed := store.clear()).objects != 0:
-            yield f"clear says that it removed {removed.objects} objects where there were none"
+            yield f"clear reports that it removed {removed.objects} objects where there were none"
 
 
 def what_is_written_is_there_at_once(open_space: OpenSpace) -> Iterator[str]:
@@ -186,7 +186,7 @@ def what_was_there_stays(open_space: OpenSpace) -> Iterator[str]:
         yield from write_all(store, objects)
         others = dict(zip(objects, new_objects([3000, 2000, 3000, 5000]).values(), strict=True))
         if (answer := store.write(list(others), in_memory(others))) != [True] * 4:
-            yield f"write says {answer} of objects that were there, not True"
+            yield f"write returns {answer} of objects that were there, not True"
         yield from find_all(store, objects)
 
 
@@ -196,10 +196,10 @@ def keys_may_repeat_in_a_batch(open_space: OpenSpace) -> Iterator[str]:
         (one, two), placed = objects, in_memory(objects)
         keys, sources = [one, two, one], [*placed, placed[0]]
         if (answer := store.write(keys, sources)) != [True] * 3:
-            yield f"write says {answer} of a batch with a key twice, not True"
+            yield f"write returns {answer} of a batch with a key twice, not True"
         targets = memories([900] * 3)
         if (lengths := store.read(keys, targets)) != [900] * 3:
-            yield f"read says {lengths} of a batch with a key twice"
+            yield f"read returns {lengths} of a batch with a key twice"
         elif any(bytes(t) != objects[key] for key, t in zip(keys, targets, strict=True)):
             yield "read mixes up objects in a batch with a key twice"
 
@@ -224,7 +224,7 @@ def shorter_targets_are_misses(open_space: OpenSpace) -> Iterator[str]:
         targets = [memory[:size] for memory, size in zip(whole, capacities, strict=True)]
         lengths = store.read(list(objects), targets)
         if lengths != [5000, MISSING, 300_000, MISSING, 5000]:
-            yield f"read says {lengths}; the second and fourth target are too short, so MISSING"
+            yield f"read returns {lengths}; the second and fourth target are too short, so MISSING"
         for n, (content, target) in enumerate(zip(objects.values(), targets, strict=True)):
             if n not in (1, 3) and target != content:
                 yield f"object {n} is wrong, in a batch where others are too long for their target"
@@ -253,12 +253,12 @@ def lent_memory_works(open_space: OpenSpace) -> Iterator[str]:
         for place, content in zip(places, objects.values(), strict=True):
             place[:] = content
         if (answer := store.write(list(objects), places)) != [True] * 3:
-            yield f"write says {answer} of objects in lent memory"
+            yield f"write returns {answer} of objects in lent memory"
         yield from find_all(store, objects)
         block[:] = bytes(len(block))
         lengths = store.read(list(objects), places)
         if lengths != [len(content) for content in objects.values()]:
-            yield f"read says {lengths} of objects in lent memory"
+            yield f"read returns {lengths} of objects in lent memory"
         elif any(p != c for p, c in zip(places, objects.values(), strict=True)):
             yield "objects read into lent memory are wrong"
 
@@ -296,7 +296,7 @@ def removed_objects_are_gone(open_space: OpenSpace) -> Iterator[str]:
         yield from write_all(store, objects)
         gone = keys[::2]
         if (count := store.remove([*gone, *new_keys(3)])) != len(gone):
-            yield f"remove says {count}; of the keys it was given {len(gone)} were there"
+            yield f"remove returns {count}; of the keys it was given {len(gone)} were there"
         if (answer := store.exists(gone)) != [False] * len(gone):
             yield f"{sum(answer)} of {len(gone)} removed objects still exist"
         lengths = store.read(gone, memories([70_001] * len(gone)))
@@ -392,9 +392,9 @@ def clear_empties_its_space_alone(open_space: OpenSpace) -> Iterator[str]:
         yield from write_all(other, theirs)
         removed = store.clear()
         if removed.objects != len(ours):
-            yield f"clear says that it removed {removed.objects} objects; there were {len(ours)}"
+            yield f"clear reports that it removed {removed.objects} objects; there were {len(ours)}"
         if removed.bytes is not None and removed.bytes < 2000 * len(ours):
-            yield f"clear says that it removed {removed.bytes:,} B of {2000 * len(ours):,}"
+            yield f"clear reports that it removed {removed.bytes:,} B of {2000 * len(ours):,}"
         if any(store.exists(list(ours))):
             yield "objects exist after clear"
         yield from find_all(other, theirs)
@@ -408,7 +408,7 @@ def what_was_acknowledged_is_found_again(open_space: OpenSpace) -> Iterator[str]
     objects = new_objects([*SIZES, *[300] * 200])
     with closing(open_space(space)) as store:
         if getattr(store, "forgets", False):
-            raise LeftOutError("its objects are gone when it is closed, as it says itself")
+            raise LeftOutError("its objects are gone when it is closed, as it declares")
         yield from write_all(store, objects)
         with closing(open_space(space)) as other:
             yield from find_all(other, objects)
@@ -439,7 +439,7 @@ def threads_do_not_disturb_each_other(open_space: OpenSpace) -> Iterator[str]:
 
 def _remove_all(store: Store, objects: Objects) -> Iterator[str]:
     if (count := store.remove(list(objects))) != len(objects):
-        yield f"remove says {count} of {len(objects)} objects, with other threads at work"
+        yield f"remove returns {count} of {len(objects)} objects, with other threads at work"
 
 
 def nothing_is_seen_before_it_is_whole(open_space: OpenSpace) -> Iterator[str]:

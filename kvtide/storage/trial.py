@@ -39,7 +39,7 @@ def find_all(store: Store, objects: Objects, extra: int = 0, shift: int = 0) -> 
         wrong = [(size, got) for size, got in zip(sizes, lengths, strict=False) if size != got]
         size, got = wrong[0] if wrong else (len(sizes), len(lengths))
         notes = "; ".join(["", *store.status().notes])
-        yield f"read says {got} of an object of {size:,} B, and is wrong for {len(wrong)}{notes}"
+        yield f"read returns {got} for an object of {size:,} B, wrong for {len(wrong)}{notes}"
     for key, target, length in zip(keys, targets, lengths, strict=False):
         if length == len(objects[key]) and target[:length] != objects[key]:
             yield f"an object of {length:,} B has other bytes than were written"

@@ -302,7 +302,7 @@ def _cut(
 
 
 def _is_direct(each: FileRange, whole: int, reading: bool) -> bool:
-    """Whether memory can go as it lies. A target may be overwritten behind the object."""
+    """Whether memory is used in place. A target may be overwritten behind the object."""
     enough = len(each.memory) >= whole if reading else each.count == whole
     return enough and address(each.memory) % BLOCK_BYTES == 0
 

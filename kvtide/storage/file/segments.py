@@ -83,7 +83,7 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def delete(path: Path) -> None:
-    """Delete a segment in which nothing lives; who has it open keeps none of its blocks."""
+    """Delete a segment without live objects; processes that have it open keep no blocks of it."""
     with contextlib.suppress(PermissionError):
         os.truncate(path, 0)
     path.unlink()

@@ -93,7 +93,7 @@ class RegisteredBuffers:
 
 
 class Loan:
-    """Pieces of staging memory. They go back when all who hold the loan have dropped it."""
+    """Pieces of staging memory. They return when all holders have dropped the loan."""
 
     def __init__(self, staging: RegisteredBuffers, pieces: list[MemoryRange]) -> None:
         self.pieces = pieces
