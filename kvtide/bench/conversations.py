@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 IDS = range(32, 200)
-"""Token ids that every vocabulary has, and that are special in none we know."""
+"""Token ids that every vocabulary has, and that are special in no known one."""
 
 WARM_UP = -1
 """The round before the first, which is not counted."""

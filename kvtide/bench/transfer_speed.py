@@ -2,7 +2,7 @@
 
 Every case is timed in turns with a plain copy, on the wall clock, from the call that submits it to
 its last byte; a share is the median over the turns. Slots are scattered at random on both sides,
-unless a case says that they follow each other.
+unless a case is contiguous.
 
 There are two shares. `alone` is one copy on an idle link beside one plain copy of the same length.
 `back to back` is as many of them as make up two gibibytes, queued at once, beside one plain copy of

@@ -281,7 +281,7 @@ def test_a_truncated_segment_is_a_miss_and_forgotten(tmp_path: Path) -> None:
 def opened_notes(folder: Path) -> tuple[str, ...]:
     store = opened(folder)
     store.close()
-    return store._base.counts.sentences()
+    return store._state.counts.sentences()
 
 
 def test_a_short_read_is_a_miss_and_counted(
@@ -479,8 +479,8 @@ def test_a_process_that_died_leaves_no_blocks_behind(tmp_path: Path) -> None:
         "from tests.storage.test_file_faults import *\n"
         "import signal; store = opened(Path(sys.argv[1]), segment='16MiB')\n"
         "put(store, list(range(10)))\n"
-        "store._base.writer.take(1 << 20, 16 << 20, 0); put(store, [10])\n"
-        "store._base.writer.punch = lambda holes: None; store.remove([key(5)])\n"
+        "store._state.writer.take(1 << 20, 16 << 20, 0); put(store, [10])\n"
+        "store._state.writer.punch = lambda holes: None; store.remove([key(5)])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)

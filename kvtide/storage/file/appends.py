@@ -29,8 +29,11 @@ from kvtide.storage.store import StoreError
 
 
 @dataclass(slots=True)
-class Base:
-    """`lock` guards the catalog, the writer and `closed`; files are read and written without it."""
+class StoreState:
+    """The shared state of an open store.
+
+    `lock` guards the catalog, the writer and `closed`; files are read and written without it.
+    """
 
     name: str
     folder: Folder
@@ -44,7 +47,7 @@ class Base:
     closed: bool = False
 
     def look(self) -> None:
-        """Under the lock: see what others did, or refuse because the store was closed."""
+        """Under the lock: take in other processes' changes; StoreError if the store was closed."""
         if self.closed:
             raise StoreError(f"storage {self.name}: it has been closed; open it again")
         self.catalog.refresh()
@@ -54,45 +57,45 @@ class Base:
 
 
 class Capacity:
-    def __init__(self, base: Base) -> None:
-        self._base = base
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
         self._promised = 0
 
     def promise(self, need: int) -> bool:
-        """Make room for so many bytes; it is theirs until `settle`. False: there is none."""
-        base = self._base
-        with base.lock:
-            held = base.catalog.blocks * BLOCK_BYTES
-            over = held + self._promised + need - base.settings.cap_bytes
+        """Reserve so many bytes until `settle`, evicting if need be. False: there are none."""
+        state = self._state
+        with state.lock:
+            held = state.catalog.blocks * BLOCK_BYTES
+            over = held + self._promised + need - state.settings.cap_bytes
             short = self._short(need)
             if short > held:
                 return False
             holes = self._evict(max(over, short))
             self._promised += need
         self.give_back(holes)
-        with base.lock:
+        with state.lock:
             if short > 0 and self._short(0) > 0:
                 self._promised -= need
                 return False
         return True
 
     def settle(self, need: int) -> None:
-        with self._base.lock:
+        with self._state.lock:
             self._promised -= need
 
     def spare(self) -> int:
-        """What may be allocated ahead of need."""
-        settings = self._base.settings
-        return max(0, self._base.folder.free_bytes() - settings.floor_bytes - self._promised)
+        """Bytes that may be allocated ahead of need."""
+        settings = self._state.settings
+        return max(0, self._state.folder.free_bytes() - settings.floor_bytes - self._promised)
 
     def _short(self, need: int) -> int:
         """How many bytes the file system lacks to take so many and keep its floor."""
-        new = max(0, self._promised + need - self._base.writer.ahead())
-        return self._base.settings.floor_bytes + new - self._base.folder.free_bytes()
+        new = max(0, self._promised + need - self._state.writer.ahead())
+        return self._state.settings.floor_bytes + new - self._state.folder.free_bytes()
 
     def _evict(self, count: int) -> list[Hole]:
-        """Remove the oldest; what the caller has to give back. OSError if it cannot be noted."""
-        catalog, holes = self._base.catalog, list[Hole]()
+        """Remove the oldest; the holes to give back. OSError if the journal cannot be written."""
+        catalog, holes = self._state.catalog, list[Hole]()
         blocks = -(-count // BLOCK_BYTES)
         while blocks > 0:
             self.give_back(holes)
@@ -100,19 +103,19 @@ class Capacity:
             if not len(rows):
                 return []
             blocks -= int(catalog.table.blocks(rows).sum())
-            holes = self._base.writer.remove(rows)
-            self._base.counts.add("evicted", len(rows))
+            holes = self._state.writer.remove(rows)
+            self._state.counts.add("evicted", len(rows))
         return holes
 
     def give_back(self, holes: list[Hole]) -> None:
-        """To the file system, what nothing lives in: whole segments, or ranges of them."""
+        """Return space to the file system: whole segments, or ranges of them."""
         if not holes:
             return
         ids = {int(path.stem, 16) for path in {hole.path for hole in holes}}
-        with self._base.lock:
-            numbers = map(self._base.catalog.number, sorted(ids))
-            self._base.writer.delete_empty(n for n in numbers if n is not None)
-        self._base.writer.punch(holes)
+        with self._state.lock:
+            numbers = map(self._state.catalog.number, sorted(ids))
+            self._state.writer.delete_empty(n for n in numbers if n is not None)
+        self._state.writer.punch(holes)
 
 
 # ── appends ───────────────────────────────────────────────────────────────────────────────────────
@@ -136,18 +139,18 @@ class Slice:
 
 
 class Putter:
-    def __init__(self, base: Base, room: Capacity, mover: Mover) -> None:
-        self._base, self._room, self._mover = base, room, mover
+    def __init__(self, state: StoreState, capacity: Capacity, mover: Mover) -> None:
+        self._state, self._capacity, self._mover = state, capacity, mover
 
     def slices(self, sources: Sequence[memoryview]) -> Iterator[list[int]]:
         """Numbers of objects that are written together; none of those that are too large."""
-        cap = self._base.settings.cap_bytes
+        cap = self._state.settings.cap_bytes
         some: list[int] = []
         held = 0
         for n, source in enumerate(sources):
             count = padded(len(source))
             if count > cap:
-                self._base.counts.add("large")
+                self._state.counts.add("large")
                 continue
             if some and held + count > min(SLICE_BYTES, cap // 4):
                 yield some
@@ -161,24 +164,24 @@ class Putter:
         """For each object, whether it is there now."""
         need = each.bytes()
         try:
-            if not self._room.promise(need):
-                self._base.counts.add("floor", len(each.sources))
+            if not self._capacity.promise(need):
+                self._state.counts.add("floor", len(each.sources))
                 return [False] * len(each.sources)
         except OSError as error:
             if error.errno not in _FULL:
-                raise self._base.folder.refusal(error) from error
-            self._base.counts.add("full", len(each.sources), error)
+                raise self._state.folder.refusal(error) from error
+            self._state.counts.add("full", len(each.sources), error)
             return [False] * len(each.sources)
         try:
             return self._put(each)
         except OSError as error:
-            raise self._base.folder.refusal(error) from error
+            raise self._state.folder.refusal(error) from error
         finally:
-            self._room.settle(need)
+            self._capacity.settle(need)
 
     def _put(self, each: Slice) -> list[bool]:
-        base = self._base
-        with base.lock:
+        state = self._state
+        with state.lock:
             places = self._take(each.sources)
         ranges = [
             FileRange(place.appender.fileno(), place.offset, source, len(source))
@@ -186,74 +189,74 @@ class Putter:
         ]
         try:
             outcomes = self._mover.write(ranges)
-            if base.settings.sync is Sync.ALWAYS:
+            if state.settings.sync is Sync.ALWAYS:
                 paths = {place.appender.path for place in places}
-                sync(paths | {base.folder.segments, base.folder.journals}, base.counts)
-            with base.lock:
+                sync(paths | {state.folder.segments, state.folder.journals}, state.counts)
+            with state.lock:
                 done, holes = self._commit(each, places, outcomes)
-                journal = base.writer.journal.path
+                journal = state.writer.journal.path
         except BaseException:
-            with base.lock:
-                base.writer.give_up(places)
+            with state.lock:
+                state.writer.give_up(places)
             raise
-        base.writer.punch(holes)
-        if base.settings.sync is Sync.ALWAYS:
-            sync([journal], base.counts)
+        state.writer.punch(holes)
+        if state.settings.sync is Sync.ALWAYS:
+            sync([journal], state.counts)
         return done
 
     def _take(self, sources: list[memoryview]) -> list[SegmentPlace]:
-        """Places for the first so many; fewer when the disk is full."""
-        base, places = self._base, list[SegmentPlace]()
-        spare = self._room.spare()
-        base.writer.look()
+        """Locations for the first objects; fewer when the disk is full."""
+        state, places = self._state, list[SegmentPlace]()
+        spare = self._capacity.spare()
+        state.writer.look()
         try:
             for source in sources:
-                places.append(base.writer.take(len(source), base.settings.segment_bytes, spare))
+                places.append(state.writer.take(len(source), state.settings.segment_bytes, spare))
         except OSError as error:
             if error.errno not in _FULL:
-                base.writer.give_up(places)
+                state.writer.give_up(places)
                 raise
-            base.counts.add("full", len(sources) - len(places), error)
+            state.counts.add("full", len(sources) - len(places), error)
         return places
 
     def _commit(
         self, each: Slice, places: list[SegmentPlace], outcomes: Outcomes
     ) -> tuple[list[bool], list[Hole]]:
-        """Let live what was written; which are there now, and what is to be punched out again."""
-        base = self._base
+        """Publish what was written; which objects exist now, and the holes to punch."""
+        state = self._state
         self._keep_journal()
-        base.look()
+        state.look()
         there = [False] * len(each.sources)
-        if base.catalog.additions != each.seen:
-            there = (base.catalog.table.find(each.keys, base.space) != NONE).tolist()
+        if state.catalog.additions != each.seen:
+            there = (state.catalog.table.find(each.keys, state.space) != NONE).tolist()
         gone = {each for each in {place.appender for place in places} if not each.is_there()}
         good = []
         for n, (place, outcome) in enumerate(zip(places, outcomes, strict=True)):
             if outcome is not None or place.appender in gone:
-                base.counts.add(_reason(outcome), error=outcome)
-            elif not there[n]:  # Otherwise someone else wrote it meanwhile.
+                state.counts.add(_reason(outcome), error=outcome)
+            elif not there[n]:  # Otherwise another process wrote it meanwhile.
                 good.append(n)
         try:
             lengths = [len(each.sources[n]) for n in good]
             chosen = [places[n] for n in good]
-            base.writer.commit(chosen, each.keys[good], lengths, each.stamps[good])
+            state.writer.commit(chosen, each.keys[good], lengths, each.stamps[good])
             for n in good:
                 there[n] = True
         except OSError as error:
-            base.counts.add(_reason(error), len(good), error)
+            state.counts.add(_reason(error), len(good), error)
             good = []
         each.seen += 1 if good else 0
         kept = set(good)
-        return there, base.writer.give_up([p for n, p in enumerate(places) if n not in kept])
+        return there, state.writer.give_up([p for n, p in enumerate(places) if n not in kept])
 
     def _keep_journal(self) -> None:
-        """Start another if someone deleted ours; what only it spoke of is lost."""
-        base = self._base
-        if not base.writer.journal.is_there():
-            base.counts.add("journal")
-            base.writer.renew_journal()
-            with base.folder.adding():
-                base.catalog.load()
+        """Start another journal if ours was deleted; objects that only it named are lost."""
+        state = self._state
+        if not state.writer.journal.is_there():
+            state.counts.add("journal")
+            state.writer.renew_journal()
+            with state.folder.adding():
+                state.catalog.load()
 
 
 def _reason(error: OSError | None) -> str:

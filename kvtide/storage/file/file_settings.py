@@ -16,9 +16,9 @@ from kvtide.storage.url import StoreURL
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 MAX_CAP_BYTES = 200 * 10**9
-CAP_SHARE = 0.5
+CAP_FRACTION = 0.5
 MAX_FLOOR_BYTES = 10 * 10**9
-FLOOR_SHARE = 0.05
+FLOOR_FRACTION = 0.05
 THREADS = 8
 SEGMENT_SHARE = 16
 MIN_SEGMENT_BYTES = 16 << 20
@@ -26,7 +26,7 @@ MAX_SEGMENT_BYTES = 1 << 30
 
 
 class Sync(Enum):
-    """When what was written is made to outlive a loss of power; see the package."""
+    """When writes are flushed to the disk; see the package."""
 
     ALWAYS = "always"
     BATCH = "batch"
@@ -43,12 +43,12 @@ class FileSettings:
 
     @classmethod
     def of(cls, url: StoreURL, folder: Folder, used_bytes: int) -> FileSettings:
-        """`used_bytes`: what objects take in the folder as it is opened."""
-        room = int((folder.free_bytes() + used_bytes) * CAP_SHARE)
-        cap = url.bytes("cap", min(MAX_CAP_BYTES, room))
+        """`used_bytes`: the size of the folder's objects as it is opened."""
+        usable = int((folder.free_bytes() + used_bytes) * CAP_FRACTION)
+        cap = url.bytes("cap", min(MAX_CAP_BYTES, usable))
         if cap < BLOCK_BYTES:
             raise StoreError(f"storage {url}: a cap of {cap} bytes holds nothing; write cap=200GB")
-        floor = min(MAX_FLOOR_BYTES, int(folder.size_bytes() * FLOOR_SHARE))
+        floor = min(MAX_FLOOR_BYTES, int(folder.size_bytes() * FLOOR_FRACTION))
         segment = min(max(cap // SEGMENT_SHARE, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
         segment = max(url.bytes("segment", segment) // BLOCK_BYTES, 1) * BLOCK_BYTES
         return cls(
@@ -85,12 +85,12 @@ SENTENCES = {
     "hole": "objects lost because their bytes were gone",
     "gone": "objects lost because their file was deleted or may not be read",
     "corrupt": "journal records skipped because they were damaged",
-    "unknown": "journal records skipped because nothing says whose segment they are of",
+    "unknown": "journal records skipped because no record names the space of their segment",
     "journal": "times that a journal could not be read or written",
     "punch": "ranges that could not be given back to the file system",
     "sync": "times that files could not be made to outlive a loss of power",
-    "keeping": "times that the background work failed and was put off",
-    "evicted": "objects evicted to make room",
+    "keeping": "times that the background work failed and was retried later",
+    "evicted": "objects evicted for new ones",
 }
 
 

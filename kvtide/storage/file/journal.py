@@ -135,7 +135,7 @@ def key_words(keys: Sequence[bytes]) -> Words:
 # ── journals ──────────────────────────────────────────────────────────────────────────────────────
 
 AHEAD_BYTES = 256 << 10
-"""Allocated ahead, so that a disk that others filled still has room for records of removals."""
+"""Allocated ahead, so that removals can be recorded when the disk is full."""
 
 
 MAX_READ_BYTES = 1 << 30
@@ -194,7 +194,7 @@ class Journal:
             allocate_ahead(self._fd, self.bytes, ahead - self.bytes)
             self._ahead = ahead
         except OSError:
-            pass  # The append itself will say whether there is room for what it needs.
+            pass  # The append itself fails if the disk is full.
 
 
 class Tail:
@@ -211,12 +211,12 @@ class Tail:
         return self._fd
 
     def read(self) -> Records:
-        """What is new. A record at the very end that does not check may still be being written:
-        it is waited for."""
+        """New records. A last record with a wrong checksum may still be being written: it is left
+        for the next read."""
         return self._read(MAX_READ_BYTES, waits=True)
 
     def read_whole(self) -> Records:
-        """All the rest of a journal that nobody writes any more."""
+        """All the rest of a finished journal."""
         parts = [nothing()]
         while len(part := self._read(MAX_READ_BYTES, waits=False)) or self._passed:
             parts.append(part)
@@ -228,8 +228,8 @@ class Tail:
         named = good & (records["kind"] == RecordKind.REPLACES)
         return set(records["segment"][named].tolist())
 
-    def _read(self, most: int, waits: bool) -> Records:
-        size = min(os.fstat(self._fd).st_size - self._at, most)
+    def _read(self, max_bytes: int, waits: bool) -> Records:
+        size = min(os.fstat(self._fd).st_size - self._at, max_bytes)
         self._passed = 0
         if size < RECORD_BYTES:
             return nothing()

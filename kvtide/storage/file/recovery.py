@@ -37,14 +37,14 @@ from kvtide.storage.file.segments import BLOCK_BYTES, delete, lock, punch
 # ── merging journals ──────────────────────────────────────────────────────────────────────────────
 
 LAST_REMOVALS = 4096
-"""As many of a journal's last removals may not have been punched out when its process ended."""
+"""So many of a journal's last removals may lack their holes when its process ended."""
 MERGED_SHARE = 4
 MAX_FINISHED = 8
 
 
 @dataclass(slots=True)
 class Merged:
-    """What was found: segments whose process ended, its last removals, records that were bad."""
+    """Segments of finished processes, their last removals, and the number of damaged records."""
 
     segments: set[int] = field(default_factory=set)
     removals: list[tuple[int, int, int]] = field(default_factory=list)
@@ -84,14 +84,14 @@ def merge(folder: Folder) -> Merged:
 
 
 def _is_due(finished: list[_Finished], recent: list[_Finished]) -> bool:
-    """A long journal is not written anew for the sake of a few short ones."""
+    """A long journal is not rewritten for a few short ones."""
     new = sum(len(each.records) for each in recent)
     old = sum(len(each.records) for each in finished) - new
     return bool(recent) and (new * MERGED_SHARE > old or len(finished) > MAX_FINISHED)
 
 
 def _finished(folder: Folder) -> tuple[list[_Finished], set[int] | None]:
-    """Journals nobody holds the lock of, and the segments that the others name; None without."""
+    """Journals whose lock is free, and the segments that the others name; None without others."""
     finished: list[_Finished] = []
     living: set[int] | None = None
     for path in folder.journal_paths():
@@ -103,7 +103,7 @@ def _finished(folder: Folder) -> tuple[list[_Finished], set[int] | None]:
                 continue
             named = _of(tail.read(), RecordKind.SEGMENT)
         except OSError:
-            pass  # Unreadable for us: left to who can read it.
+            pass  # Unreadable for this process: left to one that can read it.
         living = (living or set()) | set(named["segment"].tolist())
     return finished, living
 
@@ -114,10 +114,10 @@ def _of(records: Records, kind: RecordKind) -> Records:
 
 
 def _compact(journals: list[Records], segments: set[int], living: set[int] | None) -> list[Records]:
-    """What is kept. Records are copied once only: there may be millions.
+    """The records to keep. They are copied once only: there may be millions.
 
-    Of a segment whose file is gone only removals are: who reads a journal that still speaks of its
-    objects must not take them for alive.
+    Of a segment whose file is gone only removals are kept: a reader of a journal that still names
+    its objects must not take them for alive.
     """
     records = np.concatenate(journals) if len(journals) > 1 else journals[0]
     named = segments | (living or set())
@@ -178,11 +178,11 @@ def _replace(folder: Folder, tails: list[Tail], records: list[Records]) -> None:
 # ── clearing away ─────────────────────────────────────────────────────────────────────────────────
 
 TOGETHER = 128
-"""Segments that are looked at together, each of which is then open."""
+"""Segments that are cleared together, and open at the same time."""
 
 
 def enter(folder: Folder, catalog: Catalog, counts: StoreCounts) -> Journal:
-    """Read everything there is, and start a journal of one's own."""
+    """Read all journals, and start one for this process."""
     try:
         with folder.alone():
             merged = merge(folder)
@@ -190,7 +190,7 @@ def enter(folder: Folder, catalog: Catalog, counts: StoreCounts) -> Journal:
             journal = Journal(folder.new_journal())
             catalog.own.add(journal.id)
             catalog.load()
-            # What an unreadable journal speaks of must not be taken for left-overs.
+            # Objects of an unreadable journal must not be taken for left-overs.
             if not counts["journal"]:
                 _clear_away(folder, catalog, merged, counts)
             return journal
@@ -218,12 +218,12 @@ def _is_empty(catalog: Catalog, id: int) -> bool:
 
 
 def _tidy(folder: Folder, catalog: Catalog, ids: list[int], counts: StoreCounts) -> None:
-    """Of segments that nobody appends to, give back all but what lives in them."""
+    """Give back all but the live objects of segments that no process appends to."""
     files: dict[int, _File] = {}
     for id in ids:
         with _counted(counts):
             files[id] = _File(folder.segment(id))
-    # Once a segment's lock is ours nothing is added to it, and all that was will be seen.
+    # Under a segment's lock nothing is added to it, and the sweep sees all earlier additions.
     locked = {id: file for id, file in files.items() if lock(file.fd)}
     catalog.sweep()
     gaps = _gaps(catalog, set(locked))

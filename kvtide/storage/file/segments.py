@@ -1,10 +1,10 @@
 """Segments: the large files that objects lie in.
 
 A segment holds objects of one space. The process that made it appends to it and holds its lock
-(flock) while it does; locations are whole blocks, given out once. What is removed is punched out,
-so its blocks go back to the file system at once, and reading there finds a hole: that is how a
-reader learns that what it has just read was being removed, by whichever process. A segment in
-which nothing lives and that nobody appends to is deleted.
+(flock) while it does. Locations are whole blocks, allocated once. A removed object is punched out:
+its blocks go back to the file system at once, and a reader finds a hole. That is how a reader
+learns that another process removed the object that it has just read. A segment without live
+objects, to which no process appends, is deleted.
 
 `SegmentFile`  a file open for reading and punching; closed when the last to use it lets go
 `Appender` the segment this process appends to
@@ -64,7 +64,7 @@ def punch(fd: int, offset: int, count: int) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Take a file's lock if nobody has it."""
+    """Take a file's lock if it is free."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -83,7 +83,7 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def delete(path: Path) -> None:
-    """Delete a segment in which nothing lives; who has it open keeps none of its blocks."""
+    """Delete a segment without live objects; processes that have it open keep no blocks of it."""
     with contextlib.suppress(PermissionError):
         os.truncate(path, 0)
     path.unlink()
@@ -195,7 +195,7 @@ class Appender:
         return start
 
     def is_there(self) -> bool:
-        """Whether the file still has a name; someone may have deleted it."""
+        """Whether the file still has a name, or was deleted."""
         return os.fstat(self._fd).st_nlink > 0
 
     def finish(self) -> None:
