@@ -27,8 +27,8 @@ from kvtide.engine import Engine
 step = Engine.step
 def slow_step(engine):
     time.sleep(0.01)
-    assert all(request.params.priority != 13 for request in engine.scheduler.running), "told to
-    break"
+    running = engine.scheduler.running
+    assert all(request.params.priority != 13 for request in running), "told to break"
     return step(engine)
 Engine.step = slow_step
 """

@@ -222,12 +222,13 @@ def test_waits_without_an_end_are_refused(server: InProcess) -> None:
 def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
     server: InProcess, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy, at_it, done = threading.Event(), threading.Event(), engine_commands.Attach.done
+    busy, at_it = threading.Event(), threading.Event()
+    apply = engine_commands.AttachStore.apply
 
-    def slowly(order: engine_commands.Attach, post: engine_commands.Post) -> None:
+    def slowly(command: engine_commands.AttachStore, rank: engine_commands.EngineRank) -> None:
         at_it.set()
         assert busy.wait(10)
-        done(order, post)
+        apply(command, rank)
 
     monkeypatch.setattr(engine_commands.AttachStore, "apply", slowly)
     said = json.dumps({"url": url}).encode()
