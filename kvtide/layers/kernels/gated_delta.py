@@ -159,9 +159,9 @@ def _launch_prepare(
     prepared = _PreparedChunks(
         inverse=empty(chunk_count, heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype),
         attn=empty(chunk_count, heads, CHUNK_TOKENS, CHUNK_TOKENS, dtype=dtype),
-        decay_shape=empty(*decay_shape),
+        decay=empty(*decay_shape),
         chunk_decay=empty(chunk_count, heads, 1 if per_head else keys),
-        gated_shape=empty(*gated_shape, dtype=dtype),
+        gated=empty(*gated_shape, dtype=dtype),
     )
     if not per_head:
         gate_args = _gate_arguments(forgetting)[:4]

@@ -46,7 +46,7 @@ class Scanning:
     dt_limits: tuple[float, ...]
 
 
-def launch(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor) -> Tensor:
+def scan(run: ForwardPass, place: Place, how: Scanning, convolved: Tensor, dt: Tensor) -> Tensor:
     """The output (tokens, heads · dim) in fp32, skip included, from and to the recurrent states.
 
     `convolved` has x, B and C side by side; `dt` (tokens, heads) is before its bias.
