@@ -1,6 +1,6 @@
 """One file per family: the forward pass over the pools that `spec.families` declares for it.
 
-`registry` looks a config's `model_type` up in one table, declares the memory, and builds the model
+`family_registry` looks a config's `model_type` up in one table, declares the memory, and builds the model
 from a checkpoint's tensors. `docs/ADDING_A_MODEL.md` describes how to add a row.
 
 Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemma2`, `gemma3`,
@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtide.models.registry import FAMILIES, Model, build
+    from kvtide.models.family_registry import FAMILIES, Model, build
 
 __all__ = ["FAMILIES", "Model", "build"]
 
@@ -30,4 +30,4 @@ def __getattr__(name: str) -> Any:
     """The registry imports every family, and with them torch, which `models.gguf` does without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module("kvtide.models.registry"), name)
+    return getattr(importlib.import_module("kvtide.models.family_registry"), name)

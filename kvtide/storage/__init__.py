@@ -2,7 +2,7 @@
 
 `store`        the protocol every store keeps, third-party ones too; start here
 `objects`      what a stored page looks like, byte for byte
-`registry`     from a URL to a store
+`store_registry`  from a URL to a store
 `conformance`  checks that any store must pass, for tests and for users
 `trial`        objects to try a store with
 `file`         the embedded store: a few large files of one machine
@@ -11,8 +11,8 @@
 """
 
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
-from kvtide.storage.registry import open_store
 from kvtide.storage.store import Removed, Store, StoreError, StoreStatus
+from kvtide.storage.store_registry import open_store
 
 __all__ = [
     "CorruptObjectError",

@@ -13,7 +13,7 @@ import pytest
 
 from kvtide.server import engine_commands, storage_routes
 from kvtide.storage import open_store
-from kvtide.storage.registry import STORES
+from kvtide.storage.store_registry import STORES
 from tests.server import stores
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client, Json, Reply
