@@ -2,9 +2,9 @@
 
     python examples/embed.py
 
-Four conversations take turns on a device with room for two of them. What was said before comes back
-from host memory instead of being computed again, and not a bit of the answers changes: every turn
-is compared with one that is computed without a cache. Read the numbered comments in order.
+Four conversations take turns on a device with room for two of them. Earlier turns are loaded from
+host memory instead of being computed again, and the answers stay identical to the last bit: every
+turn is compared with one computed without a cache. Read the numbered comments in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POOL_OF = {layer: pool.name for pool in MEMORY.pools for layer in pool.layers}
 
 
 class History(NamedTuple):
-    """What a prompt keeps: the buffers of each layer, and in which slot of them each page lies."""
+    """A prompt's KV: the buffers of each layer, and the slot of each page in them."""
 
     buffers: Mapping[int, Mapping[str, torch.Tensor]]
     slots: dict[str, torch.Tensor]
@@ -52,8 +52,8 @@ class History(NamedTuple):
 
 
 class Toy:
-    """A transformer with random weights. It computes token by token, so that a token's arithmetic
-    is the same to the last bit whatever stands beside it in a chunk."""
+    """A transformer with random weights. It computes token by token, so that a token's result is
+    the same to the last bit in any chunk."""
 
     def __init__(self) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -98,8 +98,8 @@ class Engine:
         self._toy = toy
 
     def serve(self, tokens: list[int]) -> tuple[list[int], torch.Tensor, Lease]:
-        """The answer, the logits after it, and the lease, which tells what was found where."""
-        # 3. How much of the prompt is kept? Looking changes nothing and holds nothing.
+        """The answer, the logits after it, and the lease, which counts the tokens of each tier."""
+        # 3. How much of the prompt is resident? A match changes nothing and holds nothing.
         match = self.cache.match(self.cache.prompt(tokens))
         # 4. Lease it, with slots for the prompt and a promise of pages for the answer; all or
         #    nothing. `None` means no room now: serve others meanwhile and try again.
@@ -111,7 +111,7 @@ class Engine:
             # 6. Compute what was not found, in chunks: see `_step`.
             for at in range(lease.cached_tokens, len(tokens), CHUNK):
                 logits = self._step(lease, tokens[at : at + CHUNK], at)
-            # 7. Generate. The lease is told each token, and takes its slot out of the promise.
+            # 7. Generate. The lease gets each token, and takes its slot out of the promise.
             answer: list[int] = []
             for at in range(len(tokens), len(tokens) + ANSWER):
                 answer.append(int(logits.argmax()))
@@ -120,20 +120,20 @@ class Engine:
                 assert grown, "these pages were promised"
                 logits = self._step(lease, answer[-1:], at)
         finally:
-            # 11. However it ended, give back what the lease holds. What was committed stays.
+            # 11. On every exit path, give back what the lease holds. Committed pages stay.
             self.cache.release(lease)
         return answer, logits, lease
 
     def _step(self, lease: Lease, tokens: list[int], at: int) -> torch.Tensor:
-        # 8. Page tables change as a lease grows. Pages on their way stand in them already: when
-        #    the model gets to a layer, it waits for that layer's pages, or is told they failed.
+        # 8. Page tables change as a lease grows. They include pages that are still arriving: at
+        #    each layer the model waits for that layer's pages, or `wait` raises if they failed.
         tables = {a.name: self.cache.page_table(lease, a.name) for a in MEMORY.anchors}
         slots = {anchor: torch.from_numpy(table).long() for anchor, table in tables.items()}
         history = History(self._buffers, slots, lambda layer: self.cache.wait(lease, layer))
         logits = self._toy.forward(tokens, at, history)
-        # 9. From now on other prompts find the pages that are full, and the host gets a copy.
+        # 9. From now on other prompts match the full pages, and the host gets a copy.
         self.cache.commit(lease, at + len(tokens))
-        # 10. Once per step: copies that are done become visible, copies that are due leave.
+        # 10. Once per step: finished copies land, and due copies start.
         self.cache.poll()
         return logits
 

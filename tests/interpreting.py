@@ -1,9 +1,9 @@
-"""Triton's interpreter in half the time: without what it does over and over.
+"""Triton's interpreter in half the time: without repeated work.
 
-- It looks for numbers beyond 32 bits in every sum and product. What is small enough to be
-  interpreted has none.
-- It replaces all of `triton.language` by what can be interpreted, whenever a program calls a
-  function. Once for the functions of a module is enough, as long as the program runs.
+- The interpreter checks every sum and product for numbers beyond 32 bits. The quick run does
+  without; `--all` checks.
+- The interpreter replaces all of `triton.language` whenever a kernel calls a function. Once per
+  module and launch is enough.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 
-def quicken() -> None:
+def quicken(*, checks_overflow: bool) -> None:
     builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
+    builder.options = replace(builder.options, sanitize_overflow=checks_overflow)
     launch, replaced = GridExecutor.__call__, interpreter._patch_lang
     known: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""Other processes that tests start: where they listen, and stopping them."""
+"""Processes that tests start: free ports for them, and freezing them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def free_port() -> int:
 
 
 def freeze(pid: int) -> None:
-    """Stop a process. The signal returns before its threads have stopped, and one that still runs
-    may answer: this waits for the last."""
+    """Stop a process. The signal returns before its threads stop, and a running thread may still
+    answer, so this waits for the last one."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _MAX_S
     while _states(pid) != {"T"}:

@@ -1,8 +1,8 @@
-"""Which family was proven to do what, by the tests that passed: the table in docs/FAMILIES.md.
+"""What the tests prove of each family: the table in docs/FAMILIES.md.
 
-A test says what it proves with the fixture `proves`; the table is made of what passed and failed.
-A whole run holds it against the one in the docs, and `pytest --write-families` writes it there. A
-run of some tests shows less than there is: it does neither.
+A test declares what it proves with the fixture `proves`; the outcomes make the table. A whole run,
+quick or `--all`, compares it with the table in the docs, and `pytest --write-families` writes it
+there. A run of some tests has no complete table and does neither.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.grids import LEFT_OUT
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "FAMILIES.md"
 BEGIN, END = "<!-- made by the tests -->", "<!-- end -->"
@@ -23,11 +25,11 @@ ASPECTS = {
     "pp": "stages",
 }
 _PROPERTY = "proves"
-_CHOOSING = (
+_SELECTING = (
     "keyword", "markexpr", "collectonly", "lf", "deselect", "ignore", "ignore_glob", "maxfail",
     "stepwise",
 )  # fmt: skip
-"""Options with which not all tests are run."""
+"""Options that select tests."""
 
 Proves = Callable[[str, str], None]
 
@@ -36,31 +38,34 @@ Proves = Callable[[str, str], None]
 def proves(request: pytest.FixtureRequest) -> Proves:
     """`proves(config, aspect)`: this test is evidence for the family of a tiny config."""
 
-    def say(name: str, aspect: str) -> None:
+    def declare(name: str, aspect: str) -> None:
         assert aspect in ASPECTS, f"{aspect} is not a column of the table"
         request.node.user_properties.append((_PROPERTY, (name, aspect)))
 
-    return say
+    return declare
 
 
 class Proofs:
-    """What the tests of this run have shown, by family and aspect."""
+    """The outcomes of this run's tests, by family and aspect."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.outcomes: dict[object, list[bool]] = defaultdict(list)
         self.write: bool = config.getoption("--write-families")
-        # Of several processes, those that choose are not the one that hears of all tests.
-        chosen = any(getattr(config.option, name, None) for name in _CHOOSING)
-        self.whole = config.args == config.getini("testpaths") and not chosen
+        # With several processes, this one receives all reports and does not select.
+        selects = any(getattr(config.option, name, None) for name in _SELECTING)
+        self.whole = config.args == config.getini("testpaths") and not selects
         self.problem = ""
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.whole = False
+        """The quick selection keeps a proof of every cell of the table."""
+        left_out = self.config.stash.get(LEFT_OUT, set())
+        self.whole &= all(item.nodeid in left_out for item in items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            for _, said in (p for p in report.user_properties if p[0] == _PROPERTY):
-                self.outcomes[tuple(said)].append(report.passed)
+            for _, proof in (p for p in report.user_properties if p[0] == _PROPERTY):
+                self.outcomes[tuple(proof)].append(report.passed)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.write and not self.whole:
@@ -84,14 +89,14 @@ class Proofs:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        # Most tests do without models, and should start as fast as they do.
+        # Most tests do without models: importing these would slow down their start.
         from kvtide.models import FAMILIES
         from tests.models.tiny import family_of
 
         shown: dict[tuple[str, str], list[bool]] = defaultdict(list)
-        for said, passed in self.outcomes.items():
-            assert isinstance(said, tuple)
-            name, aspect = said
+        for proof, passed in self.outcomes.items():
+            assert isinstance(proof, tuple)
+            name, aspect = proof
             shown[family_of(name), aspect] += passed
         yield f"| `model_type` | {' | '.join(ASPECTS.values())} |"
         yield "|---|" + "---|" * len(ASPECTS)

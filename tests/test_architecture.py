@@ -1,10 +1,15 @@
-"""Which way imports run, which words we write, and how long things get: DESIGN.md §2, STYLE.md."""
+"""Which way imports run, which names we write, and how long things get: DESIGN.md §2, STYLE.md.
+
+Every test goes over all modules in a loop and lists everything that is wrong.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,6 +46,13 @@ WORDS_WE_DO_NOT_WRITE = re.compile(
 )
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 16
+"""In a folder, beside its `__init__.py`."""
+CROWDED = {"models", "layers", "layers/kernels", "storage/file"}
+"""Folders that may have more: `models` has one file per family."""
+NAMESAKES = ({"layers", "layers/kernels"}, {"models", "spec/families"})
+"""Folders whose modules of one name belong together: a kernel and its reference in torch; a
+family's model and its memory."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -88,19 +100,21 @@ def arrows(tree: ast.AST, package: list[str]) -> set[str]:
     return {parts[1] for parts in named if parts[0] == "kvtide" and len(parts) > 1}
 
 
+@cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"), str(path))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_imports_run_one_way(path: Path) -> None:
-    room = _room(path)
-    if not room:
-        assert not arrows(_parse(path), _package(path)) & SEES.keys()
-        return
-    assert room in SEES, f"{room} is a new room: say in SEES what it may import"
-    upward = (arrows(_parse(path), _package(path)) & SEES.keys()) - SEES[room] - {room}
-    assert not upward, f"{_name(path)} imports {sorted(upward)}"
+def test_imports_run_one_way() -> None:
+    unknown = {room for room in map(_room, MODULES) if room} - SEES.keys()
+    assert not unknown, f"new rooms: say in SEES what they may import: {sorted(unknown)}"
+    upward = {}
+    for path in MODULES:
+        room = _room(path)
+        allowed = SEES[room] | {room} if room else set()
+        if wrong := (arrows(_parse(path), _package(path)) & SEES.keys()) - allowed:
+            upward[_name(path)] = sorted(wrong)
+    assert upward == {}
 
 
 @pytest.mark.parametrize(
@@ -135,14 +149,18 @@ def test_every_room_has_a_line_in_the_table() -> None:
     assert rooms <= SEES.keys()
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if _room(path) == "index"], ids=_name)
-def test_index_has_no_torch_threads_or_io(path: Path) -> None:
-    tree = _parse(path)
-    used = {module.split(".")[0] for module in _imports(tree, _package(path))}
-    assert not used & NOT_IN_THE_INDEX
-    calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call)
-             and isinstance(n.func, ast.Name)}  # fmt: skip
-    assert not calls & {"open", "print", "input"}
+def test_index_has_no_torch_threads_or_io() -> None:
+    modules = [path for path in MODULES if _room(path) == "index"]
+    assert modules
+    wrong = {}
+    for path in modules:
+        tree = _parse(path)
+        used = {module.split(".")[0] for module in _imports(tree, _package(path))}
+        calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call)
+                 and isinstance(n.func, ast.Name)}  # fmt: skip
+        if found := used & NOT_IN_THE_INDEX | calls & {"open", "print", "input"}:
+            wrong[_name(path)] = sorted(found)
+    assert wrong == {}
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
@@ -155,10 +173,14 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_names_avoid_the_words_we_do_not_write(path: Path) -> None:
-    names = [path.stem, *(node.name for node in _definitions(_parse(path)))]
-    assert [name for name in names if WORDS_WE_DO_NOT_WRITE.search(_snake(name))] == []
+def test_names_avoid_the_words_we_do_not_write() -> None:
+    wrong = [
+        f"{_name(path)}: {name}"
+        for path in MODULES
+        for name in (path.stem, *(node.name for node in _definitions(_parse(path))))
+        if WORDS_WE_DO_NOT_WRITE.search(_snake(name))
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -168,17 +190,44 @@ def test_the_words_are_recognised_in_names(name: str) -> None:
     assert WORDS_WE_DO_NOT_WRITE.search(_snake(name))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_modules_and_functions_stay_short(path: Path) -> None:
-    assert len(path.read_text("utf-8").splitlines()) <= MAX_MODULE_LINES
-    long = [
-        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for node in _definitions(_parse(path))
-        if not isinstance(node, ast.ClassDef)
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
-    ]
-    assert long == []
+def _too_long(path: Path) -> Iterator[str]:
+    if (lines := len(path.read_text("utf-8").splitlines())) > MAX_MODULE_LINES:
+        yield f"{_name(path)}: {lines} lines"
+    for node in _definitions(_parse(path)):
+        assert node.end_lineno is not None
+        lines = node.end_lineno - node.lineno + 1
+        if not isinstance(node, ast.ClassDef) and lines > MAX_FUNCTION_LINES:
+            yield f"{_name(path)}: {node.name}: {lines} lines"
+
+
+def test_modules_and_functions_stay_short() -> None:
+    assert [problem for path in MODULES for problem in _too_long(path)] == []
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    defined: dict[str, list[str]] = defaultdict(list)
+    for path in MODULES:
+        for node in _parse(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].append(_name(path))
+    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+
+
+def test_modules_of_one_name_are_declared_pairs() -> None:
+    folders: dict[str, set[str]] = defaultdict(set)
+    for path in MODULES:
+        if path.stem != "__init__":
+            folders[path.stem].add(path.relative_to(PACKAGE).parent.as_posix())
+    alike = {name: found for name, found in folders.items() if len(found) > 1}
+    assert {name: found for name, found in alike.items() if found not in NAMESAKES} == {}
+
+
+def test_no_folder_shows_more_modules_than_a_reader_takes_in() -> None:
+    modules: dict[str, int] = defaultdict(int)
+    for path in MODULES:
+        modules[path.relative_to(PACKAGE).parent.as_posix()] += path.stem != "__init__"
+    crowded = {folder: count for folder, count in modules.items() if count > MAX_MODULES}
+    assert {folder: count for folder, count in crowded.items() if folder not in CROWDED} == {}
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Worlds: ranks in processes of their own, over gloo, that play scenarios together.
 
-Processes are slow to start, so a world is started once and plays all its scenarios; each is a test
-of its own. A rank that fails leaves, the others lose their connection to it, and what did not end
-in time is ended: nothing here waits for ever.
+Processes are slow to start, so a world is started once and plays all scenarios that the run
+selects; each is a test of its own. A rank that fails leaves, the others lose their connection to
+it, and ranks that do not end in time are killed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import pytest  # Ranks do without it.
 
 GROUP_TIMEOUT = timedelta(seconds=30)
 WORLD_TIMEOUT_S = 120.0
 
 Report = Mapping[str, tuple[str | None, float]]
-"""What a rank says of each scenario it played: what went wrong, and how long it took."""
+"""A rank's report on each scenario: the problem, if any, and the seconds it took."""
 END = "end"
 """In the place of a scenario: how the rank's process ended, and after how long."""
 
@@ -57,7 +60,7 @@ Kind = Callable[[int, int, Path], World]
 def play(
     ranks: int, folder: Path, scenarios: Mapping[str, Scenario], kind: Kind = World
 ) -> list[Report]:
-    """Start a world, let it play everything, and read what each rank has to say."""
+    """Start a world, play all scenarios, and read the ranks' reports."""
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(target=_work, args=(rank, ranks, folder, scenarios, kind), daemon=True)
@@ -76,8 +79,17 @@ def play(
     return reports
 
 
+def cells(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The cells of a module's grids that this run selects: a world plays no other scenarios."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+
+
 def check(reports: list[Report], scenario: str) -> None:
-    """Assert that all went well on every rank."""
+    """Assert that no rank reports a problem."""
     missing = "did not get here: {} after {:.0f} s".format
     problems = {
         rank: report[scenario][0] if scenario in report else missing(*report[END])
@@ -95,7 +107,7 @@ def _read(report: Path) -> Report:
 def _work(
     rank: int, ranks: int, folder: Path, scenarios: Mapping[str, Scenario], kind: Kind
 ) -> None:
-    """A rank's life: scenario after scenario, each with a line in the rank's report."""
+    """Play scenario after scenario; each has a line in the rank's report."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -115,7 +127,7 @@ def _work(
             seconds = time.monotonic() - began
             print(json.dumps([name, problem, seconds]), file=report, flush=True)
             if problem is not None:
-                # The others are told by the closed connection; nothing after this would mean much.
+                # The closed connection ends the other ranks too.
                 raise SystemExit(1)
     dist.barrier()
     dist.destroy_process_group()

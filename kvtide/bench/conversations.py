@@ -1,9 +1,9 @@
-"""What a server's cache is worth to people who talk: a load of conversations, and its figures.
+"""The gain of a server's cache in multi-turn conversations: a load, and its figures.
 
-Every user has a conversation, and all have one system prompt. A turn's prompt is the whole history
-and a new question; the answer's own tokens become history. The same conversations are held with the
-cache and without it, in turns, on one server: rounds go on, off, off, on, … so that a machine that
-becomes slower does so for both. How a server is asked is the caller's business (`Ask`).
+Every user has a conversation, and all share one system prompt. A turn's prompt is the whole history
+and a new question; the answer's tokens become history. The same conversations run with the cache
+and without it, alternately, on one server: rounds go on, off, off, on, … so that a machine that
+slows down does so for both. The caller sends the requests (`Ask`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 IDS = range(32, 200)
-"""Token ids that every vocabulary has, and that are special in none we know."""
+"""Token ids that every vocabulary has, and that are special in no known one."""
 
 WARM_UP = -1
-"""The round before the first: nobody counts it."""
+"""The round before the first, which is not counted."""
 
 
 class Phase(Enum):
@@ -52,18 +52,18 @@ class Load:
         return self.system_tokens + self.turns * (self.question_tokens + self.answer_tokens)
 
     def system(self, round_: int) -> list[int]:
-        return self._drawn("system", round_, count=self.system_tokens)
+        return self._random_tokens("system", round_, count=self.system_tokens)
 
     def question(self, round_: int, user: int, turn: int) -> list[int]:
-        return self._drawn("question", round_, user, turn, count=self.question_tokens)
+        return self._random_tokens("question", round_, user, turn, count=self.question_tokens)
 
-    def _drawn(self, *what: object, count: int) -> list[int]:
+    def _random_tokens(self, *what: object, count: int) -> list[int]:
         return random.Random(f"{self.seed} {what}").choices(IDS, k=count)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one user asks. Turns and rounds count from 0."""
+    """One request of one user. Turns and rounds count from 0."""
 
     phase: Phase
     round: int
@@ -75,7 +75,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back, and when, in seconds of one clock. `by_tier`: prompt tokens not computed."""
+    """The answer and its times, in seconds of one clock. `by_tier`: cached prompt tokens."""
 
     tokens: tuple[int, ...]
     began_s: float
@@ -104,7 +104,7 @@ class StreamEvent:
     @classmethod
     def of(cls, turn: Turn, reply: Reply) -> StreamEvent:
         count = len(reply.tokens)
-        spoken_ms = 1e3 * (reply.ended_s - reply.first_s)
+        decode_ms = 1e3 * (reply.ended_s - reply.first_s)
         return cls(
             turn.phase,
             turn.round,
@@ -113,7 +113,7 @@ class StreamEvent:
             len(turn.prompt),
             count,
             1e3 * (reply.first_s - reply.began_s),
-            spoken_ms / (count - 1) if count > 1 else None,
+            decode_ms / (count - 1) if count > 1 else None,
             dict(reply.by_tier),
         )
 
@@ -131,44 +131,44 @@ class Held:
 
 
 async def measure(
-    load: Load, rounds: int, ask: Ask, told: Callable[[StreamEvent], None] = lambda event: None
+    load: Load, rounds: int, ask: Ask, on_event: Callable[[StreamEvent], None] = lambda event: None
 ) -> list[Held]:
-    """Both phases in every round, after a warm-up of one turn. `told` hears of every answer."""
+    """Both phases in every round, after a warm-up of one turn. `on_event` is called per answer."""
     short = replace(load, users=load.at_once, turns=1)
     for phase in Phase:
         await _hold(short, phase, WARM_UP, ask, lambda event: None)
     found = []
     for round_ in range(rounds):
         for phase in reversed(Phase) if round_ % 2 else Phase:
-            found.append(await _hold(load, phase, round_, ask, told))
+            found.append(await _hold(load, phase, round_, ask, on_event))
     return found
 
 
 async def _hold(
-    load: Load, phase: Phase, round_: int, ask: Ask, told: Callable[[StreamEvent], None]
+    load: Load, phase: Phase, round_: int, ask: Ask, on_event: Callable[[StreamEvent], None]
 ) -> Held:
     """All conversations of a round; the first problem ends them all."""
-    room = asyncio.Semaphore(load.at_once)
+    slots = asyncio.Semaphore(load.at_once)
     events: list[StreamEvent] = []
 
-    async def talk(user: int) -> None:
+    async def converse(user: int) -> None:
         history = load.system(round_)
         for number in range(load.turns):
             if number:
                 await asyncio.sleep(load.think_s)
             history += load.question(round_, user, number)
-            async with room:
+            async with slots:
                 turn = Turn(phase, round_, user, number, tuple(history), load.answer_tokens)
                 reply = await ask(turn)
             history += reply.tokens
             events.append(StreamEvent.of(turn, reply))
-            told(events[-1])
+            on_event(events[-1])
 
     began = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
             for user in range(load.users):
-                group.create_task(talk(user))
+                group.create_task(converse(user))
     except ExceptionGroup as problems:
         raise problems.exceptions[0] from None
     return Held(phase, time.perf_counter() - began, tuple(events))
@@ -179,7 +179,7 @@ async def _hold(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles, with straight lines between the values that there are."""
+    """Percentiles, interpolated linearly."""
 
     p50: float
     p90: float
@@ -192,7 +192,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One phase, all rounds together. `hits`: the share of prompt tokens by tier."""
+    """One phase, all rounds together. `hits`: the fraction of prompt tokens by tier."""
 
     phase: Phase
     requests: int
@@ -210,7 +210,7 @@ class Figures:
 
 
 def figures(phase: Phase, held: Iterable[Held]) -> Figures:
-    """What a phase's rounds come to."""
+    """The figures of a phase over all its rounds."""
     mine = [one for one in held if one.phase is phase]
     events = [event for one in mine for event in one.events]
     seconds = sum(one.seconds for one in mine)

@@ -1,4 +1,4 @@
-"""The link between device and host, and how fast plain copies and matrix products are on it."""
+"""The link between device and host: plain copies over it, and a GEMM beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtide.tiers import device_arena, host_arena
 from kvtide.transfer.strided import Way
 
 LIMIT_BYTES = 2 << 30
-_PRODUCTS = 10
+_GEMMS = 10
 
 
 class Link:
@@ -35,12 +35,12 @@ class Link:
             arena.close()
 
     def synchronize(self) -> None:
-        """Wait until the device does nothing."""
+        """Wait for all work queued on the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
 
     def finish(self) -> None:
-        """Wait for what the calling thread has queued, or made its queue wait for."""
+        """Wait for the calling thread's stream, and for the work that it waits for."""
         if self._on_gpu:
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -66,8 +66,8 @@ class Link:
         self.synchronize()
         return 4 * size / (time.perf_counter() - start)
 
-    def products(self) -> Products:
-        return Products(self.device)
+    def gemm(self) -> Gemm:
+        return Gemm(self.device)
 
     def _copy(self, way: Way, size: int, offset: int = 0) -> None:
         device = self.device_block[offset : offset + size]
@@ -80,8 +80,8 @@ class Link:
             target.copy_(source, non_blocking=True)
 
 
-class Products:
-    """Matrix products of 8192 × 8192 in bf16 on random data, on a stream of their own."""
+class Gemm:
+    """A GEMM of 8192³ in bf16 on random data, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._a, self._b = (
@@ -92,12 +92,12 @@ class Products:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def time(self) -> float:
-        """Seconds per product, by events."""
+        """Seconds per GEMM, by CUDA events."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
             start.record()
-            for _ in range(_PRODUCTS):
+            for _ in range(_GEMMS):
                 torch.mm(self._a, self._b, out=self._out)
             end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3 / _PRODUCTS
+        return float(start.elapsed_time(end)) * 1e-3 / _GEMMS

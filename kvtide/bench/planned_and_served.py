@@ -1,9 +1,9 @@
-"""Whether an engine finds what the planner says that it will.
+"""The hit rates of an engine beside those that the planner predicts.
 
 The same requests, one after another, go through a planner's replay and through an engine with a
 cache of as many pages. The engine computes prompts in chunks, copies pages beside the model and
-keeps what a request needs to go on, all of which the planner leaves out. What both find must be the
-same all the same: the planner is worth as much as it predicts.
+keeps the running requests' state, all of which the planner leaves out. Both must still find the
+same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The tiers in tokens, and the most tokens that a step of the engine computes."""
+    """The tiers in tokens, and the maximum tokens of a step of the engine."""
 
     device_tokens: int
     host_tokens: int
@@ -69,7 +69,7 @@ class Sizes:
 
 
 def idle(name: str) -> Idle:
-    """A model that computes nothing and has one of the memories that steps are measured with."""
+    """A model that computes nothing, with one of the memories of `step_cost`."""
     return Idle(ModelMemory(name, PAGE, MEMORIES[name], layers=2))
 
 
@@ -122,18 +122,18 @@ def _capacity(cache: TieredCache) -> Mapping[Tier, Mapping[str, int]]:
 def _served(engine: Engine, requests: Sequence[TraceRequest]) -> Counter[Tier]:
     """Prompt tokens that the engine found, by tier; it refuses what does not fit."""
     found: Counter[Tier] = Counter()
-    for asked in _asks(requests):
+    for params in _params(requests):
         try:
-            request = engine.submit(asked)
+            request = engine.submit(params)
         except RequestError:
             continue
         while not engine.idle:
             engine.step()
         drained = engine.cache.drain(_DRAIN_S)
-        assert drained, "pages are still on their way after a minute"
+        assert drained, "transfers have not landed after a minute"
         found.update(request.by_tier)
     return found
 
 
-def _asks(requests: Sequence[TraceRequest]) -> Iterator[RequestParams]:
+def _params(requests: Sequence[TraceRequest]) -> Iterator[RequestParams]:
     return (RequestParams(tuple(request.prompt.tolist()), _ANSWER) for request in requests)

@@ -1,7 +1,7 @@
-"""What a step costs besides the model: scheduling, page tables, choosing, the cache's tree.
+"""The cost of a step besides the model: scheduling, page tables, sampling, the radix tree.
 
-The model here computes nothing, so that what is left is the engine's own time. A batch of requests
-generates, each after a long prompt, and the cache writes through to the host.
+The model here computes nothing, so that a step takes the engine's own time alone. A batch of
+requests decodes after long prompts, and the cache writes through to the host.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MEMORIES = {
         PoolSpec("state", (1,), _KV, tail_entries=1, reuse=Reuse(1, stride=PAGE)),
     ),
 }
-"""What is kept is small: the tree of a page cost the same whatever its bytes."""
+"""Entries are small: the radix tree costs the same per page, whatever its bytes."""
 
 
 class Idle:
-    """A model that computes nothing, and always says the same. Every pool has one layer."""
+    """A model that computes nothing and returns constant logits. Every pool has one layer."""
 
     vocabulary = VOCABULARY
     max_positions = 1 << 20
@@ -77,7 +77,7 @@ class StepCost:
 
 
 def measure(name: str, batch: int, prompt_tokens: int, steps: int) -> StepCost:
-    """Milliseconds per step in which every request of the batch generates a token."""
+    """Milliseconds per step in which every request of the batch decodes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The tensors are tiny; more threads would only wait for each other.
     try:
@@ -90,8 +90,8 @@ def measure(name: str, batch: int, prompt_tokens: int, steps: int) -> StepCost:
 def _times(name: str, batch: int, prompt_tokens: int, steps: int) -> list[float]:
     memory = ModelMemory(name, PAGE, MEMORIES[name], layers=LAYERS)
     spare = 2 * batch * prompt_tokens // CHUNK + PAGE
-    room = Tokens(8 * batch * max(prompt_tokens + steps + spare, 4096))
-    config = CacheConfig(room, host_size=Ratio(2.0), tokens_per_checkpoint=1024)
+    capacity = Tokens(8 * batch * max(prompt_tokens + steps + spare, 4096))
+    config = CacheConfig(capacity, host_size=Ratio(2.0), tokens_per_checkpoint=1024)
     cache = TieredCache(memory, config)
     engine = Engine(Idle(memory), cache, chunk_tokens=CHUNK, max_running=batch)
     for number in range(batch):
@@ -99,7 +99,7 @@ def _times(name: str, batch: int, prompt_tokens: int, steps: int) -> list[float]
         engine.submit(RequestParams(tuple(prompt), steps + spare))
     running = engine.scheduler.running
     while engine.scheduler.waiting or any(not request.output for request in running):
-        engine.step()  # The first ones generate already while the last are still computed.
+        engine.step()  # The first requests decode while the last still prefill.
     times = []
     for _ in range(steps):
         start = time.perf_counter()

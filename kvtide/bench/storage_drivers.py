@@ -1,6 +1,6 @@
-"""What stores are measured beside: the disk itself, a store's own library, a plain socket.
+"""Drivers that stores are measured beside: the disk, the store's own library, a plain socket.
 
-Libraries are loaded by name: those that are not installed are left out, and a note says so.
+Libraries are loaded by name. A note names those that are not installed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FILE_THREADS = 8
 S3_REQUESTS = 32
 
 
-def others(url: StoreURL, blocks: MemoryBlocks, room_bytes: int) -> tuple[list[Driver], list[str]]:
+def others(url: StoreURL, blocks: MemoryBlocks, max_bytes: int) -> tuple[list[Driver], list[str]]:
     """Drivers to measure a store beside, and notes about those that are missing."""
     makers: dict[str, list[Callable[[], Driver]]] = {
-        "file": [lambda: RawDisk(url, room_bytes)],
+        "file": [lambda: RawDisk(url, max_bytes)],
         "redis": [lambda: RedisPy(url), Loopback],
         "rediss": [lambda: RedisPy(url), Loopback],
         "s3": [lambda: Obstore(url), Loopback],
@@ -55,10 +55,10 @@ class RawDisk:
     they are written, as those of new objects are.
     """
 
-    def __init__(self, url: StoreURL, room_bytes: int) -> None:
+    def __init__(self, url: StoreURL, max_bytes: int) -> None:
         threads = url.count("threads", FILE_THREADS)
         self._path = Path(url.path) / f"bench-{secrets.token_hex(8)}"
-        self._room = room_bytes
+        self._max_bytes = max_bytes
         flags = os.O_RDWR | os.O_CREAT
         try:
             self._file, how = os.open(self._path, flags | os.O_DIRECT), "O_DIRECT"
@@ -71,7 +71,7 @@ class RawDisk:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         os.ftruncate(self._file, 0)
-        os.posix_fallocate(self._file, 0, self._room)
+        os.posix_fallocate(self._file, 0, self._max_bytes)
         self._places, self._end = {}, 0
 
     def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvtide.storage import open_store
-from kvtide.storage.registry import STORES
+from kvtide.storage.store_registry import STORES
 from kvtide.storage.url import StoreURL
 
 

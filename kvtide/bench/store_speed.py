@@ -1,4 +1,4 @@
-"""How fast objects get into a store and out of it, beside what its disk or its own library reaches.
+"""Write and read rates of a store, beside its disk or its own client library.
 
 All drivers take turns in one run, each with objects of its own: write a batch, read it back, remove
 it. A rate is the median over the turns, a ratio the median of the ratios within a turn. Memory is
@@ -27,7 +27,7 @@ from kvtide.storage.trial import new_keys
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 BATCH_BYTES = 64 << 20
-"""What one call carries, or a single object."""
+"""The size of a call, unless one object is larger."""
 ALIGN = 4096
 WAYS = ("write", "read")
 ASKED_KEYS, KEYS_THERE = 10_000, 1_000
@@ -36,7 +36,7 @@ OPENING_BATCH = 10_000
 
 
 class Driver(Protocol):
-    """Something that keeps objects. Whatever does not work raises."""
+    """A store of objects under measurement. Every failure raises."""
 
     name: str
 
@@ -115,19 +115,21 @@ class Ours:
     def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
         refused = self._store.write(keys, sources).count(False)
         if refused:
-            raise StoreError(f"storage {self._store.name}: {refused} objects refused; give it room")
+            raise StoreError(
+                f"storage {self._store.name}: {refused} objects refused; raise its capacity"
+            )
 
     def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> None:
         lengths = self._store.read(keys, targets)
         lost = sum(n != len(target) for n, target in zip(lengths, targets, strict=True))
         if lost:
-            raise StoreError(f"storage {self._store.name}: {lost} objects lost; give it room")
+            raise StoreError(f"storage {self._store.name}: {lost} objects lost; raise its capacity")
 
     def remove(self, keys: Sequence[bytes]) -> None:
         self._store.remove(keys)
 
     def close(self) -> None:
-        """The store is its opener's to close."""
+        """The caller closes the store."""
 
 
 def cases(models: Sequence[str], total_bytes: int) -> list[StoreCase]:
@@ -202,7 +204,7 @@ def _measured(
 
 
 def existence_ms(store: Store, turns: int) -> float:
-    """Looking for ten thousand keys of which a thousand are there, in one call."""
+    """Milliseconds of one call for ten thousand keys, a thousand of which exist."""
     there = new_keys(KEYS_THERE)
     small = memoryview(bytearray(SMALL_BYTES))
     store.write(there, [small] * len(there))
@@ -220,17 +222,17 @@ def existence_ms(store: Store, turns: int) -> float:
 
 
 def fill(store: Store, objects: int, progress: Progress) -> None:
-    """As many small objects, to see what opening the store then costs."""
+    """Write `objects` small objects, for a measurement of opening the store."""
     sources = [memoryview(bytearray(SMALL_BYTES))] * OPENING_BATCH
     starts = range(0, objects, OPENING_BATCH)
     for start in progress(starts, len(starts), "objects to open with, by ten thousand"):
         count = min(OPENING_BATCH, objects - start)
         if not all(store.write(new_keys(count), sources[:count])):
-            raise StoreError(f"storage {store.name}: objects refused; give it room")
+            raise StoreError(f"storage {store.name}: objects refused; raise its capacity")
 
 
 def opened_anew(url: str, space: bytes, objects: int) -> Opened:
-    """A process of its own: what it takes is not mixed up with what this one has."""
+    """In a process of its own, so that its memory is not mixed with this one's."""
     command = [sys.executable, "-m", "kvtide.bench.store_opening", url, space.hex()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -2,7 +2,7 @@
 
 Every case is timed in turns with a plain copy, on the wall clock, from the call that submits it to
 its last byte; a share is the median over the turns. Slots are scattered at random on both sides,
-unless a case says that they follow each other.
+unless a case is contiguous.
 
 There are two shares. `alone` is one copy on an idle link beside one plain copy of the same length.
 `back to back` is as many of them as make up two gibibytes, queued at once, beside one plain copy of
@@ -68,7 +68,7 @@ class TransferCase:
         return {anchor: SPREAD * n for anchor, n in self.pages.items()}
 
     def on_host(self) -> Arrangement:
-        """With the room behind pages that a cache leaves there."""
+        """With the gap behind each page that a cache leaves for its label."""
         kept = self.memory.at_rest
         formats = {a.name: ObjectFormat(kept, a.name, _SPACE) for a in kept.anchors}
         return Arrangement(kept, self.slots, self.layout, tails(formats))
@@ -227,7 +227,7 @@ def _measure(case: TransferCase, rig: Rig, way: Way, repetitions: int) -> Transf
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A figure that is no plain bandwidth. `value` in `unit`; `goal` the most or least allowed."""
+    """A figure that is no plain bandwidth. `value` in `unit`; `goal` its upper or lower bound."""
 
     what: str
     value: float
@@ -257,7 +257,7 @@ def both_ways(case: TransferCase, link: Link, repetitions: int) -> list[Beside]:
 
 
 def _both_ways(rig: Rig, case: TransferCase, submissions: int, merged: int) -> float:
-    """The share of plain copies both ways that so many submissions each way reach."""
+    """The rate of `submissions` each way, as a fraction of plain copies both ways."""
     moves = {way: rig.moves(way) * merged for way in Way}
     rig.link.synchronize()
     start = time.perf_counter()
@@ -272,28 +272,28 @@ def _both_ways(rig: Rig, case: TransferCase, submissions: int, merged: int) -> f
 
 
 def matmul_beside(case: TransferCase, link: Link, repetitions: int, way: Way = Way.LOAD) -> Beside:
-    """Speed of large matrix products while the case's copies run, beside their speed alone."""
+    """Speed of a large GEMM while the case's copies run, beside its speed alone."""
     rig = Rig(case, link, Layout.PAGE_FIRST_DIRECT)
     moves = rig.moves(way)
-    products = link.products()
+    gemm = link.gemm()
     shares = []
     for _ in range(repetitions + 1):
-        before = products.time()
+        before = gemm.time()
         tickets = [rig.copier.copy(way, moves, TIMEOUT_S) for _ in range(8 * rig.queued)]
-        beside = products.time()
+        beside = gemm.time()
         running = not tickets[-1].done()
         tickets[-1].wait(-1)
         link.finish()
-        assert running, "the copies ended before the products did; the case is too small"
-        shares.append((before + products.time()) / 2 / beside)
+        assert running, "the copies ended before the GEMM did; the case is too small"
+        shares.append((before + gemm.time()) / 2 / beside)
     rig.close()
     share = statistics.median(shares[1:])
-    name = f"8192³ bf16 products beside a {way.name.lower()}, {case.name}"
+    name = f"8192³ bf16 GEMM beside a {way.name.lower()}, {case.name}"
     return Beside(name, share, "share", "≥ 97%", share >= 0.97)
 
 
 def submission(case: TransferCase, link: Link, repetitions: int) -> list[Beside]:
-    """What submitting costs the calling thread."""
+    """The time that a submission takes of the calling thread."""
     rig = Rig(case, link, Layout.PAGE_FIRST_DIRECT)
     found = []
     for way in Way:

@@ -1,4 +1,4 @@
-"""`TieredCache`: a model's memory over device, host and storage, for people who write engines.
+"""`TieredCache`: a model's memory over device, host and storage, as one cache for an engine.
 
     match ─▶ reserve ─▶ load ─▶ [wait(layer) … forward] ─▶ commit … commit ─▶ release
                                     poll, once per step
@@ -7,8 +7,8 @@ The cache owns the device's pages and the host's. It takes tokens and returns le
 a request. All calls come from one thread and none waits for a copy, except `wait` for the layer
 that is needed next. Copies run beside the model and become visible in `poll`.
 
-What always holds: what `match` finds is there; what a lease was promised stays until `release`;
-pages on their way are not readable; whatever fails gives back all it held.
+What always holds: `match` finds only pages that are readable; a lease keeps what it was promised
+until `release`; a transfer that fails gives back all it held.
 
 `storage` reaches beyond the process: attach a store, and fetch from it when a prompt arrives.
 """
@@ -42,24 +42,26 @@ from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfers, TransferState
 
 MAX_INFLIGHT = 64
-"""How many transfers ranks talk about at a time; older ones come first."""
+"""Transfers per exchange between ranks; older ones come first."""
 HANDOVER_S = 1e-3
-"""So long at the most, whoever starts a load leaves the interpreter to the thread that issues it:
-the first bytes are on their way while the caller goes on, and not after it."""
+"""How long `load` waits at most for the load lane to issue the first copy.
+
+The lane's thread needs the interpreter: without the wait, the first bytes leave after the caller's
+next step is launched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a poll brought: leases whose prefix is all there, leases whose prefix will not come."""
+    """What a poll brought: leases whose prefix has landed, leases whose load failed."""
 
     landed: tuple[Lease, ...] = ()
     failed: tuple[Lease, ...] = ()
 
 
 class TieredCache:
-    """See the module. Tests bring their own `hardware`; otherwise the config says what to open.
+    """See the module. `hardware` is opened from the config if not given.
 
-    `agreement` is how this rank's cache comes to the same ends as those of all others.
+    `agreement` makes this rank's cache end transfers as the caches of all other ranks do.
     """
 
     def __init__(
@@ -100,15 +102,15 @@ class TieredCache:
         return self.index.prompt(tokens, namespace)
 
     def scratch(self, tokens: Tokens) -> Prompt:
-        """A prompt that finds nothing and is found by nobody: for computing it without the cache.
+        """A prompt that finds nothing and that no match finds: for computing without the cache.
 
-        Reserve, commit and release it like any other: each lease has its pages to itself, no
-        write policy copies them, and `release` drops them all.
+        Reserve, commit and release it like any other. Each lease has pages of its own, no write
+        policy copies them, and `release` drops them all.
         """
         return self.index.scratch(tokens)
 
     def match(self, prompt: Prompt, slowest: Tier = Tier.HOST) -> Match:
-        """How much of the prompt is kept on the device, or down to `slowest`. Changes nothing."""
+        """How much of the prompt is resident in the tiers down to `slowest`. Changes nothing."""
         hit = self.index.match(prompt, slowest)
         page = self.memory.page_tokens
         by_tier = {tier: n * page for tier, n in self.index.pages_by_tier(hit).items()}
@@ -125,11 +127,10 @@ class TieredCache:
     ) -> Lease | None:
         """Lease the match, with device slots for its prefix and for the tokens up to `tokens`.
 
-        `tokens` is all of the prompt if not given; `growth_pages` promises as many further ones.
+        `tokens` is all of the prompt if not given; `growth_pages` promises as many further pages.
         In every pool or in none: `None` means no room now, and nothing changed; try again after
-        a `poll`. It may never fit if it is more than `max_sequence_tokens`. A match that is out of
-        date is
-        made again.
+        a `poll`. More than `max_sequence_tokens` never fits. A match that is out of date is made
+        again.
         """
         upto = match.prompt.tokens if tokens is None else tokens
         lease = self._reserve(match, upto, growth_pages, priority)
@@ -153,8 +154,7 @@ class TieredCache:
     def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
         """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full.
 
-        Checkpoints on the way are wishes of the placement: where they do not fit, the lease goes on
-        without them.
+        Checkpoints are optional: where they do not fit, the lease continues without them.
         """
         within = tokens <= lease._index_lease.reserved * self.memory.page_tokens
         if within and not growth_pages:
@@ -170,7 +170,7 @@ class TieredCache:
     def shrink(self, lease: Lease, tokens: int) -> None:
         """Give back slots beyond `tokens`, which stay promised: less was computed than planned.
 
-        Where windows and states are kept is then decided anew by the next `grow`.
+        The next `grow` chooses anew where windows and states are kept.
         """
         self.index.shrink(lease._index_lease, tokens)
 
@@ -189,17 +189,17 @@ class TieredCache:
         """Make the model's coming work wait until the prefix is there for this (global) layer.
 
         On a GPU this orders streams and returns at once; on a CPU it blocks. Raises
-        `TransferError` when the load failed or missed its deadline: release the lease then. Other
-        ranks may not know of it yet: with several, all release it when `poll` says that it failed.
+        `TransferError` when the load failed or missed its deadline: release the lease then. With
+        several ranks, release it when `poll` reports it as failed, which happens on all of them.
         """
         if lease.transfers:
             lease.wait(self.hardware.copier.leg_of(layer))
 
     def commit(self, lease: Lease, tokens: int, without: Collection[str] = ()) -> None:
-        """The tokens up to `tokens` are computed: their full pages can be found from now on.
+        """The tokens up to `tokens` are computed: `match` finds their full pages from now on.
 
-        For a lease that is still loading it happens when the load has landed, and not at all if
-        that fails. `without` names optional sidecars (a draft's KV) that were not computed.
+        For a lease that is still loading, the commit happens when the load lands, and never if the
+        load fails. `without` names optional sidecars (a draft's KV) that were not written.
         """
         assert lease.live, "committing with a lease that was released"
         self._in_flight.drop_fence()
@@ -209,7 +209,7 @@ class TieredCache:
             self._commit(lease, tokens, without)
 
     def retain(self, lease: Lease) -> None:
-        """Make a checkpoint of where the lease stands: somebody will go on from there."""
+        """Keep a checkpoint at the lease's last committed page: a next prompt resumes there."""
         if not lease._index_lease.running or not self.index.has_checkpoints:
             return
         self.index.retain(lease._index_lease)
@@ -219,8 +219,8 @@ class TieredCache:
     def shared_pages(self, prompt: Prompt, lease: Lease) -> int:
         """Up to which page a prompt shares what a lease has yet to commit; 0 if it shares none.
 
-        When `commit` has come there, `match` finds these pages, if what a resume there needs was
-        kept.
+        Once the lease has committed that page, `match` finds it, if the windows and states that a
+        resume there needs were kept.
         """
         inner = lease._index_lease
         return 0 if inner.hidden else self.index.shared_pages(prompt, inner.prompt, inner.boundary)
@@ -242,7 +242,7 @@ class TieredCache:
     def page_table(self, lease: Lease, pool: str) -> Slots:
         """The device slot of every page the lease has, -1 where the pool keeps none.
 
-        Includes slots into which pages are on their way: `wait` comes before reading them.
+        Includes the slots of pages that are still arriving: call `wait` before reading them.
         """
         anchor = self.memory.pool(pool).follows or pool
         if lease.loading:
@@ -250,11 +250,11 @@ class TieredCache:
         return self.index.page_table(lease._index_lease, anchor)
 
     def carries(self, lease: Lease, sidecar: str) -> npt.NDArray[np.bool_]:
-        """For every page of the prefix on the device: has it this optional sidecar?"""
+        """For every page of the prefix: whether the device has this optional sidecar of it."""
         return self.index.carries(lease._index_lease, sidecar)
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
-        """What a layer keeps on the device, by field: (slots, entries of a page, *shape)."""
+        """A layer's device buffers, by field: (slots, entries of a page, *shape)."""
         return self.hardware.device.view(pool, layer)
 
     # -- beside requests --------------------------------------------------------------------
@@ -270,7 +270,7 @@ class TieredCache:
         self._in_flight.fence()
 
     def poll(self) -> Progress:
-        """Once per step: let land what is done everywhere, start copies that are due."""
+        """Once per step: land the transfers that all ranks have done, start those that are due."""
         progress = self.land()
         self._writing.tick()
         for way in Way:
@@ -279,23 +279,23 @@ class TieredCache:
         return progress
 
     def land(self) -> Progress:
-        """Let land what is done everywhere; for whom `poll` comes too late in a step."""
-        told: dict[int, Lease] = {}
+        """Land the transfers that are done on all ranks, earlier in a step than `poll`."""
+        settled: dict[int, Lease] = {}
         for transfer, inners in self._settle():
             waiting = (self._leases.get(inner.number) for inner in inners)
             for lease in (lease for lease in waiting if lease is not None and not lease.failed):
                 if transfer in lease.transfers:
-                    told[lease._index_lease.number] = lease
+                    settled[lease.number] = lease
                     if transfer.state is not TransferState.LANDED:
                         lease.fail(_explained(transfer))
-        landed = [lease for lease in told.values() if not lease.failed and not lease.loading]
+        landed = [lease for lease in settled.values() if not lease.failed and not lease.loading]
         for lease in landed:
             self._settled(lease)
-        failed = [lease for lease in told.values() if lease.failed]
+        failed = [lease for lease in settled.values() if lease.failed]
         return Progress(tuple(landed), tuple(failed))
 
     def _settle(self) -> list[tuple[ArrivalTransfer, list[IndexLease]]]:
-        """End what is done on every rank: one exchange for all that is in transfer."""
+        """End the transfers that are done on every rank: one exchange for all in flight."""
         transfers = self._in_flight.verdicts()[:MAX_INFLIGHT]
         mine = [*transfers, *self.storage.verdicts()]
         agreed = self.agreement.all_min(mine, self.index.tick) if mine else []
@@ -304,10 +304,10 @@ class TieredCache:
         return news
 
     def prefetch(self, prompt: Prompt) -> bool:
-        """Begin to bring a waiting prompt's prefix to the device, if slots are free for it.
+        """Begin to load a waiting prompt's prefix, if device slots are free for it.
 
-        Nothing is evicted for it and nothing has to be released: it only makes a later `reserve`
-        find more on the device. The copies leave with the next `load` or `poll`.
+        It evicts nothing, and the caller releases nothing: a later `reserve` finds more on the
+        device. The copies leave with the next `load` or `poll`.
         """
         found = self.match(prompt)
         if found.tokens == self.match(prompt, Tier.DEVICE).tokens:
@@ -330,11 +330,11 @@ class TieredCache:
         return self._sessions.forget_oldest()
 
     def quarantine(self, prompt: Prompt) -> int:
-        """Let nobody find again what shares the prompt's first page, as it may be corrupt.
+        """Hide all pages behind the prompt's first page from every match: they may be corrupt.
 
-        Returns how many pages that are, over tiers and pools. They are dropped as soon as no lease
-        or copy needs them. Leases that hold some go on with them, and nothing that they commit
-        is found; sessions let go of theirs. The same tokens can be computed anew at once.
+        Returns how many pages those are, over tiers and pools. They are dropped when no lease or
+        transfer needs them. Leases on them continue, and no match finds what they commit; sessions
+        unpin them. The same tokens can be computed anew at once.
         """
         self.storage.remove(prompt)
         pages = self.index.quarantine(prompt)
@@ -349,7 +349,7 @@ class TieredCache:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is in transfer between device and host."""
+        """Whether anything is in flight between device and host."""
         return len(self._in_flight) > 0
 
     @property
@@ -358,13 +358,11 @@ class TieredCache:
         return self.busy or self.storage.unsettled
 
     def flush(self, tier: Tier) -> int:
-        """Drop every page of a tier that nobody needs; returns how many it were."""
+        """Drop every page of a tier that is not pinned; returns how many."""
         return self.index.clear(tier)
 
     def drain(self, timeout_s: float) -> bool:
-        """Poll until nothing is in transfer, nor waits for storage; False if that took longer than
-        allowed, on any rank.
-        """
+        """Poll until nothing is in flight or waits for storage; False on a timeout of any rank."""
         deadline = time.monotonic() + timeout_s
         self.poll()
         while self.busy or self.storage.at_work:
@@ -376,9 +374,9 @@ class TieredCache:
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Finish what is in transfer, write what is in line, and give the memory back.
+        """Finish what is in flight, write what waits to be stored, and give the memory back.
 
-        False if a store kept a call for longer than that: the memory is then left to it.
+        False if a call of the store did not return in time: the memory then stays allocated.
         """
         self._sessions.forget_all()
         deadline = time.monotonic() + timeout_s
@@ -435,13 +433,13 @@ class TieredCache:
             match = self.match(match.prompt, match.slowest)
         why = tuple(self.index.why(match.hit))
         inner = self.index.pin(match.hit, priority)
-        # A match of the device alone waits for nothing, not even for what is optional.
+        # A match of the device alone waits for no transfer, not even of optional sidecars.
         transfers = self._in_flight.load(inner) if match.slowest > Tier.DEVICE else []
         if transfers is None or not self.index.advance(inner, tokens, growth):
             self._undo(inner, transfers or [])
             return None
         if any(transfer in self._in_flight.overdue() for transfer in transfers):
-            # Waiting for it would fail, and it holds its slots: compute these pages instead.
+            # An overdue load still holds its slots, and waiting for it fails: recompute instead.
             self._undo(inner, transfers)
             return self._reserve(self.match(match.prompt, Tier.DEVICE), tokens, growth, priority)
         lease = Lease(inner, match.tokens, match.by_tier, why, transfers)
@@ -449,7 +447,7 @@ class TieredCache:
         return lease
 
     def _undo(self, inner: IndexLease, transfers: list[ArrivalTransfer]) -> None:
-        """Take back a reservation; transfers that were begun for others go on."""
+        """Take back a reservation; transfers begun for other leases continue."""
         for transfer in transfers:
             own = transfer.holds is not None and transfer.holds.leases[0] is inner
             if own and transfer.state is TransferState.RESERVED:
@@ -457,9 +455,9 @@ class TieredCache:
         self.index.release(inner)
 
     def _settled(self, lease: Lease) -> None:
-        """The lease's load has landed: do what it was waiting for."""
+        """The lease's load has landed: make the commits that waited for it."""
         pending, lease.pending = lease.pending, []
-        if pending:  # Of pages that others have too, one is free then. A pass may be at it.
+        if pending:  # A commit frees duplicate pages, which a running step may still use.
             self._in_flight.drop_fence(Way.LOAD)
         for tokens, without in pending:
             self._commit(lease, tokens, without)
@@ -478,7 +476,7 @@ class TieredCache:
         return {anchor: pages for (tier, anchor), pages in missing if tier is Tier.DEVICE}
 
     def _fits_free(self, inner: IndexLease) -> bool:
-        """Whether what the host has of the lease's prefix fits on the device without evicting."""
+        """Whether the lease's pages on the host fit on the device without eviction."""
         needs = self.index.needs(inner, Tier.HOST, Tier.DEVICE)
         return all(
             pages <= self.index.free_pages(Tier.DEVICE, name) for name, pages in needs.items()
@@ -486,6 +484,6 @@ class TieredCache:
 
 
 def _explained(transfer: ArrivalTransfer) -> TransferError:
-    """Why a load that has not landed never will, or not in time."""
+    """Why a load failed, or is late."""
     elsewhere = "it missed its deadline" if transfer.late else "it failed on another rank"
     return TransferError(f"the prefix could not be loaded: {transfer.error or elsewhere}")

@@ -28,7 +28,7 @@ class FetchPatience:
     | `timeout`       | `base_s`, and `per_1k_s` per 1,000 tokens, but not beyond `max_s`  |
     | `wait_complete` | until all has come, but not beyond `complete_s`                     |
 
-    min_tokens  what is not worth asking for
+    min_tokens  a prompt that misses fewer tokens is not looked up
     """
 
     policy: str = "timeout"
@@ -63,28 +63,28 @@ _PATIENT = FetchPatience()
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The tiers' sizes and ways.
+    """Sizes and policies of the tiers.
 
-    device_size       the device tier; there is no default, since it is the rest of the memory
-    host_size         the host tier; None for none
-    device            a torch device: "cuda", "cuda:1", "cpu"
-    layout            how the host's pages lie; see `tiers.layout`
-    device_layout     how the device's pages lie
-    backend           how bytes move (`transfer.backends`); None for the device's default
-    write_policy      when pages are copied to the host (`cache.writing`)
-    eviction          what a full tier gives up first (`index.choice`)
+    device_size         the device tier; no default, since it is what weights leave free
+    host_size           the host tier; None for none
+    device              a torch device: "cuda", "cuda:1", "cpu"
+    host_layout         the host's layout; see `tiers.layout`
+    device_layout       the device's layout
+    backend             how bytes move (`transfer.backends`); None for the device's default
+    write_policy        when pages are copied to the host (`cache.write_policies`)
+    eviction            which pages a full tier evicts first (`index.evict.policies`)
     tokens_per_checkpoint  windows and states get slots for one checkpoint per so many tokens
-    headroom          write_back keeps this share of the device's slots free, ahead of need
-    session_fraction     the most that session pins may hold of the device's slots
-    transfer_timeout_s  after this long nobody waits for a transfer any more
-    patience          how long requests wait for storage, once one is attached
-    fingerprint       what the weights and their precision are, for keys that leave the process
+    headroom            the fraction of device slots that write_back keeps free
+    session_fraction    the most that session pins may hold of the device's slots
+    transfer_timeout_s  the deadline of a transfer
+    patience            how long requests wait for storage, once one is attached
+    fingerprint         digest of the weights and their precision, for keys in storage
     """
 
     device_size: TierSize
     host_size: TierSize | None = _TWICE
     device: str = "cpu"
-    layout: Layout = Layout.PAGE_FIRST_DIRECT
+    host_layout: Layout = Layout.PAGE_FIRST_DIRECT
     device_layout: Layout = Layout.PAGE_FIRST_DIRECT
     backend: str | None = None
     write_policy: str = "write_through"
@@ -104,15 +104,15 @@ class CacheConfig:
         if self.eviction not in EVICTIONS:
             raise TierError(f"eviction {self.eviction} is not known; use {', '.join(EVICTIONS)}")
         if not 0 <= self.headroom < 1:
-            raise TierError(f"a headroom of {self.headroom:g}; use a share from 0 to below 1")
+            raise TierError(f"a headroom of {self.headroom:g}; use a fraction from 0 to below 1")
         if not 0 <= self.session_fraction <= 1:
-            raise TierError(f"a session share of {self.session_fraction:g}; use a share of 0 to 1")
+            raise TierError(f"a session fraction of {self.session_fraction:g}; use 0 to 1")
         if not 0 < self.transfer_timeout_s < math.inf:
             raise TierError(
                 f"a transfer timeout of {self.transfer_timeout_s:g} s fails every transfer, or "
                 "waits for ever; use a number of seconds above 0, like 30"
             )
-        backends.check(self.torch_device, self.backend_name, self.layout)
+        backends.check(self.torch_device, self.backend_name, self.host_layout)
 
     @property
     def torch_device(self) -> torch.device:

@@ -42,7 +42,7 @@ def every_arrival_has_one_transfer(parts: CacheParts) -> Iterator[str]:
     for _ in arrivals - set(held):
         yield "an arrival is expected that no transfer brings"
     for _ in set(held) - arrivals:
-        yield "a transfer brings an arrival that nobody expects"
+        yield "a transfer brings an arrival that the index does not expect"
 
 
 def transfers_in_flight_hold_something(parts: CacheParts) -> Iterator[str]:
@@ -82,23 +82,23 @@ def every_import_belongs_to_one_fetch(parts: CacheParts) -> Iterator[str]:
         yield f"import {number} belongs to no fetch: its slots never go back"
 
 
-def every_departure_is_in_line_or_with_the_store(parts: CacheParts) -> Iterator[str]:
+def every_departure_is_queued_or_being_written(parts: CacheParts) -> Iterator[str]:
     held = Counter(departure.number for departure in parts.in_flight.departures)
     for one in parts.storage.stores:
-        queued = list(one.storing.line)
+        queued = list(one.storing.queued)
         queued += [departure for store in one.storing.at_work for departure in store.departures]
         held.update(departure.number for departure in queued)
         pages = sum(len(departure.pages) for departure in queued)
         if len(one.storing) != pages:
-            yield f"{pages} pages wait to be stored, the line says {len(one.storing)}"
+            yield f"{pages} pages wait to be stored, the queue counts {len(one.storing)}"
     departures = parts.index.departures
     for number in held:
         if held[number] > 1:
-            yield f"departure {number} is in line {held[number]} times"
+            yield f"departure {number} is queued {held[number]} times"
         if number not in departures:
-            yield f"departure {number} is in line, and over"
+            yield f"departure {number} is queued, and over"
     for number in departures.keys() - held.keys():
-        yield f"departure {number} is in no line: its pages stay for ever"
+        yield f"departure {number} is in no queue: its pages stay for ever"
 
 
 def fetches_have_what_their_stage_says(parts: CacheParts) -> Iterator[str]:
@@ -107,12 +107,12 @@ def fetches_have_what_their_stage_says(parts: CacheParts) -> Iterator[str]:
             if fetch.over:
                 yield "a fetch is over, and still open"
             if fetch.stage is Stage.BEHIND and fetch.leader is None:
-                yield "a fetch is behind another one, which is none"
+                yield "a fetch is behind another one that does not exist"
             if (fetch.stage is Stage.READING) != (fetch.arriving is not None):
                 yield f"a fetch is {fetch.stage.value} and has slots, or is reading without"
         for remains in one.fetches.leaving:
             if remains.arriving.lease.live:
-                yield "what a fetch left behind pins what nobody needs for it any more"
+                yield "an ended fetch still pins pages"
 
 
 def pages_that_come_are_those_being_read(parts: CacheParts) -> Iterator[str]:
@@ -134,7 +134,7 @@ def one_store_is_attached_at_most(parts: CacheParts) -> Iterator[str]:
         yield "what lands on the host goes on to a store that is not attached, or does not"
     for one in stores:
         if one.state is AttachmentState.CLOSING and one.at_work:
-            yield "a store is being closed, and somebody still needs it"
+            yield "a store is being closed while work is open"
 
 
 def _fetches(parts: CacheParts) -> Iterator[Fetch | AbandonedRead]:
@@ -149,7 +149,7 @@ CHECKS: tuple[Check, ...] = (
     leases_are_those_of_the_index,
     leases_that_are_ready_are_on_the_device,
     every_import_belongs_to_one_fetch,
-    every_departure_is_in_line_or_with_the_store,
+    every_departure_is_queued_or_being_written,
     fetches_have_what_their_stage_says,
     pages_that_come_are_those_being_read,
     one_store_is_attached_at_most,

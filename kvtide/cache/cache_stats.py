@@ -1,4 +1,4 @@
-"""What a cache has done and how it stands, as plain numbers."""
+"""Counters and gauges of a cache, as plain numbers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Stats:
     """Counted since the cache was made, except where it says "now".
 
     prompt_tokens     of all leases but those of scratch prompts
-    cached_tokens     of these, found again, by tier
-    misses            leases by (pool, reason) that kept them from finding more
+    cached_tokens     of these, how many each tier gave
+    misses            leases by the (pool, reason) that kept the match from going deeper
     refused           calls of `reserve` for which there was no room
     transfers         ended, by direction and end: ("load", "landed")
     moved_bytes       by direction; `moved_pages` alike
-    in_flight         transfers now; `overdue` of these nobody waits for any more
+    in_flight         transfers now; `overdue` of these are past their deadline
     lane_failures     jobs that raised, by direction
     skipped_backups   copies to the host that found no room there
     pages             by tier and anchor, now
@@ -56,7 +56,7 @@ class Stats:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What the cache itself counts."""
+    """The counters that `TieredCache` itself keeps."""
 
     prompt_tokens: int = 0
     cached_tokens: Counter[Tier] = field(default_factory=Counter)

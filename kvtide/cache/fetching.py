@@ -1,16 +1,16 @@
-"""Bringing a prompt's pages from storage to the host, from the moment it arrives.
+"""Fetching a prompt's pages from storage to the host, from the moment the request arrives.
 
     LOOKING ──found──▶ READING ──all there, or as far as it goes──▶ OVER
        │  │               └──a page was lost or corrupt──▶ LOOKING
        │  └──another fetch brings them──▶ BEHIND ──that is over──▶ LOOKING
        └──nothing, too little, too slow, no room──────────────────▶ OVER
 
-A store answers which pages it has; how deep a prompt could resume with them, and in which order
-they are of use, the index says (`index.boundaries`). However a fetch ends, what has come is
+A store answers which pages it has. The index computes how deep a prompt could resume with them,
+and in which order to read them (`index.match`). However a fetch ends, the pages that were read are
 adopted, and the prompt resumes at the deepest boundary that is valid then.
 
-All ranks do the same: they agree on what the stores have, on whether it is worth it, and on how
-many pages have come.
+Ranks agree on which pages their stores have, on whether the fetch pays, and on how many pages were
+read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvtide.transfer.store_link import StoreLink, object_key
 from kvtide.transfer.transfers import Verdict
 
 MAX_OPEN, MAX_LEAVING = 16, 8
-"""How many fetches ranks talk about at a time; the rest waits for the next."""
+"""Fetches, and reads left by ended fetches, per exchange between ranks; older ones come first."""
 MAX_LOOKS = 4
-"""How often a fetch asks what there is, when pages turn out to be lost or corrupt."""
+"""How often a fetch looks up its pages, when some turn out to be lost or corrupt."""
 MAX_HOST_FRACTION = 0.5
-"""All fetches together take no more of the host than this."""
+"""The most of the host's slots that all fetches together take."""
 
 
 class Stage(Enum):
@@ -50,7 +50,7 @@ class Stage(Enum):
 
 
 class Order(NamedTuple):
-    """The pages to read, in order, and the boundary (in pages) that they allow to resume at."""
+    """The pages to read, in order, and the page boundary at which they allow a resume."""
 
     boundary: int
     pages: list[WantedPages]
@@ -58,10 +58,10 @@ class Order(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One prompt's pages on their way. `outcome` says in a word how it ended.
+    """The fetch of one prompt's pages. `outcome` names its end in a word.
 
-    tokens  how many came so far, of the history
-    looks   how often it was asked what there is, beginning with 1
+    tokens  tokens of the history that were fetched so far
+    looks   how many look-ups were made, the first included
     """
 
     prompt: Prompt
@@ -82,17 +82,17 @@ class Fetch:
 
     @property
     def over(self) -> bool:
-        """Whether nobody has to wait for it any more."""
+        """Whether the fetch has ended: the request need not wait for it."""
         return self.stage is Stage.OVER
 
     def stop(self) -> None:
-        """Go on with what has come: it is over with the next poll."""
+        """End the fetch with the next poll; the pages read by then are adopted."""
         self.stopped = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AbandonedRead:
-    """Host slots that were taken for a fetch, until nothing writes there any more."""
+    """Host slots of a fetch that has ended, kept until the store's call no longer writes there."""
 
     arriving: Import
     reading: Reading
@@ -126,12 +126,12 @@ class Fetches:
 
     @property
     def open(self) -> Iterator[Fetch]:
-        """Those somebody may wait for."""
+        """The fetches that have not ended."""
         return iter(self._open)
 
     @property
     def leaving(self) -> Iterator[AbandonedRead]:
-        """What fetches left behind, whose slots something may still write to."""
+        """The slots of ended fetches to which a call may still write."""
         return iter(self._leaving)
 
     @property
@@ -142,9 +142,9 @@ class Fetches:
     # -- beginning --------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt, token_s: float) -> Fetch | None:
-        """Start looking for a prompt's pages; None if there is nothing to look for.
+        """Start the look-up of a prompt's pages; None if too few are missing.
 
-        `token_s` is how long computing a token takes, 0 if that is not known.
+        `token_s` is the time to compute a token, 0 if it is not known.
         """
         outline = self._index.outline(prompt)
         missing = outline.limit - deepest_boundary(self._memory, outline.limit, outline.held)
@@ -177,13 +177,14 @@ class Fetches:
     # -- once per poll ----------------------------------------------------------------------
 
     def verdicts(self) -> list[int]:
-        """Per fetch how it stands and how many pages are there; ranks take the least of each."""
+        """Per fetch its verdict and the number of pages read; ranks take the minimum of each."""
         return [value for one in self._shown() for value in self._verdict(one)]
 
     def _shown(self) -> list[Fetch | AbandonedRead]:
-        """Those that ranks talk about now. A store has no more in its hands than leave at once.
+        """The fetches of this exchange.
 
-        Who looks does not wait for who reads, nor they for who only waits for another.
+        Look-ups and reads have half of it each, so that neither keeps the other waiting; fetches
+        behind another one come last.
         """
         looking, reading, behind = (
             [fetch for fetch in self._open if fetch.stage is stage]
@@ -201,20 +202,20 @@ class Fetches:
         done, ready = False, 0
         if fetch.stage is Stage.READING:
             assert fetch.reading is not None and fetch.order is not None
-            # In this order: what is counted once it is over is all that came.
+            # In this order: once the read is over, `ready` no longer changes.
             over, ready = fetch.reading.over, fetch.reading.ready
             done = over and (not late or ready == len(fetch.order.pages))
             if done and fetch.reading.error is not None:
                 return Verdict.FAILED, ready
         elif fetch.stage is Stage.LOOKING and not late:
-            # Nothing is begun for whom nobody waits any more.
+            # A late fetch begins no read.
             done = fetch.lookup is not None and fetch.lookup.over
         if done:
             return Verdict.LANDED, ready
         return (Verdict.LATE if late else Verdict.PENDING), ready
 
     def settle(self, agreed: Sequence[int]) -> None:
-        """Act on what all ranks said: go on to reading, adopt what came, let go."""
+        """Act on the agreed verdicts: begin reads, adopt pages, give slots back."""
         for fetch, verdict, ready in zip(self._shown(), agreed[::2], agreed[1::2], strict=False):
             if verdict == Verdict.PENDING:
                 continue
@@ -236,7 +237,7 @@ class Fetches:
             fetch.stop()
 
     def discard(self, prompt: Prompt) -> None:
-        """What comes for prompts with this first page is not to be adopted."""
+        """End all fetches of prompts with this first page; none of their pages is adopted."""
         size = self._index.page_bytes
         shared = (prompt.namespace, prompt.head, prompt.body[:size])
         for fetch in list(self._open):
@@ -247,7 +248,7 @@ class Fetches:
     # -- what was found ---------------------------------------------------------------------
 
     def _looked(self, fetch: Fetch) -> None:
-        """Every rank knows what its store has: what all have counts."""
+        """The look-up has ended on every rank: pages that all stores have count."""
         outline, lookup = self._index.outline(fetch.prompt), fetch.lookup
         assert lookup is not None
         asked = sum(map(len, fetch.asked.values()))
@@ -268,7 +269,7 @@ class Fetches:
             self._begin_reading(fetch, order)
 
     def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
-        """What to read so that the prompt can resume as deep as possible, useful parts first."""
+        """What to read so that the prompt resumes as deep as possible, usable parts first."""
         limit, most = outline.limit, self._max_pages()
         least = deepest_boundary(self._memory, outline.limit, outline.held)
         while True:
@@ -287,7 +288,7 @@ class Fetches:
             limit = boundary - max(1, boundary // 8)
 
     def _max_pages(self) -> dict[str, float]:
-        """What the host may take by anchor, beside other fetches and those that leave."""
+        """How many pages of each anchor may be fetched, beside all other fetches."""
         index = self._index
         return {
             name: MAX_HOST_FRACTION * index.capacity(Tier.HOST, name) - index.importing_pages(name)
@@ -295,7 +296,7 @@ class Fetches:
         }
 
     def _worth(self, fetch: Fetch, order: Order, outline: Outline) -> bool:
-        """Whether reading takes less time than computing, as far as both are known."""
+        """Whether reading is faster than computing, as far as both are known."""
         speed = self._link.read_speed.bytes_s
         if not fetch.token_s or not speed:
             return True
@@ -333,7 +334,7 @@ class Fetches:
     # -- what came --------------------------------------------------------------------------
 
     def _adopt(self, fetch: Fetch, ready: int, verdict: Verdict) -> None:
-        """The first `ready` pages are there on every rank; no more is waited for."""
+        """Adopt the first `ready` pages, which every rank has read, and end the read."""
         assert fetch.arriving is not None and fetch.reading is not None
         assert fetch.order is not None
         fetch.reading.stop()
@@ -346,7 +347,7 @@ class Fetches:
         if ready == len(pages):
             self._end(fetch, "fetched" if fetch.looks == 1 else "partly")
         elif verdict == Verdict.LANDED and fetch.looks < MAX_LOOKS:
-            # A page was lost, or corrupt and is gone now; another boundary may do without it.
+            # A page was lost or corrupt; another boundary may not need it.
             fetch.looks += 1
             self._let_go(fetch)
             self._look(fetch, self._index.outline(fetch.prompt))
@@ -355,7 +356,7 @@ class Fetches:
             self._end(fetch, ends.get(verdict, "partly"))
 
     def _absent(self, pages: Sequence[WantedPages], reading: Reading) -> list[tuple[str, ...]]:
-        """Of each page that came, the optional sidecars that it came without on any rank."""
+        """Of each page that was read, the optional sidecars that any rank's object lacked."""
         optional = {a.name: self._memory.optional_sidecars(a.name) for a in self._memory.anchors}
         asked = [(n, name) for n, want in enumerate(pages) for name in optional[want.anchor]]
         carried = self._agreement.all_true([name not in reading.absent[n] for n, name in asked])
@@ -366,19 +367,19 @@ class Fetches:
         return absent
 
     def _end(self, fetch: Fetch, outcome: str) -> None:
-        """Nobody waits for it any more; its slots go back when nothing writes to them."""
+        """The fetch has ended; its slots go back when no call writes to them."""
         if fetch.lookup is not None:
             fetch.lookup.stop()
         self._let_go(fetch)
         fetch.stage, fetch.outcome = Stage.OVER, outcome
-        # Whoever waited may keep it for as long as they live: it keeps nothing large.
+        # The request keeps the fetch for as long as it lives: drop what is large.
         fetch.lookup = fetch.leader = None
         fetch.asked, fetch.keys = {}, []
         self.ended[outcome] += 1
         self._open.remove(fetch)
 
     def _let_go(self, fetch: Fetch) -> None:
-        """No more is read for it. What it took stays behind until nothing writes there."""
+        """Stop the read. The slots stay taken until no call writes to them."""
         if fetch.order is not None:
             for key in self._keys(fetch, fetch.order.pages):
                 if self._coming.get(key) is fetch:
@@ -395,7 +396,7 @@ def _joined(a: range, b: range) -> range:
 
 
 def _span(memory: ModelMemory, pages: Sequence[WantedPages]) -> range:
-    """The pages of the history among them, or of all if the model has no history, as one range."""
+    """The range of the history's pages among these; of all pages in a model without a history."""
     histories = {pool.name for pool in memory.anchors if pool.reuse.reach is ALL}
     numbers = [one.page for one in pages if one.anchor in histories or not histories]
     return range(min(numbers), max(numbers) + 1) if numbers else range(0)

@@ -25,15 +25,15 @@ class Hardware:
 
     @classmethod
     def open(cls, memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Hardware:
-        """Take the memory the config asks for, or refuse saying what the machine has.
+        """Allocate the memory that the config asks for, or refuse, naming what the machine has.
 
-        Ranks that keep the same tree need the same slots, so the smallest rank decides.
+        Ranks keep the same tree and so need the same slots: the smallest rank decides.
         """
         on = config.torch_device
         slots = _slots(memory, config, agreement)
         device = Arrangement(memory, slots[Tier.DEVICE], config.device_layout)
         behind = tails(formats(memory, config))
-        host = Arrangement(memory.at_rest, slots[Tier.HOST], config.layout, behind)
+        host = Arrangement(memory.at_rest, slots[Tier.HOST], config.host_layout, behind)
         arenas = [device_arena(device.bytes, on)]
         try:
             arenas.append(host_arena(host.bytes, pinned=on.type == "cuda"))
@@ -53,19 +53,19 @@ class Hardware:
         }
 
     def close(self, timeout_s: float) -> None:
-        """Memory is given back only when nothing copies any more."""
+        """Free the memory, unless a copy is still running."""
         if self.copier.close(timeout_s):
             for arena in self.arenas:
                 arena.close()
 
 
 def space(memory: ModelMemory, config: CacheConfig) -> bytes:
-    """What everything outside this process is kept under: nothing else may ever be found there."""
+    """The prefix of all keys in storage: different weights or pools never share one."""
     return hashlib.sha256(config.fingerprint + memory.at_rest.schema_digest()).digest()
 
 
 def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:
-    """How pages look outside this process, by anchor."""
+    """The storage format of pages, by anchor."""
     within = space(memory, config)
     return {a.name: ObjectFormat(memory.at_rest, a.name, within) for a in memory.anchors}
 

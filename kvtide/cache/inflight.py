@@ -1,8 +1,8 @@
-"""Arrivals of the index and transfers of bytes, tied together: begun here, ended here.
+"""In-flight transfers: arrivals of the index and copies of bytes, begun and ended together.
 
-This is the one place that lands or fails an arrival, so that what a transfer held goes back in one
-way whatever went wrong: no room, a submission that raised, a copy that broke halfway, a rank that
-could not follow.
+This is the one place that lands or fails an arrival. Whatever goes wrong (no room, a submission
+that raised, a copy that broke halfway, a failure on another rank), the transfer gives back what it
+held in the same way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ArrivalTransfer = Transfer[Arrival]
 class InFlightTransfers:
     """`ended` counts transfers by direction and end, `moved_bytes` what landed.
 
-    departs     whether what leaves for the host from now on goes on from there
-    departures  what landed there since somebody looked, for them to end
+    departs     whether backups begun from now on are stored after they land
+    departures  what landed since the storage tier last took them; the storage tier ends them
     """
 
     def __init__(self, index: Index, transfers: Transfers[Arrival]) -> None:
@@ -45,15 +45,15 @@ class InFlightTransfers:
 
     @property
     def departing(self) -> bool:
-        """Whether anything is in the air that will go on from the host."""
+        """Whether a backup is in flight that will be stored."""
         return bool(self._departing)
 
     # -- beginning --------------------------------------------------------------------------
 
     def load(self, lease: IndexLease) -> list[ArrivalTransfer] | None:
-        """Begin to bring the lease's prefix to the device; all that it has to wait for.
+        """Begin to load the lease's prefix; returns all transfers that it has to wait for.
 
-        That may include transfers begun for others. None when there is no room.
+        They may include transfers begun for other leases. None when there is no room.
         """
         arrival = self._index.copy(lease, Tier.HOST, Tier.DEVICE)
         transfer = self._begin(Way.LOAD, lambda: arrival)
@@ -63,9 +63,9 @@ class InFlightTransfers:
         return others if transfer.over else [transfer, *others]
 
     def backup(self, lease: IndexLease) -> bool:
-        """Begin to copy what the lease's path has on the device and not on the host.
+        """Begin to copy the lease's pages that are on the device and not on the host.
 
-        False if the host has no room, or copies there do not end: each holds pages of the device.
+        False if the host has no room, or if a backup is overdue: each one holds device pages.
         """
         if self._stuck():
             return False
@@ -73,9 +73,9 @@ class InFlightTransfers:
         return begun is not None
 
     def demote(self, anchor: str, pages: int) -> int | None:
-        """Begin to move victims to the host; how many are on their way, None for no way.
+        """Begin to move victims to the host; returns how many pages, None if none can move.
 
-        Zero: those that had a copy were dropped at once, and there is room now.
+        Zero: the victims had copies below and were dropped at once.
         """
         if self._stuck():
             return None
@@ -85,7 +85,7 @@ class InFlightTransfers:
         return None if begun is None else begun.pages
 
     def leaving(self, anchor: str) -> int:
-        """Device pages of an anchor that will be free when demotions under way have landed."""
+        """Device pages of an anchor that demotions in flight will free when they land."""
         transfers = (
             transfer
             for transfer in self._transfers
@@ -124,20 +124,20 @@ class InFlightTransfers:
     # -- ending -----------------------------------------------------------------------------
 
     def submit(self, way: Way) -> int:
-        """What was begun in this direction leaves; how many transfers it were."""
+        """Submit the reserved transfers of this direction; returns how many."""
         return self._transfers.submit(way)
 
     def any_in_flight(self, way: Way) -> bool:
-        """Whether anything is on its way in this direction."""
+        """Whether a transfer of this direction is in flight."""
         return any(transfer.way is way for transfer in self._transfers.in_flight())
 
     def cancel(self, transfer: ArrivalTransfer) -> None:
-        """Give up a transfer that has not left yet."""
+        """Fail a transfer that was not submitted yet."""
         assert transfer.state is TransferState.RESERVED
         self._end(transfer, transfer.holds, TransferState.FAILED)
 
     def cancel_pointless(self) -> None:
-        """Give up transfers that have not left yet, of pages that nobody will read."""
+        """Fail transfers that were not submitted yet and whose pages no lease will read."""
         for transfer in list(self._transfers):
             arrival = transfer.holds
             if (
@@ -148,11 +148,11 @@ class InFlightTransfers:
                 self.cancel(transfer)
 
     def verdicts(self) -> list[int]:
-        """How every transfer stands on this rank, oldest first."""
+        """The verdict of this rank on every transfer in flight, oldest first."""
         return [self._transfers.verdict(transfer) for transfer in self._transfers.in_flight()]
 
     def settle(self, agreed: Sequence[int]) -> list[tuple[ArrivalTransfer, list[IndexLease]]]:
-        """End what is done on every rank, note what is late; each with the leases that waited."""
+        """End what is done on every rank, note what is late; each with the leases that wait."""
         news = []
         for transfer, verdict in zip(self._transfers.in_flight(), agreed, strict=False):
             if verdict == Verdict.PENDING or (verdict == Verdict.LATE and transfer.late):
@@ -171,7 +171,7 @@ class InFlightTransfers:
         return news
 
     def overdue(self) -> list[ArrivalTransfer]:
-        """Flights that nobody should wait for any more, though their slots are still in use."""
+        """Transfers past their deadline, whose slots are still in use."""
         return [transfer for transfer in self._transfers if transfer.late]
 
     def _end(
@@ -193,7 +193,7 @@ class InFlightTransfers:
             self._count(transfer)
 
     def _count(self, transfer: ArrivalTransfer) -> None:
-        """Only what was on its way counts: no room, or nothing to move, is not a transfer."""
+        """Only transfers that were submitted count."""
         self.ended[transfer.way, transfer.state] += 1
         if transfer.state is TransferState.FAILED:
             return

@@ -15,10 +15,10 @@ from kvtide.transfer.transfers import Transfer, TransferState
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How much of a prompt is kept, and where. Nothing is held by it.
+    """How much of a prompt is resident, and where. A match holds nothing.
 
     tokens   where generation could resume
-    by_tier  how many of them would come from which tier
+    by_tier  how many of these tokens each tier would give
     """
 
     prompt: Prompt
@@ -37,10 +37,10 @@ class Lease:
         loading ──all transfers landed──▶ ready        commits made meanwhile happen now
           └─────one failed or is late───▶ failed       nothing of it is kept; release it
 
-    cached_tokens  where the model goes on: the prompt's tokens before are or will be on the device
-    by_tier        how many of them came from which tier
+    cached_tokens  the model computes from here on; all tokens before are resident or loading
+    by_tier        how many of these tokens each tier gave
     why            per pool, what kept the match from going deeper
-    pending        commits that wait for the load, each with what it was made without
+    pending        commits that wait for the load, each with the sidecars that were not written
 
     Only the cache reads `_index_lease`.
     """
@@ -89,14 +89,14 @@ class Lease:
 
     @property
     def loading(self) -> bool:
-        """Whether pages of the prefix are still on their way."""
+        """Whether pages of the prefix are still arriving."""
         if not self.transfers or self.error is not None:
             return False
         return any(not transfer.over for transfer in self.transfers)
 
     @property
     def arriving(self) -> bool:
-        """Whether the first layers of all that is on its way are there."""
+        """Whether the first leg of every open transfer has landed."""
         tickets = [transfer.ticket for transfer in self.transfers if not transfer.over]
         return all(ticket is not None and ticket.begun() for ticket in tickets)
 
@@ -105,22 +105,21 @@ class Lease:
         return self.error is not None
 
     def append(self, tokens: Tokens) -> None:
-        """The model generated these tokens."""
+        """The engine sampled these tokens."""
         self._index_lease.prompt.extend(tokens)
 
     def fail(self, error: TransferError) -> None:
-        """The prefix will not come, and so nothing can be committed on top of it."""
+        """The load failed: nothing can be committed on top of the prefix."""
         self.error, self.pending = error, []
 
     def join(self) -> None:
-        """Wait until what is on its way is there, as far as the device has been told to bring it;
-        it lands with the next `poll`."""
+        """Block until all issued copies of the load are done; the next `poll` lands them."""
         for transfer in self.transfers:
             if transfer.state is TransferState.IN_FLIGHT and transfer.ticket is not None:
                 transfer.ticket.join()
 
     def wait(self, leg: int) -> None:
-        """Make the caller's coming work wait for a leg of the load; raises if it failed."""
+        """Order the caller's next work after a leg of the load; raises if the load failed."""
         if self.error is not None:
             raise self.error
         for transfer in self.transfers:

@@ -1,14 +1,13 @@
-"""Ranks that serve one model together keep the same tree, so they must see the same ends.
+"""Ranks that serve one model keep the same tree, so all must end every transfer alike.
 
-Every rank makes the same calls in the same order and so has the same transfers in transfer; only
-when one is done differs from rank to rank. In every `land` the ranks take the least of what each
-says about every transfer: pending if it is pending anywhere, failed if it failed anywhere, landed
-only if it landed everywhere. That is one small all-reduce, and none when nothing is in transfer.
-What does not fit in it is agreed on when it comes up, by `common`: what stores have of a prompt,
-once per fetch, and whether a pass that waited for a prefix went well.
+Every rank makes the same calls in the same order and so has the same transfers in flight; only the
+time when one is done differs. In every `land` the ranks take the minimum of their verdicts: pending
+if pending anywhere, failed if failed anywhere, landed only if landed everywhere. That is one small
+all-reduce, and none when nothing is in flight. `all_true` agrees on the rest when it comes up: what
+stores hold of a prompt, once per fetch, and whether a step that waited for a prefix succeeded.
 
-What a rank learns by itself and in its own time (a copy that broke, a clock that ran out) may
-never decide what it does with its tree: it is said here first, and acted upon by all.
+A local event (a copy that broke, a clock that ran out) never changes a rank's tree by itself: it
+becomes a verdict first, and all ranks act on the agreed one.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ WIDTH = 192
 
 class Agreement(Protocol):
     def all_min(self, values: Sequence[int], clock: int = 0) -> list[int]:
-        """Of each value the least that any rank has; at most the first WIDTH values.
+        """The minimum over all ranks of each value; at most the first WIDTH values.
 
-        `clock` is the logical time of the rank's tree, which all ranks have in common.
+        `clock` is the logical time of the rank's tree, which is the same on all ranks.
         """
 
     def all_true(self, bits: Sequence[bool]) -> list[bool]:
-        """Which of these hold on every rank; all ranks ask about as many."""
+        """Which of these hold on every rank; all ranks pass as many."""
 
 
 class Alone:
@@ -46,16 +45,15 @@ class Alone:
 
 
 class RanksDivergedError(RuntimeError):
-    """Ranks that should do the same did not: their caches can no longer be trusted together."""
+    """Ranks made different calls: their trees differ, and pages may be wrong."""
 
 
 class Ranks:
     """Agreement over a process group of torch.distributed (the default group if none is given).
 
-    The tensor has a fixed length, so ranks that diverged are told so instead of waiting for
-    ever: it begins with what must be alike, the number of values and the clock, and with their
-    negatives; the minima cancel if all agree. A rank that finds itself alone in an exchange,
-    because the others have nothing to agree on, is told so after `timeout_s`.
+    The tensor has a fixed length, so that ranks that diverged raise instead of hanging. It begins
+    with the number of values and the clock, and with their negatives; the minima cancel if all
+    agree. A rank that is alone in an exchange raises after `timeout_s`.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Ranks:
         fewest, earliest, most, latest, *found = self._reduce(sent)
         if (fewest, earliest) != (-most, -latest):
             raise RanksDivergedError(
-                f"this rank has {count} transfers in transfer at step {clock} of its tree, others "
+                f"this rank has {count} transfers in flight at step {clock} of its tree, others "
                 f"from {fewest} to {-most} at steps {earliest} to {-latest}: they were not given "
                 "the same calls; restart all ranks"
             )
@@ -95,7 +93,7 @@ class Ranks:
         except RuntimeError as error:
             raise RanksDivergedError(
                 f"other ranks did not answer within {self._timeout_s:g} s ({error}): they have "
-                "nothing in transfer, or are gone; restart all ranks"
+                "nothing in flight, or are gone; restart all ranks"
             ) from error
         found: list[int] = tensor.tolist()
         return found

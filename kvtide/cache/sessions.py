@@ -1,8 +1,8 @@
 """Conversations whose prefix must stay until their next turn.
 
-A session pins what a later turn needs to resume, where it is now. Pins are bounded: when sessions
-would hold more than their share of the device, the one that was kept longest ago lets go. So a
-forgotten session costs memory but never the service.
+A session pins what its next turn needs to resume, in the tier where it is now. Pins are bounded:
+past their fraction of the device, the session that was kept longest ago is unpinned. So abandoned
+sessions never fill the device.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Sessions:
         return len(self._leases)
 
     def keep(self, session: str, prompt: Prompt, priority: int) -> bool:
-        """Pin what the prompt's next turn can resume from, instead of what was pinned before.
+        """Pin what the prompt's next turn can resume from, in place of the session's last pin.
 
-        False, and no other session loses anything, when that alone is more than all sessions
-        together may hold.
+        False when that alone exceeds what all sessions may pin; other sessions keep theirs.
         """
         self.forget(session)
         lease = self._index.pin(self._index.match(prompt), priority)
@@ -46,7 +45,7 @@ class Sessions:
         return True
 
     def forget(self, session: str) -> bool:
-        """Let go of a session's prefix; False if there was none."""
+        """Unpin a session's prefix; False if there was none."""
         lease = self._leases.pop(session, None)
         if lease is None:
             return False
@@ -57,7 +56,7 @@ class Sessions:
         return bool(self._leases) and self.forget(next(iter(self._leases)))
 
     def forget_hidden(self) -> None:
-        """Let go of prefixes that no turn will find again."""
+        """Unpin prefixes that no turn will find again."""
         hidden = [session for session, lease in self._leases.items() if lease.hidden]
         for session in hidden:
             self.forget(session)
@@ -67,7 +66,7 @@ class Sessions:
             self.forget(session)
 
     def _too_much(self, leases: Iterable[IndexLease]) -> bool:
-        """Counted as if no two sessions shared a page, which is on the safe side."""
+        """Counted as if no two sessions shared a page: an upper bound."""
         held = [lease.boundary for lease in leases]
         return any(
             sum(pages if reach is None else min(pages, reach) for pages in held)

@@ -1,10 +1,9 @@
-"""The cache's storage tier: which store is attached, what is fetched from it and stored to it.
+"""The storage tier: the attached store, and what is fetched from it and stored to it.
 
-    ATTACHED ──leave──▶ LEAVING ──nothing in transfer──▶ CLOSING ──workers ended──▶ gone
+    ATTACHED ──leave──▶ LEAVING ──nothing in flight──▶ CLOSING ──workers ended──▶ gone
 
-Leaving is never waited for: what is in line, or on its way to the host to get there, goes to the
-store until the deadline, then is given up; slots that a call still has in its hands stay taken
-until it returns.
+Detaching never blocks. Queued pages, and backups in flight that will be queued, are written until
+the deadline; the rest is dropped. Slots that a call still uses stay taken until it returns.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ class AttachmentState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StorageStats:
-    """How a store is used, counted since it was attached, except where it says "now".
+    """Counters of a store since it was attached, except those marked "now".
 
-    name, state     what it is, and whether it is attached or leaving, now
-    answers         whether calls go through, now; `last_error` is what the last failed one said
-    trips           how often it was left alone for a while, since calls failed
+    name, state     its name, and whether it is attached or leaving, now
+    answers         whether calls go through, now; `last_error` is the last failure's message
+    trips           how often a breaker opened, since calls failed
     fetches         by outcome; `fetching` now
-    fetched_pages   brought to the host
-    stored_pages    written or there already; `dropped_pages` left the line unwritten, and
-                    `failed_pages` were not taken; `waiting_pages` in line now
+    fetched_pages   read to the host
+    stored_pages    written or there already; `dropped_pages` left the queue unwritten, and
+                    `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
     read_bytes_s    as last measured; None before anything was read
     """
@@ -73,7 +72,7 @@ class StorageStats:
 
 
 class Storage:
-    """What `TieredCache.storage` offers. At most one store is attached; others may be leaving."""
+    """`TieredCache.storage`. At most one store is attached; others may be leaving."""
 
     def __init__(
         self,
@@ -95,9 +94,9 @@ class Storage:
     # -- for callers of the cache -----------------------------------------------------------
 
     def link(self, store: Store) -> StoreLink:
-        """Make a store ready to be attached: it is lent the host's memory, which may take long.
+        """Prepare a store for `attach`: registering the host's memory with it may take long.
 
-        The one call that may come from any thread. A link that is not attached is to be closed.
+        The one call that may come from any thread. Close a link that is not attached.
         """
         host = self._hardware.host
         if not any(host.arrangement.slots.values()):
@@ -105,18 +104,18 @@ class Storage:
         return StoreLink(store, formats(self._index.memory, self._config), host)
 
     def attach(self, store: Store | StoreLink) -> None:
-        """Keep pages in this store from now on, and look for them there.
+        """Store pages in this store from now on, and fetch them from it.
 
-        It must have been opened for this cache's `space`, which stands for weights, precision,
-        page size, pools and slice. One that was attached before is detached. All ranks attach one,
-        or none does.
+        It must have been opened for this cache's `space`, which covers weights, precision, page
+        size, pools and slice. The store attached before is detached. All ranks attach a store, or
+        none does.
         """
         self._attach(lambda: store if isinstance(store, StoreLink) else self.link(store))
 
     def attach_opened(self, opening: Future[StoreLink], leave_s: float = 10.0) -> None:
-        """As `attach`, where this rank's store or another's may not have opened: raises then.
+        """Like `attach`; raises if any rank's store failed to open.
 
-        The one that was attached before has `leave_s` to write what is in line.
+        The store attached before has `leave_s` to write its queue.
         """
         self._attach(opening.result, leave_s)
 
@@ -128,7 +127,7 @@ class Storage:
         self._hand_over()
 
     def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:
-        """Workers for a store; raises if a rank has none, since what lands would part them."""
+        """The opened link; raises if any rank has none, since their trees would diverge."""
         link, error = None, None
         try:
             link = opened()
@@ -141,11 +140,9 @@ class Storage:
         raise error or StoreError("another rank could not attach its store; see its log")
 
     def detach(self, timeout_s: float = 10.0) -> bool:
-        """Leave the attached store: pages in line are written until the time is up, and so are
-        those that are on their way to the host.
+        """Detach the store; its queue, and backups in flight, are written until the time is up.
 
-        It happens while `poll` is called, and is over when `stats` says None; False if none was
-        attached.
+        It happens during `poll`, and is over when `stats` returns None; False without a store.
         """
         attached = self._attached
         if attached is None:
@@ -155,33 +152,33 @@ class Storage:
         return True
 
     def fetch(self, prompt: Prompt, token_s: float = 0.0) -> Fetch | None:
-        """Begin to bring what storage has of a prompt to the host; None if there is no need.
+        """Begin to fetch a prompt's pages to the host; None if there is no need.
 
-        A request that can wait does so until the fetch is `over`; others `stop` it, and go on after
-        the next `poll`. Nothing has to be released. `token_s` is how long it takes to compute a
-        token: what would take longer to fetch than to compute is not fetched.
+        A request that can wait does so until the fetch is `over`; others `stop` it, and continue
+        after the next `poll`. Nothing has to be released. `token_s` is the time to compute a token:
+        a fetch that would take longer than computing is declined.
         """
         attached = self._attached
         if attached is None or isinstance(prompt.namespace, Hidden):
             return None
-        # A store that is leaving may be the same one, and write what the other has removed.
+        # A leaving store may be the same one, and may write what the attached one has removed.
         if any(one.removals.forbid(prompt) for one in self._stores):
             return None
         return attached.fetches.begin(prompt, token_s)
 
     def ask(self, function: Callable[[Store], T]) -> Future[T] | None:
-        """Have a worker ask the attached store something; None if there is none."""
+        """Run a function of the attached store on a worker; None without a store."""
         return self._attached.link.ask(function) if self._attached is not None else None
 
     def stats(self) -> StorageStats | None:
-        """How the store that is attached, or leaving, is used; None without one."""
+        """Counters of the store that is attached, or leaving; None without one."""
         return self._stores[-1].stats() if self._stores else None
 
     # -- for the cache ----------------------------------------------------------------------
 
     @property
     def stores(self) -> Sequence[Attachment]:
-        """What was attached and is not gone, oldest first; the last as long as there is another."""
+        """The stores that are not gone, oldest first; see `_staying`."""
         return self._stores
 
     @property
@@ -191,11 +188,11 @@ class Storage:
 
     @property
     def at_work(self) -> bool:
-        """Whether anything is on its way to or from a store: the same on every rank."""
+        """Whether a fetch, a write or a removal is open: the same on every rank."""
         return bool(self._in_flight.departures) or any(one.at_work for one in self._stores)
 
     def remove(self, prompt: Prompt) -> None:
-        """Let nobody find again what shares the prompt's first page, as far as it is known."""
+        """Remove the known pages behind the prompt's first page from every store."""
         if isinstance(prompt.namespace, Hidden):
             return
         known = self._index.keys_below(prompt) if self._stores else []
@@ -203,11 +200,11 @@ class Storage:
             one.remove(prompt, known)
 
     def verdicts(self) -> list[int]:
-        """How everything stands on this rank, for all ranks to agree on."""
+        """This rank's verdicts on all that is open."""
         return [value for one in self._stores for value in one.verdicts()]
 
     def settle(self, agreed: Sequence[int]) -> None:
-        """Act on what all ranks said, and take in what has landed on the host."""
+        """Act on the agreed verdicts, and queue the departures that have landed."""
         at = 0
         for one in self._stores:
             count = len(one.verdicts())
@@ -222,21 +219,21 @@ class Storage:
         self._stores = self._staying()
 
     def _staying(self) -> list[Attachment]:
-        """All but those that are gone. The last one stays as long as any other does: what lands
-        then goes by it, and ranks find in their own time that it is gone."""
+        """All stores but those that are gone. The last one stays as long as any other does: it
+        takes the departures, and ranks notice at different times that it is gone."""
         left = [one for one in self._stores if not one.gone]
         return [*left, *(one for one in self._stores[-1:] if left and one.gone)]
 
     def _depart(self, departure: Departure) -> None:
-        """Pages landed on the host: they go on to the last store, if it still takes any."""
+        """Queue a departure for the last store, if that still takes any."""
         last = self._stores[-1] if self._stores else None
         if last is None or last.state is AttachmentState.CLOSING:
             self._index.departed(departure)
         else:
-            last.storing.queue(departure)
+            last.storing.enqueue(departure)
 
     def _hand_over(self) -> None:
-        """What a store did not remove before it left, the next one has to: it may be the same."""
+        """Removals that a store did not finish pass to the next one: it may be the same store."""
         for one in self._stores:
             if one.state is AttachmentState.CLOSING:
                 self._unremoved += one.removals.give_up()
@@ -246,7 +243,7 @@ class Storage:
                 self._attached.removals.begin(removal.prompt, removal.keys)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of stores that are leaving; False if a call did not return."""
+        """Wait until the leaving stores are closed; False if a call did not return."""
         deadline = time.monotonic() + timeout_s
         left = (one.join(max(0.0, deadline - time.monotonic())) for one in self._stores)
         return all([*left])
@@ -258,7 +255,7 @@ class Storage:
 
 
 class Attachment:
-    """One store, from attaching it to its end."""
+    """One store, from `attach` until it is closed."""
 
     def __init__(
         self, link: StoreLink, index: Index, config: CacheConfig, agreement: Agreement
@@ -285,18 +282,18 @@ class Attachment:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it is left; each rank may find that in its own time."""
+        """Whether the store is closed; ranks notice this at different times."""
         return self._closer is not None and not self._closer.is_alive()
 
     def leave(self, timeout_s: float) -> None:
-        """Take nothing new; write what is in line until the time is up."""
+        """Take nothing new; write the queue until the time is up."""
         assert self.state is AttachmentState.ATTACHED
         self.state = AttachmentState.LEAVING
         self._deadline = time.monotonic() + timeout_s
         self.fetches.stop_all()
 
     def verdicts(self) -> list[int]:
-        """How everything stands on this rank, for all ranks to agree on."""
+        """This rank's verdicts on all that is open."""
         if not self.at_work:
             return []
         in_time = self.state is AttachmentState.ATTACHED or time.monotonic() <= self._deadline
@@ -304,7 +301,7 @@ class Attachment:
         return [in_time, *(verdict for part in parts for verdict in part.verdicts())]
 
     def settle(self, agreed: Sequence[int]) -> None:
-        """Act on what all ranks said."""
+        """Act on the agreed verdicts."""
         if not agreed:
             return
         self._in_time = bool(agreed[0])
@@ -315,7 +312,8 @@ class Attachment:
             at += count
 
     def advance(self, *, more: bool) -> None:
-        """Hand over what is in line, or close the store when nothing is left, nor comes in time."""
+        """Write the queue, or close a leaving store that has nothing open. `more`: backups that
+        will be queued are in flight."""
         leaving = self.state is AttachmentState.LEAVING
         if leaving and not self._in_time:
             self.storing.give_up()
@@ -328,14 +326,14 @@ class Attachment:
             self._closer.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of a store that is leaving; False if a call did not return."""
+        """Wait until a leaving store is closed; False if a call did not return."""
         if self._closer is None:
             return False
         self._closer.join(timeout_s)
         return self.gone and self._ended
 
     def remove(self, prompt: Prompt, known: list[bytes]) -> None:
-        """Have the prompt's pages, and those known by key, neither read nor kept by the store."""
+        """Remove the prompt's pages, and those known by key; end their fetches and writes."""
         if self.state is AttachmentState.CLOSING:
             return
         self.fetches.discard(prompt)

@@ -1,7 +1,7 @@
-"""Prefixes in quarantine, until a store has lost what it has of them.
+"""Removal of quarantined prefixes from a store.
 
-A removal takes its time, and may fail; until it has worked on every rank, nothing that begins with
-that page is fetched. One that failed is tried again when somebody asks for the prefix.
+A removal takes time and may fail. Until it has succeeded on every rank, no prompt with that first
+page is fetched. A failed removal is tried again when a request asks for the prefix.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvtide.transfer.store_link import StoreLink, object_key
 from kvtide.transfer.transfers import Verdict
 
 MAX_REMOVALS = 4
-"""How many removals ranks talk about at a time; the rest waits for the next."""
+"""Removals per exchange between ranks; older ones come first."""
 
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """What begins with the first page of a prompt. `answer` is None once it failed somewhere."""
+    """The pages behind a prompt's first page. `answer` is None once a rank failed."""
 
     prompt: Prompt
     keys: list[bytes]
@@ -35,7 +35,7 @@ class Removal:
 
 
 class Removals:
-    """All that were not done on every rank yet, oldest first."""
+    """The removals that have not succeeded on every rank, oldest first."""
 
     def __init__(self, index: Index, link: StoreLink) -> None:
         self._index = index
@@ -43,8 +43,8 @@ class Removals:
         self._removals: list[Removal] = []
 
     def __len__(self) -> int:
-        """How many the store has in its hands."""
-        return len(self._under_way())
+        """How many removals the store is working on."""
+        return len(self._open())
 
     def begin(self, prompt: Prompt, known: list[bytes]) -> list[bytes]:
         """Remove the prompt's pages, and those known by key; the keys of all these pages."""
@@ -58,7 +58,7 @@ class Removals:
         return keys
 
     def forbid(self, prompt: Prompt) -> bool:
-        """Whether the store may still have what must not be found of the prompt."""
+        """Whether the store may still hold quarantined pages of the prompt."""
         size = self._index.page_bytes
         against = [one for one in self._removals if one.forbids(prompt, size)]
         for one in against:
@@ -67,22 +67,22 @@ class Removals:
         return bool(against)
 
     def give_up(self) -> list[Removal]:
-        """The store is asked no more: what it may still have."""
+        """Stop asking this store; returns the removals that did not succeed."""
         given_up, self._removals = self._removals, []
         return given_up
 
     def verdicts(self) -> list[int]:
-        return [_verdict(one.answer) for one in self._under_way()[:MAX_REMOVALS]]
+        return [_verdict(one.answer) for one in self._open()[:MAX_REMOVALS]]
 
     def settle(self, agreed: Sequence[int]) -> None:
-        """What was removed on every rank is forgotten here; what failed anywhere stays."""
-        for one, verdict in zip(self._under_way(), agreed, strict=False):
+        """Drop removals that succeeded on every rank; those that failed on any rank stay."""
+        for one, verdict in zip(self._open(), agreed, strict=False):
             if verdict == Verdict.LANDED:
                 self._removals.remove(one)
             elif verdict == Verdict.FAILED:
                 one.answer = None
 
-    def _under_way(self) -> list[Removal]:
+    def _open(self) -> list[Removal]:
         return [one for one in self._removals if one.answer is not None]
 
     def _ask(self, removal: Removal) -> None:

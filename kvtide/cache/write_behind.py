@@ -1,8 +1,8 @@
-"""Writing what lands on the host to storage, behind the backups.
+"""Write-behind: pages that landed on the host are written to storage.
 
-Pages wait in line on the host, where they stay meanwhile. The line is bounded: when it holds more
-than its share of the host, the oldest pages leave it unwritten, and are counted. A few batches are
-with the store at a time; nothing here ever waits for one.
+Departures wait in a queue and pin their host pages. The queue is bounded: past its fraction of the
+host, the oldest departures leave it unwritten and are counted. The store writes a few batches at a
+time; nothing here waits for one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvtide.transfer.store_link import StoreLink
 from kvtide.transfer.transfers import Verdict
 
 MAX_HOST_FRACTION = 0.5
-"""Pages in line, of the host's slots of any anchor."""
+"""Pages in the queue, of the host's slots of any anchor."""
 MAX_AT_WORK = 2
 BATCH_PAGES = 256
 
 
 @dataclass(slots=True, eq=False)
 class PendingStore:
-    """Departures that are with the store together."""
+    """Departures that the store writes as one batch."""
 
     departures: list[Departure]
     writing: Writing
 
 
 class Storing:
-    """`dropped` pages left the line unwritten; `stored` and `failed` pages came to its end."""
+    """`dropped` pages left the queue unwritten; the store wrote `stored` and refused `failed`."""
 
     def __init__(self, index: Index, link: StoreLink, timeout_s: float) -> None:
         self.dropped = 0
@@ -41,7 +41,7 @@ class Storing:
         self._index = index
         self._link = link
         self._timeout_s = timeout_s
-        self._line: deque[Departure] = deque()
+        self._queue: deque[Departure] = deque()
         self._waiting: Counter[str] = Counter()
         self._at_work: list[PendingStore] = []
         self._max_pages = {
@@ -50,35 +50,35 @@ class Storing:
         }
 
     def __len__(self) -> int:
-        """Pages in line or with the store."""
+        """Pages in the queue or being written."""
         return sum(self._waiting.values())
 
     @property
-    def line(self) -> Iterator[Departure]:
-        """Those that wait for their turn, oldest first."""
-        return iter(self._line)
+    def queued(self) -> Iterator[Departure]:
+        """The departures in the queue, oldest first."""
+        return iter(self._queue)
 
     @property
     def at_work(self) -> Iterator[PendingStore]:
-        """Those that the store has in its hands."""
+        """The batches that the store is writing."""
         return iter(self._at_work)
 
-    def queue(self, departure: Departure) -> None:
-        """Pages landed on the host: put them in line."""
-        self._line.append(departure)
+    def enqueue(self, departure: Departure) -> None:
+        """Enter pages that landed on the host."""
+        self._queue.append(departure)
         self._waiting.update(page.anchor for page in departure.pages)
-        while len(self._line) > 1 and self._too_long():
-            oldest = self._line.popleft()
+        while len(self._queue) > 1 and self._too_long():
+            oldest = self._queue.popleft()
             self.dropped += len(oldest.pages)
             self._leave(oldest)
 
     def tick(self) -> None:
-        """Hand the next pages in line to the store."""
-        while self._line and len(self._at_work) < MAX_AT_WORK:
+        """Give the store the next batches, as far as it takes any."""
+        while self._queue and len(self._at_work) < MAX_AT_WORK:
             departures: list[Departure] = []
             pages = 0
-            while self._line and (not pages or pages + len(self._line[0].pages) <= BATCH_PAGES):
-                departures.append(self._line.popleft())
+            while self._queue and (not pages or pages + len(self._queue[0].pages) <= BATCH_PAGES):
+                departures.append(self._queue.popleft())
                 pages += len(departures[-1].pages)
             outgoing = [StoredPage(*page) for one in departures for page in one.pages]
             writing = self._link.write(outgoing, self._timeout_s)
@@ -90,7 +90,7 @@ class Storing:
         ]
 
     def settle(self, agreed: Sequence[int]) -> None:
-        """What was written, or not, on every rank: the host may drop it."""
+        """Unpin the host pages of batches that have ended on every rank."""
         pairs = zip(list(self._at_work), agreed, strict=False)
         for store in [store for store, verdict in pairs if verdict != Verdict.PENDING]:
             self._at_work.remove(store)
@@ -100,26 +100,26 @@ class Storing:
                 self._leave(departure)
 
     def give_up(self) -> None:
-        """Nothing else goes to the store: what is in line leaves it, and no batch is begun."""
+        """Drop the queue and begin no further batch."""
         for store in self._at_work:
             store.writing.stop()
-        while self._line:
-            departure = self._line.popleft()
+        while self._queue:
+            departure = self._queue.popleft()
             self.dropped += len(departure.pages)
             self._leave(departure)
 
     def withhold(self, keys: Collection[bytes]) -> None:
-        """Pages that nobody may find again are not written; what was written is removed."""
+        """Do not write these pages, which are in quarantine; `store_removals` removes the rest."""
         unwanted = frozenset(keys)
         for store in self._at_work:
             store.writing.withhold(unwanted)
-        for departure in list(self._line):
+        for departure in list(self._queue):
             kept = [page for page in departure.pages if page.key not in unwanted]
             self._waiting.subtract(page.anchor for page in departure.pages)
             self._waiting.update(page.anchor for page in kept)
             departure.pages = kept
             if not kept:
-                self._line.remove(departure)
+                self._queue.remove(departure)
                 self._leave(departure)
 
     def _too_long(self) -> bool:

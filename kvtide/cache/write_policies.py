@@ -7,10 +7,9 @@
 | `write_back`              | before the device gives it up, ahead of need    |
 | `none`                    | never                                           |
 
-A policy starts copies; it never waits for one. With `write_back` the device's slots are kept from
-running out: when fewer than the headroom are free, the next victims begin to move. Should a request
-need more than that at once, it waits a step for the copies rather than losing pages; only where
-the host has no room either are pages dropped.
+A policy starts copies; it never waits for one. `write_back` keeps device slots free: when fewer
+than the headroom are, it demotes the next victims. A request that needs more than that waits a step
+for the copies, so that no page is lost. Pages are dropped only where the host is full too.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from kvtide.spec import Tier
 
 
 class Never:
-    """Copies nothing; what the others differ from.
+    """Copies nothing: the base of all policies.
 
-    `keeps_only_copies`: room on the device is not made by dropping the only copy of a page.
+    `keeps_only_copies`: the device never evicts the only copy of a page.
     """
 
     keeps_only_copies = False
@@ -38,7 +37,7 @@ class Never:
         self.skipped = 0
 
     def found(self, lease: IndexLease) -> None:
-        """A prompt found the lease's prefix."""
+        """A prompt has matched the lease's prefix."""
 
     def committed(self, lease: IndexLease) -> None:
         """Pages were added to the lease's prefix."""
@@ -48,7 +47,7 @@ class Never:
         return False
 
     def tick(self) -> None:
-        """A step has passed."""
+        """Called once per step."""
 
     def _back_up(self, lease: IndexLease) -> None:
         if not self._in_flight.backup(lease):

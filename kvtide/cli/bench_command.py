@@ -9,29 +9,44 @@ from typing import Any
 
 from kvtide.bench import hitrate, index_cost, step_cost
 from kvtide.cli import bench_gpu, bench_replay, bench_serve, bench_storage, bench_transfer
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, progress, table
+from kvtide.engine import EngineError
+from kvtide.models.model_errors import CheckpointError
 from kvtide.planner import traces, workloads
-from kvtide.server.command_error import CommandError
+from kvtide.planner.charts import ChartError
+from kvtide.planner.traces import TraceError
+from kvtide.spec import SpecError
+from kvtide.storage import StoreError
+from kvtide.tiers import TierError
 
 LONG_PROMPTS = "rag:requests=96,documents=24,retrieved=1,document=131072,system=0,question=256"
 
 
-def add(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure what kvtide costs")
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="WHAT")
+REFUSALS = (
+    CheckpointError, CommandError, ChartError, EngineError, SpecError, StoreError, TierError,
+    TraceError,
+)  # fmt: skip
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     _add_index(kinds.add_parser("index", help="time per request, memory, growth of the index"))
     bench_transfer.add(
         kinds.add_parser("transfer", help="how fast pages move between device and host")
     )
     bench_gpu.add(kinds.add_parser("gpu", help="how fast models are served on a GPU"))
-    bench_serve.add(kinds.add_parser("serve", help="what the cache is worth to users of a server"))
+    bench_serve.add(
+        kinds.add_parser(
+            "serve", help="TTFT and throughput of a server, with its cache and without"
+        )
+    )
     bench_storage.add(
         kinds.add_parser("storage", help="how fast a store is, beside its disk or its own library")
     )
     bench_replay.add(
-        kinds.add_parser("replay", help="what the planner predicts beside what an engine finds")
+        kinds.add_parser("replay", help="predicted hit rates beside those of an engine")
     )
-    _add_step(kinds.add_parser("step", help="what a step of the engine costs besides the model"))
+    _add_step(kinds.add_parser("step", help="the cost of an engine step besides the model"))
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))
 
 
@@ -56,7 +71,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
         help="comma-separated; also package.module:Class of another project; ratios to the first",
     )
     parser.add_argument(
-        "--capacity", type=float, default=0.2, help="slots as a share of the footprint"
+        "--capacity", type=float, default=0.2, help="slots as a fraction of the footprint"
     )
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
@@ -73,13 +88,13 @@ def _add_hitrate(parser: argparse.ArgumentParser) -> None:
     _add_source(parser)
     parser.add_argument("--policies", default="lru,default", help="comma-separated policies")
     parser.add_argument(
-        "--capacities", default="0.01,0.05,0.2", help="shares of the footprint, comma-separated"
+        "--capacities", default="0.01,0.05,0.2", help="fractions of the footprint, comma-separated"
     )
     parser.set_defaults(run=_run_hitrate)
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=32, help="requests that generate together")
+    parser.add_argument("--batch", type=int, default=32, help="requests that decode together")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -1,4 +1,4 @@
-"""`kvtide bench replay`: what the planner predicts beside what an engine finds."""
+"""`kvtide bench replay`: predicted hit rates beside those of an engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from itertools import product
 from kvtide.bench import planned_and_served
 from kvtide.bench.planned_and_served import GOAL_POINTS, Replayed, Sizes
 from kvtide.bench.step_cost import MEMORIES, PAGE, VOCABULARY
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, progress, table
 from kvtide.planner import traces, workloads
 from kvtide.planner.study import BRANCH, COST, LAST, Checkpoints, every
-from kvtide.server.command_error import CommandError
 
 _WORKLOAD = "agent:sessions=12,turns=6"
 _WAYS = (COST, LAST, BRANCH, every(32, PAGE))
@@ -24,10 +23,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument("--workload", default=_WORKLOAD, metavar="W", help=f"({_WORKLOAD})")
     parser.add_argument("--requests", type=int, default=200, help="how many of its first ones")
     parser.add_argument(
-        "--device", type=float, default=0.25, help="its pages, as a share of all prompt tokens"
+        "--device", type=float, default=0.25, help="its pages, as a fraction of all prompt tokens"
     )
     parser.add_argument("--host", type=float, default=0.5, help="the host's; 0 for none")
-    parser.add_argument("--chunk-tokens", type=int, default=512, help="the most of one step")
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="maximum tokens of a step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_run)
 
@@ -39,10 +38,10 @@ def _run(args: argparse.Namespace) -> int:
     requests = planned_and_served.thinned(trace, args.requests, 1, VOCABULARY)
     total = sum(len(request.prompt) for request in requests)
     longest = max(len(request.prompt) for request in requests)
-    least = longest + 4 * PAGE
+    min_tokens = longest + 4 * PAGE
     sizes = Sizes(
-        max(int(args.device * total), least),
-        max(int(args.host * total), least) if args.host else 0,
+        max(int(args.device * total), min_tokens),
+        max(int(args.host * total), min_tokens) if args.host else 0,
         args.chunk_tokens,
     )
     cases = list(_cases())

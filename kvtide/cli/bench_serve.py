@@ -26,20 +26,19 @@ from kvtide.cli.client import (
     Usage,
     serving,
 )
-from kvtide.cli.console import progress, table
+from kvtide.cli.console import CommandError, progress, table
 from kvtide.planner import charts
 from kvtide.planner.chart_data import Curve, Series
-from kvtide.server.command_error import CommandError
 
-ROOM_TOKENS = 256
+SIZE_STEP_TOKENS = 256
 """The tiers' sizes are multiples of this, whatever the pages are."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Users talk to a server, with its cache and without it in turns. Without --url the server "
-        "is started for this, with a device tier too small for all conversations; arguments after "
-        "-- go to `kvtide serve`."
+        "Multi-turn conversations with a server, alternately with its cache and without. Without "
+        "--url the server is started for this, with a device tier too small for all conversations; "
+        "arguments after -- go to `kvtide serve`."
     )
     parser.add_argument("--users", type=int, default=6, help="conversations (6)")
     parser.add_argument(
@@ -59,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--output", metavar="DIR", help="write serve.png and serve.json there")
     parser.add_argument(
-        "arguments", nargs="*", metavar="-- …", help="what `kvtide serve` is told, without --url"
+        "arguments", nargs="*", metavar="-- …", help="arguments of `kvtide serve`, without --url"
     )
     parser.set_defaults(run=_run)
 
@@ -137,11 +136,11 @@ def _measure(load: Load, args: argparse.Namespace) -> Json:
 def _sizes(load: Load, given: Sequence[str]) -> list[str]:
     """Tiers for a fair comparison, unless they are given.
 
-    The device has room for those who ask at once even if they share nothing, so that nobody waits
-    for memory without the cache. The host has room for everybody's conversation. Nothing is
-    stored: a second run would find the first one's pages.
+    The device holds all concurrent requests even if they share nothing, so that none waits for
+    memory without the cache. The host holds all conversations. Nothing is stored: a second run
+    would find the pages of the first.
     """
-    each = -(-load.longest_tokens // ROOM_TOKENS) * ROOM_TOKENS
+    each = -(-load.longest_tokens // SIZE_STEP_TOKENS) * SIZE_STEP_TOKENS
     wanted = {"--device": load.at_once * each, "--host": load.users * each}
     sized = [tier for tier in wanted if any(word.startswith(f"{tier}-") for word in given)]
     stored = any(word.split("=")[0] == "--storage" for word in given)
@@ -160,7 +159,7 @@ def _result(
     load: Load, args: argparse.Namespace, client: ServerClient, described: str, command: str
 ) -> Json:
     total = 2 * args.rounds * load.users * load.turns
-    name, held = asyncio.run(_talk(client, load, args.rounds, _ticker(total)))
+    name, held = asyncio.run(_converse(client, load, args.rounds, _ticker(total)))
     on, off = (conversations.figures(phase, held).as_json() for phase in Phase)
     return {
         "model": name,
@@ -191,10 +190,10 @@ def _ticker(total: int) -> Callable[[StreamEvent], None]:
     return tick
 
 
-async def _talk(
-    client: ServerClient, load: Load, rounds: int, told: Callable[[StreamEvent], None]
+async def _converse(
+    client: ServerClient, load: Load, rounds: int, on_event: Callable[[StreamEvent], None]
 ) -> tuple[str, list[Held]]:
-    """The model's name, and what was measured."""
+    """The model's name, and the measured phases."""
     salt = secrets.token_hex(8)
 
     async def ask(turn: Turn) -> Reply:
@@ -202,7 +201,7 @@ async def _talk(
 
     try:
         async with client:
-            return await client.model(), await conversations.measure(load, rounds, ask, told)
+            return await client.model(), await conversations.measure(load, rounds, ask, on_event)
     except ServerError as error:
         raise CommandError(str(error)) from None
 
@@ -235,7 +234,7 @@ async def _ask(client: ServerClient, turn: Turn, salt: str) -> Reply:
     return Reply(tuple(tokens), began, times[0], times[-1], by_tier)
 
 
-# -- saying it --------------------------------------------------------------------------------
+# -- report -----------------------------------------------------------------------------------
 
 ROWS = {
     "TTFT p50 ms": ("ttft_ms", "p50"),
@@ -247,7 +246,7 @@ ROWS = {
     "prompt tokens/s": ("prompt_tokens_s",),
     "generated tokens/s": ("generated_tokens_s",),
 }
-"""What is compared, and where a phase's figures have it."""
+"""Rows of the table, and where a phase's figures have them."""
 
 
 def _found(figures: Any, row: str) -> float | None:
@@ -318,13 +317,13 @@ def _times(ratio: float | None) -> str:
 
 
 def _curve(result: Json) -> Curve:
-    """The median time to the first token, turn by turn, with the cache and without."""
+    """The median TTFT by turn, with the cache and without."""
     series = []
     for phase in ("on", "off"):
         medians = [turn["p50"] for turn in result[phase]["ttft_ms_by_turn"]]
         series.append(Series(f"cache {phase}", tuple(range(1, len(medians) + 1)), tuple(medians)))
     return Curve(
-        title=f"{result['model']}: time to the first token, with cache and without",
+        title=f"{result['model']}: TTFT with cache and without",
         x_label="turn",
         y_label="ms, median",
         series=tuple(series),

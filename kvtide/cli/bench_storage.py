@@ -1,4 +1,4 @@
-"""`kvtide bench storage URL`: a store beside what its disk or its own library reaches."""
+"""`kvtide bench storage URL`: a store beside its disk or its own library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from kvtide.bench import store_speed
 from kvtide.bench.storage_drivers import others
-from kvtide.cli.console import progress, table
-from kvtide.server.byte_sizes import format_bytes, parse_bytes
-from kvtide.server.command_error import CommandError
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli.console import CommandError, parse_size, progress, table
 from kvtide.storage import Store, StoreError, open_store
 from kvtide.storage.trial import new_space
 from kvtide.storage.url import StoreURL
@@ -20,8 +19,8 @@ from kvtide.storage.url import StoreURL
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure a store, in turns with what its disk or its own library reaches. Everything that "
-        "it writes is in a space of its own and removed again."
+        "Measure a store alternately with its disk or its own library. Everything that it writes "
+        "is in a space of its own and removed again."
     )
     parser.add_argument("url", metavar="URL", help="the store, such as file:///path?threads=8")
     parser.add_argument("--models", default="deepseek-v4-flash,qwen3-8b", help="whose pages")
@@ -39,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    size = parse_bytes(args.bytes)
+    size = parse_size(args.bytes)
     if args.turns < 1 or size < 1:
         raise CommandError("bench storage: use --turns and --bytes above 0")
     space = new_space()
@@ -60,10 +59,10 @@ def _run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, store: Store, size: int) -> dict[str, Any]:
     cases = store_speed.cases([name for name in args.models.split(",") if name], size)
-    room = max(case.bytes for case in cases)
-    blocks = store_speed.MemoryBlocks(room)
+    max_bytes = max(case.bytes for case in cases)
+    blocks = store_speed.MemoryBlocks(max_bytes)
     with ExitStack() as opened:
-        beside, notes = others(StoreURL.parse(args.url), blocks, room)
+        beside, notes = others(StoreURL.parse(args.url), blocks, max_bytes)
         for driver in beside:
             opened.callback(driver.close)
         drivers = [store_speed.Ours(store, blocks), *beside]

@@ -1,4 +1,4 @@
-"""`kvtide bench transfer`: the link, and what share of it pages get."""
+"""`kvtide bench transfer`: the link, and the fraction of it that page copies reach."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 
 from kvtide.bench import transfer_speed
 from kvtide.bench.link import Link
-from kvtide.cli.console import progress, table
-from kvtide.server.byte_sizes import format_bytes
-from kvtide.server.command_error import CommandError
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli.console import CommandError, progress, table
 from kvtide.tiers import TierError
 from kvtide.transfer import backends
 from kvtide.transfer.strided import Way

@@ -1,8 +1,8 @@
-"""`kvtide chat`: a conversation in the terminal, and after every answer what the cache did for it.
+"""`kvtide chat`: a conversation in the terminal, with cache statistics after every response.
 
-Lines of a terminal or of a pipe are the user's turns. Ctrl-C ends an answer; what was said of it
-stays part of the conversation. The conversation lives here: a server that forgets it costs time,
-and nothing else.
+Lines of a terminal or of a pipe are the user's turns. Ctrl-C stops a response; its text so far
+stays part of the conversation. The client keeps the conversation: a server that has evicted it
+computes it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvtide.cli.client import (
     DETAILS,
@@ -28,36 +27,36 @@ from kvtide.cli.client import (
     Usage,
     serving,
 )
-from kvtide.server.command_error import CommandError
+from kvtide.cli.console import CommandError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 PROMPT = "> "
 RESET, QUIT = "/reset", "/quit"
 
+REFUSALS = (CommandError,)
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a served model, and see what its cache saves",
-        description=f"Inside: {RESET} begins a new conversation, {QUIT} or Ctrl-D ends, Ctrl-C "
-        "stops an answer. Lines of a pipe are turns too.",
-        allow_abbrev=False,
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"Inside: {RESET} begins a new conversation, {QUIT} or Ctrl-D ends, Ctrl-C stops a "
+        "response. Lines of a pipe are turns too."
     )
-    parser.add_argument("--url", help=f"where the server is ({DEFAULT_URL})")
+    parser.allow_abbrev = False
+    parser.add_argument("--url", help=f"the server's URL ({DEFAULT_URL})")
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"what the server was given; else {KEY_VARIABLE}"
+        "--api-key", metavar="KEY", help=f"the server's API key; else {KEY_VARIABLE}"
     )
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told beforehand")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 for the likeliest words")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest response")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 for greedy decoding")
     parser.add_argument(
-        "--session", metavar="NAME", help="keep the conversation in the cache between turns"
+        "--session", metavar="NAME", help="pin the conversation in the cache between turns"
     )
     parser.add_argument(
         "--serve", action="store_true", help="start a server for this chat, and end it afterwards"
     )
     parser.add_argument(
-        "arguments", nargs="*", metavar="-- …", help="what `kvtide serve` is told, with --serve"
+        "arguments", nargs="*", metavar="-- …", help="arguments of `kvtide serve`, with --serve"
     )
     parser.set_defaults(run=_run)
 
@@ -80,13 +79,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace, url: str, key: str | None) -> int:
-    """Talk until the user has enough; 1 if a turn failed that nobody was there to repeat."""
+    """Chat until the user quits; exit code 1 if a turn of a pipe failed."""
     with asyncio.Runner() as runner:
         client = runner.run(ServerClient(url, key).open())
         try:
             name = runner.run(client.model())
             _note(f"{name} at {client.url}: {RESET} begins anew, {QUIT} ends")
-            failed = _Talk(runner, client, args).go()
+            failed = _Conversation(runner, client, args).run()
         except ServerError as error:
             raise CommandError(str(error)) from None
         finally:
@@ -95,15 +94,15 @@ def _chat(args: argparse.Namespace, url: str, key: str | None) -> int:
 
 
 @dataclass(slots=True)
-class _Answer:
-    """What has come of an answer so far."""
+class _Response:
+    """A response as far as it has been streamed."""
 
     text: str = ""
     finish: str | None = None
     usage: Usage | None = None
 
     def add(self, chunk: Json) -> str:
-        """The text that this chunk brings."""
+        """Add a chunk; returns its text."""
         if chunk.get("usage"):
             self.usage = Usage.read(chunk["usage"])
         new = ""
@@ -115,16 +114,16 @@ class _Answer:
 
 
 @dataclass(slots=True)
-class _Talk:
-    """One user's conversations. `messages` is the present one, as the server is sent it."""
+class _Conversation:
+    """The user's conversation. `messages` are those of the next request."""
 
     runner: asyncio.Runner
     client: ServerClient
     args: argparse.Namespace
     messages: list[Json] = field(default_factory=list)
 
-    def go(self) -> int:
-        """Turn by turn until the user leaves. Returns how many turns failed."""
+    def run(self) -> int:
+        """Run turns until the user quits; returns how many failed."""
         failed = 0
         self._reset()
         for line in _turns():
@@ -140,30 +139,30 @@ class _Talk:
         return failed
 
     def _reset(self) -> None:
-        told = self.args.system
-        self.messages = [{"role": "system", "content": told}] if told else []
+        system = self.args.system
+        self.messages = [{"role": "system", "content": system}] if system else []
 
     def _turn(self, line: str) -> bool:
-        """Ask, and show the answer as it comes. A turn without any answer did not happen."""
-        asked = [*self.messages, {"role": "user", "content": line}]
-        answer, problem, stopped = _Answer(), None, False
+        """Send a turn and print the response. A turn without a response is dropped."""
+        messages = [*self.messages, {"role": "user", "content": line}]
+        response, problem, stopped = _Response(), None, False
         try:
-            self.runner.run(self._stream(asked, answer))
+            self.runner.run(self._stream(messages, response))
         except KeyboardInterrupt:
             stopped = True
         except ServerError as error:
             problem = str(error)
-        if answer.text or answer.finish:
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-        self._close(answer, "stopped" if stopped else problem)
+        if response.text or response.finish:
+            self.messages = [*messages, {"role": "assistant", "content": response.text}]
+        self._close(response, "stopped" if stopped else problem)
         return problem is None
 
-    async def _stream(self, messages: list[Json], answer: _Answer) -> None:
-        """Fill the answer in. A server that is full is asked again when it said."""
+    async def _stream(self, messages: list[Json], response: _Response) -> None:
+        """Stream the response; retry an overloaded server after its `Retry-After`."""
         while True:
             try:
                 async for chunk in self.client.stream("/v1/chat/completions", self._body(messages)):
-                    print(_plain(answer.add(chunk)), end="", flush=True)
+                    print(_plain(response.add(chunk)), end="", flush=True)
                 return
             except RequestRefusedError as refusal:
                 if refusal.retry_s is None:
@@ -172,32 +171,32 @@ class _Talk:
                 await asyncio.sleep(refusal.retry_s)
 
     def _body(self, messages: list[Json]) -> Json:
-        chosen = {
+        options = {
             "max_tokens": self.args.max_tokens,
             "temperature": self.args.temperature,
             "session_id": self.args.session,
         }
-        said = {name: value for name, value in chosen.items() if value is not None}
-        return {"messages": messages, **DETAILS, **said}
+        given = {name: value for name, value in options.items() if value is not None}
+        return {"messages": messages, **DETAILS, **given}
 
-    def _close(self, answer: _Answer, problem: str | None) -> None:
-        """The lines after an answer: what was not as it should be, and what it took."""
-        if answer.text:
+    def _close(self, response: _Response, problem: str | None) -> None:
+        """The lines after a response: its problem, if any, and its statistics."""
+        if response.text:
             print()
         if problem is not None:
             forgotten = f"this turn is forgotten ({RESET} forgets the others too)"
-            _note(f"{problem}; {'what was said is kept' if answer.text else forgotten}")
-        elif answer.finish == "length":
-            _note("the answer was cut at its longest; --max-tokens allows longer ones")
-        if answer.usage is not None:
-            _note(_took(answer.usage))
+            _note(f"{problem}; {'the text so far is kept' if response.text else forgotten}")
+        elif response.finish == "length":
+            _note("the response reached its longest; --max-tokens allows longer ones")
+        if response.usage is not None:
+            _note(_statistics(response.usage))
 
 
-# -- words ------------------------------------------------------------------------------------
+# -- terminal ---------------------------------------------------------------------------------
 
 
-def _took(usage: Usage) -> str:
-    """Where the prompt came from, and what that was worth."""
+def _statistics(usage: Usage) -> str:
+    """The prompt's tokens by tier, time to first token, and the time saved."""
     tiers = ", ".join(f"{tier} {tokens:,}" for tier, tokens in usage.by_tier.items())
     parts = [f"{usage.prompt_tokens:,} prompt tokens: {tiers}, computed {usage.computed_tokens:,}"]
     if usage.first_token_ms is not None:
@@ -207,17 +206,17 @@ def _took(usage: Usage) -> str:
 
 
 def _plain(text: str) -> str:
-    """A model may say anything, but it does not steer the terminal."""
+    """Drops control characters: a model's output must not steer the terminal."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def _note(text: str) -> None:
-    """What is said beside the conversation."""
+    """Print a line that is no part of the conversation."""
     print(f"\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else f"[{text}]", flush=True)
 
 
 def _turns() -> Iterator[str]:
-    """What the user says, line by line. From a pipe it is shown, as a terminal shows it."""
+    """The user's lines. Those of a pipe are echoed, as a terminal does."""
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):

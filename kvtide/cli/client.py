@@ -1,11 +1,11 @@
-"""A client of `kvtide serve`, and a server of one's own to talk to: what chat and bench share.
+"""A client of `kvtide serve`, and a server as a child process: what chat and bench share.
 
-Whatever a server does that was not asked for is a `ServerError`, whose message is a sentence:
+Every failure is a `ServerError`, whose message is a sentence:
 
     ServerError
-    ├── AbsentError     nobody answers there
-    ├── RefusedError    the server says no, and why
-    └── CutError        an answer ended before its end
+    ├── AbsentError            no server listens at the URL
+    ├── RequestRefusedError    the server answered with an error status
+    └── CutError               a stream ended before its last chunk
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from urllib.parse import urlsplit
 import aiohttp
 
 import kvtide
-from kvtide.server.command_error import CommandError
+from kvtide.cli.console import CommandError
 
 Json = dict[str, Any]
 
 KEY_VARIABLE = "KVTIDE_API_KEY"
 CONNECT_S = 10.0
 STOP_S = 40.0
-"""A server that drains, and writes to storage, takes up to half a minute by default."""
+"""A server drains and writes to storage for up to half a minute by default."""
 RETRY_S = 5
-"""How long to wait with the next try if a server that is full does not say."""
+"""The wait before a retry if an overloaded server sends no `Retry-After`."""
 
 
 class ServerError(Exception):
-    """The server did not do as asked. The message is a sentence."""
+    """A failed exchange with the server. The message is a sentence."""
 
 
 class AbsentError(ServerError):
@@ -53,7 +53,7 @@ class AbsentError(ServerError):
 
 
 class RequestRefusedError(ServerError):
-    """`retry_s`: when to come again, if the server is only full."""
+    """`retry_s`: when to retry, if the server is overloaded."""
 
     def __init__(self, status: int, message: str, retry_s: int | None = None) -> None:
         super().__init__(message)
@@ -63,15 +63,15 @@ class RequestRefusedError(ServerError):
 
 class CutError(ServerError):
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the server ended the answer early: {reason}")
+        super().__init__(f"the server ended the response early: {reason}")
 
 
-# -- what is asked and answered ---------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an answer took; `by_tier` says where the prompt's tokens came from."""
+    """The usage of a response; `by_tier` counts the cached prompt tokens of each tier."""
 
     prompt_tokens: int
     by_tier: Mapping[str, int]
@@ -83,12 +83,12 @@ class Usage:
         return self.prompt_tokens - sum(self.by_tier.values())
 
     @classmethod
-    def read(cls, said: Json) -> Usage:
-        """From the `usage` of an answer that was asked for with `DETAILS`."""
-        timing = said.get("timing") or {}
+    def read(cls, usage: Json) -> Usage:
+        """From the `usage` of a response to a request with `DETAILS`."""
+        timing = usage.get("timing") or {}
         return cls(
-            prompt_tokens=said["prompt_tokens"],
-            by_tier=said.get("cached_tokens_details") or {},
+            prompt_tokens=usage["prompt_tokens"],
+            by_tier=usage.get("cached_tokens_details") or {},
             first_token_ms=timing.get("time_to_first_token_ms"),
             saved_ms=timing.get("saved_ms") or 0.0,
         )
@@ -98,7 +98,7 @@ DETAILS = {"stream": True, "return_cached_tokens_details": True}
 
 
 class ServerClient:
-    """Talks to one server, from `open` to `close`, or as long as it is entered."""
+    """A session with one server, from `open` to `close`, or as a context."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = base_url(url)
@@ -125,18 +125,18 @@ class ServerClient:
         await self.close()
 
     async def model(self) -> str:
-        """What the model that is served is called."""
-        async with self._asked("GET", "/v1/models") as response:
+        """The name of the served model."""
+        async with self._request("GET", "/v1/models") as response:
             try:
                 return str((await response.json(content_type=None))["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise RequestRefusedError(
-                    response.status, f"what answers at {self.url} is no OpenAI-compatible server"
+                    response.status, f"the server at {self.url} is not OpenAI-compatible"
                 ) from None
 
     async def stream(self, path: str, body: Json) -> AsyncIterator[Json]:
-        """The chunks of an answer as they come. Whoever stops reading aborts it."""
-        async with self._asked("POST", path, body) as response:
+        """The chunks of a streamed response. A reader that stops aborts the request."""
+        async with self._request("POST", path, body) as response:
             try:
                 async for line in response.content:
                     data = line.decode("utf-8", "replace").removeprefix("data:").strip()
@@ -148,13 +148,13 @@ class ServerClient:
                 raise CutError("the connection was lost") from None
             raise CutError("the connection was closed")
 
-    def _asked(self, method: str, path: str, body: Json | None = None) -> _Asked:
+    def _request(self, method: str, path: str, body: Json | None = None) -> _CheckedResponse:
         assert self._session is not None
-        return _Asked(self.url, self._session.request(method, self.url + path, json=body))
+        return _CheckedResponse(self.url, self._session.request(method, self.url + path, json=body))
 
 
-class _Asked:
-    """A response whose server was there and did not refuse."""
+class _CheckedResponse:
+    """A response with status 200; entering it raises a `ServerError` for any other outcome."""
 
     def __init__(self, url: str, request: Any) -> None:
         self._url = url
@@ -177,7 +177,7 @@ class _Asked:
 
 
 def base_url(text: str) -> str:
-    """Where a server is, without the `/v1` that other clients want."""
+    """The URL of a server, without the `/v1` that other clients need."""
     url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -189,19 +189,18 @@ def _chunk(data: str) -> Json:
     try:
         chunk: Json = json.loads(data)
     except ValueError:
-        raise CutError(f"'{data[:60]}' is no chunk of an answer") from None
+        raise CutError(f"'{data[:60]}' is no chunk of a response") from None
     if problem := chunk.get("error"):
         raise CutError(str(problem["message"] if isinstance(problem, dict) else problem))
     return chunk
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> RequestRefusedError:
-    """What the server says in OpenAI's words, or in any."""
+    """The error of a response: OpenAI's error object, or the status."""
     if response.status == 401:
         return RequestRefusedError(
             401,
-            f"the server takes only those who have its API key; pass it with --api-key or in "
-            f"{KEY_VARIABLE}",
+            f"the server needs its API key; pass it with --api-key or in {KEY_VARIABLE}",
         )
     text = await response.text(errors="replace")
     try:
@@ -214,13 +213,15 @@ async def _refusal(response: aiohttp.ClientResponse) -> RequestRefusedError:
     return RequestRefusedError(429, message, int(later) if later.isdecimal() else RETRY_S)
 
 
-# -- a server of one's own --------------------------------------------------------------------
+# -- a server as a child ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A child process that serves. `described` is what it says of itself, `stored` where its pages
-    are stored.
+    """A server as a child process.
+
+    described  its line about model, device and tiers
+    stored     its line about the store
     """
 
     url: str
@@ -246,7 +247,7 @@ def serving(arguments: Sequence[str] = (), api_key: str | None = None) -> Iterat
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # So that Ctrl-C ends an answer, and not the server.
+            start_new_session=True,  # So that Ctrl-C stops a response, not the server.
         )
         try:
             yield _listening(process)
@@ -255,9 +256,9 @@ def serving(arguments: Sequence[str] = (), api_key: str | None = None) -> Iterat
 
 
 def _listening(process: subprocess.Popen[str]) -> Server:
-    """The server, once it takes requests. What it says is read as long as it lives."""
+    """The server, once it accepts requests. A thread reads its log as long as it runs."""
     lines: deque[str] = deque(maxlen=100)
-    said: list[str] = []
+    urls: list[str] = []
     known = threading.Event()
 
     def read() -> None:
@@ -265,20 +266,20 @@ def _listening(process: subprocess.Popen[str]) -> Server:
         with process.stderr as stream:
             for line in map(str.strip, stream):
                 lines.append(line)
-                if line.startswith("listening on ") and not said:
-                    said.append(line.removeprefix("listening on "))
+                if line.startswith("listening on ") and not urls:
+                    urls.append(line.removeprefix("listening on "))
                     known.set()
         known.set()
 
     threading.Thread(target=read, name="kvtide-server-log", daemon=True).start()
     known.wait()
     last = [line for line in lines.copy() if line]
-    if not said:
-        why = last[-1].removeprefix("kvtide serve: ") if last else "it said nothing"
+    if not urls:
+        why = last[-1].removeprefix("kvtide serve: ") if last else "its log is empty"
         raise CommandError(f"the server did not start: {why}")
     described = next((line for line in last if "; ready after " in line), "")
     stored = next((line for line in last if line.startswith("pages are ")), "")
-    return Server(said[0], described, stored, process)
+    return Server(urls[0], described, stored, process)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -292,7 +293,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process by way of everybody's `finally`, if they end it."""
+    """SIGTERM and SIGHUP raise `SystemExit` where they would end the process: `finally` runs."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)

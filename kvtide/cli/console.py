@@ -1,4 +1,4 @@
-"""What commands share at the terminal: units, tables, progress, and one way to refuse."""
+"""What the commands share at the terminal: tables, progress, and the error for bad input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
+from kvtide.byte_sizes import parse_bytes
+
 T = TypeVar("T")
+
+
+class CommandError(Exception):
+    """Bad input, in a sentence that names the remedy; printed without a traceback, exit code 2."""
+
+
+def parse_size(text: str) -> int:
+    """A size argument in bytes, such as 80GB."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -50,8 +64,8 @@ def progress(
         shown = now
         rate = done / max(now - start, 1e-9)
         left = (total - done) / rate if rate else 0.0
-        share = 100 * done // max(total, 1)
-        text = f"{label}: {done:,}/{total:,} ({share}%), {rate:,.0f}/s, {left:.0f} s left"
+        percent = 100 * done // max(total, 1)
+        text = f"{label}: {done:,}/{total:,} ({percent}%), {rate:,.0f}/s, {left:.0f} s left"
         out.write(f"\r{text}\x1b[K" if live else f"{text}\n")
         out.flush()
     if live:

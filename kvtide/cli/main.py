@@ -1,61 +1,73 @@
-"""The `kvtide` command: reads the arguments, calls one room, prints what it says."""
+"""The `kvtide` command: a table of verbs, of which the chosen one is imported and run.
+
+A verb's module has `add`, which gives a parser the verb's arguments, and `REFUSALS`, the errors
+that end the command with a sentence and exit code 2. Help and version import no verb: `serve` and
+`bench` import torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 from kvtide import __version__
-from kvtide.cli import (
-    bench_command,
-    chat_command,
-    memory_command,
-    plan_command,
-    serve_command,
-    storage_command,
-)
-from kvtide.engine.state_check import EngineError
-from kvtide.models.model_errors import CheckpointError
-from kvtide.planner.charts import ChartError
-from kvtide.planner.traces import TraceError
-from kvtide.server.command_error import CommandError
-from kvtide.server.rank_processes import WorkerLostError
-from kvtide.spec import SpecError
-from kvtide.storage import StoreError
-from kvtide.tiers import TierError
-
-_COMMANDS = (
-    serve_command,
-    chat_command,
-    plan_command,
-    memory_command,
-    storage_command,
-    bench_command,
-)
-_REFUSALS = (
-    ChartError, CheckpointError, CommandError, EngineError, SpecError, StoreError, TierError,
-    TraceError, WorkerLostError,
-)  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvtide", description="A tiered KV cache for hybrid language models."
-    )
-    parser.add_argument("--version", action="version", version=f"kvtide {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add(commands)
-    args = parser.parse_args(argv)
+class Verb(NamedTuple):
+    module: str
+    help: str
+
+
+VERBS = {
+    "serve": Verb("serve_command", "serve a model through the cache, with OpenAI's API"),
+    "chat": Verb("chat_command", "chat with a served model, and see what its cache saves"),
+    "plan": Verb(
+        "plan_command", "replay a trace against tiers: hit rates, time saved, bytes moved, plots"
+    ),
+    "memory": Verb("memory_command", "show a model's pools, their sizes and what a resume needs"),
+    "storage": Verb("storage_command", "check a store of pages"),
+    "bench": Verb("bench_command", "measure what kvtide costs"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    # No option before the verb takes a value, so the first word that is no option is the verb.
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    module = _import(chosen) if chosen in VERBS else None
+    args = _parser(chosen, module).parse_args(words)
+    assert module is not None, "argparse refuses a command line without a verb"
     try:
         return int(args.run(args))
-    except _REFUSALS as refusal:
-        print(f"kvtide {args.command}: {refusal}", file=sys.stderr)
+    except module.REFUSALS as refusal:
+        print(f"kvtide {chosen}: {refusal}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _import(verb: str) -> ModuleType:
+    return importlib.import_module(f"kvtide.cli.{VERBS[verb].module}")
+
+
+def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
+    """A parser that lists all verbs and has the arguments of the chosen one."""
+    parser = argparse.ArgumentParser(
+        prog="kvtide", description="A tiered KV cache for hybrid language models."
+    )
+    parser.add_argument("--version", action="version", version=f"kvtide {__version__}")
+    verbs = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, verb in VERBS.items():
+        subparser = verbs.add_parser(name, help=verb.help)
+        if module is not None and name == chosen:
+            module.add(subparser)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`kvtide memory MODEL`: what a model keeps, what it costs, and what a resume needs."""
+"""`kvtide memory MODEL`: a model's pools, their sizes, and what a resume needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvtide.cli.console import table
-from kvtide.server.byte_sizes import format_bytes
-from kvtide.server.command_error import CommandError
-from kvtide.spec import ALL, ModelMemory, PoolSpec, catalog, with_draft
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli import model_argument
+from kvtide.cli.console import CommandError, table
+from kvtide.cli.model_argument import model_memory
+from kvtide.models.model_errors import CheckpointError
+from kvtide.spec import ALL, ModelMemory, PoolSpec, SpecError, catalog, with_draft
 from kvtide.spec.families import KVDType, draft_for
 
 _CONTEXTS = (1024, 128 * 1024)
@@ -26,17 +28,18 @@ _POOL_COLUMNS = (
 )
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "memory",
-        help="show a model's pools, their sizes and what a resume needs",
-        description="Show what a model keeps between tokens: its pools, whose slots they use, "
-        "their bytes, and what must be resident to resume.",
+REFUSALS = (CheckpointError, CommandError, SpecError)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what a model keeps between tokens: its pools, whose slots they use, their bytes, "
+        "and what must be resident to resume."
     )
     parser.add_argument(
         "model",
         nargs="?",
-        help="a built-in name, or a folder with a config.json; without one, the names are listed",
+        help=f"{model_argument.HELP}; without one, the names are listed",
     )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page")
     parser.add_argument("--kv-dtype", help=f"one of {', '.join(kind.value for kind in KVDType)}")
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         print(json.dumps(catalog.names()) if args.json else _built_in())
         return 0
-    memory = catalog.resolve(args.model, args.page_tokens, args.kv_dtype)
+    memory = model_memory(args.model, args.page_tokens, args.kv_dtype)
     if args.draft_layers is not None:
         memory = with_draft(memory, draft_for(memory, args.draft_layers))
     ranks = _ranks(memory, args.tp, args.pp)
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(memory: ModelMemory) -> dict[str, Any]:
-    """The same facts as the tables, for programs."""
+    """The facts of the tables as JSON."""
     part = memory.part
     return {
         "model": memory.model,
@@ -118,7 +121,7 @@ def layer_ranges(layers: Sequence[int]) -> str:
 
 
 def resume_rule(pool: PoolSpec, page_tokens: int) -> str:
-    """What must be resident of this pool, in words."""
+    """What must be resident of this pool to resume, as text."""
     reuse = pool.reuse
     if reuse.reach is ALL:
         rule = "all pages"
@@ -136,7 +139,7 @@ def resume_rule(pool: PoolSpec, page_tokens: int) -> str:
 
 
 def _ranks(memory: ModelMemory, tensor_ranks: int, pipeline_ranks: int) -> list[ModelMemory]:
-    """One tensor rank of every pipeline stage: the other tensor ranks are its like."""
+    """One tensor rank of every pipeline stage; a stage's other ranks are of the same size."""
     if tensor_ranks < 1 or pipeline_ranks < 1:
         raise CommandError(f"--tp {tensor_ranks} --pp {pipeline_ranks}: use at least 1 for each")
     if tensor_ranks == pipeline_ranks == 1:
@@ -233,7 +236,9 @@ def _built_in() -> str:
         history = f"{memory.history_bytes_per_token():,.0f}"
         rows.append([name, memory.layers, anchors, history, format_bytes(memory.resume_bytes())])
     header = ("model", "layers", "anchors", "history B/token", "to resume, beside it")
-    return "\n".join([table(header, rows), "", "Or give a folder with a config.json."])
+    return "\n".join(
+        [table(header, rows), "", "Or give a folder with a config.json, or a .gguf file."]
+    )
 
 
 def _even_step(layers: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
-"""`kvtide plan`: replay traffic against tiers, and say what they find, move and save.
+"""`kvtide plan`: replay traffic against tiers, and report hits, moves and time saved.
 
-Everything is checked, the whole trace included, before the first replay; files are written last,
-each of them whole. A refusal leaves nothing behind.
+Arguments and the whole trace are checked before the first replay; files are written last. A
+refusal writes nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from kvtide.cli import plan_report
-from kvtide.cli.console import progress, table
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli import model_argument, plan_report
+from kvtide.cli.console import CommandError, parse_size, progress, table
+from kvtide.cli.model_argument import active_params, model_memory
 from kvtide.cli.plan_report import PlanReport
 from kvtide.index import DEFAULT_POLICY, POLICIES
+from kvtide.models.model_errors import CheckpointError
 from kvtide.planner import charts, study, traces, workloads
+from kvtide.planner.charts import ChartError
 from kvtide.planner.hit_curve import hit_curve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import Rates
@@ -31,10 +34,8 @@ from kvtide.planner.study import (
     has_checkpoints,
     sweep_sizes,
 )
-from kvtide.planner.traces import Trace, TraceRequest
-from kvtide.server.byte_sizes import format_bytes, parse_bytes
-from kvtide.server.command_error import CommandError
-from kvtide.spec import ModelMemory, Tier, catalog
+from kvtide.planner.traces import Trace, TraceError, TraceRequest
+from kvtide.spec import ModelMemory, SpecError, Tier
 from kvtide.spec.families import KVDType
 from kvtide.spec.sizing import bytes_for
 
@@ -45,7 +46,7 @@ _OUT = "kvtide-plan"
 _POINTS = 8
 _EFFECTIVE_FLOPS = 400e12
 _SMALL_TRACE_TOKENS = 50_000_000
-"""Up to here checkpoint placements are compared unasked: it takes a few seconds."""
+"""Up to this length checkpoint placements are compared by default: it takes seconds."""
 
 _EPILOG = """\
 sizes are written 80GB, 512GiB or 4096; a tier of 0 is left out.
@@ -54,15 +55,16 @@ traces: one JSON object a line, either Mooncake's (timestamp, input_length, outp
 hash_ids) or token ids (tokens or prompt_token_ids)"""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "plan",
-        help="replay a trace against tiers: hit rates, time saved, bytes moved, with plots",
-        description="Replay traffic through the index the cache uses, and report what every tier "
-        "finds, what moves, what it saves, and how the hit rate depends on capacity.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+REFUSALS = (ChartError, CheckpointError, CommandError, SpecError, TraceError)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Replay traffic through the index the cache uses, and report what every tier finds, what "
+        "moves, what it saves, and how the hit rate depends on capacity."
     )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_traffic(parser)
     _add_tiers(parser)
     _add_assumptions(parser)
@@ -79,10 +81,10 @@ def add(subparsers: Any) -> None:
 
 
 def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help=f"a built-in name or a folder ({_MODEL})")
+    parser.add_argument("--model", help=f"{model_argument.HELP} ({_MODEL})")
     traffic = parser.add_mutually_exclusive_group()
-    traffic.add_argument("--trace", metavar="FILE", help="a recorded trace")
-    traffic.add_argument("--workload", metavar="W", help=f"a made-up one ({_WORKLOAD})")
+    traffic.add_argument("--trace", metavar="FILE", help="a trace file")
+    traffic.add_argument("--workload", metavar="W", help=f"a synthetic workload ({_WORKLOAD})")
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page")
     parser.add_argument("--kv-dtype", help=f"one of {', '.join(kind.value for kind in KVDType)}")
 
@@ -120,13 +122,13 @@ def _add_assumptions(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     out = None if args.json and args.out is None else _writable(Path(args.out or _OUT))
-    plan = _computed(_Inputs(args), args)
-    files = _drawn(plan, out) if out is not None else {}
+    plan = _compute(_Inputs(args), args)
+    files = _rendered(plan, out) if out is not None else {}
     if args.json:
         described = plan_report.describe(plan) | {"files": [str(path) for path in files]}
         text = json.dumps(described, indent=2)
     else:
-        text = _told(plan, list(files))
+        text = _report(plan, list(files))
     if out is not None:
         _make(out)
         charts.write(files)
@@ -134,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- what was asked -------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------
 
 
 class _Inputs:
@@ -144,7 +146,7 @@ class _Inputs:
         self.settings: dict[str, str] = {}
         self._args = args
         model = self._value("model", _MODEL)
-        self.memory = catalog.resolve(model, args.page_tokens, args.kv_dtype)
+        self.memory = model_memory(model, args.page_tokens, args.kv_dtype)
         self._note("page tokens", f"{self.memory.page_tokens:,}", args.page_tokens)
         self._note("KV dtype", args.kv_dtype or "the model's own", args.kv_dtype)
         self.tier_bytes = {tier: self._size(tier) for tier in Tier}
@@ -170,7 +172,7 @@ class _Inputs:
 
     def _size(self, tier: Tier) -> int:
         name = tier.name.lower()
-        size = parse_bytes(self._value(name, _SIZES[tier]))
+        size = parse_size(self._value(name, _SIZES[tier]))
         if size:
             _fits_a_page(self.memory, name, size)
         return size
@@ -190,12 +192,12 @@ class _Inputs:
         return name
 
     def _rates(self, model: str) -> Rates:
-        usual = Rates(1.0)
+        default = Rates(1.0)
         return Rates(
             self._prefill_tokens_s(model),
-            1e9 * self._gbps("link_gbps", usual.link_bytes_s),
-            1e9 * self._gbps("storage_read_gbps", usual.storage_read_bytes_s),
-            1e9 * self._gbps("storage_write_gbps", usual.storage_write_bytes_s),
+            1e9 * self._gbps("link_gbps", default.link_bytes_s),
+            1e9 * self._gbps("storage_read_gbps", default.storage_read_bytes_s),
+            1e9 * self._gbps("storage_write_gbps", default.storage_write_bytes_s),
         )
 
     def _prefill_tokens_s(self, model: str) -> float:
@@ -204,7 +206,7 @@ class _Inputs:
             rate = _positive("--prefill-rate", given)
             self._note("prefill rate", f"{rate:,.0f} tokens/s", given)
             return rate
-        active = catalog.active_params(model)
+        active = active_params(model)
         if active is None:
             raise CommandError(
                 f"{model}: its active parameters are not known, so neither is how fast it "
@@ -271,11 +273,11 @@ def parse_checkpoints(text: str, page_tokens: int) -> Checkpoints:
 
 
 def _fits_a_page(memory: ModelMemory, name: str, size: int) -> None:
-    least = bytes_for(memory, 1)
-    if size < least:
+    page_bytes = bytes_for(memory, 1)
+    if size < page_bytes:
         raise CommandError(
             f"--{name} {format_bytes(size)}: does not hold a page of every pool of "
-            f"{memory.model}; use at least {format_bytes(least)}, or 0 to leave the tier out"
+            f"{memory.model}; use at least {format_bytes(page_bytes)}, or 0 to leave the tier out"
         )
 
 
@@ -286,7 +288,7 @@ def _positive(option: str, value: float) -> float:
 
 
 def _writable(out: Path) -> Path:
-    """Refuse now what would fail after minutes of replaying."""
+    """Refuse an output folder before the replay takes minutes."""
     charts.check_png()
     nearest = next((p for p in (out, *out.absolute().parents) if p.exists()), Path("/"))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -303,32 +305,32 @@ def _make(out: Path) -> None:
         ) from None
 
 
-# -- what is computed -----------------------------------------------------------------------
+# -- computation ----------------------------------------------------------------------------
 
 
 def _walk(trace: Trace, label: str) -> Iterable[TraceRequest]:
     return progress(trace, len(trace), label)
 
 
-def _computed(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
-    asked = inputs.study()
-    curve = hit_curve(_walk(asked.trace, "stack distances"), asked.memory.page_tokens)
-    report = study.run(asked, _walk)
+def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
+    base = inputs.study()
+    curve = hit_curve(_walk(base.trace, "stack distances"), base.memory.page_tokens)
+    report = study.run(base, _walk)
     placements = []
-    if has_checkpoints(asked.memory) and (
-        args.placements or asked.trace.prompt_tokens <= _SMALL_TRACE_TOKENS
+    if has_checkpoints(base.memory) and (
+        args.placements or base.trace.prompt_tokens <= _SMALL_TRACE_TOKENS
     ):
-        placements = study.placements(asked, report, _walk)
+        placements = study.placements(base, report, _walk)
     points = []
     if inputs.swept is not None:
         given = getattr(args, inputs.swept.name.lower()) is not None
-        size = asked.tier_bytes[inputs.swept] if given else 0
-        around = size or bytes_for(asked.memory, max(1, curve.footprint_pages))
-        sizes = sweep_sizes(asked.memory, around, inputs.points)
-        points = study.sweep(asked, inputs.swept, sizes, _walk)
+        size = base.tier_bytes[inputs.swept] if given else 0
+        around = size or bytes_for(base.memory, max(1, curve.footprint_pages))
+        sizes = sweep_sizes(base.memory, around, inputs.points)
+        points = study.sweep(base, inputs.swept, sizes, _walk)
     return PlanReport(
-        asked,
-        asked.setup(),
+        base,
+        base.setup(),
         inputs.rates,
         inputs.settings,
         report,
@@ -339,10 +341,10 @@ def _computed(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
     )
 
 
-# -- what is told ---------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------
 
 
-def _told(plan: PlanReport, files: list[Path]) -> str:
+def _report(plan: PlanReport, files: list[Path]) -> str:
     trace = plan.study.trace
     parts = [
         f"{plan.memory.model}: {trace.requests:,} requests with {trace.prompt_tokens:,} prompt "
@@ -360,13 +362,13 @@ def _section(found: HtmlTable) -> str:
     return f"{found.title}\n\n{table(found.header, found.rows)}"
 
 
-def _drawn(plan: PlanReport, out: Path) -> dict[Path, bytes]:
-    """Every file's bytes, so that nothing is written before all of them exist."""
-    drawings = {"plan": plan_report.capacity_chart(plan)}
+def _rendered(plan: PlanReport, out: Path) -> dict[Path, bytes]:
+    """The bytes of every file: all are rendered before the first is written."""
+    charts_by_name = {"plan": plan_report.capacity_chart(plan)}
     if plan.swept is not None:
-        drawings[f"sweep-{plan.swept.name.lower()}"] = plan_report.sweep_chart(plan)
+        charts_by_name[f"sweep-{plan.swept.name.lower()}"] = plan_report.sweep_chart(plan)
     files: dict[Path, bytes] = {}
-    for name, curve in drawings.items():
+    for name, curve in charts_by_name.items():
         tables = plan_report.tables(plan) if name == "plan" else []
         files[out / f"{name}.png"] = charts.png(curve)
         files[out / f"{name}.html"] = charts.html(curve, plan.settings, tables)

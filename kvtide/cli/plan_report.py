@@ -1,8 +1,6 @@
-"""How a plan is told: tables for the terminal and the page, curves for the charts, JSON.
+"""The output of `kvtide plan`: tables for terminal and page, curves for the charts, JSON.
 
-Everything here reads a finished `PlanReport` and changes nothing; `cmd_plan` decides what is
-computed
-and where it goes.
+All functions read a finished `PlanReport`, which `plan_command` computes and writes.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvtide.byte_sizes import format_bytes
 from kvtide.planner.chart_data import Curve, Mark, Series
 from kvtide.planner.hit_curve import HitCurve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import LINKS, Rates, Report, Setup
 from kvtide.planner.study import PlacementCost, Study, SweepPoint, has_checkpoints
-from kvtide.server.byte_sizes import format_bytes
 from kvtide.spec import ModelMemory, Tier
 from kvtide.spec.sizing import bytes_for
 
@@ -28,7 +26,7 @@ _SHOWN_MISSES = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanReport:
-    """All that was asked and found. `settings` holds every input as text, defaults marked."""
+    """Inputs and results of a plan. `settings` holds every input as text, defaults marked."""
 
     study: Study
     setup: Setup
@@ -134,8 +132,8 @@ def _pages(plan: PlanReport) -> HtmlTable:
 
 def _capacity(plan: PlanReport) -> HtmlTable:
     rows = [
-        [words, format_bytes(plan.curve_bytes(pages)), _percent(plan.curve.hit_rate(pages))]
-        for words, pages in _landmarks(plan.curve)
+        [text, format_bytes(plan.curve_bytes(pages)), _percent(plan.curve.hit_rate(pages))]
+        for text, pages in _landmarks(plan.curve)
     ]
     return HtmlTable("One LRU tier of any size", ("landmark", "capacity", "hit rate"), rows)
 
@@ -143,10 +141,10 @@ def _capacity(plan: PlanReport) -> HtmlTable:
 def _landmarks(curve: HitCurve) -> list[tuple[str, int]]:
     return [
         ("the longest prompt", curve.longest_pages),
-        ("half of what is possible", curve.pages_for_share(0.5)),
-        ("90% of what is possible", curve.pages_for_share(0.9)),
+        ("half of what is possible", curve.pages_for_fraction(0.5)),
+        ("90% of what is possible", curve.pages_for_fraction(0.9)),
         ("knee", curve.knee_pages()),
-        ("all that is possible", curve.pages_for_share(1.0)),
+        ("all that is possible", curve.pages_for_fraction(1.0)),
         ("everything ever seen", curve.footprint_pages),
     ]
 
@@ -198,7 +196,7 @@ def _sweep(plan: PlanReport, swept: Tier) -> HtmlTable:
 def sentences(plan: PlanReport) -> list[str]:
     """What a reader should take away."""
     report, curve = plan.report, plan.curve
-    ninety, knee = curve.pages_for_share(0.9), curve.knee_pages()
+    ninety, knee = curve.pages_for_fraction(0.9), curve.knee_pages()
     resumable = " and a checkpoint at every page" if has_checkpoints(plan.memory) else ""
     found = [
         f"{_percent(report.hit_rate)} of all prompt tokens are found again; with room for "
@@ -283,7 +281,7 @@ def _sampled(low: int, high: int) -> list[int]:
 
 
 def describe(plan: PlanReport) -> dict[str, Any]:
-    """The same facts for programs; sizes in bytes, shares from 0 to 1, times in seconds."""
+    """The report as JSON: sizes in bytes, fractions from 0 to 1, times in seconds."""
     study = plan.study
     return {
         "model": plan.memory.model,
@@ -361,7 +359,7 @@ def _describe_curve(plan: PlanReport) -> dict[str, Any]:
         "footprint_tokens": curve.footprint_pages * curve.page_tokens,
         "footprint_bytes": plan.curve_bytes(curve.footprint_pages),
         "best_hit_rate": curve.best_hit_rate,
-        "ninety_percent": _point(plan, curve.pages_for_share(0.9)),
+        "ninety_percent": _point(plan, curve.pages_for_fraction(0.9)),
         "knee": _point(plan, curve.knee_pages()),
         "curve": [_point(plan, at) for at in pages],
     }
@@ -371,7 +369,7 @@ def _point(plan: PlanReport, pages: int) -> dict[str, Any]:
     return {"bytes": plan.curve_bytes(pages), "hit_rate": plan.curve.hit_rate(pages)}
 
 
-# -- words ----------------------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------
 
 
 def _name(tier: Tier) -> str:
@@ -383,8 +381,8 @@ def _traffic(plan: PlanReport) -> str:
     return plan.study.trace.name.partition(":")[0]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"
 
 
 def _s(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""`kvtide serve`: a model behind OpenAI's API, until told to stop.
+"""`kvtide serve`: a model behind OpenAI's API, until a signal.
 
-SIGTERM and SIGINT drain: no new requests are taken, those that run may finish, what is in line
-for storage is written, then the process exits with 0. A second signal does not wait.
+SIGTERM and SIGINT drain: the server refuses new requests, finishes the running ones, writes the
+pages queued for storage, and exits with 0. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -14,38 +14,35 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 
+from kvtide.byte_sizes import format_bytes
+from kvtide.cli.console import CommandError
 from kvtide.engine import Engine
-from kvtide.server import settings
+from kvtide.server import engine_setup, settings
 from kvtide.server.app import App
-from kvtide.server.byte_sizes import format_bytes
-from kvtide.server.command_error import CommandError
-from kvtide.server.engine_commands import Close, Detach, Leader
+from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
 from kvtide.server.engine_setup import Serving, check_ranks, open_engine
-from kvtide.server.rank_processes import RankProcesses, WorkerLostError, freeze
+from kvtide.server.rank_processes import RankProcesses, WorkerLostError, freeze_gc
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.spec import Tier
 
 _POLL_S = 0.02
 CLOSE_S = 1.0
-"""What storage gets beyond the time to drain: a moment to let go."""
+"""Storage gets this long to close, beyond the time to drain."""
 STEP_S, HURRIED_STEP_S = 60.0, 5.0
-"""What the last step gets if it may wait for other ranks; after a second signal."""
+"""The last step of several ranks gets this long; and this long after a second signal."""
+
+REFUSALS = (*engine_setup.REFUSALS, CommandError, WorkerLostError)
 
 log = logging.getLogger("kvtide")
 
 
-def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model through the cache, with OpenAI's API",
-        description="Every flag is also a KVTIDE_… variable and a key of the --config file.",
-        allow_abbrev=False,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Every flag is also a KVTIDE_… variable and a key of the --config file."
+    parser.allow_abbrev = False
     settings.add_flags(parser)
     parser.set_defaults(run=_run)
 
@@ -56,18 +53,18 @@ def _run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     check_ranks(chosen)
     with RankProcesses(chosen) as workers:
-        serving = _opened(chosen, workers)
-        freeze()
-        _tell(serving, time.monotonic() - began)
-        code, ended = asyncio.run(_serve(chosen, serving, workers))
-    if not ended:
+        serving = _open(chosen, workers)
+        freeze_gc()
+        _print_ready(serving, time.monotonic() - began)
+        code, closed = asyncio.run(_serve(chosen, serving, workers))
+    if not closed:
         sys.stderr.flush()
-        os._exit(code)  # A store may have threads that the interpreter would wait for.
+        os._exit(code)  # The interpreter would wait for the store's threads.
     return code
 
 
-def _opened(chosen: Settings, workers: RankProcesses) -> Serving:
-    """All ranks are ready, or one of them says why it cannot be."""
+def _open(chosen: Settings, workers: RankProcesses) -> Serving:
+    """The engine, once all ranks are ready; raises the reason of a rank that fails."""
     try:
         return open_engine(*workers.topology(chosen))
     except RuntimeError:
@@ -75,7 +72,7 @@ def _opened(chosen: Settings, workers: RankProcesses) -> Serving:
         raise
 
 
-def _tell(serving: Serving, seconds: float) -> None:
+def _print_ready(serving: Serving, seconds: float) -> None:
     cache = serving.engine.cache
     memory = cache.memory
     tiers = {
@@ -86,25 +83,25 @@ def _tell(serving: Serving, seconds: float) -> None:
         )
         for tier in (Tier.DEVICE, Tier.HOST)
     }
-    ranks = serving.post.topology.ranks
+    ranks = serving.rank.topology.ranks
     each = f" of each of {ranks} ranks" if ranks > 1 else ""
     print(
         f"{serving.name} on {cache.config.device}: pages of {memory.page_tokens} tokens, "
         f"{format_bytes(tiers[Tier.DEVICE])} on the device "
         f"(sequences of up to {serving.engine.max_sequence_tokens:,} tokens), "
         f"{format_bytes(tiers[Tier.HOST])} on the host{each}; ready after {seconds:.1f} s\n"
-        f"{serving.stored}",
+        f"{serving.storage}",
         file=sys.stderr,
         flush=True,
     )
 
 
 async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> tuple[int, bool]:
-    """The exit code, and whether nothing is left of storage."""
-    leader = Leader(serving.post)
+    """The exit code, and whether the store has closed."""
+    leader = Leader(serving.rank)
     service = Service(leader, chosen.max_requests)
     app = App(chosen, serving, service)
-    told = _Told()
+    signals = _Signals()
     runner = app.runner()
     await runner.setup()
     try:
@@ -117,20 +114,24 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
                 "another --port, or 0 for any"
             ) from None
         print(f"listening on {_url(runner)}", file=sys.stderr, flush=True)
-        await _serve_until(told, app, service, chosen.drain_seconds, workers)
+        await _serve_until(signals, app, service, chosen.drain_seconds, workers)
     finally:
-        ended = await _end(leader, service, runner, workers, told)
-    return 1 if service.broken is not None else 0, ended
+        closed = await _close(leader, service, runner, workers, signals)
+    return 1 if service.broken is not None else 0, closed
 
 
-async def _end(
-    leader: Leader, service: Service, runner: web.AppRunner, workers: RankProcesses, told: _Told
+async def _close(
+    leader: Leader,
+    service: Service,
+    runner: web.AppRunner,
+    workers: RankProcesses,
+    signals: _Signals,
 ) -> bool:
-    """Whether nothing is left. Ranks that no longer do the same are left as they are."""
+    """Close everything; False if a store, or ranks that have diverged, remain open."""
     began, several = time.monotonic(), leader.topology.ranks > 1
 
     def patient() -> bool:
-        limit_s = STEP_S if told.times < 2 else HURRIED_STEP_S
+        limit_s = STEP_S if signals.count < 2 else HURRIED_STEP_S
         return not several or time.monotonic() - began < limit_s
 
     if workers.lost is not None:
@@ -144,18 +145,18 @@ async def _end(
     await runner.cleanup()
     if service.broken is not None and several:
         return False
-    _tell_unwritten(leader.engine)
-    workers.told = True
-    ended = leader.do(Close(CLOSE_S if told.times < 2 else 0.0))
-    if not ended:
-        log.warning("storage has not let go in time; leaving it behind")
-    return ended
+    _warn_unwritten(leader.engine)
+    workers.closing = True
+    closed = leader.run(CloseCache(CLOSE_S if signals.count < 2 else 0.0))
+    if not closed:
+        log.warning("storage has not closed in time; the process exits without it")
+    return closed
 
 
-def _tell_unwritten(engine: Engine) -> None:
+def _warn_unwritten(engine: Engine) -> None:
     stats = engine.cache.storage.stats()
     if stats is not None and stats.waiting_pages:
-        log.warning("%s pages were still in line for storage", f"{stats.waiting_pages:,}")
+        log.warning("%s pages were still queued for storage", f"{stats.waiting_pages:,}")
 
 
 def _url(runner: web.AppRunner) -> str:
@@ -163,38 +164,38 @@ def _url(runner: web.AppRunner) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class _Told:
-    """How often a signal has asked for the end."""
+class _Signals:
+    """Counts SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
-        self.times = 0
+        self.count = 0
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._again)
+            asyncio.get_running_loop().add_signal_handler(number, self._received)
 
-    def _again(self) -> None:
-        self.times += 1
+    def _received(self) -> None:
+        self.count += 1
 
 
 async def _serve_until(
-    told: _Told, app: App, service: Service, drain_s: float, workers: RankProcesses
+    signals: _Signals, app: App, service: Service, drain_s: float, workers: RankProcesses
 ) -> None:
-    """Serve until a signal, then until nobody is left; or until the engine breaks."""
+    """Serve until a signal, then drain; or until the engine fails."""
 
-    def in_order() -> bool:
+    def healthy() -> bool:
         return service.broken is None and workers.lost is None
 
-    while not told.times and in_order():
+    while not signals.count and healthy():
         await asyncio.sleep(_POLL_S)
-    if not in_order():
+    if not healthy():
         await asyncio.to_thread(workers.settle)
     app.draining = True
     deadline = time.monotonic() + drain_s
 
     def in_time() -> bool:
-        return told.times < 2 and in_order() and time.monotonic() < deadline
+        return signals.count < 2 and healthy() and time.monotonic() < deadline
 
-    # The engine may be in a step that has no end: it is asked, and not waited for.
-    drained = asyncio.ensure_future(_drained(app, service, deadline))
+    # The engine may be in a step that never ends, so the loop does not wait for it.
+    drained = asyncio.ensure_future(_drain(app, service, deadline))
     while in_time() and not drained.done():
         await asyncio.sleep(_POLL_S)
     drained.cancel()
@@ -202,21 +203,21 @@ async def _serve_until(
         await drained
 
 
-async def _drained(app: App, service: Service, deadline: float) -> None:
-    """Nobody is left, and what was on its way to storage is there."""
-    while app.open:
+async def _drain(app: App, service: Service, deadline: float) -> None:
+    """Wait until all requests have finished and all queued pages are stored."""
+    while app.open_requests:
         await asyncio.sleep(_POLL_S)
-    while await service.call(_at_work):
+    while await service.call(_copying):
         await asyncio.sleep(_POLL_S)
-    await service.order(Detach(deadline - time.monotonic()))
-    while await service.call(_stores):
+    await service.command(DetachStore(deadline - time.monotonic()))
+    while await service.call(_has_store):
         await asyncio.sleep(_POLL_S)
 
 
-def _at_work(engine: Engine) -> bool:
-    """Whether pages are on their way to the host or to storage."""
+def _copying(engine: Engine) -> bool:
+    """Whether pages are being copied to the host or to storage."""
     return engine.cache.busy or engine.cache.storage.at_work
 
 
-def _stores(engine: Engine) -> bool:
+def _has_store(engine: Engine) -> bool:
     return engine.cache.storage.stats() is not None

@@ -1,24 +1,24 @@
-"""`kvtide storage …`: look at a store from outside."""
+"""`kvtide storage check URL`: run the conformance checks against a store."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from kvtide.storage import conformance, open_store
+from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.conformance import Result
 from kvtide.storage.trial import new_space
 
+REFUSALS = (StoreError,)
 
-def add(commands: Any) -> None:
-    storage = commands.add_parser("storage", help="check a store of pages")
-    verbs = storage.add_subparsers(dest="verb", required=True, metavar="WHAT")
+
+def add(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="WHAT")
     check = verbs.add_parser(
         "check",
-        help="does a store keep the rules?",
-        description="Check that a store keeps the rules. It writes to spaces of its own, drawn at "
-        "random, and clears them afterwards: objects of yours are not touched. Exit status 1 if "
-        "anything is wrong.",
+        help="run the conformance checks against a store",
+        description="Check that a store keeps the rules. The checks write to random spaces of "
+        "their own and clear them afterwards; your objects are not touched. Exit status 1 if a "
+        "check fails.",
     )
     check.add_argument("url", metavar="URL", help="such as file:///path or package.module:Class")
     check.set_defaults(run=_check)

@@ -17,11 +17,19 @@
 
 from kvtide.engine.engine import Engine, Update
 from kvtide.engine.rank_topology import RankTopology
-from kvtide.engine.request import Finish, Request, RequestError, RequestParams, RequestState
+from kvtide.engine.request import (
+    CheckedRequest,
+    Finish,
+    Request,
+    RequestError,
+    RequestParams,
+    RequestState,
+)
 from kvtide.engine.sampler import SampledToken, SamplingParams
 from kvtide.engine.state_check import EngineError
 
 __all__ = [
+    "CheckedRequest",
     "Engine",
     "EngineError",
     "Finish",

@@ -16,7 +16,14 @@ from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
-from kvtide.engine.request import Finish, Request, RequestError, RequestParams, RequestState
+from kvtide.engine.request import (
+    CheckedRequest,
+    Finish,
+    Request,
+    RequestError,
+    RequestParams,
+    RequestState,
+)
 from kvtide.engine.runner import Runner, StepOutput
 from kvtide.engine.sampler import (
     SampledToken,
@@ -111,7 +118,11 @@ class Engine:
 
     def submit(self, params: RequestParams) -> Request:
         """Queue a request, or refuse what can never be served."""
-        prompt = self._prompt(params, self.check(params))
+        return self.submit_checked(self.check(params))
+
+    def submit_checked(self, checked: CheckedRequest) -> Request:
+        """Queue a request that `check` has accepted."""
+        params, prompt = checked.params, self._prompt(checked)
         self._numbers += 1
         request = Request(self._numbers, params, prompt, list(params.tokens))
         if self.tokenizer is not None:
@@ -149,10 +160,10 @@ class Engine:
         self._commit(step.chunks, output)
         return self._sample(step.chunks, output)
 
-    def _prompt(self, params: RequestParams, tokens: bytes) -> Prompt:
-        if params.alone:
-            return self.cache.scratch(tokens)
-        return self.cache.prompt(tokens, params.namespace)
+    def _prompt(self, checked: CheckedRequest) -> Prompt:
+        if checked.params.alone:
+            return self.cache.scratch(checked.packed)
+        return self.cache.prompt(checked.packed, checked.params.namespace)
 
     # -- the parts of a step ----------------------------------------------------------------
 
@@ -293,33 +304,44 @@ class Engine:
         if request.params.pin is not None and not request.params.alone:
             self.cache.keep(request.params.pin, request.prompt, request.params.priority)
 
-    def check(self, params: RequestParams) -> bytes:
-        """Raise `RequestError` for what can never be served; else its tokens, packed."""
-        if not params.tokens:
-            raise RequestError("the prompt has no tokens; send at least one")
-        try:
-            packed = pack(params.tokens)
-            known = highest(packed) < self.vocabulary
-        except ValueError:
-            known = False
-        if not known:
-            raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}")
+    def check(self, params: RequestParams) -> CheckedRequest:
+        """Pack the prompt, and raise `RequestError` for what can never be served.
+
+        Any thread may call it: it reads what is fixed when the engine is made.
+        """
+        packed = self._packed(params.tokens)
         if problem := params.sampling.problem():
             raise RequestError(problem)
         if params.max_tokens < 0:
-            raise RequestError(f"max_tokens is {params.max_tokens}; ask for 0 or more")
+            raise RequestError(
+                f"max_tokens is {params.max_tokens}; ask for 0 or more", param="max_tokens"
+            )
         if params.stop and self.tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this model came without one; use the ids of "
-                "tokens to stop at"
+                "tokens to stop at",
+                param="stop",
             )
         if not all(params.stop):
-            raise RequestError("a stop string is empty; leave it out")
+            raise RequestError("a stop string is empty; leave it out", param="stop")
         total = len(params.tokens) + params.max_tokens
         if total > self.max_sequence_tokens:
             raise RequestError(
                 f"a prompt of {len(params.tokens)} tokens and an answer of up to "
                 f"{params.max_tokens} "
-                f"are {total}; this engine serves {self.max_sequence_tokens}: shorten one of them"
+                f"are {total}; this engine serves {self.max_sequence_tokens}: shorten one of them",
+                code="context_length_exceeded",
             )
+        return CheckedRequest(params, packed)
+
+    def _packed(self, tokens: tuple[int, ...]) -> bytes:
+        if not tokens:
+            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+        try:
+            packed = pack(tokens)
+            known = highest(packed) < self.vocabulary
+        except ValueError:
+            known = False
+        if not known:
+            raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}", param="prompt")
         return packed

@@ -20,7 +20,17 @@ from kvtide.spec import Tier
 
 
 class RequestError(ValueError):
-    """A request that can never be served. The message names the remedy."""
+    """A request that can never be served. The message names the remedy.
+
+    code   the name of the error in OpenAI's API, where it has one
+    param  the field at fault, where it is one
+    """
+
+    def __init__(
+        self, message: str, code: str | None = "invalid_value", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
 
 
 class RequestState(Enum):
@@ -67,6 +77,14 @@ class RequestParams:
     def alone(self) -> bool:
         """It neither uses the cache nor leaves anything in it."""
         return self.recompute or self.score is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """Parameters that `Engine.check` has accepted, and the prompt's tokens, packed."""
+
+    params: RequestParams
+    packed: bytes
 
 
 class PrefixOwner(NamedTuple):

@@ -1,6 +1,6 @@
-"""What became readable where, and what ceased to be: for routers, metrics and mirrors.
+"""Events: which pages became readable in which tier, and which were removed.
 
-Events are made only while somebody listens. They speak in page keys, which mean the same in
+Events are made only while a listener is subscribed. They name pages by key, which is the same in
 every process that serves the same model.
 """
 

@@ -1,8 +1,8 @@
 """Where everything is, logically: the verbs of the index.
 
     match ─▶ pin ─▶ [copy ─▶ land | fail] ─▶ reserve ─▶ commit … commit ─▶ release
-                                        evict, demote, clear make room; quarantine hides
-    outline ─▶ pin ─▶ take ─▶ adopt … adopt ─▶ abandon ─▶ forgo      pages from outside
+                                        evict, demote, clear free slots; quarantine hides
+    outline ─▶ pin ─▶ take ─▶ adopt … adopt ─▶ abandon ─▶ forgo      pages from a store
 
 `Index` takes prompts and returns leases; it never sees bytes, time or requests. It is
 deterministic: a logical clock, no wall time, no order that depends on hashes. One thread at a time.
@@ -38,8 +38,8 @@ from kvtide.spec import ModelMemory, Slots, Tier
 class Index:
     """See the module. `capacity_pages[tier][anchor]` are the slots; a tier left out has none.
 
-    In a tier that `keeps`, room is never made by dropping the only copy of a page somebody may
-    resume from: there is no room then, `missing` says how much, and `demote` makes it.
+    A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
+    fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Index:
         return Prompt(tokens, namespace, self.memory.holdback)
 
     def scratch(self, tokens: Tokens) -> Prompt:
-        """A prompt that finds nothing and is found by nobody: for computing it without the cache.
+        """A prompt that finds nothing and that no match finds: for computing without the cache.
 
-        It is leased like any other. Each lease has its pages to itself, nothing of them is copied
-        down, and its release drops them.
+        It is leased like any other. Each lease has pages of its own, none of them is copied down,
+        and its release drops them.
         """
         return Prompt(tokens, SCRATCH, self.memory.holdback)
 
@@ -84,9 +84,9 @@ class Index:
         return self._matcher.match(prompt, slowest)
 
     def shared_pages(self, prompt: Prompt, other: Prompt, beyond: int = 0) -> int:
-        """How many pages of another prompt this one could go on from, if they were all kept.
+        """How many pages this prompt shares with another one, and could resume after.
 
-        0 if these are not more than `beyond`, which is told cheaply.
+        0 if not more than `beyond`, which is cheap to find out.
         """
         return self._matcher.shared_pages(prompt, other, beyond)
 
@@ -95,7 +95,7 @@ class Index:
         return hit.tick == self.tree.tick
 
     def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
-        """Where the pages up to the hit's boundary would come from."""
+        """How many pages up to the hit's boundary each tier would give."""
         return self._matcher.pages_by_tier(hit)
 
     def why(self, hit: Hit) -> list[Stop]:
@@ -143,19 +143,19 @@ class Index:
     def commit(self, lease: IndexLease, tokens: int, without: Collection[str] = ()) -> None:
         """The tokens up to `tokens` are computed: their full pages become readable.
 
-        The lease then covers them. Pages that somebody else committed meanwhile are shared, and
-        the slots taken for them go back: `page_table` says where everything is. `without` names
-        optional sidecars (a draft's KV) that were not computed for these pages.
+        The lease then covers them. Pages that another lease committed meanwhile are shared, and
+        the slots taken for them go back: `page_table` has the slots in use. `without` names
+        optional sidecars (a draft's KV) that were not written for these pages.
         """
         self._leasing.commit(lease, tokens, without)
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there is anything that is kept at some boundaries only."""
+        """Whether a pool keeps pages at some boundaries only."""
         return bool(self.tree.finite_cells)
 
     def retain(self, lease: IndexLease) -> None:
-        """Make a checkpoint of where a running lease stands: somebody will go on from there."""
+        """Keep a checkpoint at a running lease's boundary: a next prompt resumes there."""
         self._leasing.retain(lease)
 
     def release(self, lease: IndexLease) -> None:
@@ -182,7 +182,7 @@ class Index:
         return self._leasing.arriving_table(lease, self._anchor(anchor))
 
     def carries(self, lease: IndexLease, sidecar: str) -> npt.NDArray[np.bool_]:
-        """For every page of the lease's prefix on the device: has it this optional sidecar?"""
+        """For every page of the prefix: whether the device has this optional sidecar of it."""
         anchor = self.memory.pool(sidecar).follows
         assert anchor is not None, f"{sidecar} is no sidecar"
         table = self.page_table(lease, anchor)[: lease.boundary]
@@ -214,62 +214,62 @@ class Index:
         return self._arrivals.land_departing(arrival)
 
     def fail(self, arrival: Arrival) -> None:
-        """The arrival's bytes will not come: everything it held goes back."""
+        """The arrival's copy failed: everything it held goes back."""
         self._arrivals.fail(arrival)
 
-    # -- from and to the outside ------------------------------------------------------------
+    # -- imports and exports ----------------------------------------------------------------
 
     def outline(self, prompt: Prompt) -> Outline:
         """Which pages of a prompt the device and the host have. Changes nothing."""
         return self._imports_exports.outline(prompt)
 
     def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
-        """Take host slots for pages of the lease's prompt that come from outside, in this order.
+        """Take host slots for pages of the lease's prompt that a store brings, in this order.
 
-        None when there is no room. The import has the lease from now on.
+        None when there is no room. The import owns the lease from now on.
         """
         return self._imports_exports.take(lease, wanted)
 
     def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
-        """The first `count` pages of an import are there, and can be found on the host.
+        """The first `count` pages of an import were read: matches find them on the host.
 
-        `absent` names, for each of them, the optional sidecars that did not come with it.
+        `absent` names, for each of them, the optional sidecars that its object lacks.
         """
         self._imports_exports.adopt(arriving, count, absent)
 
     def abandon(self, arriving: Import) -> None:
-        """No more of an import is adopted: what it held may go, but for its slots."""
+        """Adopt no more of an import: everything it held but its slots goes back."""
         self._imports_exports.abandon(arriving)
 
     def forgo(self, arriving: Import) -> None:
-        """Nothing writes to an import's slots any more: those that were not adopted go back."""
+        """The store no longer writes to an import's slots: those not adopted go back."""
         self._imports_exports.forgo(arriving)
 
     def departed(self, departure: Departure) -> None:
-        """What departs was written, or given up: the host may drop it."""
+        """A departure was written, or dropped: its host pages are unpinned."""
         self._imports_exports.departed(departure)
 
     def prompt_key(self, prompt: Prompt) -> bytes:
-        """What the keys of the prompt's pages are chained from (`keys.chain`)."""
+        """The key from which the keys of the prompt's pages are chained (`keys.chain`)."""
         return self.tree.name_key((prompt.namespace, prompt.head))
 
-    # -- making room ------------------------------------------------------------------------
+    # -- freeing slots ----------------------------------------------------------------------
 
     def evict(self, tier: Tier, anchor: str, pages: int) -> int:
-        """Drop at least so many pages if so many are evictable; returns how many it were."""
+        """Drop at least so many pages if so many are evictable; returns how many."""
         self.tree.tick += 1
         return self._allocator.evict(self.tree.cell(tier, self._anchor(anchor)), pages)
 
     def clear(self, tier: Tier) -> int:
-        """Drop every page of a tier that nobody needs; returns how many it were."""
+        """Drop every page of a tier that is not pinned; returns how many."""
         everything = 1 << 60
         return sum(self.evict(tier, pool.name, everything) for pool in self.memory.anchors)
 
     def quarantine(self, prompt: Prompt) -> int:
-        """Let nobody find again what shares the prompt's first page; how many pages it were.
+        """Hide all pages behind the prompt's first page from every match; returns how many.
 
         Counted over tiers and anchors. They are dropped at once, or when the leases and arrivals
-        that need them end; leases that stand on them go on, and nobody finds what they commit.
+        that pin them end. Leases on them continue, and no match finds what they commit.
         """
         return quarantine(self.tree, prompt)
 
@@ -280,7 +280,7 @@ class Index:
     # -- looking ----------------------------------------------------------------------------
 
     def subscribe(self, listener: Listener) -> None:
-        """Be told of every page that becomes readable somewhere, or ceases to be."""
+        """Call the listener for every page that becomes readable in a tier, or is removed."""
         self.tree.listeners.append(listener)
 
     @property

@@ -35,7 +35,7 @@ def tree_is_linked_both_ways(tree: Tree) -> Iterator[str]:
         if not node.pages or len(node.tokens) != node.pages * tree.page_bytes:
             yield f"{_name(node)}: has tokens for {len(node.tokens) / tree.page_bytes} pages"
     if count != tree.nodes:
-        yield f"the tree has {count} nodes, the tree say {tree.nodes}"
+        yield f"the tree has {count} nodes, its count says {tree.nodes}"
 
 
 def nodes_live_while_held(tree: Tree) -> Iterator[str]:
@@ -131,8 +131,8 @@ def page_counts_are_sums(tree: Tree) -> Iterator[str]:
         pinned = sum(node.pages for node in nodes if node.pins[number])
         if (cell.resident_pages, cell.pinned_pages) != (resident, pinned):
             yield (
-                f"cell {number}: tree say {cell.resident_pages} resident and "
-                f"{cell.pinned_pages} pinned pages, the tree {resident} and {pinned}"
+                f"cell {number}: it counts {cell.resident_pages} resident and "
+                f"{cell.pinned_pages} pinned pages, the tree has {resident} and {pinned}"
             )
 
 
@@ -182,7 +182,7 @@ def hidden_pages_are_needed(tree: Tree) -> Iterator[str]:
     for node in tree.walk():
         for number, cell in enumerate(tree.cells):
             if node.hidden and cell.queue.evictable(node):
-                yield f"{_name(node)}: hidden, and in cell {number} although nobody needs it"
+                yield f"{_name(node)}: hidden, and in cell {number} although nothing pins it"
 
 
 Check = Callable[[Tree], Iterator[str]]

@@ -1,4 +1,4 @@
-"""Who a page is: its namespace, its tokens, and the key that names both outside this process.
+"""The identity of a page: its namespace, its tokens, and the key that stands for both in storage.
 
 A page's key is a sha256 chained from page to page, beginning with the namespace's fingerprint:
 equal keys mean equal namespaces and equal tokens from the first to the page's last. Keys are
@@ -7,7 +7,7 @@ computed only when something leaves the process (storage, events), and from the 
 With a holdback of h tokens (see `ModelMemory`) a page is whole only together with the h tokens
 after it. The tree therefore runs over the prompt without its first h tokens, which go into the
 root instead: page i then stands for positions [i·P, (i+1)·P) and is compared by tokens
-[i·P + h, (i+1)·P + h). Nothing else needs to know.
+[i·P + h, (i+1)·P + h). No other module depends on this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**31 - 1
 BEGINNING_BYTES = 1024
-"""Of a prompt, by which it is told apart from those that begin otherwise."""
+"""How much of a prompt a quick comparison of two prompts looks at."""
 
 Tokens = npt.NDArray[np.integer] | Sequence[int] | bytes
 
@@ -49,8 +49,8 @@ DEFAULT_NAMESPACE = Namespace()
 class Hidden(NamedTuple):
     """A namespace that no request can name, so that no match ever finds what is in it.
 
-    `number` tells their trees apart. No tree has number 0: prompts say it, and each of their
-    leases gets a tree of its own.
+    `number` identifies one hidden tree. Scratch prompts have number 0, which no tree has: each of
+    their leases gets a tree of its own.
     """
 
     number: int = 0
@@ -65,7 +65,7 @@ def pack(tokens: Tokens) -> bytes:
         assert len(tokens) % TOKEN_BYTES == 0, "packed tokens are 4 bytes each"
         return tokens
     if isinstance(tokens, list) and len(tokens) == 1:
-        # What a request generates comes one by one, for everybody and in every step.
+        # The fast path of decode: one sampled token per request and step.
         (token,) = tokens
         if 0 <= token <= MAX_TOKEN:
             return int(token).to_bytes(TOKEN_BYTES, "little")
@@ -84,7 +84,7 @@ def pack(tokens: Tokens) -> bytes:
 
 
 def highest(packed: bytes) -> int:
-    """Of packed tokens; -1 of none."""
+    """The highest token id; -1 if there is none."""
     return int(np.frombuffer(packed, "<u4").max()) if packed else -1
 
 
@@ -94,10 +94,10 @@ class Prompt:
     head  the first `holdback` tokens: part of the root, not of any page
     body  the rest, packed; page i is `body[i·page_bytes : (i+1)·page_bytes]`
     tokens  how many there are in all
-    fetched  pages [start, end) that were brought from storage for this prompt
+    fetched  pages [start, end) that were fetched from storage for this prompt
     """
 
-    __slots__ = ("_body", "_said", "fetched", "head", "holdback", "namespace", "tokens")
+    __slots__ = ("_appended", "_body", "fetched", "head", "holdback", "namespace", "tokens")
 
     def __init__(self, tokens: Tokens, namespace: Namespace | Hidden, holdback: int) -> None:
         packed = pack(tokens)
@@ -106,7 +106,7 @@ class Prompt:
         self.holdback = holdback
         self.head = packed[:cut]
         self._body = packed[cut:] if cut else packed
-        self._said = bytearray()  # What was appended since somebody asked for all of it.
+        self._appended = bytearray()  # Joined to `_body` when `body` is read.
         self.tokens = len(packed) // TOKEN_BYTES
         self.fetched = range(0)
 
@@ -115,19 +115,19 @@ class Prompt:
         packed = pack(tokens)
         missing = self.holdback * TOKEN_BYTES - len(self.head)
         self.head += packed[:missing]
-        self._said += packed[missing:]
+        self._appended += packed[missing:]
         self.tokens += len(packed) // TOKEN_BYTES
 
     @property
     def beginning(self) -> bytes:
-        """The first bytes of `body`, or fewer while what was generated is not joined to it."""
+        """The first bytes of `body`; fewer while appended tokens are not joined to it."""
         return self._body[:BEGINNING_BYTES]
 
     @property
     def body(self) -> bytes:
-        if self._said:
-            self._body += self._said
-            self._said.clear()
+        if self._appended:
+            self._body += self._appended
+            self._appended.clear()
         return self._body
 
 

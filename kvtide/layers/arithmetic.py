@@ -22,6 +22,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -94,7 +95,7 @@ class Deterministic(Arithmetic):
         _settle()
         self._product = product
         self._tile_rows: dict[object, int] = {}
-        self._rows_together = all(map(rows_stand_alone, _ROW_FUNCTIONS))
+        self._rows_together = _all_rows_stand_alone(torch.get_num_threads())
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tile = self.tile_rows(weight)
@@ -168,6 +169,12 @@ def rows_stand_alone(function: RowFunction) -> bool:
         torch.equal(function(rows), torch.cat([function(row) for row in rows.split(1)]))
         for rows in _random_rows()
     )
+
+
+@cache
+def _all_rows_stand_alone(threads: int) -> bool:
+    """Of every kind of function. A process verifies it once for a number of threads."""
+    return all(map(rows_stand_alone, _ROW_FUNCTIONS))
 
 
 def _random_rows() -> Iterator[Tensor]:

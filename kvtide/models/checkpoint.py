@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from kvtide.layers import Weights
 from kvtide.models.gguf import GGUF, architectures
+from kvtide.models.gguf.tensors import read_tensor
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.quantized_weights import METHODS, PublishedWeights
 from kvtide.models.safetensors_folder import Stored, missing, read_json
@@ -146,7 +147,7 @@ class GGUFWeights:
         if name not in self._sources:
             raise missing(self._file.path, name)
         source = self._sources[name]
-        tensor = self._file.read(source.name)
+        tensor = read_tensor(self._file, source.name)
         return tensor if source.change is None else source.change(tensor)
 
     def stored(self, name: str) -> Stored:

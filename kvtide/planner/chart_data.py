@@ -1,7 +1,6 @@
-"""What a chart shows, and where on an axis it stands. No drawing here: plain data and numbers.
+"""Charts as data: series, axes, ticks and label positions.
 
-A `Curve` is a whole chart as data; `page` draws it as SVG and `charts` as PNG, both from the same
-axes, ticks and label places.
+A `Curve` is a whole chart; `html_page` draws it as SVG, `charts` as PNG, from the same axes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from statistics import fmean
 
 LIGHT = ("#2563eb", "#d97706", "#059669", "#c026d3", "#dc2626", "#0891b2")
 INK, QUIET, GRID = "#18181b", "#71717a", "#e4e4e7"
-"""The colours of the series, and of words, quiet words and lines, on a light ground."""
+"""The colours of the series, and of text, secondary text and lines, on a light ground."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Charts on disk: a PNG, and an HTML page that needs nothing but itself.
 
-What a chart shows is a `curve.Curve`; how the page looks is decided in `page`, how the PNG looks
-here. A file appears under its name whole or not at all.
+A chart is a `chart_data.Curve`; `html_page` draws the page, and this module the PNG. A file
+appears under its name whole or not at all.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _label_ends(axes: Any, curve: Curve) -> None:
 def _mark(axes: Any, mark: Mark, left: bool) -> None:
     axes.axvline(mark.x, color=QUIET, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     foot = axes.get_xaxis_transform()
-    words = axes.annotate(
+    text = axes.annotate(
         mark.text, (mark.x, 0.02), (-6 if left else 6, 0), foot, "offset points", parse_math=False
     )
-    words.set(color=QUIET, fontsize=9, ha="right" if left else "left")
+    text.set(color=QUIET, fontsize=9, ha="right" if left else "left")

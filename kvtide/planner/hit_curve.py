@@ -1,7 +1,7 @@
 """The hit rate at every capacity at once: LRU stack distances in one pass over a trace.
 
 A page is found again under LRU iff fewer pages than the capacity were used since its last use.
-So one pass that notes this distance for every page found again knows the hits of every capacity
+So one pass that records this distance for every reused page gives the hits of every capacity
 (Mattson et al., 1970). A prompt uses all its pages at the same moment and a prefix outlives what
 follows it, so the pages last used by one request are a run of its path of which the upper pages
 are kept longest: a run found again has consecutive distances and costs one step of O(log n).
@@ -33,7 +33,7 @@ class HitCurve:
     """Hits of an LRU cache by its capacity in pages.
 
     hits[c]          pages found again with a capacity of c pages; never falls
-    footprint_pages  distinct pages of the trace: with so many nothing is ever given up
+    footprint_pages  distinct pages of the trace: with so many nothing is evicted
     longest_pages    pages of the longest prompt, the one it is still computing included
     """
 
@@ -44,22 +44,22 @@ class HitCurve:
     hits: Counts
 
     def hit_rate(self, pages: int) -> float:
-        """Share of all prompt tokens that a cache of so many pages finds."""
+        """The fraction of all prompt tokens that a cache of so many pages finds."""
         found = int(self.hits[min(pages, len(self.hits) - 1)]) * self.page_tokens
         return found / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def best_hit_rate(self) -> float:
-        """With room for everything."""
+        """The hit rate of a cache that evicts nothing."""
         return self.hit_rate(self.footprint_pages)
 
-    def pages_for_share(self, share: float) -> int:
-        """The fewest pages with which this share of the best hit rate is reached."""
-        return int(np.searchsorted(self.hits, share * int(self.hits[-1])))
+    def pages_for_fraction(self, fraction: float) -> int:
+        """The fewest pages that reach this fraction of the best hit rate."""
+        return int(np.searchsorted(self.hits, fraction * int(self.hits[-1])))
 
     def knee_pages(self) -> int:
-        """See the module. Without a bend, where the curve ends."""
-        last = self.pages_for_share(1.0)
+        """The knee (see the module); the end of a curve without a bend."""
+        last = self.pages_for_fraction(1.0)
         first = max(1, min(self.longest_pages, last))
         if last <= first:
             return last
@@ -71,7 +71,7 @@ class HitCurve:
 
 
 def hit_curve(requests: Iterable[TraceRequest], page_tokens: int) -> HitCurve:
-    """Walk the requests once."""
+    """The curve of a trace, from one walk."""
     keys, prompts = [], []
     for request in requests:
         keys.append(prefix_keys(request.prompt, page_tokens))

@@ -1,12 +1,11 @@
-"""A trace sent through the real index: what is found where, what moves, what it saves.
+"""Replays a trace through the real index: hits by tier, bytes moved, time saved.
 
-Requests come one after another, each as the cache would treat it: match, fetch and load what lies
-below the device, reserve, compute, commit, and write what is new through to the tiers below. Every
-transfer lands at once: the replay knows bytes, not time. Times are worked out afterwards, from the
-bytes and the `Rates` that the caller assumes.
+The replay serves one request after another as the cache does: match, fetch and load pages below
+the device, reserve, commit, and write new pages through to the lower tiers. Every transfer lands
+at once: the replay counts bytes, and times follow from the bytes and the assumed `Rates`.
 
-A prefix that cannot be brought up for want of room is matched again in fewer tiers. A prompt for
-which the device has no room at all is counted and leaves nothing behind.
+A prefix that does not fit into a faster tier is matched again in fewer tiers. A prompt that does
+not fit on the device is counted and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ LINKS: Mapping[str, tuple[Tier, Tier]] = {
 }
 """The four directions in which pages move, by their names."""
 
-_PART_TOKENS = 512
+_CHUNK_TOKENS = 512
 
 _LINK_NAMES = {way: name for name, way in LINKS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What to replay on, once. `capacity_pages` names the tiers there are, the device always."""
+    """The cache of one replay. `capacity_pages` has an entry per tier, the device's always."""
 
     memory: ModelMemory
     capacity_pages: Mapping[Tier, Mapping[str, int]]
@@ -56,7 +55,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the replay cannot know: how fast bytes move and tokens are computed."""
+    """Assumed rates of links, storage and prefill."""
 
     prefill_tokens_s: float
     link_bytes_s: float = 55e9
@@ -71,7 +70,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What a pool kept requests from finding, for one reason."""
+    """Tokens that a pool kept requests from finding, for one reason."""
 
     pool: str
     reason: str
@@ -81,15 +80,15 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replay counted.
+    """The counts of a replay.
 
     hit_tokens       prompt tokens found, by the tier each came from
     moved_bytes      by link: load, backup, fetch, store
     resident_pages   at the end, by tier and anchor; `evicted_pages` all along
     committed_pages  pages that requests computed and left on the device, by anchor
-    unfit_requests   prompts longer than the device has room for; nothing of them is a hit
-    skipped_copies   by link: copies not made because the target had no room
-    misses           why no more was found, the most tokens first
+    unfit_requests   prompts that do not fit on the device; nothing of them is a hit
+    skipped_copies   by link: copies for which the target had no free slots
+    misses           why prefixes were not longer, by tokens, largest first
     """
 
     requests: int
@@ -105,33 +104,33 @@ class Report:
 
     @property
     def saved_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Prompt tokens that were found instead of computed."""
         return sum(self.hit_tokens.values())
 
     @property
     def hit_rate(self) -> float:
-        return self._share(self.saved_tokens)
+        return self._fraction(self.saved_tokens)
 
     def tier_hit_rate(self, tier: Tier) -> float:
-        """Share of all prompt tokens that came from this tier."""
-        return self._share(self.hit_tokens.get(tier, 0))
+        """The fraction of all prompt tokens that came from this tier."""
+        return self._fraction(self.hit_tokens.get(tier, 0))
 
     def link_s(self, link: str, rates: Rates) -> float:
-        """Seconds the link is busy with this."""
+        """Seconds that the link is busy."""
         return self.moved_bytes.get(link, 0) / rates.bytes_s(link)
 
     def prefill_saved_s(self, rates: Rates) -> float:
-        """Seconds it would take to compute the tokens that were found."""
+        """Seconds to prefill the tokens that were found."""
         return self.saved_tokens / rates.prefill_tokens_s
 
     def waited_s(self, rates: Rates) -> float:
-        """Seconds to bring the found pages up, if nothing else is done meanwhile."""
+        """Seconds to fetch and load the found pages, without overlap."""
         return self.link_s("load", rates) + self.link_s("fetch", rates)
 
     def saved_s(self, rates: Rates) -> float:
         return self.prefill_saved_s(rates) - self.waited_s(rates)
 
-    def _share(self, tokens: int) -> float:
+    def _fraction(self, tokens: int) -> float:
         return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
@@ -150,10 +149,10 @@ def size_tiers(
 
     No tier gets more slots than the trace has pages, so that a tier of petabytes costs nothing.
     """
-    most = trace.prompt_tokens // memory.page_tokens + trace.requests
+    max_pages = trace.prompt_tokens // memory.page_tokens + trace.requests
     return {
         tier: {
-            anchor: min(pages, most)
+            anchor: min(pages, max_pages)
             for anchor, pages in pages_for(memory.kept_in(tier), total).items()
         }
         for tier, total in sorted(tier_bytes.items())
@@ -162,7 +161,7 @@ def size_tiers(
 
 
 class _Replay:
-    """The index under replay, and what was counted so far."""
+    """The index under replay, and the counts so far."""
 
     def __init__(self, setup: Setup) -> None:
         memory = setup.memory
@@ -202,7 +201,7 @@ class _Replay:
         index.release(lease)
 
     def _bring_up(self, prompt: Prompt) -> tuple[Hit, dict[Tier, int], list[Stop], IndexLease]:
-        """Lease the deepest prefix that can be had on the device, and have it there."""
+        """Lease the longest prefix that fits on the device, and bring it there."""
         index = self._index
         for slowest in reversed(self._tiers):
             hit = index.match(prompt, slowest)
@@ -214,7 +213,7 @@ class _Replay:
         raise AssertionError("what lies on the device needs no copy")
 
     def _load(self, lease: IndexLease) -> bool:
-        """Bring the lease's pages up tier by tier; False where one has no room for them."""
+        """Copy the lease's pages up tier by tier; False where a tier has no free slots."""
         slowest = self._index.slowest(lease)
         below = [tier for tier in reversed(self._tiers) if tier <= slowest]
         return all(self._copy(lease, source, target) for source, target in pairwise(below))
@@ -222,8 +221,8 @@ class _Replay:
     def _compute(self, lease: IndexLease, tokens: int) -> bool:
         """Commit the prompt; False where its history does not fit.
 
-        Where not all checkpoints fit at once, it is computed part by part as an engine does: each
-        part may take the place of an earlier one's.
+        Where not all checkpoints fit at once, the prompt is committed in prefill chunks, as an
+        engine does: a chunk's checkpoints may evict those of an earlier one.
         """
         index = self._index
         if index.reserve(lease, tokens):
@@ -233,7 +232,7 @@ class _Replay:
             return False
         start = lease.boundary * self._page
         index.shrink(lease, start)
-        for upto in (*range(start + _PART_TOKENS, tokens, _PART_TOKENS), tokens):
+        for upto in (*range(start + _CHUNK_TOKENS, tokens, _CHUNK_TOKENS), tokens):
             if not (index.advance(lease, upto) or index.advance_without_checkpoints(lease, upto)):
                 return False
             self._commit(lease, upto)

@@ -1,10 +1,10 @@
-"""What a plan answers: one replay as asked, and the replays that show what would change.
+"""The replays of a plan: the given tiers, and variants that show what would change.
 
   run         the tiers as given
-  placements  the same tiers, checkpoints kept in other places; for models with windows or states
+  placements  the same tiers with other checkpoint placements; for models with windows or states
   sweep       one tier at several sizes
 
-A replay walks the trace once. Whoever wants to show progress passes a `Walk` that wraps it.
+A replay walks the trace once. A caller that shows progress passes a `Walk` that wraps it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtide.spec.sizing import bytes_for
 _REGULAR_TOKENS = (8192, 2048)
 
 Walk = Callable[[Trace, str], Iterable[TraceRequest]]
-"""The requests of a trace in order; the words say what they are walked for."""
+"""Walks a trace's requests in order, with a label for progress."""
 
 
 def quietly(trace: Trace, label: str) -> Iterable[TraceRequest]:
@@ -33,9 +33,9 @@ def quietly(trace: Trace, label: str) -> Iterable[TraceRequest]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A way to place checkpoints, under the name by which it is chosen.
+    """A checkpoint placement and its name on the command line.
 
-    A placement may learn from what it sees, so every replay makes its own.
+    A placement may learn from the requests, so every replay makes its own.
     """
 
     name: str
@@ -75,9 +75,9 @@ def run(study: Study, walk: Walk = quietly) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class PlacementCost:
-    """What one way to place checkpoints finds, and how many a request leaves to do so.
+    """The report of one placement, and how many checkpoints a request leaves.
 
-    The ideal that could resume at every page keeps none: `checkpoints_per_request` is None.
+    The ideal, which resumes at every page, keeps none: `checkpoints_per_request` is None.
     """
 
     name: str
@@ -86,21 +86,21 @@ class PlacementCost:
 
 
 def has_checkpoints(memory: ModelMemory) -> bool:
-    """Whether it matters where windows and states are kept."""
+    """Whether the model has windows or states, which resume only at checkpoints."""
     return any(anchor.reuse.reach is not ALL for anchor in memory.anchors)
 
 
-def placements(study: Study, asked: Report, walk: Walk = quietly) -> list[PlacementCost]:
-    """The ways to place checkpoints, from the ideal that needs none to ever more of them.
+def placements(study: Study, base: Report, walk: Walk = quietly) -> list[PlacementCost]:
+    """The placements, from the ideal without checkpoints to ever more of them.
 
-    `asked` is the report of the study's own way, which is not replayed again.
+    `base` is the report of the study's own placement, which is not replayed again.
     """
     costs = []
     if (ideal := _ideal(study)) is not None:
         name = "every page (ideal)"
         costs.append(PlacementCost(name, replay(ideal, walk(study.trace, name)), None))
     for way in _ways(study):
-        report = asked
+        report = base
         if way.name != study.checkpoints.name:
             label = f"checkpoints {way.name}"
             report = replay(replace(study, checkpoints=way).setup(), walk(study.trace, label))
@@ -116,7 +116,7 @@ def _ways(study: Study) -> list[Checkpoints]:
 
 
 def _ideal(study: Study) -> Setup | None:
-    """As if every page could be resumed at: the same pages of history, nothing else needed."""
+    """The replay of a model that resumes at every page: the same history and no checkpoints."""
     setup = study.setup()
     history = {anchor.name for anchor in study.memory.anchors if anchor.reuse.reach is ALL}
     pools = tuple(p for p in study.memory.pools if (p.follows or p.name) in history)
@@ -130,7 +130,7 @@ def _ideal(study: Study) -> Setup | None:
 
 
 def _checkpoints(memory: ModelMemory, report: Report) -> float:
-    """Checkpoints a request leaves on the device, of the pool that has the most."""
+    """Checkpoints that a request leaves on the device, in the pool with the largest number."""
     kept = [
         report.committed_pages.get(anchor.name, 0) / reach
         for anchor in memory.anchors
@@ -152,10 +152,10 @@ class SweepPoint:
 
 def sweep_sizes(memory: ModelMemory, around_bytes: int, points: int) -> list[int]:
     """Sizes from 1/64 to 4 times `around_bytes`, evenly spaced by ratio; none too small to use."""
-    least = bytes_for(memory, 1)
+    page_bytes = bytes_for(memory, 1)
     low, high = math.log(around_bytes / 64), math.log(around_bytes * 4)
     step = (high - low) / max(points - 1, 1)
-    return sorted({max(least, round(math.exp(low + i * step))) for i in range(points)})
+    return sorted({max(page_bytes, round(math.exp(low + i * step))) for i in range(points)})
 
 
 def sweep(study: Study, tier: Tier, sizes: Iterable[int], walk: Walk = quietly) -> list[SweepPoint]:

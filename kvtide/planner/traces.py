@@ -1,18 +1,18 @@
 """Traces: the requests a replay sends through the index, in order of arrival.
 
 A `Trace` can be walked any number of times and yields the same requests each time. Prompts are
-made one by one while walking: a recorded trace keeps block ids and expands them to token ids, so
+made one by one while walking: a trace file is kept as block ids that expand to token ids, so
 an hour of traffic with 145 million prompt tokens costs a few megabytes.
 
 `load` reads a whole file before it returns, so a broken line is refused before anything runs.
-Two formats, told apart by the first line, one JSON object a line:
+Two formats of JSON lines; the first line decides which:
 
   Mooncake   timestamp (ms), input_length, output_length, hash_ids: one id per 512-token block
   token ids  tokens or prompt_token_ids; timestamp (ms) and output_length or output_tokens if known
 
 Either may carry a `session_id`. The order of the lines is the order of arrival, whatever the
-timestamps say. A conversation's earlier answers are in its later prompts already, so nothing here
-adds outputs to prompts.
+timestamps are. The later prompts of a conversation contain its earlier outputs, so outputs are
+not added to prompts.
 """
 
 from __future__ import annotations
@@ -195,11 +195,11 @@ def _field(fields: Mapping[str, Any], name: str) -> Any:
     return fields[name]
 
 
-def _count(fields: Mapping[str, Any], name: str, least: int = 0) -> int:
+def _count(fields: Mapping[str, Any], name: str, minimum: int = 0) -> int:
     value = _field(fields, name)
-    if type(value) is not int or not least <= value < 1 << 31:
+    if type(value) is not int or not minimum <= value < 1 << 31:
         raise _BrokenLineError(
-            f"{name} must be a whole number from {least} to 2^31 - 1, got {_shown(value)}"
+            f"{name} must be a whole number from {minimum} to 2^31 - 1, got {_shown(value)}"
         )
     return value
 
@@ -286,7 +286,7 @@ class _BlockRecording(_Recording):
         self._blocks: list[npt.NDArray[np.int32]] = []
 
     def _keep_prompt(self, fields: Mapping[str, Any]) -> int:
-        length = _count(fields, "input_length", least=1)
+        length = _count(fields, "input_length", minimum=1)
         ids = _integers(fields, "hash_ids")
         if length > len(ids) * BLOCK_TOKENS:
             raise _BrokenLineError(

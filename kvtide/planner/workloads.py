@@ -1,14 +1,13 @@
-"""Built-in workloads: traffic for the planner when there is no trace at hand.
+"""Built-in workloads: synthetic traffic for the planner.
 
-  chat    users who talk in turns behind one system prompt
+  chat    multi-turn conversations behind one system prompt
   agent   coding agents: tool turns over shared instructions and repositories, with sub-agents
   rag     questions about a few popular documents of a fixed corpus
 
-A workload is planned first: who asks when, and which texts make up the prompt. A `SyntheticText`
-is a run
-of made-up tokens that begins the same way however much of it is shown, so a conversation that
-grows is one text of which every turn shows more. Tokens are made while the trace is walked.
-The same options and seed give the same trace.
+A workload is planned first: the arrival times, and the texts that make up each prompt. A
+`SyntheticText` is a prefix of a fixed run of random tokens, so a conversation is one text of which
+every turn shows a longer prefix. Tokens are made while the trace is walked. The same options and
+seed give the same trace.
 
 `parse("chat:users=64,turns=5")` is `make("chat", users=64, turns=5)`.
 """
@@ -38,8 +37,8 @@ Number = TypeVar("Number", int, float)
 _SECONDS_PER_OUTPUT_TOKEN = 0.02
 
 
-def _option(default: Number, least: Number, says: str, most: int = 1 << 20) -> Number:
-    bounds = {"least": least, "most": most, "says": says}
+def _option(default: Number, minimum: Number, help: str, maximum: int = 1 << 20) -> Number:
+    bounds = {"minimum": minimum, "maximum": maximum, "help": help}
     option: Number = field(default=default, metadata=bounds)
     return option
 
@@ -50,7 +49,7 @@ def _option(default: Number, least: Number, says: str, most: int = 1 << 20) -> N
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """People who talk in turns. Answers become part of the next prompt."""
+    """Multi-turn conversations. An answer becomes part of the next prompt."""
 
     users: int = _option(150, 1, "conversations")
     turns: int = _option(10, 1, "turns of each conversation")
@@ -129,12 +128,12 @@ class Author:
 
     def lengths(self, median: int, count: int, sigma: float = 0.8) -> npt.NDArray[np.int64]:
         """Log-normal lengths of at least 1, the far tail cut at twenty medians."""
-        drawn: npt.NDArray[np.float64] = np.exp(sigma * self.rng.standard_normal(count))
-        return np.clip(np.rint(median * drawn), 1, 20 * median).astype(np.int64)
+        samples: npt.NDArray[np.float64] = np.exp(sigma * self.rng.standard_normal(count))
+        return np.clip(np.rint(median * samples), 1, 20 * median).astype(np.int64)
 
     def pauses_s(self, median_s: float, count: int) -> npt.NDArray[np.float64]:
-        drawn: npt.NDArray[np.float64] = np.exp(self.rng.standard_normal(count))
-        return median_s * drawn
+        samples: npt.NDArray[np.float64] = np.exp(self.rng.standard_normal(count))
+        return median_s * samples
 
     def poisson_s(self, per_minute: float, count: int) -> npt.NDArray[np.float64]:
         """Arrival times of a Poisson process that begins at 0."""
@@ -161,7 +160,7 @@ class TurnPlan:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Who begins to talk when, and what stands before the first word."""
+    """A conversation's start, and the texts before its first turn."""
 
     session: str
     start_s: float
@@ -170,20 +169,20 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """What is said and answered turn by turn, and the pause before the next."""
+    """Input and output tokens turn by turn, and the pause before the next."""
 
-    said: npt.NDArray[np.int64]
-    answered: npt.NDArray[np.int64]
+    inputs: npt.NDArray[np.int64]
+    outputs: npt.NDArray[np.int64]
     pauses_s: npt.NDArray[np.float64]
 
 
 def _dialogue(author: Author, opening: Opening, turns: Turns) -> list[TurnPlan]:
-    """One plan per turn; what was said and answered is a single text of which each shows more."""
-    ends = np.cumsum(turns.said + turns.answered)
+    """One plan per turn; the conversation is a single text of which each turn shows more."""
+    ends = np.cumsum(turns.inputs + turns.outputs)
     conversation = author.write(int(ends[-1]))
-    took_s = turns.answered * _SECONDS_PER_OUTPUT_TOKEN + turns.pauses_s
+    took_s = turns.outputs * _SECONDS_PER_OUTPUT_TOKEN + turns.pauses_s
     arrivals_s = opening.start_s + np.cumsum(took_s) - took_s
-    columns = (arrivals_s.tolist(), ends.tolist(), turns.answered.tolist())
+    columns = (arrivals_s.tolist(), ends.tolist(), turns.outputs.tolist())
     return [
         TurnPlan(
             arrival_s,
@@ -205,8 +204,8 @@ def _chat(options: Chat) -> list[TurnPlan]:
     plans: list[TurnPlan] = []
     for user, start_s in enumerate(starts_s.tolist()):
         turns = Turns(
-            said=author.lengths(options.question, options.turns),
-            answered=author.lengths(options.answer, options.turns),
+            inputs=author.lengths(options.question, options.turns),
+            outputs=author.lengths(options.answer, options.turns),
             pauses_s=author.pauses_s(options.think_s, options.turns),
         )
         plans += _dialogue(author, Opening(f"user-{user}", start_s, (system,)), turns)
@@ -217,10 +216,10 @@ def _agent(options: Agent) -> list[TurnPlan]:
     author = Author(options.seed)
     system = author.write(options.system)
     repositories = [author.write(options.repository) for _ in range(options.repositories)]
-    chosen = author.rng.integers(options.repositories, size=options.sessions)
+    used = author.rng.integers(options.repositories, size=options.sessions)
     starts_s = author.poisson_s(options.sessions_per_minute, options.sessions)
     plans: list[TurnPlan] = []
-    for number, (start_s, which) in enumerate(zip(starts_s.tolist(), chosen, strict=True)):
+    for number, (start_s, which) in enumerate(zip(starts_s.tolist(), used, strict=True)):
         opening = Opening(f"agent-{number}", start_s, (system, repositories[which]))
         main = _dialogue(author, opening, _tool_turns(options, author, options.turns))
         plans += main
@@ -234,15 +233,15 @@ def _agent(options: Agent) -> list[TurnPlan]:
 
 
 def _tool_turns(options: Agent, author: Author, turns: int) -> Turns:
-    said = author.lengths(options.result, turns)
-    said[0] = author.lengths(options.task, 1)[0]
+    inputs = author.lengths(options.result, turns)
+    inputs[0] = author.lengths(options.task, 1)[0]
     return Turns(
-        said, author.lengths(options.output, turns), author.pauses_s(options.tool_s, turns)
+        inputs, author.lengths(options.output, turns), author.pauses_s(options.tool_s, turns)
     )
 
 
 def _branch(author: Author, main: Sequence[TurnPlan], turn: int) -> Opening:
-    """A sub-agent starts when `turn` is answered, from what that or an earlier turn had seen."""
+    """A sub-agent starts after the output of `turn`, with the prompt of that or an earlier turn."""
     parent = main[turn]
     start_s = parent.arrival_s + parent.output_tokens * _SECONDS_PER_OUTPUT_TOKEN
     known = main[int(author.rng.integers(turn + 1))]
@@ -289,8 +288,8 @@ class Workload:
         known = self.known()
         for name, value in options.items():
             self._check(known.get(name), name, value)
-        chosen: Callable[..., Any] = self.options
-        plans = self.plan(chosen(**options))
+        make_options: Callable[..., Any] = self.options
+        plans = self.plan(make_options(**options))
         plans.sort(key=lambda plan: plan.arrival_s)
         return Trace(
             name=_written(self.name, options),
@@ -300,19 +299,19 @@ class Workload:
         )
 
     def known(self) -> dict[str, Field[Any]]:
-        """The options by name, with their defaults and, in `metadata`, what each one says."""
+        """The options by name, with their defaults; `metadata` holds bounds and help."""
         return {option.name: option for option in fields(self.options)}
 
     def _check(self, option: Field[Any] | None, name: str, value: int | float) -> None:
         if option is None:
             raise TraceError(f"{self.name}: no option {name}; use {self._listed()}")
-        least, most = option.metadata["least"], option.metadata["most"]
+        low, high = option.metadata["minimum"], option.metadata["maximum"]
         whole = type(option.default) is int
         if type(value) is bool or not isinstance(value, int if whole else (int, float)):
             wanted = "a whole number" if whole else "a number"
             raise TraceError(f"{self.name}: {name} must be {wanted}, got {value!r}")
-        if not least <= value <= most:
-            raise TraceError(f"{self.name}: {name} must be from {least} to {most:,}, got {value}")
+        if not low <= value <= high:
+            raise TraceError(f"{self.name}: {name} must be from {low} to {high:,}, got {value}")
 
     def _listed(self) -> str:
         return ", ".join(f"{name} ({option.default})" for name, option in self.known().items())

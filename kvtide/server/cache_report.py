@@ -1,4 +1,4 @@
-"""How the cache stands, for people: what `GET /admin/cache` says."""
+"""The JSON of `GET /admin/cache`: tiers, pools, counters and violated invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
         },
         "settings": {
             "device": config.device,
-            "layout": config.layout.value,
+            "host_layout": config.host_layout.value,
             "io_backend": config.backend_name,
             "write_policy": config.write_policy,
             "eviction": config.eviction,

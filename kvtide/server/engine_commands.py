@@ -1,22 +1,26 @@
-"""What changes an engine, as values: the leader says each to all ranks, and all do it.
+"""Engine commands: every change to an engine as a value, which all ranks apply in the same order.
 
-    HTTP ──▶ leader ──order──▶ every rank: the same call on its own engine
+    HTTP ──▶ leader ──command──▶ every rank: the same call on its own engine
 
-So ranks are given the same calls in the same order. What is only looked at (metrics, reports) is
-looked at where it is asked for, on the leader. An order that is refused is refused by all alike,
-for it is refused by what they agree on. Orders travel as JSON: nothing that is heard is ever run.
+The leader broadcasts a command and applies it too. Reads (metrics, reports) need no command: the
+leader's engine answers them. All ranks refuse the same commands, since a refusal depends only on
+state that the ranks agree on. Commands travel as JSON; a rank never unpickles what it receives.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from kvtide.cache import Namespace, TierError
 from kvtide.engine import (
+    CheckedRequest,
     Engine,
     RankTopology,
     Request,
@@ -25,7 +29,7 @@ from kvtide.engine import (
     SamplingParams,
     Update,
 )
-from kvtide.server.store_setup import beside, let_go, open_link
+from kvtide.server.store_setup import close_when_open, in_thread, open_link
 from kvtide.spec import Tier
 from kvtide.storage import Removed, StoreError
 from kvtide.transfer.store_link import StoreLink
@@ -36,8 +40,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(slots=True)
-class Post:
-    """A rank at its work: its engine, its topology, and stores that it is opening, by number."""
+class EngineRank:
+    """One rank: its engine, its topology, and the stores that it is opening, by number."""
 
     engine: Engine
     topology: RankTopology = field(default_factory=RankTopology)
@@ -45,144 +49,158 @@ class Post:
 
 
 class EngineCommand(Protocol[T_co]):
-    def done(self, post: Post) -> T_co:
-        """Do it on one rank, while all others do it on theirs."""
+    def apply(self, rank: EngineRank) -> T_co:
+        """Apply the command to one rank; all other ranks apply it to theirs."""
+
+
+# -- requests ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """`token_s` is how long a prompt's token takes on the leader: clocks of ranks differ."""
+    """`token_s` is the leader's prefill time per token: the ranks' own measurements differ."""
 
-    params: RequestParams
+    request: CheckedRequest
     token_s: float
 
-    def done(self, post: Post) -> Request:
-        post.engine.token_s = self.token_s
-        return post.engine.submit(self.params)
+    def apply(self, rank: EngineRank) -> Request:
+        rank.engine.token_s = self.token_s
+        return rank.engine.submit_checked(self.request)
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Of a request by its number; nothing if it is finished."""
+    """Abort a request by its number; a finished one stays as it is."""
 
     number: int
 
-    def done(self, post: Post) -> None:
-        request = post.engine.find(self.number)
+    def apply(self, rank: EngineRank) -> None:
+        request = rank.engine.find(self.number)
         if request is not None:
-            post.engine.abort(request)
+            rank.engine.abort(request)
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    def done(self, post: Post) -> list[Update]:
-        return post.engine.step()
+    def apply(self, rank: EngineRank) -> list[Update]:
+        return rank.engine.step()
+
+
+# -- the cache and its store ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
     tier: int
 
-    def done(self, post: Post) -> int:
-        return post.engine.cache.flush(Tier(self.tier))
+    def apply(self, rank: EngineRank) -> int:
+        return rank.engine.cache.flush(Tier(self.tier))
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Begin to open a store; nobody waits for it here."""
+class OpenStore:
+    """Start to open a store, without waiting for it."""
 
     number: int
     url: str
 
-    def done(self, post: Post) -> None:
-        cache = post.engine.cache
-        post.openings[self.number] = beside(lambda: open_link(self.url, cache))
+    def apply(self, rank: EngineRank) -> None:
+        cache = rank.engine.cache
+        rank.openings[self.number] = in_thread(lambda: open_link(self.url, cache))
 
 
 @dataclass(frozen=True, slots=True)
-class IsOpen:
-    """Whether every rank knows how its opening ended."""
+class IsStoreOpen:
+    """Whether the opening has succeeded or failed on every rank."""
 
     number: int
 
-    def done(self, post: Post) -> bool:
-        opening = post.openings[self.number]
-        return all(post.engine.cache.agreement.all_true([opening.done()]))
+    def apply(self, rank: EngineRank) -> bool:
+        opening = rank.openings[self.number]
+        return all(rank.engine.cache.agreement.all_true([opening.done()]))
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
-    """A store that is being opened is not wanted any more."""
+class AbandonStore:
+    """Close a store as soon as it is open, instead of attaching it."""
 
     number: int
 
-    def done(self, post: Post) -> None:
-        if (opening := post.openings.pop(self.number, None)) is not None:
-            let_go(opening)
+    def apply(self, rank: EngineRank) -> None:
+        if (opening := rank.openings.pop(self.number, None)) is not None:
+            close_when_open(opening)
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
-    """Attach what was opened, if it could be on every rank; another store is left."""
+class AttachStore:
+    """Attach an open store in place of the present one, if it is open on every rank."""
 
     number: int
     timeout_s: float
 
-    def done(self, post: Post) -> None:
-        opening = post.openings.pop(self.number)
-        post.engine.cache.storage.attach_opened(opening, self.timeout_s)
+    def apply(self, rank: EngineRank) -> None:
+        opening = rank.openings.pop(self.number)
+        rank.engine.cache.storage.attach_opened(opening, self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Detach:
+class DetachStore:
     timeout_s: float
 
-    def done(self, post: Post) -> bool:
-        return post.engine.cache.storage.detach(self.timeout_s)
+    def apply(self, rank: EngineRank) -> bool:
+        return rank.engine.cache.storage.detach(self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
-    """Every rank asks its store to remove its pages; what the leader's says is the answer."""
+class ClearStore:
+    """Every rank's store removes the pages of that rank. The leader's result is reported."""
 
-    def done(self, post: Post) -> Future[Removed] | None:
-        return post.engine.cache.storage.ask(lambda store: store.clear())
+    def apply(self, rank: EngineRank) -> Future[Removed] | None:
+        return rank.engine.cache.storage.ask(lambda store: store.clear())
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
-    """The last one. False if a store has not let go."""
+class CloseCache:
+    """The last command. False if the store has not closed in time."""
 
     timeout_s: float
 
-    def done(self, post: Post) -> bool:
-        return post.engine.cache.close(self.timeout_s)
+    def apply(self, rank: EngineRank) -> bool:
+        return rank.engine.cache.close(self.timeout_s)
 
 
-ORDERS: dict[str, Any] = {
-    order.__name__: order
-    for order in (
-        *(Submit, Abort, RunStep, Flush, Close),
-        *(Open, IsOpen, LetGo, Attach, Detach, Clear),
+COMMANDS: dict[str, Any] = {
+    command.__name__: command
+    for command in (
+        *(Submit, Abort, RunStep, Flush, CloseCache),
+        *(OpenStore, IsStoreOpen, AbandonStore, AttachStore, DetachStore, ClearStore),
     )
 }
 REFUSALS = (RequestError, StoreError, TierError)
 
 
-# -- as words ---------------------------------------------------------------------------------
+# -- encoding ---------------------------------------------------------------------------------
 
 
-def written(order: object) -> bytes:
-    said = [type(order).__name__, _fields(order)]
-    return json.dumps(said, default=_plain, separators=(",", ":")).encode()
+def encode(command: object) -> bytes:
+    """A command as JSON. A prompt travels packed: its token ids are not written out as numbers."""
+    if isinstance(command, Submit):
+        request = command.request
+        packed = base64.b64encode(request.packed).decode()
+        params = _fields(request.params) | {"tokens": packed}
+        values: dict[str, object] = {"request": params, "token_s": command.token_s}
+    else:
+        values = _fields(command)
+    message = [type(command).__name__, values]
+    return json.dumps(message, default=_plain, separators=(",", ":")).encode()
 
 
-def read(words: bytes) -> EngineCommand[object]:
-    name, said = json.loads(words)
+def decode(message: bytes) -> EngineCommand[object]:
+    name, values = json.loads(message)
     if name == Submit.__name__:
-        said["params"] = _params(said["params"])
-    order: EngineCommand[object] = ORDERS[name](**said)
-    return order
+        values["request"] = _request(values["request"])
+    command: EngineCommand[object] = COMMANDS[name](**values)
+    return command
 
 
 def _fields(value: Any) -> dict[str, object]:
@@ -193,56 +211,58 @@ def _plain(value: object) -> object:
     return sorted(value) if isinstance(value, frozenset) else _fields(value)
 
 
-def _params(said: dict[str, Any]) -> RequestParams:
-    return RequestParams(
+def _request(values: dict[str, Any]) -> CheckedRequest:
+    packed = base64.b64decode(values["tokens"])
+    params = RequestParams(
         **{
-            **said,
-            "tokens": tuple(said["tokens"]),
-            "sampling": SamplingParams(**said["sampling"]),
-            "stop_ids": frozenset(said["stop_ids"]),
-            "stop": tuple(said["stop"]),
-            "namespace": Namespace(*said["namespace"]),
+            **values,
+            "tokens": tuple(np.frombuffer(packed, "<i4").tolist()),
+            "sampling": SamplingParams(**values["sampling"]),
+            "stop_ids": frozenset(values["stop_ids"]),
+            "stop": tuple(values["stop"]),
+            "namespace": Namespace(*values["namespace"]),
         }
     )
+    return CheckedRequest(params, packed)
 
 
-# -- giving and following ---------------------------------------------------------------------
+# -- leading and following --------------------------------------------------------------------
 
 
 class Leader:
-    """Says every order to the other ranks, if there are any, and does it too.
+    """Broadcasts every command to the other ranks, if there are any, and applies it too.
 
-    `parted`: what stopped an order here that others may have carried out. It is no refusal, which
-    all meet alike, so the ranks can no longer be trusted to have done the same.
+    `diverged`: the error that stopped a command here which other ranks may have applied. It is no
+    refusal, which all ranks raise alike: the ranks' states can no longer be assumed to be equal.
     """
 
-    def __init__(self, post: Post) -> None:
-        self.engine, self.topology = post.engine, post.topology
-        self.parted: Exception | None = None
-        self._post = post
+    def __init__(self, rank: EngineRank) -> None:
+        self.engine, self.topology = rank.engine, rank.topology
+        self.diverged: Exception | None = None
+        self._rank = rank
 
-    def do(self, order: EngineCommand[T_co]) -> T_co:
+    def run(self, command: EngineCommand[T_co]) -> T_co:
         if self.topology.ranks == 1:
-            return order.done(self._post)
-        self.topology.broadcast_command(written(order))
+            return command.apply(self._rank)
+        self.topology.broadcast_command(encode(command))
         try:
-            return order.done(self._post)
+            return command.apply(self._rank)
         except REFUSALS:
             raise
         except Exception as error:
-            self.parted = error
+            self.diverged = error
             raise
 
 
-def follow(post: Post) -> bool:
-    """Do what the leader says, to the end; False if a store has not let go then."""
+def follow(rank: EngineRank) -> bool:
+    """Apply the leader's commands up to `CloseCache`; False if the store has not closed then."""
     while True:
-        order = read(post.topology.receive_command())
+        command = decode(rank.topology.receive_command())
         try:
-            outcome = order.done(post)
+            result = command.apply(rank)
         except REFUSALS as refusal:
-            # The leader is refused as well, and tells whoever asked.
-            log.warning("rank %d: %s", post.topology.rank, refusal)
+            # The leader meets the same refusal and reports it to the client.
+            log.warning("rank %d: %s", rank.topology.rank, refusal)
             continue
-        if isinstance(order, Close):
-            return bool(outcome)
+        if isinstance(command, CloseCache):
+            return bool(result)

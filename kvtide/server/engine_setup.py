@@ -4,66 +4,76 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
-from kvtide.engine import Engine, RankTopology
+from kvtide.engine import Engine, EngineError, RankTopology
 from kvtide.engine.oracle import TOLERANCES, Oracle
 from kvtide.layers import Weights
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
+from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server import store_setup
-from kvtide.server.command_error import CommandError
-from kvtide.server.engine_commands import Post
-from kvtide.server.settings import Settings
+from kvtide.server.engine_commands import EngineRank
+from kvtide.server.settings import Settings, SettingsError
+from kvtide.spec import SpecError
 from kvtide.spec.families import KVDType, declare
-from kvtide.tiers import MachineMemory, TierSize, device_memory, machine_memory
+from kvtide.storage import StoreError
+from kvtide.tiers import MachineMemory, TierError, TierSize, device_memory, machine_memory
 from kvtide.transfer import backends
 
 DEFAULT_TOKENS = 16_384
-"""The device tier of a CPU, if nothing is said: a few conversations with a small model."""
-GPU_SHARE, HOST_SHARE = 0.8, 0.5
-"""Of a GPU's memory beside the weights, and of the machine's beside a GPU: the tiers there, if
-nothing is said. The rest of the GPU's is what a step takes."""
+"""The default device tier on a CPU: a few conversations with a small model."""
+GPU_FRACTION, HOST_FRACTION = 0.8, 0.5
+"""The default tiers beside a GPU: of its free memory after the weights, and of the machine's free
+memory. Activations and workspaces of a step take the rest of the GPU's."""
 
-AGREE_S = 600.0
-"""How long ranks wait for the slowest of them: a stage may be ahead by a whole step."""
+AGREEMENT_TIMEOUT_S = 600.0
+"""How long a rank waits for the slowest one: a pipeline stage may be ahead by a whole step."""
+
+REFUSALS = (CheckpointError, EngineError, SettingsError, SpecError, StoreError, TierError)
+"""What `open_engine` raises where settings, checkpoint and machine do not fit."""
 
 _REMEDY = "use cpu, cuda or cuda:N"
-_KEPT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_KV_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A rank that is ready, what the model is called, and where its pages are stored."""
+    """A rank that is ready to serve.
 
-    post: Post
+    name     the model's name in the API
+    storage  the sentence about the attached store
+    """
+
+    rank: EngineRank
     name: str
-    stored: str
+    storage: str
 
     @property
     def engine(self) -> Engine:
-        return self.post.engine
+        return self.rank.engine
 
 
 def open_engine(settings: Settings, topology: RankTopology | None = None) -> Serving:
-    """Load the model and take the memory, or refuse in a sentence.
+    """Load the model and allocate the tiers, or raise one of `REFUSALS`.
 
-    All ranks do so together, each with its own layers, or its share of them.
+    All ranks call it at the same time, each for its own layers or slices of layers.
     """
     topology = topology or RankTopology()
     device = _device(settings)
+    config = cache_config(settings)
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
     model = _build(settings, checkpoint, device, topology)
     fingerprint = _fingerprint(settings, checkpoint, device)
-    agreement = Ranks(timeout_s=AGREE_S) if topology.ranks > 1 else Alone()
-    config = cache_config(settings, model, fingerprint)
+    agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
+    config = replace(sized(config, settings, model), fingerprint=fingerprint)
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,
@@ -76,31 +86,31 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     )
     try:
         _prepare(engine)
-        stored = store_setup.attach(settings, cache, os.environ)
-    except CommandError:
+        storage = store_setup.attach(settings, cache, os.environ)
+    except SettingsError:
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
-    return Serving(Post(engine, topology), name, stored)
+    return Serving(EngineRank(engine, topology), name, storage)
 
 
 def _prepare(engine: Engine) -> None:
     try:
         engine.warm_up()
     except torch.OutOfMemoryError:
-        raise CommandError(
+        raise SettingsError(
             "the GPU has no room left for steps beside its tier; use a smaller --device-tokens, "
             "--device-bytes or --max-running"
         ) from None
 
 
 def check_ranks(settings: Settings) -> None:
-    """Refuse ranks over which the model does not divide, before they are started."""
+    """Refuse a number of ranks that does not divide the model, before any process starts."""
     if settings.ranks > 1:
-        there = torch.cuda.device_count()
-        if settings.device == "cuda" and there < settings.ranks:
-            raise CommandError(
-                f"{settings.ranks} ranks need a GPU each, and torch finds {there}; use a smaller "
+        devices = torch.cuda.device_count()
+        if settings.device == "cuda" and devices < settings.ranks:
+            raise SettingsError(
+                f"{settings.ranks} ranks need a GPU each, and torch finds {devices}; use a smaller "
                 "--tp or --pp"
             )
         _device(settings)
@@ -111,69 +121,73 @@ def check_ranks(settings: Settings) -> None:
 
 
 def _name(checkpoint: Checkpoint) -> str:
-    """A folder's name may have dots; a file's ends with what kind it is."""
+    """The name of the folder, or of the GGUF file without its suffix."""
     path = checkpoint.path.resolve()
     return path.name if checkpoint.gguf is None else path.stem
 
 
 def _device(settings: Settings) -> torch.device:
-    """Where to compute, if it can be done there: refused before a model is loaded for it."""
+    """The device of the settings, or a refusal before a model is loaded for it."""
     try:
         device = torch.device(settings.device)
     except RuntimeError:
-        raise CommandError(f"--device {settings.device} is not known; {_REMEDY}") from None
+        raise SettingsError(f"--device {settings.device} is not known; {_REMEDY}") from None
     if device.type not in backends.DEFAULTS:
-        raise CommandError(f"--device {settings.device}: nothing is computed there; {_REMEDY}")
-    there = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= there:
-        raise CommandError(
-            f"--device {settings.device}: torch finds {there} such devices here; {_REMEDY}"
+        raise SettingsError(f"--device {settings.device}: nothing is computed there; {_REMEDY}")
+    devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= devices:
+        raise SettingsError(
+            f"--device {settings.device}: torch finds {devices} such devices here; {_REMEDY}"
         )
-    backend = settings.io_backend or backends.DEFAULTS[device.type]
-    backends.check(device, backend, Layout(settings.layout))
     return device
 
 
 def _fingerprint(settings: Settings, checkpoint: Checkpoint, device: torch.device) -> bytes:
-    """Whose pages may be used: those computed from the same weights, and in the same way.
+    """The fingerprint of stored pages: the weights, and how the KV is computed from them.
 
-    Who wants answers that are equal to the last bit takes no page that was computed otherwise.
+    With `--deterministic` only pages of the same device type and torch version are reused, since
+    others differ in their last bits.
     """
-    way = [str(_dtype(settings))]
+    method = [str(_dtype(settings))]
     if settings.deterministic:
-        way += ["deterministic", device.type, torch.__version__]
-    return hashlib.sha256(checkpoint.fingerprint() + " ".join(way).encode()).digest()
+        method += ["deterministic", device.type, torch.__version__]
+    return hashlib.sha256(checkpoint.fingerprint() + " ".join(method).encode()).digest()
 
 
-def cache_config(settings: Settings, model: Model, fingerprint: bytes) -> CacheConfig:
-    usual: TierSize = Tokens(max(DEFAULT_TOKENS, model.memory.page_tokens))
-    device_size, host_size = settings.device_size or usual, settings.host_size
-    if settings.on_gpu:
-        gpu = device_memory(torch.device(settings.device))
-        device_size, host_size = gpu_sizes(settings, gpu, machine_memory())
+def cache_config(settings: Settings) -> CacheConfig:
+    """The cache's configuration before the model is loaded, which `sized` completes."""
     return CacheConfig(
-        device_size=device_size,
-        host_size=host_size,
+        device_size=settings.device_size or Tokens(DEFAULT_TOKENS),
+        host_size=settings.host_size,
         device=settings.device,
-        layout=Layout(settings.layout),
+        host_layout=Layout(settings.host_layout),
         backend=settings.io_backend,
         write_policy=settings.write_policy,
         eviction=settings.eviction,
         tokens_per_checkpoint=settings.tokens_per_checkpoint,
         patience=settings.patience,
-        fingerprint=fingerprint,
     )
+
+
+def sized(config: CacheConfig, settings: Settings, model: Model) -> CacheConfig:
+    """The configuration with default tier sizes for this model and the memory beside it."""
+    default: TierSize = Tokens(max(DEFAULT_TOKENS, model.memory.page_tokens))
+    device_size, host_size = settings.device_size or default, settings.host_size
+    if settings.on_gpu:
+        gpu = device_memory(torch.device(settings.device))
+        device_size, host_size = gpu_sizes(settings, gpu, machine_memory())
+    return replace(config, device_size=device_size, host_size=host_size)
 
 
 def gpu_sizes(
     settings: Settings, gpu: MachineMemory, machine: MachineMemory
 ) -> tuple[TierSize, TierSize | None]:
-    """The tiers beside a GPU, as far as nothing is said of them. Ranks share the machine."""
+    """The tiers beside a GPU, with defaults where no size is set. Ranks share the machine."""
     device_size, host_size = settings.device_size, settings.host_size
     if device_size is None:
-        device_size = Bytes(max(1, gpu.share(GPU_SHARE)))
+        device_size = Bytes(max(1, gpu.share(GPU_FRACTION)))
     if isinstance(host_size, Ratio) and settings.host_ratio is None:
-        host_size = Bytes(max(1, machine.share(HOST_SHARE) // settings.ranks))
+        host_size = Bytes(max(1, machine.share(HOST_FRACTION) // settings.ranks))
     return device_size, host_size
 
 
@@ -185,8 +199,8 @@ def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:
 
 
 def _dtype(settings: Settings) -> torch.dtype:
-    usual = "float32" if torch.device(settings.device).type == "cpu" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, settings.dtype or usual)
+    default = "float32" if torch.device(settings.device).type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, settings.dtype or default)
     return dtype
 
 
@@ -199,7 +213,7 @@ def _build(
             checkpoint.config,
             OnDevice(checkpoint.weights, device),
             page_tokens=settings.page_tokens,
-            kv_dtype=KVDType.parse(settings.kv_dtype or _KEPT[dtype]),
+            kv_dtype=KVDType.parse(settings.kv_dtype or _KV_DTYPES[dtype]),
             checkpoint_tokens=settings.checkpoint_tokens,
             dtype=dtype,
             deterministic=settings.deterministic,
@@ -210,7 +224,7 @@ def _build(
 
 
 class OnDevice:
-    """A checkpoint whose tensors come where the model computes."""
+    """A checkpoint's weights, copied to the device of the model."""
 
     def __init__(self, weights: Weights, device: torch.device) -> None:
         self._weights = weights

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: requests as they end, and how engine and cache stand."""
+"""Prometheus metrics: counters of finished requests, and the state of engine and cache."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
 from kvtide.engine.oracle import Checks, Oracle
-from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.service import ResponseStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Streams are counted on the event loop; `text` is called by the engine's thread."""
+    """The event loop counts streams; the engine thread calls `text`."""
 
-    def __init__(self, pace: RateEstimate) -> None:
-        self._pace = pace
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._ends = Counter(
-            "kvtide_requests", "Requests that ended.", ["finish"], registry=self._registry
+            "kvtide_requests", "Finished requests.", ["finish"], registry=self._registry
         )
-        self._prompt = Counter(
-            "kvtide_prompt_tokens", "Tokens of prompts.", registry=self._registry
-        )
+        self._prompt = Counter("kvtide_prompt_tokens", "Prompt tokens.", registry=self._registry)
         self._generated = Counter(
-            "kvtide_generated_tokens", "Tokens generated.", registry=self._registry
+            "kvtide_generated_tokens", "Generated tokens.", registry=self._registry
         )
         self._cached = Counter(
-            "kvtide_cached_tokens", "Prompt tokens found.", ["tier"], registry=self._registry
+            "kvtide_cached_tokens",
+            "Cached prompt tokens.",
+            ["tier"],
+            registry=self._registry,
         )
         self._first = Histogram(
             "kvtide_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Time to first token, from a request's arrival.",
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._each = Histogram(
             "kvtide_time_per_output_token_seconds",
-            "Between a request's tokens after the first.",
+            "Time per output token after the first.",
             buckets=_SECONDS,
             registry=self._registry,
         )
@@ -60,25 +59,25 @@ class Metrics:
                 self._each.observe((stream.ended - stream.first) / (len(request.output) - 1))
 
     def text(self, engine: Engine) -> bytes:
-        """All of it, in Prometheus' text format."""
-        standing = CollectorRegistry()
-        standing.register(_Standing(engine))
-        return generate_latest(self._registry) + generate_latest(standing)
+        """All metrics in Prometheus' text format."""
+        state = CollectorRegistry()
+        state.register(_StateCollector(engine))
+        return generate_latest(self._registry) + generate_latest(state)
 
 
-class _Standing:
-    """How the engine stands now."""
+class _StateCollector:
+    """The present state of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
         scheduler, stats = self._engine.scheduler, self._engine.cache.stats()
-        yield _gauge("kvtide_requests_running", "Requests that run.", len(scheduler.running))
-        yield _gauge("kvtide_requests_waiting", "Requests that wait.", scheduler.waiting)
+        yield _gauge("kvtide_requests_running", "Running requests.", len(scheduler.running))
+        yield _gauge("kvtide_requests_waiting", "Waiting requests.", scheduler.waiting)
         yield _gauge("kvtide_sessions", "Sessions whose prefix is pinned.", stats.sessions)
-        yield _gauge("kvtide_transfers_in_flight", "Transfers now.", stats.in_flight)
-        yield _gauge("kvtide_transfers_overdue", "Past their deadline.", stats.overdue)
+        yield _gauge("kvtide_transfers_in_flight", "Transfers in flight.", stats.in_flight)
+        yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
         yield from _checks(self._engine.oracle)
         yield from _pages(stats)
         yield from _counts(stats)
@@ -87,7 +86,9 @@ class _Standing:
 
 def _checks(oracle: Oracle | None) -> Iterable[Metric]:
     counter = CounterMetricFamily(
-        "kvtide_restores_checked", "Restored prefixes that were recomputed.", labels=["verdict"]
+        "kvtide_restores_checked",
+        "Restored prefixes that were recomputed.",
+        labels=["verdict"],
     )
     counts = oracle.counts if oracle else Checks()
     for verdict in ("alike", "diverged", "skipped"):
@@ -106,50 +107,54 @@ def _pages(stats: Stats) -> Iterable[Metric]:
 
 
 def _counts(stats: Stats) -> Iterable[Metric]:
-    transfers = CounterMetricFamily("kvtide_transfers", "Ended.", labels=["way", "end"])
+    transfers = CounterMetricFamily(
+        "kvtide_transfers", "Finished transfers.", labels=["way", "end"]
+    )
     for (way, end), count in stats.transfers.items():
         transfers.add_metric([way, end], count)
     yield transfers
-    moved = CounterMetricFamily("kvtide_moved_bytes", "By direction.", labels=["way"])
+    moved = CounterMetricFamily("kvtide_moved_bytes", "Bytes copied by direction.", labels=["way"])
     for way, total in stats.moved_bytes.items():
         moved.add_metric([way], total)
     yield moved
     misses = CounterMetricFamily(
-        "kvtide_misses", "What kept requests from finding more.", labels=["pool", "reason"]
+        "kvtide_misses",
+        "Why leases found no longer prefix.",
+        labels=["pool", "reason"],
     )
     for (pool, reason), count in stats.misses.items():
         misses.add_metric([pool, reason], count)
     yield misses
-    yield CounterMetricFamily("kvtide_reservations_refused", "No room.", stats.refused)
-    yield CounterMetricFamily("kvtide_backups_skipped", "No host room.", stats.skipped_backups)
+    yield CounterMetricFamily("kvtide_reservations_refused", "No free slots.", stats.refused)
+    yield CounterMetricFamily("kvtide_backups_skipped", "No host slots.", stats.skipped_backups)
 
 
 def _storage(stats: StorageStats | None) -> Iterable[Metric]:
-    """Counted since the store was attached."""
+    """Counters start when the store is attached."""
     attached = stats is not None and stats.state == "attached"
-    yield _gauge("kvtide_storage_attached", "Is there a store.", attached)
+    yield _gauge("kvtide_storage_attached", "1 if a store is attached.", attached)
     if stats is None:
         return
-    yield _gauge("kvtide_storage_answers", "Do calls to the store go through.", stats.answers)
-    yield _gauge("kvtide_storage_fetching", "Fetches now.", stats.fetching)
-    yield _gauge("kvtide_storage_waiting_pages", "In line to be stored.", stats.waiting_pages)
+    yield _gauge("kvtide_storage_answers", "1 if calls to the store succeed.", stats.answers)
+    yield _gauge("kvtide_storage_fetching", "Fetches in flight.", stats.fetching)
+    yield _gauge("kvtide_storage_waiting_pages", "Pages queued for storage.", stats.waiting_pages)
     if stats.read_bytes_s is not None:
-        yield _gauge("kvtide_storage_read_bytes_per_second", "As measured.", stats.read_bytes_s)
-    fetches = CounterMetricFamily("kvtide_storage_fetches", "By outcome.", labels=["outcome"])
+        yield _gauge("kvtide_storage_read_bytes_per_second", "Measured.", stats.read_bytes_s)
+    fetches = CounterMetricFamily("kvtide_storage_fetches", "Ended fetches.", labels=["outcome"])
     for outcome, count in stats.fetches.items():
         fetches.add_metric([outcome], count)
     yield fetches
-    pages = CounterMetricFamily("kvtide_storage_pages", "By what became of them.", labels=["end"])
+    pages = CounterMetricFamily("kvtide_storage_pages", "Pages by outcome.", labels=["end"])
     for end in ("fetched", "stored", "dropped", "failed"):
         pages.add_metric([end], getattr(stats, f"{end}_pages"))
     yield pages
     objects = CounterMetricFamily(
-        "kvtide_storage_objects", "Objects, and calls, by what happened to them.", labels=["event"]
+        "kvtide_storage_objects", "Objects and calls by event.", labels=["event"]
     )
     for event, count in stats.objects.items():
         objects.add_metric([event], count)
     yield objects
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value)
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value)

@@ -1,12 +1,13 @@
-"""The processes of a server that has several ranks: how they meet, and how they end.
+"""The processes of a server with several ranks: how they start, meet and exit.
 
     kvtide serve --tp 2            rank 0: HTTP, and the leader
-        └─ python -m … worker      rank 1: does what the leader says
+        └─ python -m … worker      rank 1: applies the leader's commands
 
-The leader starts the others and tells each in a line what it is. They meet at a file in a folder
-that nobody else can read. A worker lives until the leader closes it, or is gone: then the pipe to
-its standard input ends. What a worker has to say at its end comes back on its standard output;
-signals are for the leader. A worker that ends by itself takes the server with it.
+The leader starts the workers and sends each its rank and settings in one line. The ranks meet at a
+file in a folder that only this user can read. A worker exits when the leader closes it, or when
+the leader has died and the pipe to the worker's standard input ends. A worker reports a failure on
+its standard output and ignores signals, which the leader handles. A worker that exits by itself
+ends the server.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ from kvtide.engine.rank_topology import LEADER, join_ranks, leave_ranks
 from kvtide.server.settings import Settings
 
 WORKER = "kvtide.server.rank_worker"
-END_S = 10.0
-"""What workers get to end once they were told to."""
+EXIT_S = 10.0
+"""Workers get this long to exit after the last command."""
 GRACE_S = 5.0
-"""What the server has to end by itself when a worker is gone: it may be waiting for it."""
-CUT_OFF = 3
-"""A worker's exit code where it may be that another rank is gone: that one is the reason."""
+"""The server gets this long to exit by itself after losing a worker: it may be waiting for it."""
+PEER_LOST = 3
+"""A worker's exit code after a broken connection: the rank that exited first is the cause."""
 SETTLE_S = 1.0
-"""How much later than a broken connection the end of a process may be seen."""
+"""A process's exit may be noticed this much later than its broken connections."""
 
 
 class WorkerLostError(Exception):
-    """A rank is gone, and the others can do nothing without it."""
+    """A rank has exited, and the others cannot go on without it."""
 
 
 class RankProcesses:
-    """All ranks but this one, which leads them; none if the settings say so.
+    """The workers: all ranks but the leader, which is this process.
 
-    lost  says in a sentence which of them is gone that should not be
-    told  whether they were told to end
+    lost     the sentence about a worker that exited by itself
+    closing  whether the workers have been sent their last command
     """
 
     def __init__(self, settings: Settings) -> None:
         self.lost: str | None = None
-        self.told = False
-        self._ending = False
-        # Who is alone meets nobody, and may have nowhere to write.
+        self.closing = False
+        self._exiting = False
+        # A single rank needs no meeting folder, and may have nowhere to write one.
         self._folder = Path(tempfile.mkdtemp(prefix="kvtide-")) if settings.ranks > 1 else None
-        self._workers = [self._started(rank, settings) for rank in range(1, settings.ranks)]
+        self._workers = [self._start(rank, settings) for rank in range(1, settings.ranks)]
         self._watchers = [
             threading.Thread(target=self._watch, args=each, daemon=True)
             for each in enumerate(self._workers, 1)
@@ -72,9 +73,9 @@ class RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for those that were told to end; others end now."""
-        self._ending = True
-        deadline = time.monotonic() + (END_S if self.told else 0.0)
+        """Wait for workers that are closing; kill the others."""
+        self._exiting = True
+        deadline = time.monotonic() + (EXIT_S if self.closing else 0.0)
         for worker in self._workers:
             try:
                 worker.wait(max(0.0, deadline - time.monotonic()))
@@ -83,64 +84,65 @@ class RankProcesses:
                 worker.wait()
         for watcher in self._watchers:
             watcher.join(1.0)
-        if self.told:
-            leave_ranks()  # Else somebody may still wait there for a rank that is gone.
-        self._clear_up()
+        if self.closing:
+            leave_ranks()  # Otherwise a thread may still wait there for a lost rank.
+        self._remove_folder()
 
-    def _clear_up(self) -> None:
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _started(self, rank: int, settings: Settings) -> subprocess.Popen[str]:
+    def _start(self, rank: int, settings: Settings) -> subprocess.Popen[str]:
         worker = subprocess.Popen(
             [sys.executable, "-m", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        words = {"rank": rank, "folder": str(self._folder), "settings": asdict(settings)}
+        config = {"rank": rank, "folder": str(self._folder), "settings": asdict(settings)}
         assert worker.stdin is not None
-        with suppress(BrokenPipeError):  # Whoever watches it will say how it ended.
-            print(json.dumps(words), file=worker.stdin, flush=True)
+        with suppress(BrokenPipeError):  # Its watcher reports how it exited.
+            print(json.dumps(config), file=worker.stdin, flush=True)
         return worker
 
     def topology(self, settings: Settings) -> tuple[Settings, RankTopology]:
-        """The leader's, when all are there."""
-        return take_seat(LEADER, self._folder, settings)
+        """The leader's settings and topology, once all ranks have joined."""
+        return join_topology(LEADER, self._folder, settings)
 
     def settle(self) -> None:
-        """Something is wrong. If a worker is the reason, it is known by now, or in a moment."""
+        """After an error, wait until a lost worker is noticed, if one is the cause."""
         deadline = time.monotonic() + SETTLE_S
         while self._workers and self.lost is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def check(self) -> None:
-        """Raises if a worker is gone."""
+        """Raise `WorkerLostError` if a worker has exited by itself."""
         self.settle()
         if self.lost is not None:
             raise WorkerLostError(self.lost)
 
     def _watch(self, rank: int, worker: subprocess.Popen[str]) -> None:
         assert worker.stdout is not None
-        said = worker.stdout.read().strip()
+        reason = worker.stdout.read().strip()
         code = worker.wait()
-        if code == CUT_OFF:
+        if code == PEER_LOST:
             time.sleep(SETTLE_S / 4)
-        if self._ending or self.told:
+        if self._exiting or self.closing:
             return
         how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
-        lost = f"rank {rank} {how}{': ' + said if said else ''}; all ranks end with it"
+        lost = f"rank {rank} {how}{': ' + reason if reason else ''}; all ranks end with it"
         self.lost = self.lost or lost
         time.sleep(GRACE_S)
-        if not self._ending:
+        if not self._exiting:
             print(f"kvtide serve: {self.lost}", file=sys.stderr, flush=True)
-            self._clear_up()
+            self._remove_folder()
             os._exit(1)
 
 
-def take_seat(rank: int, folder: Path | None, settings: Settings) -> tuple[Settings, RankTopology]:
-    """Meet the others: the settings of this rank, and its topology. Alone there is nobody to
-    meet."""
+def join_topology(
+    rank: int, folder: Path | None, settings: Settings
+) -> tuple[Settings, RankTopology]:
+    """Join the other ranks: this rank's settings and topology. `folder` is None for one rank."""
     if folder is None:
         return settings, RankTopology()
     device = torch.device(settings.device)
@@ -155,23 +157,23 @@ def take_seat(rank: int, folder: Path | None, settings: Settings) -> tuple[Setti
     return settings, RankTopology.joined(settings.pp, settings.tp, device)
 
 
-def outlive_nobody(words: IO[str], folder: Path) -> None:
-    """End this process when the leader is gone, and not by the signals that it is sent.
+def exit_with_leader(pipe: IO[str], folder: Path) -> None:
+    """Exit when the pipe from the leader ends, and ignore signals.
 
-    A leader that was killed has left the folder in which they met.
+    A leader that was killed has left the meeting folder behind, so the worker removes it.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
     def wait() -> None:
-        words.read()
+        pipe.read()
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def freeze() -> None:
-    """What is here stays: to look for garbage in it would stop an engine for 70 ms at times."""
+def freeze_gc() -> None:
+    """Exempt all present objects from garbage collection, which would pause steps for 70 ms."""
     gc.collect()
     gc.freeze()

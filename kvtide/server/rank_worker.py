@@ -1,6 +1,6 @@
-"""A rank that is not the leader: `kvtide serve` starts it, tells it what it is, and leads it.
+"""The process of a rank that is not the leader: `kvtide serve` starts it and sends it commands.
 
-Its last words, if it cannot go on, are for the leader, who says them to people.
+A worker that fails prints the reason on its standard output, which the leader reports.
 """
 
 from __future__ import annotations
@@ -14,55 +14,48 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvtide.engine import EngineError
 from kvtide.engine.rank_topology import leave_ranks
-from kvtide.models.model_errors import CheckpointError
-from kvtide.server.command_error import CommandError
 from kvtide.server.engine_commands import follow
-from kvtide.server.engine_setup import open_engine
-from kvtide.server.rank_processes import CUT_OFF, freeze, outlive_nobody, take_seat
+from kvtide.server.engine_setup import REFUSALS, open_engine
+from kvtide.server.rank_processes import PEER_LOST, exit_with_leader, freeze_gc, join_topology
 from kvtide.server.settings import Settings
-from kvtide.spec import SpecError
-from kvtide.storage import StoreError
-from kvtide.tiers import TierError
-
-REFUSALS = (CheckpointError, CommandError, EngineError, SpecError, StoreError, TierError)
 
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    words = json.loads(sys.stdin.readline())
-    folder = Path(words["folder"])
-    outlive_nobody(sys.stdin, folder)
+    config = json.loads(sys.stdin.readline())
+    folder = Path(config["folder"])
+    exit_with_leader(sys.stdin, folder)
     try:
-        ended = _work(words)
+        closed = _work(config)
     except REFUSALS as refusal:
-        _leave(str(refusal), 2)
+        _exit(str(refusal), 2)
     except Exception as error:
         traceback.print_exc()
-        cut_off = isinstance(error, RuntimeError)
-        if cut_off:
-            shutil.rmtree(folder, ignore_errors=True)  # It may be the leader that is gone.
-        _leave(f"{type(error).__name__}: {error}", CUT_OFF if cut_off else 1)
-    if not ended:
-        os._exit(0)  # A store may have threads that the interpreter would wait for.
+        peer_lost = isinstance(error, RuntimeError)
+        if peer_lost:
+            shutil.rmtree(folder, ignore_errors=True)  # The leader may have died.
+        _exit(f"{type(error).__name__}: {error}", PEER_LOST if peer_lost else 1)
+    if not closed:
+        os._exit(0)  # The interpreter would wait for the store's threads.
 
 
-def _leave(words: str, code: int) -> NoReturn:
-    """Whatever else waits here waits for ranks that are about to end."""
-    print(words, flush=True)
+def _exit(reason: str, code: int) -> NoReturn:
+    """Exit without joining threads: they may wait for ranks that are about to exit."""
+    print(reason, flush=True)
     sys.stderr.flush()
     os._exit(code)
 
 
-def _work(words: dict[str, Any]) -> bool:
-    settings = Settings(**words["settings"])
-    settings, topology = take_seat(words["rank"], Path(words["folder"]), settings)
+def _work(config: dict[str, Any]) -> bool:
+    """Serve up to `CloseCache`; False if the store has not closed then."""
+    settings = Settings(**config["settings"])
+    settings, topology = join_topology(config["rank"], Path(config["folder"]), settings)
     serving = open_engine(settings, topology)
-    freeze()
-    ended = follow(serving.post)
+    freeze_gc()
+    closed = follow(serving.rank)
     leave_ranks()
-    return ended
+    return closed
 
 
 if __name__ == "__main__":

@@ -1,46 +1,48 @@
-"""How fast the engine goes, from what its last steps took: for estimates that clients see."""
+"""The rates of the engine, as moving averages over its steps: for estimates that clients see."""
 
 from __future__ import annotations
 
 import math
 
-MEMORY = 0.9
-"""What a step keeps of the figure before it."""
+EWMA_DECAY = 0.9
+"""The weight that an average keeps from one step to the next."""
 
-TELLING_TOKENS = 32
-"""Fewer tokens than these take as long as one does, and say nothing about a prompt's."""
+MIN_PREFILL_TOKENS = 32
+"""Steps of fewer tokens take as long as a step of one: they do not measure prefill."""
+
+MAX_RETRY_S = 60
 
 
 class RateEstimate:
-    """`prefill_token_s`: seconds that computing a prompt's token takes; 0 before any was."""
+    """`prefill_token_s`: seconds per prefilled token; 0 before the first prefill."""
 
     def __init__(self) -> None:
         self.prefill_token_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
-        self._since_end_s = 0.0
-        self._between_ends_s = 0.0
+        self._since_finish_s = 0.0
+        self._between_finishes_s = 0.0
 
     def stepped(self, computed: int, seconds: float, generated: int) -> None:
-        """A step computed so many tokens, of which so many led to a generated one.
+        """A step took so long for its tokens, of which so many were decoded.
 
-        Only steps that mostly compute prompts tell what a prompt's token costs.
+        Only steps that are mostly prefill count towards the prefill rate.
         """
-        self._since_end_s += seconds
-        if computed >= max(TELLING_TOKENS, 4 * generated):
-            self._tokens = MEMORY * self._tokens + computed
-            self._seconds = MEMORY * self._seconds + seconds
+        self._since_finish_s += seconds
+        if computed >= max(MIN_PREFILL_TOKENS, 4 * generated):
+            self._tokens = EWMA_DECAY * self._tokens + computed
+            self._seconds = EWMA_DECAY * self._seconds + seconds
             self.prefill_token_s = self._seconds / self._tokens
 
     def saved_s(self, cached_tokens: int) -> float:
-        """What it would have taken to compute these."""
+        """The time to prefill these tokens."""
         return cached_tokens * self.prefill_token_s
 
-    def ended(self) -> None:
-        """A request came to its end. Time without steps does not count."""
-        busy_s, self._since_end_s = self._since_end_s, 0.0
-        self._between_ends_s += (1 - MEMORY) * (busy_s - self._between_ends_s)
+    def finished(self) -> None:
+        """A request has finished. Time without steps does not count."""
+        busy_s, self._since_finish_s = self._since_finish_s, 0.0
+        self._between_finishes_s += (1 - EWMA_DECAY) * (busy_s - self._between_finishes_s)
 
     def retry_s(self, waiting: int) -> int:
-        """When so many that wait will have had their turn, in whole seconds up to a minute."""
-        return min(60, max(1, math.ceil(waiting * self._between_ends_s)))
+        """The time until so many waiting requests have run, in whole seconds up to a minute."""
+        return min(MAX_RETRY_S, max(1, math.ceil(waiting * self._between_finishes_s)))

@@ -1,6 +1,7 @@
-"""What clients send, read into what the engine is asked. Bad input is refused in a sentence.
+"""Request parsing: a JSON body → checked requests for the engine, one per choice.
 
-The bodies are those of OpenAI's API, with a few names of our own: `top_k`, `min_p`,
+A prompt is tokenized, packed and checked once, off the engine's thread; its `n` choices share the
+packed tokens. The bodies are those of OpenAI's API, with some fields of our own: `top_k`, `min_p`,
 `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
 `recompute`, `return_token_ids`, `return_cached_tokens_details`.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from kvtide.cache import Namespace
-from kvtide.engine import Engine, RequestError, RequestParams, SamplingParams
+from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, SamplingParams
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 
@@ -22,9 +23,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 1_000_000
-ANSWER_TOKENS = 1024
-"""How long a chat's answer may become, if nothing is said: room for it is reserved at once."""
-COMPLETION_TOKENS = 16
+DEFAULT_CHAT_TOKENS = 1024
+"""`max_tokens` of a chat that names none. Slots for all of it are reserved at admission."""
+DEFAULT_COMPLETION_TOKENS = 16
 
 UNSUPPORTED = {
     "best_of": "ask for n choices instead",
@@ -36,19 +37,26 @@ UNSUPPORTED = {
     "modalities": "send text",
     "prediction": "leave it out",
 }
-"""What OpenAI's API has and this server has not, with what to do instead."""
+"""Fields of OpenAI's API that this server refuses, with the remedy."""
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model_not_found")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A body, read: what to ask the engine, and how to answer.
+    """A body, parsed: the engine's requests, and the form of the response.
 
-    asks        one per choice, the choices of one prompt next to each other
-    logprobs    how many of the likeliest tokens to show beside each; None to show none
+    choices     one request per choice, the `n` choices of one prompt next to each other
+    logprobs    how many alternatives a token's logprobs list; None for no logprobs
     """
 
-    asks: tuple[RequestParams, ...]
-    choices: int
+    choices: tuple[CheckedRequest, ...]
+    n: int
     chat: bool
     echo: bool = False
     logprobs: int | None = None
@@ -59,7 +67,7 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Reads bodies for one engine. `seeded`: requests that name no seed all have the same."""
+    """Parses bodies for one engine. `seeded`: requests without a seed share one."""
 
     def __init__(self, engine: Engine, name: str, *, seeded: bool) -> None:
         self._engine = engine
@@ -73,10 +81,11 @@ class RequestParser:
         prompts = _prompts(body, self._tokenizer)
         logprobs = body.integer("logprobs", None, 0, MAX_LOGPROBS)
         echo = body.flag("echo")
-        common = self._common(body, body.integer("max_tokens", COMPLETION_TOKENS, 0), logprobs)
+        max_tokens = body.integer("max_tokens", DEFAULT_COMPLETION_TOKENS, 0)
+        common = self._common(body, max_tokens, logprobs)
         scored = replace(common, score=logprobs) if echo else common
-        asks = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
-        return self._wanted(body, asks, chat=False, echo=echo, logprobs=logprobs)
+        requests = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
+        return self._parsed(body, requests, chat=False, echo=echo, logprobs=logprobs)
 
     def chat(self, body: Fields) -> ParsedRequest:
         """The body of `/v1/chat/completions`."""
@@ -86,38 +95,45 @@ class RequestParser:
                 "this model came without a tokenizer; send token ids to /v1/completions"
             )
         prompt = self._tokenizer.encode_chat(_conversation(body))
-        shown = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
-        logprobs = shown if body.flag("logprobs") else None
-        most = body.integer("max_completion_tokens", None, 0)
-        if most is None:
-            most = body.integer("max_tokens", None, 0)
-        if most is None:
-            most = max(1, min(ANSWER_TOKENS, self._engine.max_sequence_tokens - len(prompt)))
-        params = replace(self._common(body, most, logprobs), tokens=tuple(prompt))
-        return self._wanted(body, [params], chat=True, logprobs=logprobs)
+        alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
+        logprobs = alternatives if body.flag("logprobs") else None
+        max_tokens = body.integer("max_completion_tokens", None, 0)
+        if max_tokens is None:
+            max_tokens = body.integer("max_tokens", None, 0)
+        if max_tokens is None:
+            available = self._engine.max_sequence_tokens - len(prompt)
+            max_tokens = max(1, min(DEFAULT_CHAT_TOKENS, available))
+        params = replace(self._common(body, max_tokens, logprobs), tokens=tuple(prompt))
+        return self._parsed(body, [params], chat=True, logprobs=logprobs)
 
     def _check(self, body: Fields) -> None:
-        asked = body.text("model", self._name)
-        if asked != self._name:
-            raise RequestError(f"there is no model '{asked}' here; use '{self._name}'")
+        model = body.text("model", self._name)
+        if model != self._name:
+            raise ModelNotFoundError(f"there is no model '{model}' here; use '{self._name}'")
         for name, remedy in UNSUPPORTED.items():
             if body.get(name):
-                raise RequestError(f"{name} is not supported; {remedy}")
+                raise RequestError(
+                    f"{name} is not supported; {remedy}", "unsupported_parameter", name
+                )
         form = body.get("response_format")
         if form is not None and form != {"type": "text"}:
-            raise RequestError("response_format is not supported; ask for JSON in the prompt")
+            raise RequestError(
+                "response_format is not supported; ask for JSON in the prompt",
+                "unsupported_parameter",
+                "response_format",
+            )
 
-    def _common(self, body: Fields, most: int | None, logprobs: int | None) -> RequestParams:
+    def _common(self, body: Fields, max_tokens: int | None, logprobs: int | None) -> RequestParams:
         """All but the tokens."""
-        assert most is not None
-        ends = frozenset[int]()
+        assert max_tokens is not None
+        stop_ids = frozenset[int]()
         if self._tokenizer is not None and not body.flag("ignore_eos"):
-            ends = self._tokenizer.special.stop_ids
+            stop_ids = self._tokenizer.special.stop_ids
         return RequestParams(
             tokens=(),
-            max_tokens=most,
+            max_tokens=max_tokens,
             sampling=self._sampling(body, logprobs or 0),
-            stop_ids=ends | frozenset(body.integers("stop_token_ids")),
+            stop_ids=stop_ids | frozenset(body.integers("stop_token_ids")),
             stop=body.texts("stop", MAX_STOPS),
             recompute=body.flag("recompute"),
             namespace=Namespace(cache_salt=body.text("cache_salt", "")),
@@ -126,8 +142,8 @@ class RequestParser:
         )
 
     def _sampling(self, body: Fields, logprobs: int) -> SamplingParams:
-        drawn = 0 if self._seeded else secrets.randbits(62)
-        seed = body.integer("seed", drawn, -(2**63), 2**63)
+        default_seed = 0 if self._seeded else secrets.randbits(62)
+        seed = body.integer("seed", default_seed, -(2**63), 2**63)
         return SamplingParams(
             temperature=body.number("temperature", 1.0),
             top_p=body.number("top_p", 1.0),
@@ -140,31 +156,32 @@ class RequestParser:
             logprobs=logprobs,
         )
 
-    def _wanted(self, body: Fields, asks: Sequence[RequestParams], **said: Any) -> ParsedRequest:
-        """A choice draws with a seed of its own, so that choices differ."""
-        for params in asks:
-            self._engine.check(params)
-        choices = body.integer("n", 1, 1, MAX_CHOICES) or 1
-        if len(asks) * choices > MAX_CHOICES:
+    def _parsed(self, body: Fields, prompts: Sequence[RequestParams], **form: Any) -> ParsedRequest:
+        """Check every prompt once, and give each of its choices a seed of its own."""
+        checked = [self._engine.check(params) for params in prompts]
+        n = body.integer("n", 1, 1, MAX_CHOICES) or 1
+        if len(prompts) * n > MAX_CHOICES:
             raise RequestError(
-                f"{len(asks)} prompts with {choices} choices each; ask for at most {MAX_CHOICES} "
-                "answers at once"
+                f"{len(prompts)} prompts with {n} choices each; ask for at most {MAX_CHOICES} "
+                "answers at once",
+                param="n",
             )
         options = body.object("stream_options")
         return ParsedRequest(
-            asks=tuple(_choice(params, n) for params in asks for n in range(choices)),
-            choices=choices,
+            choices=tuple(_choice(request, number) for request in checked for number in range(n)),
+            n=n,
             stream=body.flag("stream"),
             stream_usage=options.flag("include_usage"),
             token_ids=body.flag("return_token_ids"),
             cache_details=body.flag("return_cached_tokens_details"),
-            **said,
+            **form,
         )
 
 
-def _choice(params: RequestParams, number: int) -> RequestParams:
-    sampling = params.sampling
-    return replace(params, sampling=replace(sampling, seed=sampling.seed + number))
+def _choice(request: CheckedRequest, number: int) -> CheckedRequest:
+    sampling = request.params.sampling
+    seeded = replace(sampling, seed=sampling.seed + number)
+    return replace(request, params=replace(request.params, sampling=seeded))
 
 
 # -- prompts ----------------------------------------------------------------------------------
@@ -176,7 +193,11 @@ def _prompts(body: Fields, tokenizer: Tokenizer | None) -> list[list[int]]:
     if isinstance(given, str) or (isinstance(given, list) and _are_ids(given)):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise RequestError("prompt is missing; send a text, a list of token ids, or several")
+        raise RequestError(
+            "prompt is missing; send a text, a list of token ids, or several",
+            "missing_required_parameter" if given is None else "invalid_type",
+            "prompt",
+        )
     return [_tokens(prompt, tokenizer) for prompt in given]
 
 
@@ -187,29 +208,47 @@ def _are_ids(given: Sequence[object]) -> bool:
 def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise RequestError("this model came without a tokenizer; send token ids as the prompt")
+            raise RequestError(
+                "this model came without a tokenizer; send token ids as the prompt", param="prompt"
+            )
         return tokenizer.encode(prompt)
     if isinstance(prompt, list) and _are_ids(prompt):
         return prompt
-    raise RequestError("a prompt is neither a text nor a list of token ids; send one of them")
+    raise RequestError(
+        "a prompt is neither a text nor a list of token ids; send one of them",
+        "invalid_type",
+        "prompt",
+    )
 
 
 def _conversation(body: Fields) -> Conversation:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise RequestError("messages is missing; send a list of messages with role and content")
+        raise RequestError(
+            "messages is missing; send a list of messages with role and content",
+            "missing_required_parameter" if messages is None else "invalid_type",
+            "messages",
+        )
     options = body.object("chat_template_kwargs")
     return Conversation([_message(m) for m in messages], variables=dict(options.values))
 
 
 def _message(message: object) -> Mapping[str, object]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError("a message has no role; send objects with role and content")
+        raise RequestError(
+            "a message has no role; send objects with role and content",
+            "missing_required_parameter",
+            "messages",
+        )
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part) for part in content)
     if not isinstance(content, str):
-        raise RequestError("a message's content is not text; send a text or parts of type text")
+        raise RequestError(
+            "a message's content is not text; send a text or parts of type text",
+            "invalid_type",
+            "messages",
+        )
     return {**message, "content": content}
 
 
@@ -217,24 +256,28 @@ def _part(part: object) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise RequestError(f"content of type {kind} is not supported; send parts of type text")
+    raise RequestError(
+        f"content of type {kind} is not supported; send parts of type text",
+        "unsupported_value",
+        "messages",
+    )
 
 
 # -- fields -----------------------------------------------------------------------------------
 
 
 def read_json(raw: bytes) -> Fields:
-    """A body. Python's JSON knows numbers and characters that others do not: not here."""
+    """A body. NaN, Infinity and lone surrogates, which Python's parser takes, are refused."""
     try:
         values = json.loads(raw.decode(), parse_constant=_no_number)
         if b"\\u" in raw:
             json.dumps(values, ensure_ascii=False).encode()
     except RecursionError:
-        raise RequestError("the body is nested too deeply; send less of it") from None
+        raise RequestError("the body is nested too deeply; send less of it", None) from None
     except UnicodeError:
-        raise RequestError("the body has halves of characters; send UTF-8") from None
+        raise RequestError("the body has halves of characters; send UTF-8", None) from None
     except ValueError as flaw:
-        raise RequestError(f"the body is not JSON ({flaw}); send a JSON object") from None
+        raise RequestError(f"the body is not JSON ({flaw}); send a JSON object", None) from None
     return Fields(values)
 
 
@@ -243,11 +286,11 @@ def _no_number(constant: str) -> NoReturn:
 
 
 class Fields:
-    """A JSON object whose fields are read with their types. `null` is as good as missing."""
+    """A JSON object whose fields are read with their types. `null` is the same as missing."""
 
     def __init__(self, values: object, name: str = "the body") -> None:
         if not isinstance(values, dict):
-            raise RequestError(f"{name} is not a JSON object; send one")
+            raise RequestError(f"{name} is not a JSON object; send one", "invalid_type")
         self.values: Mapping[str, object] = values
 
     def get(self, name: str) -> object:
@@ -260,46 +303,55 @@ class Fields:
     def flag(self, name: str) -> bool:
         value = self.get(name)
         if value is not None and type(value) is not bool:
-            raise RequestError(f"{name} is {_shown(value)}; send true or false")
+            raise _wrong_type(name, value, "true or false")
         return bool(value)
 
     def integer(
-        self, name: str, default: int | None, least: int, most: int | None = None
+        self, name: str, default: int | None, minimum: int, maximum: int | None = None
     ) -> int | None:
         value = self.get(name)
         if value is None:
             return default
-        if type(value) is not int or value < least or (most is not None and value > most):
-            span = f"from {least} to {most}" if most is not None else f"of at least {least}"
-            raise RequestError(f"{name} is {_shown(value)}; send a whole number {span}")
-        return value
+        if type(value) is not int:
+            code = "invalid_type"
+        elif value < minimum:
+            code = "integer_below_min_value"
+        elif maximum is not None and value > maximum:
+            code = "integer_above_max_value"
+        else:
+            return value
+        span = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise RequestError(f"{name} is {_shown(value)}; send a whole number {span}", code, name)
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name)
         if value is None:
             return default
         if type(value) not in (int, float):
-            raise RequestError(f"{name} is {_shown(value)}; send a number")
+            raise _wrong_type(name, value, "a number")
         assert isinstance(value, int | float)
         try:
             return float(value)
         except OverflowError:
-            raise RequestError(f"{name} is {_shown(value)}; send a smaller number") from None
+            problem = f"{name} is {_shown(value)}; send a smaller number"
+            raise RequestError(problem, "decimal_above_max_value", name) from None
 
     def text(self, name: str, default: str) -> str:
         value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise RequestError(f"{name} is {_shown(value)}; send a text")
+            raise _wrong_type(name, value, "a text")
         return value
 
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
+    def texts(self, name: str, maximum: int) -> tuple[str, ...]:
         """A text or several."""
         value = self.get(name)
         given = [] if value is None else value if isinstance(value, list) else [value]
-        if len(given) > most or not all(isinstance(item, str) and item for item in given):
-            raise RequestError(f"{name} is not a text or a list of up to {most} that are not empty")
+        if len(given) > maximum or not all(isinstance(item, str) and item for item in given):
+            raise RequestError(
+                f"{name} is not a text or a list of up to {maximum} that are not empty", param=name
+            )
         return tuple(given)
 
     def integers(self, name: str) -> list[int]:
@@ -307,8 +359,12 @@ class Fields:
         if value is None:
             return []
         if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise RequestError(f"{name} is {_shown(value)}; send a list of whole numbers")
+            raise _wrong_type(name, value, "a list of whole numbers")
         return value
+
+
+def _wrong_type(name: str, value: object, expected: str) -> RequestError:
+    return RequestError(f"{name} is {_shown(value)}; send {expected}", "invalid_type", name)
 
 
 def _shown(value: object) -> str:

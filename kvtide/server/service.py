@@ -1,13 +1,13 @@
-"""The engine on a thread of its own, for callers that live in an event loop.
+"""The engine on a thread of its own, for callers in an event loop.
 
     submit ──▶ inbox ──▶ engine thread: step, step, … ──▶ one message per step ──▶ streams
 
-The thread alone touches engine and cache. Everything else is left in its inbox as a call, and runs
-between two steps; whatever changes something is an order (`orders`), which all ranks carry out.
-What a step brought goes to the event loop in one piece.
+The engine thread alone touches engine and cache. The event loop puts calls into its inbox, which
+run between two steps; a call that changes state is an engine command, which all ranks apply. The
+updates of a step reach the event loop in one message.
 
-A stream ends with its request's last update, with `ServiceEndedError`, or by `abort`, which is also
-what becomes of it when whoever reads it goes away.
+A stream ends with its request's last update, with `ServiceEndedError`, or by `abort`; a client that
+disconnects is aborted.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvtide.engine import Engine, Request, RequestParams, Update
+from kvtide.engine import CheckedRequest, Engine, Request, Update
 from kvtide.server.engine_commands import Abort, EngineCommand, Leader, RunStep, Submit
 from kvtide.server.rate_estimate import RateEstimate
 
 T = TypeVar("T")
 
-IDLE_S = 0.0005
-"""How long to sleep when requests wait for a transfer and there is nothing to compute."""
-CALM_S = 0.005
-"""How long to wait for calls when nothing but storage is at work."""
+TRANSFER_POLL_S = 0.0005
+"""The engine thread sleeps this long when requests wait for transfers and nothing can run."""
+STORAGE_POLL_S = 0.005
+"""The engine thread waits this long for calls when only storage has work."""
 
 log = logging.getLogger("kvtide")
 
 
 class OverloadedError(Exception):
-    """Too many are there already; come again in `retry_s` seconds."""
+    """Too many requests run or wait; the client retries after `retry_s` seconds."""
 
     def __init__(self, requests: int, retry_s: int) -> None:
         super().__init__(f"{requests} requests run or wait here; try again in {retry_s} s")
@@ -44,12 +44,12 @@ class OverloadedError(Exception):
 
 
 class ServiceEndedError(Exception):
-    """The service takes no more requests: it is draining, or its engine broke."""
+    """The service accepts no more requests: it is draining, or its engine failed."""
 
 
 @dataclass(eq=False)
 class ResponseStream:
-    """One request's updates, as they come. Times are seconds of `time.monotonic`."""
+    """One request's updates, in order. Times are seconds of `time.monotonic`."""
 
     request: Request
     began: float
@@ -74,12 +74,17 @@ class ResponseStream:
 
 
 class Service:
-    """`max_requests` run or wait at a time; `listeners` are told of every stream that ended."""
+    """Up to `max_requests` run or wait at a time.
+
+    broken      the error that stopped the engine
+    rate        the engine's prefill and completion rates
+    listeners   called with every stream that has ended
+    """
 
     def __init__(self, leader: Leader, max_requests: int) -> None:
         self.max_requests = max_requests
         self.broken: Exception | None = None
-        self.pace = RateEstimate()
+        self.rate = RateEstimate()
         self.listeners: list[Callable[[ResponseStream], None]] = []
         self._leader, self._engine = leader, leader.engine
         self._loop = asyncio.get_running_loop()
@@ -91,74 +96,73 @@ class Service:
 
     # -- from the event loop ----------------------------------------------------------------
 
-    async def submit(self, asks: Sequence[RequestParams]) -> list[ResponseStream]:
-        """Queue requests, all of them or none; raises what the engine says against them."""
+    async def submit(self, requests: Sequence[CheckedRequest]) -> list[ResponseStream]:
+        """Queue all of these requests, or raise `OverloadedError` and queue none."""
         began = time.monotonic()
         streams: list[ResponseStream] = []
         try:
-            await self.call(lambda engine: self._accept(engine, asks, began, streams))
+            await self.call(lambda engine: self._accept(engine, requests, began, streams))
         except asyncio.CancelledError:
-            # They may be queued by now, or be about to: the inbox is in order.
-            self._inbox.put(lambda: self._forget(streams))
+            # The requests are queued by now or soon: the inbox keeps the order.
+            self._inbox.put(lambda: self._abandon(streams))
             raise
         return streams
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Have the engine's thread do something between two steps."""
+        """Run a function on the engine thread between two steps."""
         if self.broken is not None or not self._thread.is_alive():
             raise self._ended()
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self._calls.add(answer)
-        answer.add_done_callback(self._calls.discard)
-        self._inbox.put(lambda: self._answer(answer, function))
-        return await answer
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._inbox.put(lambda: self._resolve(future, function))
+        return await future
 
-    async def order(self, order: EngineCommand[T]) -> T:
-        """Have all ranks do something between two steps; what came of it here."""
-        return await self.call(lambda engine: self._leader.do(order))
+    async def command(self, command: EngineCommand[T]) -> T:
+        """Apply a command on all ranks between two steps; the leader's result."""
+        return await self.call(lambda engine: self._leader.run(command))
 
-    def leave(self, order: EngineCommand[object]) -> None:
-        """Have all ranks do something that nobody waits for."""
-        self._inbox.put(lambda: self._leader.do(order))
+    def command_nowait(self, command: EngineCommand[object]) -> None:
+        """Apply a command on all ranks between two steps, without its result."""
+        self._inbox.put(lambda: self._leader.run(command))
 
     def abort(self, streams: Sequence[ResponseStream]) -> None:
-        """Whoever wanted these has gone: their pages come back at the next step."""
+        """Abort the requests of these streams: the next step frees their pages."""
         for stream in streams:
             if self._streams.pop(stream.request, None) is not None:
-                self.leave(Abort(stream.request.number))
-                self._tell(stream)
+                self.command_nowait(Abort(stream.request.number))
+                self._notify(stream)
 
     async def close(self, patient: Callable[[], bool] = lambda: True) -> bool:
-        """End the thread after the step it is in; streams that are open end with an error.
+        """End the engine thread after its current step; open streams end with an error.
 
-        False if patience ended first: a step may wait for a rank that does not answer.
+        False if `patient` turned false first: a step may wait for a rank that does not answer.
         """
         self._inbox.put(None)
         while self._thread.is_alive() and patient():
-            await asyncio.sleep(CALM_S)
+            await asyncio.sleep(STORAGE_POLL_S)
         self._end_all()
         return not self._thread.is_alive()
 
     def give_up(self, error: Exception) -> None:
-        """The engine will not come back, whatever its thread waits for."""
+        """End all streams and calls, whatever the engine thread waits for."""
         self.broken = self.broken or error
         self._end_all()
 
     def _end_all(self) -> None:
-        """The thread is gone: nobody waits for it any longer."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.updates.put_nowait(self._ended())
-        for answer in [*self._calls]:
-            if not answer.done():
-                answer.set_exception(self._ended())
+        for future in [*self._calls]:
+            if not future.done():
+                future.set_exception(self._ended())
 
     def _ended(self) -> ServiceEndedError:
         if self.broken is not None:
             return ServiceEndedError("the engine has stopped; restart the server")
         return ServiceEndedError("the server is shutting down; ask another one")
 
-    def _tell(self, stream: ResponseStream) -> None:
+    def _notify(self, stream: ResponseStream) -> None:
         for listener in self.listeners:
             listener(stream)
 
@@ -170,62 +174,60 @@ class Service:
             stream.put(update, now)
             if update.finish is not None:
                 del self._streams[update.request]
-                self.pace.ended()
-                self._tell(stream)
+                self.rate.finished()
+                self._notify(stream)
 
     # -- on the engine's thread -------------------------------------------------------------
 
     def _accept(
         self,
         engine: Engine,
-        asks: Sequence[RequestParams],
+        requests: Sequence[CheckedRequest],
         began: float,
         streams: list[ResponseStream],
     ) -> None:
-        """Queue them. Their streams are known to the loop before any update can reach it."""
-        for params in asks:
-            engine.check(params)
+        """Queue the requests. The loop knows their streams before an update can reach it."""
         waiting = engine.scheduler.waiting
         present = waiting + len(engine.scheduler.running)
-        if present and present + len(asks) > self.max_requests:
-            raise OverloadedError(present, self.pace.retry_s(waiting))
-        orders = [Submit(params, engine.token_s) for params in asks]
-        streams += [ResponseStream(self._leader.do(order), began) for order in orders]
+        if present and present + len(requests) > self.max_requests:
+            raise OverloadedError(present, self.rate.retry_s(waiting))
+        commands = [Submit(request, engine.token_s) for request in requests]
+        streams += [ResponseStream(self._leader.run(command), began) for command in commands]
         self._loop.call_soon_threadsafe(
             self._streams.update, {stream.request: stream for stream in streams}
         )
 
-    def _forget(self, streams: Sequence[ResponseStream]) -> None:
+    def _abandon(self, streams: Sequence[ResponseStream]) -> None:
         self._loop.call_soon_threadsafe(self.abort, streams)
 
-    def _answer(self, answer: asyncio.Future[T], function: Callable[[Engine], T]) -> None:
-        """Hand over the outcome, whatever it is, unless whoever asked has gone."""
+    def _resolve(self, future: asyncio.Future[T], function: Callable[[Engine], T]) -> None:
+        """Resolve a call's future with its result or its error, unless it was cancelled."""
 
-        def settle(use: Callable[[], None]) -> None:
-            self._loop.call_soon_threadsafe(lambda: None if answer.done() else use())
+        def settle(resolve: Callable[[], None]) -> None:
+            self._loop.call_soon_threadsafe(lambda: None if future.done() else resolve())
 
         try:
-            found = function(self._engine)
+            result = function(self._engine)
         except Exception as error:
-            settle(lambda error=error: answer.set_exception(error))  # type: ignore[misc]
+            settle(lambda error=error: future.set_exception(error))  # type: ignore[misc]
         else:
-            settle(lambda: answer.set_result(found))
+            settle(lambda: future.set_result(result))
 
     def _work(self) -> None:
-        """The thread's life. An engine that raises cannot be trusted any further."""
+        """The engine thread's loop. It ends when the engine raises: its state may be corrupt."""
         try:
-            while self._do_inbox():
+            while self._run_inbox():
                 self._step()
         except Exception as error:
             log.exception("the engine broke")
             self.broken = error
             self._loop.call_soon_threadsafe(self._end_all)
 
-    def _do_inbox(self) -> bool:
-        """Run what was left here; wait for it if there is nothing else to do. False to end."""
+    def _run_inbox(self) -> bool:
+        """Run all calls of the inbox; wait for one if the engine is idle. False to end."""
         cache = self._engine.cache
         idle = self._engine.idle and not cache.busy
-        limit_s = CALM_S if cache.unsettled else None
+        limit_s = STORAGE_POLL_S if cache.unsettled else None
         while True:
             try:
                 call = self._inbox.get(block=idle, timeout=limit_s)
@@ -234,18 +236,18 @@ class Service:
             if call is None:
                 return False
             call()
-            if self._leader.parted is not None:
-                raise self._leader.parted
+            if self._leader.diverged is not None:
+                raise self._leader.diverged
             idle = False
 
     def _step(self) -> None:
         engine = self._engine
         began = time.monotonic()
-        updates = self._leader.do(RunStep())
+        updates = self._leader.run(RunStep())
         now = time.monotonic()
-        self.pace.stepped(engine.computed, now - began, len(updates))
-        engine.token_s = self.pace.prefill_token_s
+        self.rate.stepped(engine.computed, now - began, len(updates))
+        engine.token_s = self.rate.prefill_token_s
         if updates:
             self._loop.call_soon_threadsafe(self._deliver, updates, now)
         elif not engine.computed:
-            time.sleep(IDLE_S)
+            time.sleep(TRANSFER_POLL_S)

@@ -1,18 +1,18 @@
 """`/admin/storage`: attach, replace, detach and clear a store while the server serves.
 
-| route                       | what                                               | or else       |
+| route                       | what                                               | errors        |
 |-----------------------------|----------------------------------------------------|---------------|
-| GET    /admin/storage       | how it is used, and what the store says of itself  |               |
-| PUT    /admin/storage       | {"url": …}: attach this one; another one is left   | 400, 504      |
-| DELETE /admin/storage       | write what is in line, then detach                 | 202, 409      |
+| GET    /admin/storage       | the link's counters, and the store's own status    |               |
+| PUT    /admin/storage       | {"url": …}: attach this store, detach the old one  | 400, 504      |
+| DELETE /admin/storage       | write the queued pages, then detach                | 202, 409      |
 | POST   /admin/storage/clear | remove every page of this model from the store     | 202, 409, 502 |
 
-Every rank has a store, for its own part of the pages; what is told here is the leader's.
-202 says that it still goes on, 409 that no store is attached. All but PUT take
-`?timeout_seconds=`; the body of PUT may have `timeout_seconds`, for the store that is left.
+Every rank has a store for its own part of the pages; responses report the leader's. 202: the work
+goes on after the timeout; 409: no store is attached. All but PUT take `?timeout_seconds=`; the
+body of PUT may have `timeout_seconds`, for the store that is detached.
 
-There is no POST that attaches: a browser would send one for any page it shows, while for PUT it
-asks first, and is refused.
+No POST attaches a store: a browser sends a cross-site POST without asking, while a PUT needs a
+preflight, which this server refuses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from aiohttp import web
 
 from kvtide.cache import TierError
 from kvtide.engine import Engine, RequestError
-from kvtide.server.engine_commands import Attach, Clear, Detach, IsOpen, LetGo, Open
+from kvtide.server.engine_commands import (
+    AbandonStore,
+    AttachStore,
+    ClearStore,
+    DetachStore,
+    IsStoreOpen,
+    OpenStore,
+)
 from kvtide.server.request_parsing import read_json
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.store_setup import Json, storage_report
@@ -37,18 +44,18 @@ from kvtide.storage import Store, StoreError, StoreStatus
 T = TypeVar("T")
 
 OPEN_S = 60.0
-LEAVE_S = 10.0
+DETACH_S = 10.0
 STATUS_S = 5.0
 CLEAR_S = 60.0
 MAX_S = 3600.0
 GRACE_S = 1.0
-"""How much longer than asked for a detaching is waited for: giving up takes a moment too."""
+"""The wait for a detach beyond its timeout: giving up takes a moment too."""
 _POLL_S = 0.01
-_NONE = 'no store is attached; PUT {"url": …} to /admin/storage attaches one'
+_NO_STORE = 'no store is attached; PUT {"url": …} to /admin/storage attaches one'
 
 
 class StorageRoutes:
-    """`draining` says whether it is too late to attach anything."""
+    """`draining`: whether the server shuts down, so that no store is attached any more."""
 
     def __init__(self, service: Service, draining: Callable[[], bool]) -> None:
         self._service = service
@@ -65,30 +72,34 @@ class StorageRoutes:
 
     async def _show(self, request: web.Request) -> web.Response:
         timeout_s = _timeout(request, STATUS_S)
-        report, asked = await self._service.call(
-            lambda engine: (_report(engine), _asked(engine, lambda store: store.status()))
+        report, status = await self._service.call(
+            lambda engine: (_report(engine), _ask(engine, lambda store: store.status()))
         )
-        if asked is not None:
-            report |= await _status(asked, timeout_s)
+        if status is not None:
+            report |= await _status(status, timeout_s)
         return web.json_response(report)
 
     async def _attach(self, request: web.Request) -> web.Response:
         body = read_json(await request.read())
         url = body.text("url", "")
         if not url:
-            raise RequestError('there is no url; send {"url": "file:///path?cap=200GB"}')
-        timeout_s = _seconds(body.number("timeout_seconds", LEAVE_S))
-        number = await self._opened(url)
-        # Whoever asked may go now: it is attached all the same, or else it is closed.
-        return web.json_response(await asyncio.shield(self._take(number, timeout_s)))
+            raise RequestError(
+                'there is no url; send {"url": "file:///path?cap=200GB"}',
+                "missing_required_parameter",
+                "url",
+            )
+        timeout_s = _seconds(body.number("timeout_seconds", DETACH_S))
+        number = await self._open(url)
+        # Shielded from a client that disconnects: an open store is attached, or else closed.
+        return web.json_response(await asyncio.shield(self._attach_open(number, timeout_s)))
 
-    async def _opened(self, url: str) -> int:
-        """The number of a store that every rank has opened, or failed to."""
+    async def _open(self, url: str) -> int:
+        """The number of a store whose opening has ended on every rank."""
         number = next(self._numbers)
         try:
-            await self._service.order(Open(number, url))
+            await self._service.command(OpenStore(number, url))
             deadline = asyncio.get_running_loop().time() + OPEN_S
-            while not await self._service.order(IsOpen(number)):
+            while not await self._service.command(IsStoreOpen(number)):
                 if asyncio.get_running_loop().time() > deadline:
                     raise web.HTTPGatewayTimeout(
                         text=f"the store is not open after {OPEN_S:g} s; see whether it runs, and "
@@ -96,27 +107,27 @@ class StorageRoutes:
                     )
                 await asyncio.sleep(_POLL_S)
         except BaseException:
-            self._service.leave(LetGo(number))
+            self._service.command_nowait(AbandonStore(number))
             raise
         return number
 
-    async def _take(self, number: int, timeout_s: float) -> Json:
+    async def _attach_open(self, number: int, timeout_s: float) -> Json:
         try:
             if self._draining():
                 raise ServiceEndedError("the server is shutting down; ask another one")
-            await self._service.order(Attach(number, timeout_s))
+            await self._service.command(AttachStore(number, timeout_s))
         except (StoreError, TierError) as error:
             raise RequestError(str(error)) from None
         except BaseException:
-            self._service.leave(LetGo(number))
+            self._service.command_nowait(AbandonStore(number))
             raise
         return await self._service.call(_report)
 
     async def _detach(self, request: web.Request) -> web.Response:
-        timeout_s = _timeout(request, LEAVE_S)
-        left = await self._service.order(Detach(timeout_s))
-        if not left and not await self._service.call(_is_leaving):
-            raise web.HTTPConflict(text=_NONE)
+        timeout_s = _timeout(request, DETACH_S)
+        detaching = await self._service.command(DetachStore(timeout_s))
+        if not detaching and not await self._service.call(_has_store):
+            raise web.HTTPConflict(text=_NO_STORE)
         deadline = asyncio.get_running_loop().time() + timeout_s + GRACE_S
         while "name" in (report := await self._service.call(_report)) and not report["attached"]:
             if asyncio.get_running_loop().time() > deadline:
@@ -126,76 +137,82 @@ class StorageRoutes:
 
     async def _clear(self, request: web.Request) -> web.Response:
         timeout_s = _timeout(request, CLEAR_S)
-        asked = await self._service.order(Clear())
-        if asked is None:
-            raise web.HTTPConflict(text=_NONE)
+        clearing = await self._service.command(ClearStore())
+        if clearing is None:
+            raise web.HTTPConflict(text=_NO_STORE)
         try:
-            removed = await _within(asked, timeout_s)
-        except _NotYetError:
+            removed = await _within(clearing, timeout_s)
+        except _PendingError:
             return web.json_response({"over": False}, status=202)
-        except Exception as error:  # Stores are anybody's.
-            raise web.HTTPBadGateway(text=_said(error)) from None
+        except Exception as error:  # A store may be the user's own class.
+            raise web.HTTPBadGateway(text=_message(error)) from None
         return web.json_response({"over": True, **asdict(removed)})
 
 
-# -- on the engine's thread -------------------------------------------------------------------
+# -- on the engine thread ---------------------------------------------------------------------
 
 
 def _report(engine: Engine) -> Json:
     return storage_report(engine.cache.storage.stats())
 
 
-def _asked(engine: Engine, question: Callable[[Store], T]) -> Future[T] | None:
+def _ask(engine: Engine, question: Callable[[Store], T]) -> Future[T] | None:
     return engine.cache.storage.ask(question)
 
 
-def _is_leaving(engine: Engine) -> bool:
-    """Whether a store is still being left."""
+def _has_store(engine: Engine) -> bool:
+    """Whether a store is attached or still detaching."""
     return engine.cache.storage.stats() is not None
 
 
-# -- pieces -----------------------------------------------------------------------------------
+# -- timeouts ---------------------------------------------------------------------------------
 
 
-class _NotYetError(Exception):
-    """Another thread is still at it."""
+class _PendingError(Exception):
+    """The store's thread has not finished in time."""
 
 
-async def _within(answer: Future[T], timeout_s: float) -> T:
-    """What another thread finds, if it does so in time; it goes on either way."""
+async def _within(future: Future[T], timeout_s: float) -> T:
+    """The result of a store's thread, if it comes in time; the thread goes on either way."""
     deadline = asyncio.get_running_loop().time() + timeout_s
-    while not answer.done():
+    while not future.done():
         if asyncio.get_running_loop().time() > deadline:
-            raise _NotYetError
+            raise _PendingError
         await asyncio.sleep(_POLL_S)
-    return answer.result()
+    return future.result()
 
 
-async def _status(asked: Future[StoreStatus], timeout_s: float) -> Json:
-    """What the store says of itself, or why it says nothing."""
+async def _status(future: Future[StoreStatus], timeout_s: float) -> Json:
+    """The store's own status, or the problem with it."""
     try:
-        status = await _within(asked, timeout_s)
-    except _NotYetError:
-        asked.cancel()
+        status = await _within(future, timeout_s)
+    except _PendingError:
+        future.cancel()
         return {"store": None, "problem": f"the store has not answered for {timeout_s:g} s"}
-    except Exception as error:  # Stores are anybody's.
-        return {"store": None, "problem": _said(error)}
+    except Exception as error:  # A store may be the user's own class.
+        return {"store": None, "problem": _message(error)}
     return {"store": asdict(status)}
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
 
 
-def _timeout(request: web.Request, usual: float) -> float:
+def _timeout(request: web.Request, default: float) -> float:
     text = request.query.get("timeout_seconds")
     try:
-        return _seconds(usual if text is None else float(text))
+        return _seconds(default if text is None else float(text))
     except ValueError:
-        raise RequestError(f"timeout_seconds is '{text}'; send a number of seconds") from None
+        raise RequestError(
+            f"timeout_seconds is '{text}'; send a number of seconds",
+            "invalid_type",
+            "timeout_seconds",
+        ) from None
 
 
 def _seconds(value: float) -> float:
     if not 0 <= value <= MAX_S:
-        raise RequestError(f"timeout_seconds is {value:g}; send 0 to {MAX_S:g}")
+        raise RequestError(
+            f"timeout_seconds is {value:g}; send 0 to {MAX_S:g}", param="timeout_seconds"
+        )
     return value

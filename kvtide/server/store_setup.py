@@ -1,7 +1,7 @@
-"""Where a server's pages outlive it: which store, how it is opened, and how it stands.
+"""The server's store: which one, opening it, attaching it, and its report.
 
-A store may take long to open and may never answer. So everything that is asked of one has an end,
-and none of it happens on the engine's thread or the event loop's.
+A store may take long to open and may never answer. So every call to a store has a timeout, and
+none runs on the engine thread or the event loop.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from kvtide.cache import StorageStats, TieredCache, TierError
-from kvtide.server.command_error import CommandError
-from kvtide.server.settings import NO_STORAGE, Settings
+from kvtide.server.settings import NO_STORAGE, Settings, SettingsError
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.url import StoreURL
 from kvtide.transfer.store_link import StoreLink
@@ -33,22 +32,21 @@ CLOSE_S = 10.0
 
 
 def attach(settings: Settings, cache: TieredCache, environment: Mapping[str, str]) -> str:
-    """Attach the store that the settings name, or the default; what came of it, in a sentence.
+    """Attach the store of the settings, or the default one; the outcome as a sentence.
 
-    A store that was asked for and cannot be opened is refused. The default is a convenience: where
-    it cannot be had, the server does without.
+    A named store that cannot be opened is refused. Without the default store the server runs on.
     """
     if settings.storage == NO_STORAGE:
         return "pages are not stored"
     if settings.host_size is None:
         return "pages are not stored: there is no host tier"
     named = settings.storage
-    opening = beside(lambda: open_link(named or default_url(environment), cache))
+    opening = in_thread(lambda: open_link(named or default_url(environment), cache))
     try:
         cache.storage.attach_opened(opening)
     except (StoreError, OSError) as error:
         if named is not None:
-            raise CommandError(str(error)) from None
+            raise SettingsError(str(error)) from None
         return f"pages are not stored: {error}"
     name = opening.result().store.name
     if named is not None:
@@ -57,7 +55,7 @@ def attach(settings: Settings, cache: TieredCache, environment: Mapping[str, str
 
 
 def default_url(environment: Mapping[str, str]) -> str:
-    """A folder in the user's cache directory, made so that nobody else looks into it."""
+    """A folder in the user's cache directory that only the user can read."""
     caches = Path(environment.get("XDG_CACHE_HOME", ""))
     if not caches.is_absolute():
         home = Path(environment.get("HOME", ""))
@@ -76,7 +74,7 @@ def default_url(environment: Mapping[str, str]) -> str:
 
 
 def open_link(url: str, cache: TieredCache) -> StoreLink:
-    """A store for this cache's pages, ready to be attached; from any thread."""
+    """Open a store for this cache's pages, ready to be attached; any thread may call it."""
     with _refusing(url):
         store = open_store(url, cache.storage.space)
         try:
@@ -88,49 +86,49 @@ def open_link(url: str, cache: TieredCache) -> StoreLink:
 
 @contextmanager
 def _refusing(url: str) -> Iterator[None]:
-    """Stores are anybody's: whatever they raise when they are opened is a refusal."""
+    """Turn any error into a `StoreError`: a store may be the user's own class."""
     shown = StoreURL.parse(url)
     try:
         yield
     except (StoreError, TierError):
         raise
     except Exception as error:
-        said = str(error).replace(shown.password, "…") if shown.password else str(error)
+        cause = str(error).replace(shown.password, "…") if shown.password else str(error)
         raise StoreError(
-            f"storage {shown}: cannot be opened ({type(error).__name__}: {said})"
+            f"storage {shown}: cannot be opened ({type(error).__name__}: {cause})"
         ) from None
 
 
-def beside(function: Callable[[], T]) -> Future[T]:
-    """Do something on a thread of its own that nobody has to wait for, not even at the end."""
-    answer: Future[T] = Future()
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function on a daemon thread of its own, which does not delay the process's exit."""
+    future: Future[T] = Future()
 
     def run() -> None:
-        answer.set_running_or_notify_cancel()
+        future.set_running_or_notify_cancel()
         try:
-            answer.set_result(function())
+            future.set_result(function())
         except BaseException as error:
-            answer.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="kvtide-storage", daemon=True).start()
-    return answer
+    return future
 
 
-def let_go(opening: Future[StoreLink]) -> None:
-    """Close a store that is being opened as soon as it is open: nobody wants it any more."""
+def close_when_open(opening: Future[StoreLink]) -> None:
+    """Close a store as soon as its opening has succeeded."""
 
     def close(opened: Future[StoreLink]) -> None:
         if opened.exception() is None:
-            beside(lambda: opened.result().close(CLOSE_S))
+            in_thread(lambda: opened.result().close(CLOSE_S))
 
     opening.add_done_callback(close)
 
 
-# -- telling ----------------------------------------------------------------------------------
+# -- reporting --------------------------------------------------------------------------------
 
 
 def storage_report(stats: StorageStats | None) -> Json:
-    """How a store is used, for people."""
+    """The store's state and counters as JSON."""
     if stats is None:
         return {"attached": False}
     return {"attached": stats.state == "attached", **asdict(stats)}

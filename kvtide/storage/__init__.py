@@ -1,18 +1,18 @@
-"""Page stores: where prefixes outlive the process and the machine.
+"""Page stores: they keep prefixes beyond the process and the machine.
 
 `store`        the protocol every store keeps, third-party ones too; start here
 `objects`      what a stored page looks like, byte for byte
-`opening`      from a URL to a store
+`store_registry`  from a URL to a store
 `conformance`  checks that any store must pass, for tests and for users
 `trial`        objects to try a store with
 `file`         the embedded store: a few large files of one machine
-`memory`       a dictionary, for tests
-`redis`, `s3`, `mooncake`   servers that people already run
+`memory_store` a dictionary, for tests
+`redis`, `s3_store`, `mooncake`   servers that people already run
 """
 
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
-from kvtide.storage.registry import open_store
 from kvtide.storage.store import Removed, Store, StoreError, StoreStatus
+from kvtide.storage.store_registry import open_store
 
 __all__ = [
     "CorruptObjectError",

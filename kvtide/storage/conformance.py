@@ -6,8 +6,8 @@
     assert not found, "\\n".join(found)
 
 or `kvtide storage check file:///tmp/pages`. Every check opens the store for spaces of its own,
-drawn at random, so that it never meets anyone's objects, and these spaces are cleared after it. A
-check yields a sentence for everything that it finds wrong. All of them together need 64 MB of room.
+named at random, so that it never meets other objects, and these spaces are cleared after it. A
+check yields a sentence for everything that it finds wrong. All of them together need 64 MB.
 
 A store whose objects are gone when it is closed, as those of `memory:` are, says so with an
 attribute `forgets = True`. Checks that open a store anew are then left out.
@@ -31,8 +31,8 @@ from kvtide.storage.trial import (
     content_of,
     differences,
     find_all,
+    in_memory,
     kinds,
-    laid,
     memories,
     new_keys,
     new_objects,
@@ -50,7 +50,7 @@ SIZES = (1, 100, 4096, 70_001, MIB, 8 * MIB)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a check. `left_out` says why it was not made."""
+    """The result of a check. `left_out`: the reason why it was skipped."""
 
     check: str
     violations: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Result:
 
 
 class LeftOutError(Exception):
-    """A check that has no meaning for a store; the message says why."""
+    """A check that has no meaning for a store; the message names the reason."""
 
 
 def violations(open_space: OpenSpace) -> list[str]:
@@ -108,15 +108,15 @@ def an_empty_store_has_nothing(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         keys = new_keys(5)
         if not isinstance(store.name, str) or not store.name:
-            yield f"its name is {store.name!r}, which nobody can read in a log"
+            yield f"its name is {store.name!r}, which is not readable in a log"
         if (answer := store.exists(keys)) != [False] * 5:
-            yield f"exists says {answer} of five keys that were never written"
+            yield f"exists returns {answer} of five keys that were never written"
         if (lengths := store.read(keys, memories([64] * 5))) != [MISSING] * 5:
-            yield f"read says {lengths} of five keys that were never written, not MISSING"
+            yield f"read returns {lengths} of five keys that were never written, not MISSING"
         if (count := store.remove(keys)) != 0:
-            yield f"remove says that {count} of five keys that were never written were there"
+            yield f"remove returns {count} for five keys that were never written"
         if (removed := store.clear()).objects != 0:
-            yield f"clear says that it removed {removed.objects} objects where there were none"
+            yield f"clear reports that it removed {removed.objects} objects where there were none"
 
 
 def what_is_written_is_there_at_once(open_space: OpenSpace) -> Iterator[str]:
@@ -171,7 +171,7 @@ def answers_are_plain_lists(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([100] * 3)
         keys = list(objects)
-        yield from kinds("write", store.write(keys, laid(objects)), bool, 3)
+        yield from kinds("write", store.write(keys, in_memory(objects)), bool, 3)
         yield from kinds("exists", store.exists(keys), bool, 3)
         yield from kinds("read", store.read(keys, memories([100] * 3)), int, 3)
         if type(count := store.remove(keys)) is not int:
@@ -185,21 +185,21 @@ def what_was_there_stays(open_space: OpenSpace) -> Iterator[str]:
         objects = new_objects([3000] * 4)
         yield from write_all(store, objects)
         others = dict(zip(objects, new_objects([3000, 2000, 3000, 5000]).values(), strict=True))
-        if (answer := store.write(list(others), laid(others))) != [True] * 4:
-            yield f"write says {answer} of objects that were there, not True"
+        if (answer := store.write(list(others), in_memory(others))) != [True] * 4:
+            yield f"write returns {answer} of objects that were there, not True"
         yield from find_all(store, objects)
 
 
 def keys_may_repeat_in_a_batch(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([900] * 2)
-        (one, two), placed = objects, laid(objects)
+        (one, two), placed = objects, in_memory(objects)
         keys, sources = [one, two, one], [*placed, placed[0]]
         if (answer := store.write(keys, sources)) != [True] * 3:
-            yield f"write says {answer} of a batch with a key twice, not True"
+            yield f"write returns {answer} of a batch with a key twice, not True"
         targets = memories([900] * 3)
         if (lengths := store.read(keys, targets)) != [900] * 3:
-            yield f"read says {lengths} of a batch with a key twice"
+            yield f"read returns {lengths} of a batch with a key twice"
         elif any(bytes(t) != objects[key] for key, t in zip(keys, targets, strict=True)):
             yield "read mixes up objects in a batch with a key twice"
 
@@ -208,8 +208,8 @@ def longer_targets_are_fine(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([1, 100, 4096, 70_001])
         yield from write_all(store, objects)
-        for room in (1, 511, 5000, MIB):
-            yield from find_all(store, objects, room)
+        for extra in (1, 511, 5000, MIB):
+            yield from find_all(store, objects, extra)
 
 
 def shorter_targets_are_misses(open_space: OpenSpace) -> Iterator[str]:
@@ -217,19 +217,19 @@ def shorter_targets_are_misses(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([5000, 5000, 300_000, 300_000, 5000])
         yield from write_all(store, objects)
-        rooms = [5000, 4999, 300_000, 4096, 5000]
+        capacities = [5000, 4999, 300_000, 4096, 5000]
         whole = memories([300_000] * 5)
         for memory in whole:
             memory[:] = b"\xa5" * len(memory)
-        targets = [memory[:room] for memory, room in zip(whole, rooms, strict=True)]
+        targets = [memory[:size] for memory, size in zip(whole, capacities, strict=True)]
         lengths = store.read(list(objects), targets)
         if lengths != [5000, MISSING, 300_000, MISSING, 5000]:
-            yield f"read says {lengths}; the second and fourth target are too short, so MISSING"
+            yield f"read returns {lengths}; the second and fourth target are too short, so MISSING"
         for n, (content, target) in enumerate(zip(objects.values(), targets, strict=True)):
             if n not in (1, 3) and target != content:
                 yield f"object {n} is wrong, in a batch where others are too long for their target"
-        for n, (memory, room) in enumerate(zip(whole, rooms, strict=True)):
-            if memory[room:] != b"\xa5" * (len(memory) - room):
+        for n, (memory, size) in enumerate(zip(whole, capacities, strict=True)):
+            if memory[size:] != b"\xa5" * (len(memory) - size):
                 yield f"the memory behind target {n} was written to"
         yield from find_all(store, objects)
 
@@ -253,12 +253,12 @@ def lent_memory_works(open_space: OpenSpace) -> Iterator[str]:
         for place, content in zip(places, objects.values(), strict=True):
             place[:] = content
         if (answer := store.write(list(objects), places)) != [True] * 3:
-            yield f"write says {answer} of objects in lent memory"
+            yield f"write returns {answer} of objects in lent memory"
         yield from find_all(store, objects)
         block[:] = bytes(len(block))
         lengths = store.read(list(objects), places)
         if lengths != [len(content) for content in objects.values()]:
-            yield f"read says {lengths} of objects in lent memory"
+            yield f"read returns {lengths} of objects in lent memory"
         elif any(p != c for p, c in zip(places, objects.values(), strict=True)):
             yield "objects read into lent memory are wrong"
 
@@ -266,7 +266,7 @@ def lent_memory_works(open_space: OpenSpace) -> Iterator[str]:
 def memory_is_the_callers_again(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([100, 4096, 70_001, 2 * MIB])
-        sources = laid(objects)
+        sources = in_memory(objects)
         store.write(list(objects), sources)
         for source in sources:
             source[:] = bytes(len(source))
@@ -296,7 +296,7 @@ def removed_objects_are_gone(open_space: OpenSpace) -> Iterator[str]:
         yield from write_all(store, objects)
         gone = keys[::2]
         if (count := store.remove([*gone, *new_keys(3)])) != len(gone):
-            yield f"remove says {count}; of the keys it was given {len(gone)} were there"
+            yield f"remove returns {count}; of the keys it was given {len(gone)} were there"
         if (answer := store.exists(gone)) != [False] * len(gone):
             yield f"{sum(answer)} of {len(gone)} removed objects still exist"
         lengths = store.read(gone, memories([70_001] * len(gone)))
@@ -311,11 +311,11 @@ def status_counts_what_is_there(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([1000, 70_001, 5000])
         yield from write_all(store, objects)
-        status, least = store.status(), sum(map(len, objects.values()))
+        status, min_bytes = store.status(), sum(map(len, objects.values()))
         if status.objects not in (None, 3):
             yield f"status counts {status.objects} objects; there are 3"
-        if status.bytes is not None and status.bytes < least:
-            yield f"status counts {status.bytes:,} B; what was written has {least:,} B"
+        if status.bytes is not None and status.bytes < min_bytes:
+            yield f"status counts {status.bytes:,} B; what was written has {min_bytes:,} B"
         if None not in (status.bytes, status.all_bytes) and status.all_bytes < status.bytes:  # type: ignore[operator]
             yield f"all spaces have {status.all_bytes:,} B, but this one has {status.bytes:,} B"
         if not all(isinstance(note, str) for note in status.notes):
@@ -347,7 +347,7 @@ def _do(store: Store, verb: str, keys: list[bytes], model: dict[bytes, bytes]) -
     if verb == "write":
         new = {key: content_of(key, 1 + key[0] * 37) for key in keys}
         model.update(new)
-        return store.write(keys, laid(new)) == [True] * len(keys)
+        return store.write(keys, in_memory(new)) == [True] * len(keys)
     if verb == "exists":
         return store.exists(keys) == [key in model for key in keys]
     if verb == "remove":
@@ -392,9 +392,9 @@ def clear_empties_its_space_alone(open_space: OpenSpace) -> Iterator[str]:
         yield from write_all(other, theirs)
         removed = store.clear()
         if removed.objects != len(ours):
-            yield f"clear says that it removed {removed.objects} objects; there were {len(ours)}"
+            yield f"clear reports that it removed {removed.objects} objects; there were {len(ours)}"
         if removed.bytes is not None and removed.bytes < 2000 * len(ours):
-            yield f"clear says that it removed {removed.bytes:,} B of {2000 * len(ours):,}"
+            yield f"clear reports that it removed {removed.bytes:,} B of {2000 * len(ours):,}"
         if any(store.exists(list(ours))):
             yield "objects exist after clear"
         yield from find_all(other, theirs)
@@ -403,12 +403,12 @@ def clear_empties_its_space_alone(open_space: OpenSpace) -> Iterator[str]:
 
 
 def what_was_acknowledged_is_found_again(open_space: OpenSpace) -> Iterator[str]:
-    """By whoever opens the store anew, be it while the writer has it open or after that."""
+    """A reader that opens the store anew finds them, while the writer has it open and after."""
     space = new_space()
     objects = new_objects([*SIZES, *[300] * 200])
     with closing(open_space(space)) as store:
         if getattr(store, "forgets", False):
-            raise LeftOutError("its objects are gone when it is closed, as it says itself")
+            raise LeftOutError("its objects are gone when it is closed, as it declares")
         yield from write_all(store, objects)
         with closing(open_space(space)) as other:
             yield from find_all(other, objects)
@@ -439,7 +439,7 @@ def threads_do_not_disturb_each_other(open_space: OpenSpace) -> Iterator[str]:
 
 def _remove_all(store: Store, objects: Objects) -> Iterator[str]:
     if (count := store.remove(list(objects))) != len(objects):
-        yield f"remove says {count} of {len(objects)} objects, with other threads at work"
+        yield f"remove returns {count} of {len(objects)} objects, with other threads at work"
 
 
 def nothing_is_seen_before_it_is_whole(open_space: OpenSpace) -> Iterator[str]:

@@ -7,9 +7,9 @@
     └────────────────────────────┴─────────────────────────────────────────────┴─────────┘
 
 The canonical order is by layer, then by pool, whatever the host's layout. All objects of an anchor
-are equally long, and known to be so before one is read: that is why the label, which says all
-that a header says, stands behind the payload. A host page with room for a label behind it is then
-an object as it lies, and goes to and from a store without being copied.
+are equally long, and their length is known before one is read. So the label, which holds all that a
+header holds, stands behind the payload. A host page with a gap for a label behind it is then
+an object in place, and goes to and from a store without being copied.
 
 An object is believed only if everything in its label is what the reader expects, its own key
 included: a store that mixed up two objects, or wrote half of one, is found out.
@@ -39,7 +39,7 @@ _CHECKSUM_BYTES = 16
 
 
 class CorruptObjectError(ValueError):
-    """Bytes that are not the object they should be; the message says in what."""
+    """Bytes that are not the expected object; the message names the difference."""
 
 
 class ObjectFormat:

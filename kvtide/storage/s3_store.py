@@ -8,8 +8,8 @@ hexadecimal. What was acknowledged is as durable as the bucket is.
 S3 evicts nothing: set a lifecycle rule that expires objects under `prefix/kvtide/` some days after
 they were written. Looking for objects takes a request each, which costs money and milliseconds.
 
-A call is split into requests, of which so many are under way at once; they run on an event loop in
-a thread of the store's own. When the time is up those that are left are cancelled, and the memory
+A call is split into requests, of which so many are in flight at once; they run on an event loop in
+a thread of the store's own. At the time-out the remaining ones are cancelled, and the memory
 is the caller's again: objects are copied out of it before they are sent, and into it only by tasks
 that were not cancelled.
 """
@@ -48,7 +48,7 @@ _REMEDIES = {
     "s3:DeleteObject on its objects",
     "PermanentRedirect": "the bucket is in another region; write ?region=",
     "AuthorizationHeaderMalformed": "the bucket is in another region; write ?region=",
-    "QuotaExceeded": "make room in the bucket",
+    "QuotaExceeded": "delete objects from the bucket, or raise its quota",
 }
 
 
@@ -101,7 +101,7 @@ class S3Store:
         return [n if isinstance(n, int) else MISSING for n in self._each(read, keys)]
 
     def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[bool]:
-        """Not all servers can be told to keep what is there, so they are asked first."""
+        """HEAD before PUT, because not all servers support conditional writes."""
 
         async def write(n: int) -> None:
             path = self._path(keys[n])
@@ -212,15 +212,15 @@ class S3Store:
         text = _short(error)
         code = re.search(r"<Code>(\w+)</Code>", text)
         if code:
-            said, remedy = code[1], _REMEDIES.get(code[1], "see the log of the server")
+            problem, remedy = code[1], _REMEDIES.get(code[1], "see the log of the server")
         elif isinstance(error, PermissionDeniedError) or "403 Forbidden" in text:
-            said, remedy = "access denied", _REMEDIES["AccessDenied"]
+            problem, remedy = "access denied", _REMEDIES["AccessDenied"]
         elif "169.254." in text or "credential" in text:
-            said, remedy = "no keys were found", _KEYS
+            problem, remedy = "no keys were found", _KEYS
         else:
-            said = " ".join(text.split())[-120:]
+            problem = " ".join(text.split())[-120:]
             remedy = "check ?endpoint= and that the server runs"
-        return StoreError(f"storage {self.name}: {said}: {remedy}")
+        return StoreError(f"storage {self.name}: {problem}: {remedy}")
 
 
 def _bucket(url: StoreURL, timeout_s: float) -> Bucket:

@@ -3,7 +3,7 @@
 A store holds the objects of one *space*: a model's fingerprint, given when it is opened. Keys are
 32 bytes and never reused for other contents, so a store need not ever replace an object, and may
 lose any at any time. What it may not do is to return other bytes than were written; even that is
-checked by its user, who seals every object with a checksum (`objects`).
+checked by the cache, which seals every object with a checksum (`objects`).
 
 The rules, which `conformance` checks:
 
@@ -12,11 +12,11 @@ The rules, which `conformance` checks:
 - A whole call that cannot work (server gone, no permission) raises `StoreError`, with a sentence.
   Single objects that cannot be read or written do not fail the others of their batch.
 - Nothing is visible before it is whole: an object that `exists` can be read, all of it, unless it
-  was removed since. `write` says True for an object only if a reader that opens the store anew
+  was removed since. `write` returns True for an object only if a reader that opens the store anew
   will find it (how far that holds across a crash of the process or the machine, a store documents).
 - Memory given to a call is the caller's again when the call returns or raises. A store that
   cannot promise this after an error raises `LingeringError` instead, and the memory is not used
-  again for as long as it says.
+  again for the time that it names.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Protocol
 KEY_BYTES = 32
 SPACE_BYTES = 32
 MISSING = -1
-"""What `read` says of an object that is not there, or could not be read."""
+"""The result of `read` for an object that does not exist, or could not be read."""
 
 DEFAULT_TIMEOUT_S = 5.0
-"""How long a call may take unless the URL says otherwise (`?timeout=2.5`)."""
+"""The time-out of a call; the URL may set another (`?timeout=2.5`)."""
 
 
 class StoreError(RuntimeError):
@@ -60,7 +60,7 @@ class StoreStatus:
 
     objects, bytes    of this space
     all_bytes         of all spaces together, where `capacity_bytes` is a limit on them
-    notes             sentences for whoever runs it: what is unusual, what was refused and how often
+    notes             sentences for the operator: what is unusual, what was refused and how often
     """
 
     objects: int | None = None
@@ -94,7 +94,7 @@ class Store(Protocol):
     def write(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[bool]:
         """Store objects; for each, whether it is there now.
 
-        False: this one was refused (no room, too large). An object that was there stays as it was.
+        False: this one was refused (store full, or object too large). An existing object stays.
         """
 
     def remove(self, keys: Sequence[bytes]) -> int:

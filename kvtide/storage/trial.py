@@ -19,27 +19,27 @@ PAGE = mmap.PAGESIZE
 
 
 def write_all(store: Store, objects: Objects, shift: int = 0) -> Iterator[str]:
-    answer = store.write(list(objects), laid(objects, shift))
+    answer = store.write(list(objects), in_memory(objects, shift))
     if answer != [True] * len(objects):
         refused = [len(c) for c, ok in zip(objects.values(), answer, strict=False) if not ok]
         yield (
             f"write refused {len(refused)} of {len(objects)} objects, the first of "
-            f"{refused[0] if refused else '?'} B; give it room, or say what it cannot hold"
+            f"{refused[0] if refused else '?'} B; raise its capacity, or name what it cannot hold"
         )
 
 
-def find_all(store: Store, objects: Objects, room: int = 0, shift: int = 0) -> Iterator[str]:
-    """Are these objects there, and as they were written? `room`: how much longer targets are."""
+def find_all(store: Store, objects: Objects, extra: int = 0, shift: int = 0) -> Iterator[str]:
+    """Are these objects there, and as they were written? `extra`: how much longer targets are."""
     keys, sizes = list(objects), [len(content) for content in objects.values()]
     if (answer := store.exists(keys)) != [True] * len(keys):
         yield f"exists is wrong for {differences(answer, [True] * len(keys))} of {len(keys)} keys"
-    targets = memories([size + room for size in sizes], shift)
+    targets = memories([size + extra for size in sizes], shift)
     lengths = store.read(keys, targets)
     if lengths != sizes:
         wrong = [(size, got) for size, got in zip(sizes, lengths, strict=False) if size != got]
         size, got = wrong[0] if wrong else (len(sizes), len(lengths))
         notes = "; ".join(["", *store.status().notes])
-        yield f"read says {got} of an object of {size:,} B, and is wrong for {len(wrong)}{notes}"
+        yield f"read returns {got} for an object of {size:,} B, wrong for {len(wrong)}{notes}"
     for key, target, length in zip(keys, targets, lengths, strict=False):
         if length == len(objects[key]) and target[:length] != objects[key]:
             yield f"an object of {length:,} B has other bytes than were written"
@@ -88,7 +88,7 @@ def new_objects(sizes: Sequence[int]) -> dict[bytes, bytes]:
     }
 
 
-def laid(objects: Objects, shift: int = 0) -> list[memoryview]:
+def in_memory(objects: Objects, shift: int = 0) -> list[memoryview]:
     """The objects in memory of their own."""
     placed = memories([len(content) for content in objects.values()], shift)
     for memory, content in zip(placed, objects.values(), strict=True):

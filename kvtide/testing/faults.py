@@ -1,4 +1,4 @@
-"""A backend that breaks where it is told to."""
+"""A backend that fails at chosen legs."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class FaultyStore:
         self._next[call].extend(faults)
 
     def heal(self) -> None:
-        """Nothing goes wrong any more, and nobody waits."""
+        """End all faults, and release blocked calls."""
         self.always.clear()
         for faults in self._next.values():
             faults.clear()

@@ -1,4 +1,4 @@
-"""A lane without a thread: copies happen when the test says so, or fail."""
+"""A lane without a thread: the test runs each copy, or makes it fail."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The index's promises, kept page by page in plain sets: slow, obvious, independent.
+"""A naive model of the index: plain sets of pages, slow and independent.
 
-`NaiveIndex` knows which pages should be readable where because it is told what was asked for
-(`expect`) and hears what happened (`hear`, an event listener). It judges boundaries by the
-definition, one page at a time, and never looks into the index.
+A test announces which pages should become readable (`expect`), and events report those that did
+(`hear`). The model judges boundaries by their definition, one page at a time, and never reads the
+index.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class NaiveIndex:
                 readable.discard(key)
             else:
                 if (where, key) not in self._expected:
-                    self.complaints.append(f"{where}: stored a page nobody computed or brought")
+                    self.complaints.append(
+                        f"{where}: stored a page that was neither computed nor copied"
+                    )
                 if key in readable:
                     self.complaints.append(f"{where}: stored a page twice")
                 readable.add(key)

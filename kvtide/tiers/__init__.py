@@ -1,9 +1,9 @@
 """Where bytes live: the device's memory and the host's.
 
-`layout`   what lies where; the only place with strides
-`buffers`  a tier's bytes, and how model code sees them: by pool and global layer
-`arena`    getting the memory: pinned, in huge pages, or refused with what the machine has
-`sizing`   how large a tier is: a ratio, bytes or tokens
+`layout`     what lies where; the only place with strides
+`buffers`    a tier's bytes, and how model code sees them: by pool and global layer
+`arena`      getting the memory: pinned, in huge pages, or refused with what the machine has
+`tier_size`  how large a tier is: a ratio, bytes or tokens
 """
 
 from kvtide.tiers.arena import (

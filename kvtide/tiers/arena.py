@@ -1,7 +1,7 @@
 """Memory that a tier's pages lie in: one run of bytes per tier, taken whole at the start.
 
-An arena owns its run; buffers and transfers hold views of it. Whoever made the arena closes it,
-after the last transfer through it has landed.
+An arena owns its run; buffers and transfers hold views of it. `Hardware` closes the arena after the
+last transfer through it has landed.
 
 What always holds: an arena that was handed out is all there. A size the machine cannot give is
 refused before a byte is taken, every page of a mapped arena was touched, and pinned means that
@@ -109,8 +109,8 @@ class Arena:
     def close(self) -> None:
         """Unpin and let go of the bytes; closing again does nothing.
 
-        The mapping belongs to the tensor, not to us: unmapping it here would turn a view that
-        somebody forgot into a crash.
+        The mapping belongs to the tensor: unmapping it here would turn a remaining view into a
+        crash.
         """
         if self._unpin is not None:
             self._unpin()

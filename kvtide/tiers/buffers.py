@@ -1,8 +1,8 @@
 """The bytes of a tier, and how model code sees them.
 
 A tier's pages all lie in one block of memory (`Arena`); `Buffers` joins that block with the
-arrangement that says what lies where. Model code asks for a pool and a global layer and gets its
-own rows, one tensor per field, over all slots: `kv["k"][slot, entry]`. Views alias the block.
+arrangement of its rows. Model code asks for a pool and a global layer and gets one tensor per field
+over all slots: `kv["k"][slot, entry]`. Views alias the block.
 """
 
 from __future__ import annotations

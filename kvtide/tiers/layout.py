@@ -1,8 +1,8 @@
 """Where every row of a tier lies. The only place in the project that knows strides.
 
 A *row* is what one layer of one pool keeps for one page: always contiguous, always a multiple of
-16 bytes. An arrangement says of every row where it begins in slot 0 and how far apart slots are;
-the three layouts are three ways to fill in these two numbers, and nothing else tells them apart.
+16 bytes. An arrangement gives every row its offset in slot 0 and the stride between slots; the
+three layouts differ in these two numbers alone.
 
     layer_first         pool ▸ layer ▸ slot     a layer's rows side by side, as attention reads them
     page_first          pool ▸ slot ▸ layer     a page of one pool in one run
@@ -82,14 +82,14 @@ class Arrangement:
         self.memory = memory
         self.slots = {anchor.name: slots[anchor.name] for anchor in memory.anchors}
         self.layout = layout
-        place = _PLACES[layout]
+        rows_of = _ROWS_OF[layout]
         self._rows: dict[str, dict[tuple[int, str], Row]] = {}
         self._runs: dict[str, Run] = {}
         start = 0
         for anchor, count in self.slots.items():
             tail = tails.get(anchor, 0) if tails and layout is Layout.PAGE_FIRST_DIRECT else 0
             stride = memory.slot_bytes(anchor) + tail
-            found = sorted(place(memory, anchor, count, start, tail), key=lambda row: row.layer)
+            found = sorted(rows_of(memory, anchor, count, start, tail), key=lambda row: row.layer)
             self._rows[anchor] = {(row.layer, row.pool): row for row in found}
             self._runs[anchor] = Run(start, stride)
             start += stride * count
@@ -194,7 +194,7 @@ def _page_first_direct(
                     start += size
 
 
-_PLACES = {
+_ROWS_OF = {
     Layout.LAYER_FIRST: _layer_first,
     Layout.PAGE_FIRST: _page_first,
     Layout.PAGE_FIRST_DIRECT: _page_first_direct,

@@ -160,5 +160,5 @@ def _bytes_s(backend: Backend, work: Strided) -> float:
 
 @cache
 def _aside() -> torch.cuda.Stream:
-    """One for all measurements: torch has few streams, and hands each out to several."""
+    """One stream for all measurements: torch has few, and reuses them."""
     return torch.cuda.Stream()

@@ -1,9 +1,9 @@
-"""Copies between the device and the host: what to copy is worked out here, backends do it.
+"""The copier turns page moves between device and host into strided copies, which backends issue.
 
-The calling thread turns moves into strided copies over tables made at the start, and leaves the
-rest to the lane of that direction. Loads go in groups of layers, first layers first, so that a
-forward pass starts when its first group is there; backups go whole. All moves of one call are one
-submission: pages of one anchor are copied together, whoever asked for them.
+The calling thread computes the copies from tables made at the start, and submits them to the lane
+of their direction. Loads go in groups of layers, first layers first, so that a forward pass starts
+when its first group has landed; backups go whole. All moves of one call are one submission: pages
+of one anchor are copied together, whichever lease needs them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvtide.transfer.strided import Addresses, PieceTable, Strided, Way
 from kvtide.transfer.timeline import Event, Timeline
 
 GROUP_PAGE_BYTES = 192 * 1024
-"""What a group of layers should at least bring per page: smaller copies waste the link."""
+"""The least that a group of layers brings per page: smaller copies waste the link."""
 
 MIN_GROUPS = 3
-"""Of a model that keeps little, whose groups bring less: a pass begins before all is there."""
+"""Even where groups are smaller than that: a forward pass starts before all has landed."""
 
 MAX_GROUPS = 16
 
@@ -75,7 +75,7 @@ class Copier:
         raise AssertionError(f"no leg brings layer {layer}; there are {self.groups}")
 
     def fence(self, way: Way) -> Event:
-        """What the calling thread has queued on the device so far."""
+        """The end of the work that the calling thread has queued on the device so far."""
         return self.lanes[way].timeline.fence()
 
     def copy(

@@ -1,4 +1,4 @@
-"""The copy engine: batches of asynchronous copies, without a program on the device.
+"""The copy engine: batches of asynchronous copies, without a kernel on the device.
 
 The driver takes a list of copies in one call (`cuMemcpyBatchAsync`). Handing the list over costs
 the calling thread half a microsecond per copy and some tens per call, and the engine starts only
@@ -6,8 +6,8 @@ when the call returns: so long lists are cut, and the first part is on its way w
 handed over. The arrays are passed as they are, by address, since making a Python object per
 copy would cost more than the copy.
 
-A driver whose queue is full waits inside the call, and keeps everybody else on the device waiting
-with it, the other direction too. So the lane waits here instead, before that can happen.
+A driver whose queue is full blocks inside the call, and with it every other thread that uses the
+device. So the lane waits here instead, before the queue is full.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host pages as the objects that a store keeps.
 
-Where a host page is one run with room for a label behind it, it is an object as it lies, and a
-store reads and writes it in place. Otherwise its rows are gathered into a staging buffer in
-canonical order, or scattered from there.
+Where a host page is one run with space for a header behind it, a store reads and writes it in
+place. Otherwise its rows are gathered into a staging buffer in canonical order, or scattered from
+there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def tails(formats: Mapping[str, ObjectFormat]) -> dict[str, int]:
-    """What to leave free behind a host page so that it can be an object as it lies.
+    """Bytes to leave free behind a host page so that a store can use it in place.
 
-    Small pages are copied instead: the room would be large beside them.
+    Small pages are copied instead: the tail would be large beside them.
     """
     return {
         anchor: one.bytes - one.payload_bytes
@@ -33,7 +33,7 @@ def tails(formats: Mapping[str, ObjectFormat]) -> dict[str, int]:
 
 
 class BounceBuffers:
-    """Memory of one worker for objects that do not lie in one run; grows with what is asked."""
+    """A worker's staging memory for objects that do not lie in one run; it grows on demand."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._memory: memoryview | None = None
@@ -41,7 +41,7 @@ class BounceBuffers:
         self._clock = clock
 
     def linger(self, seconds: float) -> None:
-        """Somebody may write to this memory for so long: it is not used again, nor given back."""
+        """A store's call may write to this memory for so long: replace it, and keep it alive."""
         now = self._clock()
         self._lingering = [(until, memory) for until, memory in self._lingering if until > now]
         if self._memory is not None:
@@ -49,7 +49,7 @@ class BounceBuffers:
             self._memory = None
 
     def parts(self, sizes: list[int]) -> list[memoryview]:
-        """A place for each of these sizes, aligned for disks."""
+        """A buffer for each of these sizes, aligned for disks."""
         ends = np.cumsum([-(-size // DIRECT_ALIGN) * DIRECT_ALIGN for size in sizes])
         total = int(ends[-1]) if len(ends) else 0
         if self._memory is None or len(self._memory) < total:

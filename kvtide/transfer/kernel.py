@@ -1,8 +1,11 @@
-"""A device program that copies straight between device memory and pinned host memory.
+"""A copy kernel between device memory and pinned host memory.
 
-Few persistent programs walk over the work: each takes a handful of chunks at a time, so that
-enough bytes are on the link however small the rows are, and the rest of the device stays free for
-the model. Chunks are listed once per kind of copy; a submission brings only the slots.
+`_copy_chunks`  grid (CTAS,): few persistent CTAs walk over chunks of pages. A CTA copies several
+chunks at a time, so that enough bytes are in flight on the link however small rows are. The other
+SMs stay free for the model, so the grid does not depend on the SM count.
+
+The chunk list of a kind of copy is made once; a submission brings only slots.
+Torch reference: `transfer/reference.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from kvtide.transfer.strided import Addresses, PieceTable, Strided
 
 CHUNK_BYTES = 2048
 CHUNKS_AT_ONCE = 16
-PROGRAMS = 8
+CTAS = 8
+"""CTAs that saturate the link."""
 WARPS = 16
 
 
-# Compiled once, and not for every number of pages.
+# Counts are not specialized on: one compilation serves any number of pages.
 @triton.jit(do_not_specialize=["chunk_count", "work_count"])  # type: ignore[untyped-decorator]
 def _copy_chunks(  # type: ignore[no-untyped-def]
     chunks,  # int64 (n, 5): source, source stride, target, target stride, words
@@ -34,22 +38,22 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,
     WORDS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
 ):
     column = tl.arange(0, WORDS)
-    first = tl.program_id(0) * AT_ONCE
-    for start in range(first, work_count, tl.num_programs(0) * AT_ONCE):
-        work = start + tl.arange(0, AT_ONCE)
-        live = work < work_count
+    first = tl.program_id(0) * BLOCK_CHUNKS
+    for start in range(first, work_count, tl.num_programs(0) * BLOCK_CHUNKS):
+        work = start + tl.arange(0, BLOCK_CHUNKS)
+        valid = work < work_count
         page = work // chunk_count
         chunk = chunks + (work % chunk_count) * 5
-        here = tl.load(source_index + page, mask=live, other=0)
-        there = tl.load(target_index + page, mask=live, other=0)
-        source = tl.load(chunk, mask=live, other=0)
-        source += here * tl.load(chunk + 1, mask=live, other=0)
-        target = tl.load(chunk + 2, mask=live, other=0)
-        target += there * tl.load(chunk + 3, mask=live, other=0)
-        words = tl.load(chunk + 4, mask=live, other=0)
+        source_slot = tl.load(source_index + page, mask=valid, other=0)
+        target_slot = tl.load(target_index + page, mask=valid, other=0)
+        source = tl.load(chunk, mask=valid, other=0)
+        source += source_slot * tl.load(chunk + 1, mask=valid, other=0)
+        target = tl.load(chunk + 2, mask=valid, other=0)
+        target += target_slot * tl.load(chunk + 3, mask=valid, other=0)
+        words = tl.load(chunk + 4, mask=valid, other=0)
         source = tl.multiple_of(source, [ALIGN]).to(tl.pointer_type(WORD))
         target = tl.multiple_of(target, [ALIGN]).to(tl.pointer_type(WORD))
         mask = column[None, :] < words[:, None]
@@ -65,9 +69,9 @@ class Kernel:
 
     name = "kernel"
 
-    def __init__(self, device: torch.device, programs: int = PROGRAMS) -> None:
+    def __init__(self, device: torch.device, ctas: int = CTAS) -> None:
         self._device = device
-        self._programs = programs
+        self._ctas = ctas
         self._chunks: dict[PieceTable, list[torch.Tensor]] = {}
 
     def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
@@ -95,7 +99,7 @@ class Kernel:
         if not len(chunks) or not len(sources):
             return
         word = _WORDS[table.word_bytes]
-        _copy_chunks[(self._programs,)](
+        _copy_chunks[(self._ctas,)](
             chunks,
             sources,
             targets,
@@ -104,12 +108,12 @@ class Kernel:
             WORD=word,
             ALIGN=table.word_bytes,
             WORDS=CHUNK_BYTES // (word.primitive_bitwidth // 8),
-            AT_ONCE=CHUNKS_AT_ONCE,
+            BLOCK_CHUNKS=CHUNKS_AT_ONCE,
             num_warps=WARPS,
         )
 
     def _chunk_legs(self, table: PieceTable) -> list[torch.Tensor]:
-        """The chunks of every leg, on the device; listed once per table."""
+        """The chunks of every leg, on the device; made once per table."""
         chunks = self._chunks.get(table)
         if chunks is None:
             lists = [_chunk_list(table, a, b) for a, b in pairwise(table.legs)]
@@ -121,7 +125,7 @@ class Kernel:
 
 
 def _chunk_list(table: PieceTable, first: int, end: int) -> Addresses:
-    """Some of the table's pieces cut into chunks: addresses and strides, and their words."""
+    """Pieces [first, end) of the table as chunks: addresses, strides, and counts of words."""
     word_bytes = _WORDS[table.word_bytes].primitive_bitwidth // 8
     counts = -(-table.bytes[first:end] // CHUNK_BYTES)
     piece = np.repeat(np.arange(first, end), counts)

@@ -1,11 +1,10 @@
-"""One direction of the link: a thread that issues copies in order, and tickets for their end.
+"""A lane: one direction of the link, with a thread that issues copies in order, and tickets.
 
-Issuing a large copy costs the driver more time than a step has to give, so the thread that runs
-the model only leaves a job here. A lane is supervised: whatever a job raises becomes that job's
-failure and a count, and the lane goes on.
+Issuing a large copy takes the driver longer than a step can spare, so the engine's thread only
+submits a job. A lane is supervised: an exception fails its job and is counted, and the lane
+continues.
 
-A job's legs are issued one after another. Whoever needs what a leg brings waits for that leg
-alone.
+A job's legs are issued one after another. A waiter waits for the leg it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvtide.transfer.timeline import Event, Timeline
 
 
 class TransferError(RuntimeError):
-    """Bytes that somebody waits for will not come, or not in time."""
+    """A load that a lease waits for failed, or missed its deadline."""
 
 
 class Backend(Protocol):
@@ -38,7 +37,7 @@ class Backend(Protocol):
 
 
 class Ticket:
-    """A submitted job, as seen by those who wait for it. `error` says why it failed."""
+    """A handle to a submitted job. `error` is the reason of its failure."""
 
     def __init__(self, timeline: Timeline, legs: int, deadline: float) -> None:
         self.deadline = deadline
@@ -49,7 +48,7 @@ class Ticket:
         self._changed = threading.Condition()
 
     def wait(self, leg: int) -> None:
-        """Make the caller's coming work wait for a leg of the job."""
+        """Order the caller's next work after a leg of the job."""
         leg = range(self._legs)[leg]
         with self._changed:
             in_time = self._changed.wait_for(
@@ -62,22 +61,22 @@ class Ticket:
         self._timeline.follow(self._issued[leg])
 
     def handed_over(self, timeout_s: float) -> None:
-        """Wait until the first leg was issued, but no longer than that: a thread that is about to
-        issue copies needs the interpreter."""
+        """Wait until the first leg was issued, or for `timeout_s`: the lane's thread needs the
+        interpreter to issue copies."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._issued) > 0, timeout_s)
 
     def join(self) -> None:
-        """Wait for what was issued, if that is all."""
+        """Block until the job is done, if all of it was issued."""
         if len(self._issued) == self._legs and self._issued[-1] is not None:
             self._timeline.join(self._issued[-1])
 
     def begun(self) -> bool:
-        """Whether what the first leg brings is there."""
+        """Whether the first leg is done."""
         return len(self._issued) > 0 and self._timeline.passed(self._issued[0])
 
     def done(self) -> bool:
-        """Whether nothing of this job touches memory any more, however it ended."""
+        """Whether the job no longer touches memory, however it ended."""
         issued = self._issued
         return len(issued) == self._legs and self._timeline.passed(issued[-1])
 
@@ -89,9 +88,9 @@ class Ticket:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Wake everybody: no more of this job will be issued than was.
+        """Wake all waiters: no further leg of this job will be issued.
 
-        A device that cannot even say how far it got is never known to be done.
+        If the device cannot record an event, the job never counts as done.
         """
         self.error = error
         event: Event = None
@@ -104,7 +103,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`blocks` is the memory the works' addresses lie in: it cannot go before the job ran."""
+    """`blocks` keeps the memory of the works' addresses alive until the job has run."""
 
     ticket: Ticket
     works: Sequence[Strided]

@@ -1,8 +1,8 @@
-"""What is asked of a store, and how far it has come. Made by `StoreLink`, done by its workers.
+"""Storage requests: look-ups, reads and writes, made by `StoreLink` and done by its workers.
 
-An errand is *over* when nothing more will come of it, and *quiet* when nothing of it touches host
-memory any more: only then do its slots belong to somebody else. One that was stopped, or whose
-deadline passed, may be neither for as long as a store keeps a call.
+A request is *over* when it gives no further result, and *quiet* when it no longer touches host
+memory: only then are its slots free. A stopped or late request may be neither until the store's
+call returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StoredPage(NamedTuple):
 
 
 class StorageRequest:
-    """`error` says why nothing came, if nothing did."""
+    """`error` is the reason of a failure."""
 
     def __init__(self, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.deadline = deadline
@@ -42,12 +42,12 @@ class StorageRequest:
 
     @property
     def quiet(self) -> bool:
-        """Nothing of it is being done, nor will be."""
+        """Whether no worker uses its memory, now or later."""
         with self._lock:
             return not self._at_work and self._no_more() and self._clock() >= self._lingers_until
 
     def stop(self) -> None:
-        """No more is wanted: what is being done ends, nothing else begins."""
+        """Begin no further batch; those being done end."""
         self.stopped = True
 
     def linger(self, seconds: float) -> None:
@@ -58,7 +58,7 @@ class StorageRequest:
 
 
 class Lookup(StorageRequest):
-    """For every key, whether the store has it; `found` is None until it is known."""
+    """For every key, whether the store has it; `found` is None until the store has answered."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Lookup(StorageRequest):
 
 
 class PageBatch(NamedTuple):
-    """Pages [start, end) of an errand."""
+    """Pages [start, end) of a request."""
 
     start: int
     end: int
@@ -115,7 +115,7 @@ class Paging(StorageRequest):
             return self._no_more() and not self._at_work
 
     def claim(self) -> PageBatch | None:
-        """The next batch for a worker, who has to `finish` it; None if there is none."""
+        """The next batch, which the worker has to `finish`; None if there is none."""
         with self._lock:
             if self._no_more():
                 return None
@@ -141,7 +141,7 @@ class Paging(StorageRequest):
         return sum(done is True for done in self._done)
 
     def _no_more(self) -> bool:
-        """What comes behind a page that failed is of no use to who reads."""
+        """A read ends at the first page that failed: later pages are useless without it."""
         done = self._next == len(self.batches)
         return done or self.stopped or self.late or self._gave_up()
 

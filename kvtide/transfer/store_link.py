@@ -1,13 +1,12 @@
-"""Between the host and a store: pages read and written by workers, beside the engine.
+"""The link between the host and a store: thread pools that look up, read and write pages.
 
-    look ──▶ [looker]   exists                   which of these pages are there?
+    look ──▶ [looker]   exists                   which of these pages the store has
     read ──▶ [readers]  read, check              objects become host pages, in the order asked
     write ─▶ [writer]   exists, seal, write      host pages become objects, if not there yet
 
-Workers are supervised: whatever a store raises is a failed errand and a count, and the worker lives
-on. A store that fails again and again in the same call, or keeps one for longer than it may, is
-left alone for a while (`breaker`). An object that is not what it should be is removed from the
-store, and counts as corrupt.
+Workers are supervised: an exception of the store fails the storage request and is counted, and the
+worker continues. A store whose calls fail repeatedly, or do not return, is left alone for a while
+(`breaker`). A corrupt object is counted and removed from the store.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ log = logging.getLogger("kvtide")
 
 
 class _SparedError(StoreError):
-    """A call that was not made."""
+    """A call that was not made, since the breaker is open."""
 
 
 def object_key(page_key: bytes, anchor: str) -> bytes:
@@ -51,7 +50,7 @@ def object_key(page_key: bytes, anchor: str) -> bytes:
 
 
 class StoreLink:
-    """`counts` of what happened, by name; `last_error` for people; speeds as measured.
+    """Counters by name, `last_error` for reports, and the measured read speed.
 
     read, written, known    objects: restored, stored, there already
     missing, corrupt        objects that were expected and not there, or not what they should be
@@ -88,13 +87,13 @@ class StoreLink:
 
     @property
     def available(self) -> bool:
-        """Whether asking has a point now."""
+        """Whether calls may succeed now."""
         pools = (self._looker, self._readers, self._writer)
         failing = any(self.breakers[call].open for call in ("exists", "read"))
         return not failing and not any(pool.stuck for pool in pools)
 
     def look(self, keys: Callable[[], Sequence[bytes]], timeout_s: float) -> Lookup:
-        """Ask which objects are there. The keys are worked out beside the engine, too."""
+        """Ask which objects the store has. The worker computes the keys, too."""
         lookup = Lookup(keys, self._clock() + timeout_s, self._clock)
         if not self.available:
             self._count(spared=1)
@@ -104,7 +103,7 @@ class StoreLink:
         return lookup
 
     def read(self, pages: Sequence[StoredPage], timeout_s: float) -> Reading:
-        """Bring pages to their host slots, the first of them first."""
+        """Read pages into their host slots, in this order."""
         deadline = self._clock() + timeout_s
         reading = Reading(pages, self._of(pages), self._batch_bytes, deadline, self._clock)
         for _ in range(min(READERS, len(reading.batches))):
@@ -119,15 +118,15 @@ class StoreLink:
         return writing
 
     def ask(self, function: Callable[[Store], T]) -> Future[T]:
-        """Have a worker ask the store something else, behind what is being written."""
+        """Run a function of the store on the writer, after the writes submitted so far."""
         answer: Future[T] = Future()
 
         def run(staging: BounceBuffers) -> bool:
             if not answer.set_running_or_notify_cancel():
-                return False  # Whoever asked has stopped waiting.
+                return False  # The caller has cancelled it.
             try:
                 answer.set_result(function(self.store))
-            except BaseException as error:  # Somebody waits, even if a thread should end.
+            except BaseException as error:  # The caller waits, even if the thread should end.
                 self._note(error)
                 answer.set_exception(error)
             return False
@@ -146,7 +145,7 @@ class StoreLink:
             return False
         try:
             self.store.close()
-        except BaseException as error:  # Nobody calls it any more, whatever it says.
+        except BaseException as error:  # The store is not used any more, whatever it raises.
             self._note(error)
         return True
 
@@ -168,7 +167,7 @@ class StoreLink:
         do: Callable[[PageBatch, BounceBuffers], list[bool]],
         staging: BounceBuffers,
     ) -> bool:
-        """One batch of an errand; True if it wants another turn."""
+        """Do one batch of a request; True if it wants another turn."""
         batch = paging.claim()
         if batch is None:
             return False
@@ -206,7 +205,7 @@ class StoreLink:
     def _checked(
         self, one: ObjectFormat, memory: memoryview, key: bytes, length: int
     ) -> tuple[str, ...] | None:
-        """What is absent from an object, or None if it is not whole; then the store loses it."""
+        """The sidecars absent from an object; None if it is corrupt, and then it is removed."""
         if length == MISSING:
             self._count(missing=1)
             return None
@@ -219,7 +218,7 @@ class StoreLink:
             log.warning("%s: a corrupt object, to be removed (%s)", self.store.name, error)
         try:
             self._call("remove", [key])
-        except Exception as error:  # The others of its batch are none the worse for it.
+        except Exception as error:  # The other objects of the batch are not affected.
             self._note(error)
         return None
 
@@ -252,7 +251,7 @@ class StoreLink:
     def _memory(
         self, pages: Sequence[StoredPage], formats: Sequence[ObjectFormat], staging: BounceBuffers
     ) -> tuple[list[memoryview], list[bool]]:
-        """Where each object lies: in its host page, or else in the staging buffer."""
+        """The memory of each object: its host page, or else the staging buffer."""
         found = [self._host_pages.in_place(page.anchor, page.slot) for page in pages]
         staged = [place is None for place in found]
         sizes = [one.bytes for one, copied in zip(formats, staged, strict=True) if copied]
@@ -260,7 +259,7 @@ class StoreLink:
         return [next(parts) if place is None else place for place in found], staged
 
     def _call(self, call: str, *arguments: object) -> Any:
-        """Each call has a breaker: that a store can be asked does not mean that it can be read."""
+        """Each kind of call has a breaker: a store that answers `exists` may still fail reads."""
         breaker = self.breakers[call]
         if not breaker.allows():
             raise _SparedError(f"{self.store.name}: left alone for a while, since {call} failed")
@@ -273,7 +272,7 @@ class StoreLink:
         return result
 
     def _answers(self, call: str, keys: Sequence[bytes], *memory: Sequence[memoryview]) -> Any:
-        """A call that answers for every key, which is more than any store can be trusted with."""
+        """Make a call that answers for every key, and check that it did."""
         answers = self._call(call, keys, *memory)
         if len(answers) != len(keys):
             raise StoreError(
@@ -286,10 +285,10 @@ class StoreLink:
             self._count(spared=1)
             return error
         self._count(errors=1)
-        said = str(error) or type(error).__name__
-        if said != self.last_error:
-            log.warning("storage: %s", said)
-        self.last_error = said
+        message = str(error) or type(error).__name__
+        if message != self.last_error:
+            log.warning("storage: %s", message)
+        self.last_error = message
         return error
 
     def _count(self, **counts: int) -> None:
@@ -321,7 +320,7 @@ class _ThreadPool:
 
     @property
     def stuck(self) -> bool:
-        """Whether all of them have been at one turn for longer than any turn should take."""
+        """Whether every thread has been in one turn for longer than STUCK_S."""
         since = list(self._since.values())
         return len(since) == len(self._threads) and self._clock() - max(since) > STUCK_S
 

@@ -1,7 +1,7 @@
-"""The order of work on a device, seen from a lane that copies beside it.
+"""The order of work on a device: a lane's copies against the model's kernels.
 
-A CUDA lane has a stream of its own and speaks to the model's stream through events. On a CPU the
-work is done when the call returns, so there is nothing to order.
+A CUDA lane has a stream of its own, ordered against the model's stream by events. On a CPU the work
+is done when the call returns, so there is nothing to order.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 
 Event = torch.cuda.Event | None
-"""A point in somebody's work; None where work is done as soon as it was issued."""
-_HIGHER = -1
-"""Than 0, which other streams have."""
+"""A point in a stream; None on a CPU."""
+_HIGH_PRIORITY = -1
+"""Priority of a lane's stream; other streams have 0."""
 
 
 class Timeline(Protocol):
     def fence(self) -> Event:
-        """What the calling thread has queued so far; the lane can be told to come after it."""
+        """The end of the work that the calling thread has queued so far."""
 
     def inside(self, after: Event) -> AbstractContextManager[object]:
         """Work issued in this context belongs to the lane, and comes after the fence."""
@@ -28,13 +28,13 @@ class Timeline(Protocol):
         """The point in the lane's work that has been reached now."""
 
     def follow(self, event: Event) -> None:
-        """Make the calling thread's coming work wait for a point of the lane."""
+        """Order the calling thread's next work after a point of the lane."""
 
     def passed(self, event: Event) -> bool:
         """Whether the lane's work up to this point is done."""
 
     def join(self, event: Event) -> None:
-        """Wait until it is."""
+        """Block until it is."""
 
 
 class HostTimeline:
@@ -48,21 +48,21 @@ class HostTimeline:
         return None
 
     def follow(self, event: Event) -> None:
-        """It was done before it could be named."""
+        """The work is done already."""
 
     def passed(self, event: Event) -> bool:
         return True
 
     def join(self, event: Event) -> None:
-        """It was done before it could be named."""
+        """The work is done already."""
 
 
 class CudaTimeline:
-    """Streams share a device's few queues of work. That of a lane has a higher priority than the
-    model's, so the two share none: there its copies would come after a whole step."""
+    """A lane's stream has a higher priority than the model's, so that the two never share one of
+    the device's few work queues: a shared queue would order copies after a whole step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=_HIGHER)
+        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 
     def fence(self) -> Event:
         event = torch.cuda.Event()

@@ -1,8 +1,8 @@
-"""Copies between tiers, from the wish to the end, and all of those that are not over.
+"""Transfers: copies between tiers, from planning to their end, and the set of all open ones.
 
-The owner of a transfer says what is reserved for it and what its end means. Here is what all have
-in common: transfers begun since the last submission leave together, a transfer is judged by its
-ticket, and nothing is waited for longer than its deadline.
+The owner of a transfer decides what it holds and what its end means. Common to all: transfers
+reserved since the last submission leave together, a ticket shows how a transfer stands, and no wait
+exceeds the transfer's deadline.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Transfer(Generic[H]):
-    """Pages of one or more anchors on their way, and everything they hold until they are there.
+    """A copy of pages of one or more anchors, and everything it holds until its end.
 
-           ┌──nothing to move────────────────────────────────────────┐
+           ┌──nothing to move───────────────────────────────────────────┐
         PLANNED ──room──▶ RESERVED ──submitted──▶ IN_FLIGHT ──done──▶ LANDED
-           └──no room──────────┴─────────gone wrong──┴───────────▶ FAILED
+           └──no room──────────┴───────────an error───┴──────────▶ FAILED
 
-    holding  what the owner of the books recorded for it: slots, pins. One thing, so that the end
-             of a transfer, either end, is one call.
-    error    why it failed. A transfer that failed on the way is over only when nothing of it
-             touches memory any more: until then its slots belong to nobody else.
-    late     it missed its deadline, here or on another rank, and nobody waits for it any more
+    holds  what the owner recorded for it: slots, pins. One value, so that either end is one call.
+    error  why it failed. A failed transfer ends only when it no longer touches memory: until then
+           it owns its slots.
+    late   it missed its deadline, here or on another rank; no lease waits for it
     """
 
     number: int
@@ -77,9 +76,9 @@ class Transfer(Generic[H]):
 
 
 class Verdict(IntEnum):
-    """How a transfer stands. The least of several ranks' verdicts is what holds for all.
+    """How a transfer stands. The minimum of the ranks' verdicts applies to all ranks.
 
-    LATE is pending past its deadline: nobody should wait for it, and its slots are not free.
+    LATE is pending past its deadline: leases stop waiting for it, and its slots are not free.
     """
 
     LATE = 0
@@ -114,7 +113,7 @@ class Transfers(Generic[H]):
         return transfer
 
     def reserve(self, transfer: Transfer[H], holds: H, moves: tuple[PageMove, ...]) -> None:
-        """It has its slots in every anchor, and can leave with the next submission."""
+        """The transfer has its slots, and leaves with the next submission."""
         transfer.to(TransferState.RESERVED)
         transfer.holds, transfer.moves = holds, moves
 
@@ -130,9 +129,9 @@ class Transfers(Generic[H]):
             self._fences.pop(way, None)
 
     def submit(self, way: Way) -> int:
-        """Everything reserved in this direction leaves as one submission; how many it were.
+        """Submit all reserved transfers of this direction as one job; returns how many.
 
-        A submission that raises is a failed flight: its transfers are judged like all others.
+        A submission that raises fails its transfers: their verdict says so.
         """
         leaving = [t for t in self if t.way is way and t.state is TransferState.RESERVED]
         if not leaving:
@@ -162,7 +161,7 @@ class Transfers(Generic[H]):
         return Verdict.LANDED if ticket.error is None else Verdict.FAILED
 
     def end(self, transfer: Transfer[H], state: TransferState) -> None:
-        """Landed or failed: from now on it holds nothing."""
+        """The transfer has landed or failed: it holds nothing from now on."""
         transfer.to(state)
         transfer.holds = None
         del self._open[transfer.number]

@@ -1,4 +1,4 @@
-"""The benchmarks of a GPU measure what they say, with tiny models on whatever device there is."""
+"""The GPU benchmarks measure what their rows name, with tiny models on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bed(name: str) -> Bed:
     return Bed(SHAPES[name].build(CPU, torch.float32), CPU)
 
 
-def test_ceilings_are_what_was_done_by_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_are_work_divided_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "timed", lambda function, device: function() is None or 0.5)
     found = ceilings.measure(CPU, size=64, block_bytes=1 << 16)
     assert found.flops == 2 * 64**3 / 0.5
@@ -41,7 +41,7 @@ def test_ceilings_are_what_was_done_by_the_time_it_took(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_prefixes_come_from_where_they_are_said_to_be(name: str) -> None:
+def test_prefixes_come_from_the_named_tier(name: str) -> None:
     found = ttft.measure(bed(name), name, 600, BEST, rounds=1, chunk_tokens=256)
     page = SHAPES[name].page_tokens
     assert found.host_tokens == 599 // page * page
@@ -50,7 +50,7 @@ def test_prefixes_come_from_where_they_are_said_to_be(name: str) -> None:
 
 
 def test_the_bound_is_the_longer_of_two() -> None:
-    found = ttft.Restored("x", 10, 9.0, 5.0, 3.0, 1.0, 8, 100, link_s=2.0)
+    found = ttft.TtftResult("x", 10, 9.0, 5.0, 3.0, 1.0, 8, 100, link_s=2.0)
     assert (found.bound_s, found.of_bound, found.times_faster) == (2.0, 1.5, 3.0)
     assert replace(found, link_s=0.5).bound_s == 1.0
 
@@ -63,36 +63,38 @@ def test_a_dense_models_work_is_counted_from_its_shape() -> None:
     layer = 5 * 12 + 2 * 5 * 4 + 12 * 5 + 3 * 5 * 7
     assert throughput.weight_bytes(config) == 2 * (2 * layer + 5 * 11)
     assert throughput.kv_bytes(config) == 2 * 2 * 8
-    assert throughput.prompt_flops(config, 10) == 2 * (2 * 10 * layer + 4 * 12 * 55)
+    assert throughput.prefill_flops(config, 10) == 2 * (2 * 10 * layer + 4 * 12 * 55)
 
 
-def test_prompts_and_single_tokens_take_a_share_of_what_is_possible(
+def test_prefill_and_decode_are_fractions_of_the_ceilings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, config = bed("qwen3-8b"), SHAPES["qwen3-8b"].config
     monkeypatch.setattr(throughput, "median_s", lambda once, times: once() and 0.25)
     prompt = throughput.prefill(model, config, 128, BEST)
-    assert prompt.share == throughput.prompt_flops(config, 128) / 0.25 / BEST.flops
-    generating = throughput.generating_s
-    monkeypatch.setattr(throughput, "generating_s", lambda *given: generating(*given) and 0.125)
+    assert prompt.utilization == throughput.prefill_flops(config, 128) / 0.25 / BEST.flops
+    decode_step_s = throughput.decode_step_s
+    monkeypatch.setattr(throughput, "decode_step_s", lambda *given: decode_step_s(*given) and 0.125)
     single = throughput.decode(model, config, 2, 64, BEST, steps=4)
     read = throughput.weight_bytes(config) + 2 * 66 * throughput.kv_bytes(config)
-    assert single.share == read / 0.125 / BEST.bytes_s
+    assert single.utilization == read / 0.125 / BEST.bytes_s
 
 
-def test_all_generate_however_prompts_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_batch_decodes_after_chunked_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (scheduler, throughput):
         monkeypatch.setattr(module, "MIXED_STEP_TOKENS", 8)
     model = bed("qwen3-8b")
     with model.engine(4 * 256, chunk_tokens=256, max_running=4) as engine:
-        assert throughput.generating_s(model, engine, 4, 64, 5) > 0
+        assert throughput.decode_step_s(model, engine, 4, 64, 5) > 0
         assert engine.idle
 
 
-def test_what_sparse_decoding_must_read() -> None:
+def test_bytes_of_a_decode_step_of_deepseek_v4() -> None:
     """More with every sequence, and all experts only when there are tokens enough for them."""
     model, config = bed("deepseek-v4-flash"), SHAPES["deepseek-v4-flash"].config
-    one, two, many = (throughput.v4_bytes(config, model, batch, 4096) for batch in (1, 2, 64))
+    one, two, many = (
+        throughput.decode_v4_bytes(config, model, batch, 4096) for batch in (1, 2, 64)
+    )
     assert one < two < many
     held = sum(w.numel() * w.element_size() for w in throughput.weights_of(model.model))
     assert one < held
@@ -100,49 +102,57 @@ def test_what_sparse_decoding_must_read() -> None:
 
 def test_the_same_load_is_served_with_a_host_and_without() -> None:
     model = bed("qwen3-8b")
-    assert 0.1 < overheads.prefills(model, 200, 1, 1, chunk_tokens=128).share < 10
-    assert 0.1 < overheads.decodes(model, 2, 64, 3, 1).share < 10
-    assert overheads.Overhead("x", on_s=2.0, off_s=1.0).share == 0.5
+    assert (
+        0.1
+        < overheads.write_through_prefill(model, 200, 1, 1, chunk_tokens=128).relative_speed
+        < 10
+    )
+    assert 0.1 < overheads.decode_with_backup(model, 2, 64, 3, 1).relative_speed < 10
+    assert overheads.OverheadResult("x", on_s=2.0, off_s=1.0).relative_speed == 0.5
 
 
-def test_tokens_are_drawn_and_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[SamplingParams] = []
+def test_sampling_and_greedy_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted_params: list[SamplingParams] = []
     submit = Engine.submit
 
     def submitted(self: Engine, ask: RequestParams) -> Request:
-        asked.append(ask.sampling)
+        submitted_params.append(ask.sampling)
         return submit(self, ask)
 
     monkeypatch.setattr(Engine, "submit", submitted)
-    assert 0.1 < overheads.drawings(bed("qwen3-8b"), 2, 64, 3, rounds=1).share < 10
-    assert Counter(asked) == {overheads.ADVISED: 4, GREEDY: 4}  # Once to warm up.
+    assert 0.1 < overheads.sampling(bed("qwen3-8b"), 2, 64, 3, rounds=1).relative_speed < 10
+    assert Counter(submitted_params) == {overheads.QWEN3_SAMPLING: 4, GREEDY: 4}  # Once to warm up.
 
 
-def test_conversations_find_more_where_there_is_more_room() -> None:
-    talk = multi_turn.Talk(users=4, turns=3, system_tokens=128, question_tokens=60, answer_tokens=4)
-    both, alone, unlimited = multi_turn.measure(bed("qwen3-8b"), talk, share=0.4)
+def test_conversations_hit_more_with_more_capacity() -> None:
+    load = multi_turn.MultiTurnLoad(
+        users=4, turns=3, system_tokens=128, question_tokens=60, answer_tokens=4
+    )
+    both, alone, unlimited = multi_turn.measure(bed("qwen3-8b"), load, device_fraction=0.4)
     assert both.requests == alone.requests == unlimited.requests == 12
-    found = [sum(one.found.values()) for one in (alone, both, unlimited)]
-    assert found[0] < found[1] <= found[2] and both.found["host"] > 0
-    assert sum(both.passes.values()) >= talk.turns * talk.answer_tokens
+    found = [sum(one.cached_tokens.values()) for one in (alone, both, unlimited)]
+    assert found[0] < found[1] <= found[2] and both.cached_tokens["host"] > 0
+    assert sum(both.steps.values()) >= load.turns * load.answer_tokens
     assert 0 <= both.idle_s < both.seconds
 
 
-def test_transformers_are_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_serves_the_same_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its continuous batching, which takes half a minute to set up without a GPU."""
-    monkeypatch.setattr(transformers_peer._Theirs, "continuous", lambda self: (None, "not asked"))
-    work = transformers_peer.Work(first=96, context=32, batch=2, answer=3, steps=2)
+    monkeypatch.setattr(
+        transformers_peer._Transformers, "continuous", lambda self: (None, "not asked")
+    )
+    work = transformers_peer.PeerLoad(first=96, context=32, batch=2, answer=3, steps=2)
     found = list(transformers_peer.measure(bed("qwen3-8b"), SHAPES["qwen3-8b"].config, work))
     assert [one.what for one in found] == list(work.names)
-    assert all(one.ours_s > 0 for one in found)
-    assert [one.seconds is None for one in found] == [False, False, False, True]
+    assert all(one.kvtide_s > 0 for one in found)
+    assert [one.transformers_s is None for one in found] == [False, False, False, True]
     assert found[3].why == "not asked"
 
 
-def test_ways_take_turns_in_both_orders() -> None:
+def test_variants_alternate_in_both_orders() -> None:
     order: list[str] = []
-    ways = [lambda: float(order.append("a") or 1.0), lambda: float(order.append("b") or 2.0)]
-    assert alternating(ways, 3) == [1.0, 2.0] and "".join(order) == "abbaab"
+    variants = [lambda: float(order.append("a") or 1.0), lambda: float(order.append("b") or 2.0)]
+    assert alternating(variants, 3) == [1.0, 2.0] and "".join(order) == "abbaab"
 
 
 def test_random_weights_know_their_names_and_no_others() -> None:
@@ -155,7 +165,7 @@ def test_random_weights_know_their_names_and_no_others() -> None:
     assert all(len(set(row)) == len(row) for row in table[:20].tolist())
 
 
-def test_the_picture_has_a_bar_for_every_place() -> None:
+def test_the_chart_has_a_bar_for_every_tier() -> None:
     groups = [("a", {"recompute": 9.0, "host": 3.0}), ("b", {"storage": 1.0})]
     picture = ElementTree.fromstring(plot.draw("times", groups))
     bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]

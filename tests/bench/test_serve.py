@@ -23,15 +23,15 @@ LOAD = Load(5, 3, system_tokens=40, question_tokens=8, answer_tokens=2, at_once=
 
 
 class Scribe:
-    """A server that notes what it is asked, and how many ask at once."""
+    """A server that records its turns, and the maximum of concurrent ones."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.present = self.most = 0
+        self.present = self.max_present = 0
 
     async def ask(self, turn: Turn) -> Reply:
         self.present += 1
-        self.most = max(self.most, self.present)
+        self.max_present = max(self.max_present, self.present)
         await asyncio.sleep(0)
         self.present -= 1
         self.turns.append(turn)
@@ -40,18 +40,18 @@ class Scribe:
 
 def held(rounds: int, load: Load = LOAD) -> tuple[Scribe, list[Held]]:
     scribe = Scribe()
-    found = asyncio.run(measure(load, rounds, scribe.params))
+    found = asyncio.run(measure(load, rounds, scribe.ask))
     scribe.turns = [turn for turn in scribe.turns if turn.round >= 0]
     return scribe, found
 
 
-def test_phases_alternate_after_a_warm_up_that_nobody_counts() -> None:
+def test_phases_alternate_after_a_warm_up_that_is_not_counted() -> None:
     scribe, found = held(3)
     on, off = Phase.ON, Phase.OFF
     assert [one.phase for one in found] == [on, off, off, on, on, off]
     assert all(len(one.events) == 15 for one in found)
     assert len(scribe.turns) == 6 * 15
-    assert scribe.most == LOAD.at_once
+    assert scribe.max_present == LOAD.at_once
 
 
 def test_both_phases_ask_the_same_and_every_round_something_else() -> None:

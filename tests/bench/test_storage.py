@@ -96,12 +96,14 @@ class Refuses(MemoryStore):
         return [*super().write(keys, sources)[:-1], False]
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Wrong, "other bytes"), (Refuses, "give it room")])
-def test_a_store_that_is_wrong_is_not_measured(kind, said):
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Wrong, "other bytes"), (Refuses, "raise its capacity")]
+)
+def test_a_store_that_is_wrong_is_not_measured(kind, message):
     case = StoreCase("some", 8192, 4)
     blocks = MemoryBlocks(case.bytes)
     ours = Ours(kind(StoreURL.parse("memory:"), new_space()), blocks)
-    with pytest.raises(StoreError, match=said):
+    with pytest.raises(StoreError, match=message):
         store_speed.measure(case, [ours], blocks, 1, _no_progress)
 
 

@@ -292,7 +292,7 @@ def a_draft_that_one_rank_has_not_nobody_has(world: World) -> None:
     whole.close()
 
 
-def a_draft_of_the_last_stage_is_in_the_books_of_all(world: World) -> None:
+def a_draft_of_the_last_stage_is_in_the_trees_of_all(world: World) -> None:
     tensor_ranks = world.ranks // 2
     stage, tensor_rank = divmod(world.rank, tensor_ranks)
     memory = list(DRAFTED.stages(2, tensor_rank, tensor_ranks))[stage]
@@ -508,7 +508,7 @@ SCENARIOS: dict[str, Scenario] = {
         a_store_that_is_dead_on_one_rank_is_of_no_use_to_all,
         what_does_not_pay_for_one_rank_is_declined_by_all,
         a_draft_that_one_rank_has_not_nobody_has,
-        a_draft_of_the_last_stage_is_in_the_books_of_all,
+        a_draft_of_the_last_stage_is_in_the_trees_of_all,
         a_slow_rank_keeps_pages_on_every_host_until_they_are_written,
         a_store_that_one_rank_cannot_attach_is_attached_by_none,
         ranks_leave_a_store_together,

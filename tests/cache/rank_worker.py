@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from kvtide.cache import Bytes, Lease, Progress, Ranks, RanksDivergedError, Tier, Tokens
-from kvtide.cache.cache import MAX_FLIGHTS
+from kvtide.cache.cache import MAX_INFLIGHT
 from kvtide.index import EveryPages, Prompt
 from kvtide.spec import ModelMemory
 from kvtide.tiers import capacity_pages
@@ -185,7 +185,7 @@ def a_poll_with_nothing_in_flight_exchanges_nothing(world: World) -> None:
 
 
 def more_transfers_than_one_exchange_holds_land_in_two(world: World) -> None:
-    pages = MAX_FLIGHTS + 6
+    pages = MAX_INFLIGHT + 6
     stand = Stand(world, world.tensor_slice(), device_size=Tokens(3 * pages * PAGE))
     for number in range(pages):
         stand.keep([number] * (PAGE + 1))
@@ -194,7 +194,7 @@ def more_transfers_than_one_exchange_holds_land_in_two(world: World) -> None:
     dist.barrier()
     assert stand.cache.stats().in_flight == pages
     stand.cache.poll()
-    assert stand.cache.stats().in_flight == pages - MAX_FLIGHTS
+    assert stand.cache.stats().in_flight == pages - MAX_INFLIGHT
     stand.cache.poll()
     assert stand.cache.stats().in_flight == 0
     stand.close()

@@ -39,6 +39,7 @@ def test_a_prompt_finds_what_an_earlier_one_computed(build, memory):
     assert not lease.loading and rig.misread(lease) == []
 
 
+@pytest.mark.quick
 @every_memory
 @pytest.mark.parametrize("host", Layout)
 @pytest.mark.parametrize("device", Layout)
@@ -67,6 +68,7 @@ def test_a_restored_prefix_goes_on_like_any_other(build):
     assert rig.found(text(1, 6), Tier.DEVICE) == 5 * PAGE
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("pages", [1, 2, 5])
 @every_memory
 def test_a_prompt_of_whole_pages_leaves_one_token_to_compute(build, memory, pages):
@@ -506,7 +508,7 @@ def damages(other: Lease) -> dict[str, dict[str, object]]:
     return {
         "two transfers bring the same arrival": {"transfer": {"holds": arrival}},
         "an arrival is expected that no transfer brings": {"transfer": {"holds": None}},
-        "a transfer brings an arrival that nobody expects": {
+        "a transfer brings an arrival that the index does not expect": {
             "transfer": {"holds": replace(arrival)}
         },
         "is in flight and still open": {"transfer": {"holds": None}},

@@ -57,7 +57,7 @@ def test_a_setting_that_cannot_work_is_refused_with_those_that_do(options, remed
     [(*cell, layout) for cell, layouts in CELLS.items() for layout in Layout if layout in layouts],
 )
 def test_every_cell_of_the_table_is_accepted(kind, backend, layout):
-    config = CacheConfig(Tokens(64), device=kind, backend=backend, layout=layout)
+    config = CacheConfig(Tokens(64), device=kind, backend=backend, host_layout=layout)
     assert config.backend_name == backend and config.torch_device == torch.device(kind)
 
 

@@ -100,7 +100,7 @@ def _import_of_nobody(rig: Rig) -> None:
 
 def _departure_twice(rig: Rig) -> None:
     storing = _one(rig).storing
-    storing._line.append(next(storing.at_work).departures[0])
+    storing._queue.append(next(storing.at_work).departures[0])
 
 
 def _departure_over(rig: Rig) -> None:
@@ -108,7 +108,7 @@ def _departure_over(rig: Rig) -> None:
 
 
 def _departure_lost(rig: Rig) -> None:
-    _one(rig).storing._line.clear()
+    _one(rig).storing._queue.clear()
 
 
 def _waiting_count(rig: Rig) -> None:
@@ -159,7 +159,7 @@ def _closed_too_early(rig: Rig) -> None:
 CASES: list[Case] = [
     (checks.every_arrival_has_one_transfer, _two_bring_it, "bring the same arrival"),
     (checks.every_arrival_has_one_transfer, _nobody_brings_it, "that no transfer brings"),
-    (checks.every_arrival_has_one_transfer, _nobody_expects_it, "that nobody expects"),
+    (checks.every_arrival_has_one_transfer, _nobody_expects_it, "that the index does not expect"),
     (checks.transfers_in_flight_hold_something, _landed_and_open, "is landed and still open"),
     (checks.leases_are_those_of_the_index, _unknown_lease, "is not known to the index"),
     (checks.leases_that_are_ready_are_on_the_device, _pending_commit, "nothing will make happen"),
@@ -167,19 +167,23 @@ CASES: list[Case] = [
     (checks.every_import_belongs_to_one_fetch, _import_twice, "belongs to 2 fetches"),
     (checks.every_import_belongs_to_one_fetch, _import_over, "which is over"),
     (checks.every_import_belongs_to_one_fetch, _import_of_nobody, "belongs to no fetch"),
-    (checks.every_departure_is_in_line_or_with_the_store, _departure_twice, "in line 2 times"),
-    (checks.every_departure_is_in_line_or_with_the_store, _departure_over, "in line, and over"),
-    (checks.every_departure_is_in_line_or_with_the_store, _departure_lost, "is in no line"),
-    (checks.every_departure_is_in_line_or_with_the_store, _waiting_count, "the line says"),
+    (checks.every_departure_is_queued_or_being_written, _departure_twice, "queued 2 times"),
+    (checks.every_departure_is_queued_or_being_written, _departure_over, "queued, and over"),
+    (checks.every_departure_is_queued_or_being_written, _departure_lost, "is in no queue"),
+    (checks.every_departure_is_queued_or_being_written, _waiting_count, "the queue counts"),
     (checks.fetches_have_what_their_stage_says, _over_and_open, "is over, and still open"),
-    (checks.fetches_have_what_their_stage_says, _behind_nobody, "which is none"),
+    (checks.fetches_have_what_their_stage_says, _behind_nobody, "that does not exist"),
     (checks.fetches_have_what_their_stage_says, _reading_without_slots, "is reading without"),
-    (checks.fetches_have_what_their_stage_says, _leaving_with_a_lease, "nobody needs for it"),
+    (
+        checks.fetches_have_what_their_stage_says,
+        _leaving_with_a_lease,
+        "an ended fetch still pins pages",
+    ),
     (checks.pages_that_come_are_those_being_read, _expected_of_nobody, "that reads nothing"),
     (checks.pages_that_come_are_those_being_read, _not_expected, "are being read"),
     (checks.one_store_is_attached_at_most, _departs_to_nobody, "that is not attached"),
     (checks.one_store_is_attached_at_most, _two_attached, "that is not the last one"),
-    (checks.one_store_is_attached_at_most, _closed_too_early, "somebody still needs it"),
+    (checks.one_store_is_attached_at_most, _closed_too_early, "while work is open"),
 ]
 
 

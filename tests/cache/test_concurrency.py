@@ -402,13 +402,15 @@ def play(traffic: Traffic, steps: int) -> None:
     traffic.end()
 
 
+@pytest.mark.quick
 @every_case
-def test_everything_in_any_order_keeps_books_and_bytes_right(name, policy, seed):
+def test_everything_in_any_order_keeps_tree_and_bytes_right(name, policy, seed):
     play(Traffic(ALL_MEMORIES[name], policy, seed), 500 if LONG else 200)
 
 
+@pytest.mark.quick
 @every_case
-def test_everything_beside_real_threads_keeps_books_and_bytes_right(name, policy, seed):
+def test_everything_beside_real_threads_keeps_tree_and_bytes_right(name, policy, seed):
     play(ThreadedTraffic(ALL_MEMORIES[name], policy, seed), 300 if LONG else 60)
 
 

@@ -47,7 +47,7 @@ class Model:
             host_size=Ratio(3),
             device=str(device),
             backend=backend,
-            layout=layout,
+            host_layout=layout,
             tokens_per_checkpoint=page,
         )
         self.memory, self.device = memory, device

@@ -107,6 +107,7 @@ def test_sessions_let_go_of_a_prefix_in_quarantine_and_others_stay(build):
     assert rig.cache.forget("session 2")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ending", ["run", "run_halfway", "run_raising"])
 @every_memory
 def test_a_load_under_way_ends_for_its_lease_and_leaves_nothing(build, memory, ending):
@@ -221,6 +222,7 @@ def test_write_back_does_not_wait_to_demote_what_is_in_quarantine(build):
 # -- scratch --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @every_policy
 @every_memory
 def test_scratch_is_computed_as_if_nothing_were_kept_and_leaves_nothing(build, memory, policy):

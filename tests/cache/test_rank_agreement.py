@@ -13,7 +13,7 @@ from kvtide.cache.rank_agreement import Alone
 from tests.cache.rank_stand import PAGE, WHOLE, World
 from tests.cache.rank_storage import SCENARIOS as WITH_STORAGE
 from tests.cache.rank_worker import SCENARIOS
-from tests.worlds import Report, check, play
+from tests.worlds import Report, cells, check, play
 
 PLAYED = {**WITH_STORAGE, **SCENARIOS}
 """Those that break the connection between ranks come last."""
@@ -23,9 +23,12 @@ PLAYED = {**WITH_STORAGE, **SCENARIOS}
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Report]:
-    return play(request.param, tmp_path_factory.mktemp("ranks"), PLAYED, World)
+    names = {cell["scenario"] for cell in cells(request) if cell["reports"] == request.param}
+    scenarios = {name: scenario for name, scenario in PLAYED.items() if name in names}
+    return play(request.param, tmp_path_factory.mktemp("ranks"), scenarios, World)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("scenario", PLAYED)
 def test_ranks(reports: list[Report], scenario: str) -> None:
     check(reports, scenario)

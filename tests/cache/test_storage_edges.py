@@ -342,6 +342,7 @@ def test_a_store_that_is_dead_costs_a_few_calls_and_nothing_else(url, rigs):
 # -- little room ----------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("host", [1, 2, 3])
 @every_memory
 def test_a_host_of_a_few_pages_holds_little_and_breaks_nothing(url, rigs, memory, host):
@@ -602,7 +603,7 @@ def test_pages_in_quarantine_are_not_written_with_others_of_their_line(url, rigs
         rig.remember(text(number, 2))
     rig.cache._in_flight.demote("kv", 4)
     rig.settle()
-    mixed = list(rig.cache.storage.stores[-1].storing.line)
+    mixed = list(rig.cache.storage.stores[-1].storing.queued)
     assert len(mixed) == 1 and len(mixed[0].pages) == 4
     rig.quarantine(rig.cache.prompt(text(1, 2)))
     faulty(rig).heal()

@@ -22,6 +22,7 @@ from tests.cache.stores import WAIT, fetched, keys_of, opened, settle, stored
 from tests.transfer.stores import LARGE
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ALL_MEMORIES)
 @pytest.mark.parametrize("layout", Layout)
 def test_what_one_cache_stored_another_reads(

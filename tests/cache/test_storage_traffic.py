@@ -235,6 +235,7 @@ SEEDS = range(30 if LONG else 1)
 CASES = [(name, policy) for name in ALL_MEMORIES for policy in WRITE_POLICIES[:3]]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_everything_in_any_order_with_a_store_of_its_own(name: str, policy: str, seed: int) -> None:
@@ -243,6 +244,7 @@ def test_everything_in_any_order_with_a_store_of_its_own(name: str, policy: str,
     play([StoredTraffic(ALL_MEMORIES[name], policy, seed, urls)], 300, seed)
 
 
+@pytest.mark.quick(name=["full", "v4_drafted", "window_and_state"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ALL_MEMORIES)
 def test_everything_in_any_order_with_stores_that_caches_share(name: str, seed: int) -> None:
@@ -261,6 +263,7 @@ WORTH_MEETING = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_traffic_meets_what_it_is_about() -> None:
     """What is met depends on threads, too: so it plays on until it has met everything."""
     met: Counter[str] = Counter()

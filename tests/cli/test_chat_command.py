@@ -30,16 +30,7 @@ TOOK = re.compile(
     r"\[(\d+) prompt tokens: device (\d+), host (\d+), storage (\d+), computed (\d+); "
     r"first token after [\d,]+ ms; about [\d,]+ ms saved\]"
 )
-ALONE = """
-import argparse, sys
-from kvtide.server import cmd_chat
-parser = argparse.ArgumentParser()
-cmd_chat.add(parser.add_subparsers())
-args = parser.parse_args()
-sys.exit(args.run(args))
-"""
-CHAT = [sys.executable, "-c", ALONE, "chat"]
-"""The command without the others, whose imports take seconds."""
+CHAT = [sys.executable, "-m", "kvtide.cli.main", "chat"]
 KEY = "open-sesame"
 
 
@@ -90,7 +81,7 @@ def test_reset_begins_a_new_conversation_and_quit_ends(server: Server, say: Say,
     tokens = [int(found[0]) for found in TOOK.findall(printed)]
     assert len(tokens) == 2 and tokens[0] == tokens[1] == len("Be kind.one") + 5
     assert "there is no /what; use /reset or /quit" in printed and "never asked" not in printed
-    assert "cut at its longest" in printed
+    assert "reached its longest" in printed
 
 
 def test_the_key_may_come_from_the_environment(server: Server, say: Say, monkeypatch) -> None:
@@ -121,7 +112,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(server: Server) -> None
         chat.send_signal(signal.SIGINT)
         chat.stdin.write("second\n")
         chat.stdin.flush()
-        _read_until(chat, "stopped; what was said is kept")
+        _read_until(chat, "stopped; the text so far is kept")
         _read_until(chat, "> second\n")
         assert chat.stdout.read(5)
         chat.send_signal(signal.SIGINT)
@@ -301,14 +292,14 @@ def test_a_full_server_is_asked_again(say: Say, capsys) -> None:
     [
         (answer(_said("So far"), ERROR), "the engine has stopped"),
         (answer(_said("So far")), "the connection was closed"),
-        (answer(_said("So far"), "data: {oh\n\n"), "'{oh' is no chunk of an answer"),
+        (answer(_said("So far"), "data: {oh\n\n"), "'{oh' is no chunk of a response"),
     ],
 )
 def test_an_answer_that_was_cut_is_kept(cut: Handler, reason: str, say: Say, capsys) -> None:
     with Scripted(cut, answer(_said("Yes", "stop"), DONE)) as server:
         assert say(["hi", "go on"], "--url", server.url) == 1
     printed = capsys.readouterr().out
-    assert f"ended the answer early: {reason}; what was said is kept" in printed
+    assert f"ended the response early: {reason}; the text so far is kept" in printed
     assert [m["content"] for m in server.asked[1]["messages"]] == ["hi", "So far", "go on"]
 
 

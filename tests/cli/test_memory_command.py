@@ -6,9 +6,12 @@ import json
 import pytest
 
 from kvtide.cli import memory_command
-from kvtide.cli.memory_command import context_bytes, layer_ranges, resume_rule
-from kvtide.server.command_error import CommandError
+from kvtide.cli.console import CommandError
+from kvtide.cli.main import main
+from kvtide.cli.memory_command import context_bytes, describe, layer_ranges, resume_rule
+from kvtide.models.checkpoint import open_checkpoint
 from kvtide.spec import SpecError, catalog
+from kvtide.spec.families import declare
 
 
 @pytest.fixture
@@ -17,8 +20,8 @@ def command(capsys):
 
     def run(*argv: str) -> str:
         parser = argparse.ArgumentParser()
-        memory_command.add(parser.add_subparsers())
-        args = parser.parse_args(["memory", *argv])
+        memory_command.add(parser)
+        args = parser.parse_args(argv)
         assert args.run(args) == 0
         return capsys.readouterr().out
 
@@ -121,6 +124,31 @@ def test_a_folder_with_a_config_is_a_model(command, tmp_path):
     assert "the last 2 pages of swa" in text
 
 
+def test_a_gguf_file_declares_what_the_server_declares(command, gguf_file):
+    text = command(str(gguf_file), "--page-tokens", "16")
+    assert text.startswith("tiny-3: 7 layers, pages of 16 tokens")
+    assert cells(text, "kv")[2:4] == ["5", "16 entries × 128 B"]
+    assert cells(text, "swa")[2] == "0–4, 6"
+    assert cells(text, "swa")[-1] == "last 15 tokens (1 page)"
+    served = declare(open_checkpoint(gguf_file).config, model="tiny-3", page_tokens=16)
+    facts = json.loads(command(str(gguf_file), "--page-tokens", "16", "--json"))
+    assert facts == describe(served) | {"ranks": []}
+
+
+def test_a_gguf_file_goes_by_its_first_bytes_too(command, gguf_file):
+    blob = gguf_file.rename(gguf_file.with_name("blob"))
+    assert command(str(blob)).startswith("blob: 7 layers")
+
+
+def test_a_damaged_gguf_file_is_refused_as_the_server_refuses_it(tmp_path, capsys):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF and no more")
+    assert main(["memory", str(damaged)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvtide memory: {damaged}: GGUF version")
+    assert len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -140,8 +168,6 @@ def test_bad_input_is_refused_with_a_sentence(command, argv, sentence):
 
 
 def test_a_refusal_exits_with_2_and_no_traceback(capsys):
-    from kvtide.cli.main import main
-
     assert main(["memory", "gpt-9"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -23,7 +23,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import kvtide.models
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, graph_capture
 from kvtide.engine.graph_capture import CapturedGraph, Wait
@@ -31,7 +30,7 @@ from kvtide.engine.page_tables import batch_tables
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.layers.triton_ops import TritonOps
-from kvtide.models import Model, build
+from kvtide.models import Model, build, family_registry
 from tests.models import tiny
 from tests.models.with_kernels import FEW
 
@@ -113,7 +112,7 @@ def main(name: str) -> None:
     saved = tiny.checkpoint(name)
     config = {**saved.config, **FEW.get(name, {}), "max_position_embeddings": LONGEST}
     with (
-        mock.patch.object(kvtide.models, "choose", return_value=TritonOps()),
+        mock.patch.object(family_registry, "choose", return_value=TritonOps()),
         mock.patch.object(JITFunction, "_do_compile", noted),
         mock.patch.object(graph_capture, "_EagerCapture", Rehearsed),
         mock.patch.object(torch, "mm", _product),

@@ -7,7 +7,7 @@ here needs `transformers`: checkpoints lie in the world's folder.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -371,15 +371,36 @@ ON_ONE_ENGINE = (
 )
 
 
-def expected(folder: Path, models: Sequence[str], engines: Sequence[str]) -> dict[Any, Any]:
-    """What one rank does: alone, and deterministic."""
+COMPARED = {
+    "logits": (a_model_says_what_one_rank_says,),
+    "answers": (
+        conversations_are_answered_as_by_one_rank,
+        a_rank_whose_loads_break_misleads_nobody,
+        a_rank_whose_loads_come_late_holds_nobody_for_long,
+        a_rank_whose_store_fails_misleads_nobody,
+    ),
+    "lives": (an_engine_that_begins_anew_restores_what_one_rank_would,),
+    "space": (stores_of_other_slices_are_never_read,),
+}
+"""What one rank computes, and the scenarios that compare with it."""
+
+
+def expected(folder: Path, cases: Collection[tuple[str, str]]) -> dict[Any, Any]:
+    """What one rank computes for these families and scenarios: alone, and deterministic."""
     solo = Solo(folder)
-    return {
-        **{("logits", name): logits(solo, name) for name in models},
-        **{("answers", name): answers(solo, name) for name in engines},
-        **{("lives", name): lives(solo, name, stored_at(solo, name)) for name in engines},
-        **{("space", name): Stand(solo, name).cache.storage.space for name in engines},
+    compute: dict[str, Callable[[str], object]] = {
+        "logits": lambda name: logits(solo, name),
+        "answers": lambda name: answers(solo, name),
+        "lives": lambda name: lives(solo, name, stored_at(solo, name)),
+        "space": lambda name: Stand(solo, name).cache.storage.space,
     }
+    needed = {
+        (kind, name)
+        for kind, scenarios in COMPARED.items()
+        for name, scenario in cases
+        if scenario in {one.__name__ for one in scenarios}
+    }
+    return {(kind, name): compute[kind](name) for kind, name in sorted(needed)}
 
 
 def scenarios(models: Sequence[str], engines: Sequence[str]) -> dict[str, worlds.Scenario]:

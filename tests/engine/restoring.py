@@ -12,6 +12,7 @@ admission is compared with two records of what should be found.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import random
@@ -31,6 +32,7 @@ from kvtide.index.events import Event, EventKind
 from kvtide.index.keys import TOKEN_BYTES
 from kvtide.models import Model
 from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.spec.families import KVDType, declare
 from kvtide.testing.naive import NaiveIndex
 from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
 from kvtide.transfer.copier import Copier
@@ -38,7 +40,7 @@ from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
 from kvtide.transfer.transfers import TransferState
 from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
-from tests.models.tiny import VOCABULARY, ours
+from tests.models.tiny import VOCABULARY, config_of, ours
 
 PAGE = 16
 SAMPLING = SamplingParams(logprobs=3)
@@ -112,8 +114,17 @@ SHARED: list[Model] = []
 
 
 @cached
+def memory_of(family: str) -> ModelMemory:
+    """That of `model_of`, declared without building the model: cheap enough for collection."""
+    config = json.loads(config_of(family).to_json_string())
+    name = config["model_type"]
+    return declare(config, model=name, page_tokens=PAGE, kv_dtype=KVDType.FP32)
+
+
+@cached
 def model_of(family: str) -> Model:
     SHARED.append(ours(family, page_tokens=PAGE, deterministic=True))
+    assert SHARED[-1].memory == memory_of(family)
     return SHARED[-1]
 
 

@@ -122,6 +122,7 @@ def told(request: Request) -> tuple[Any, ...]:
     return said, request.finish, [chosen.token for chosen in request.scores]
 
 
+@pytest.mark.quick(seed=range(6))
 @pytest.mark.parametrize("seed", range(24))
 def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
     seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +270,7 @@ def test_a_mixed_graph_tells_when_it_is_late_and_no_other_step_does(
     at.end()
 
 
+@pytest.mark.full
 def test_a_family_draws_the_same_in_passes_begun_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

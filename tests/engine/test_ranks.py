@@ -1,12 +1,14 @@
 """Stages and tensor ranks, each in a process of its own, say what one rank says.
 
 Stages compute the same numbers, to the last bit; tensor ranks add in another order. A world of each
-shape plays all scenarios of `rank_serving`; every scenario is a test here.
+shape plays the scenarios of `rank_serving` that the run selects; every scenario is a test here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as cached
 from functools import partial
 
 import pytest
@@ -14,8 +16,9 @@ import torch
 
 from tests.engine import rank_serving
 from tests.engine.rank_serving import Grid, scenarios
+from tests.grids import covered
 from tests.models.tiny import oracle
-from tests.worlds import Report, Scenario, check, play
+from tests.worlds import Report, Scenario, cells, check, play
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +55,48 @@ ENGINES = {
 }
 """Those that are served as well. The first of a shape is the one that faults are tried with."""
 
-CASES = [(shape, scenario) for shape in SHAPES for scenario in shape.scenarios()]
+CASES = covered(
+    (shape, *scenario.split(": ")) for shape in SHAPES for scenario in shape.scenarios()
+)
+"""Shapes, families and scenarios; the quick run has each of them once."""
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What one rank does, and the checkpoints it does it with."""
+def expected(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, object]:
+    """What one rank does in the cases of this run, and the checkpoints it does it with."""
     folder = tmp_path_factory.mktemp("one")
-    for name in MODELS:
+    cases = {(cell["family"], cell["scenario"]) for cell in cells(request)}
+    for name in {family for family, _ in cases}:
         oracle(name).save_pretrained(folder / "models" / name)
-    return {"models": folder / "models", **rank_serving.expected(folder, [*MODELS], [*ENGINES])}
+    return {"models": folder / "models", **rank_serving.expected(folder, cases)}
 
 
 @pytest.fixture(scope="module")
-def worlds(
-    expected: dict[str, object], tmp_path_factory: pytest.TempPathFactory
-) -> dict[Shape, list[Report]]:
-    played = {}
-    for shape in SHAPES:
+def played(
+    request: pytest.FixtureRequest,
+    expected: dict[str, object],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Shape], list[Report]]:
+    """The reports of a world of a shape, which is started once."""
+
+    @cached
+    def reports(shape: Shape) -> list[Report]:
         folder = tmp_path_factory.mktemp(str(shape))
         (folder / "models").symlink_to(expected["models"])
         torch.save(expected, folder / "expected")
-        ranks = shape.stages * shape.tensor_ranks
+        mine = [cell for cell in cells(request) if cell["shape"] == shape]
+        names = {f"{cell['family']}: {cell['scenario']}" for cell in mine}
+        scenarios = {name: one for name, one in shape.scenarios().items() if name in names}
         kind = partial(Grid, stages=shape.stages)
-        played[shape] = play(ranks, folder, shape.scenarios(), kind)
-    return played
+        return play(shape.stages * shape.tensor_ranks, folder, scenarios, kind)
+
+    return reports
 
 
-@pytest.mark.parametrize(("shape", "scenario"), CASES, ids=str)
-def test_ranks(worlds: dict[Shape, list[Report]], shape: Shape, scenario: str) -> None:
-    check(worlds[shape], scenario)
+@pytest.mark.parametrize(("shape", "family", "scenario"), CASES, ids=str)
+def test_ranks(
+    played: Callable[[Shape], list[Report]], shape: Shape, family: str, scenario: str
+) -> None:
+    check(played(shape), f"{family}: {scenario}")

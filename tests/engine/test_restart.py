@@ -91,7 +91,19 @@ def past(tmp_path: Path) -> Past:
     return Past(f"file://{tmp_path}?cap=1GB&floor=1MB&sync=never")
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def quick(cell: Cell) -> bool:
+    """Every family once in company of none; every form of memory once more, policies in turns."""
+    forms = [family.name for family in FORMS]
+    if cell.at_once == 1:
+        return True
+    return cell.family in forms and cell.writing == WRITING[forms.index(cell.family) % 3]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=() if quick(cell) else pytest.mark.full) for cell in CELLS],
+    ids=str,
+)
 def test_conversations_go_on_after_a_restart_as_if_there_had_been_none(
     cell: Cell, past: Past, proves: Proves
 ) -> None:
@@ -158,7 +170,7 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
     prompt, memory = script(family)[2][0].tokens, model_of(family).memory
     for layout, restored in zip(layouts, (False, True), strict=True):
         config = CacheConfig(
-            Tokens(1024), layout=layout, tokens_per_checkpoint=PAGE, patience=PATIENT
+            Tokens(1024), host_layout=layout, tokens_per_checkpoint=PAGE, patience=PATIENT
         )
         cache = TieredCache(memory, config)
         cache.storage.attach(link := cache.storage.link(past.open(cache)))

@@ -20,7 +20,7 @@ from kvtide.engine.oracle import Oracle
 from kvtide.spec import ALL, Tier
 from kvtide.testing.naive import NaiveIndex
 from tests.engine.restarting import PATIENT, Life, Past, Stored, stored_page
-from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, model_of, text
+from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, memory_of, model_of, text
 
 PAGES = 21
 EVERY = 3
@@ -68,7 +68,7 @@ def lost_pages() -> Iterator[tuple[str, str, int, str]]:
     no other one has a memory of that form.
     """
     for name in ALL_NAMES:
-        anchors = model_of(name).memory.anchors
+        anchors = memory_of(name).anchors
         for anchor in anchors:
             page = PAGES // 2 if anchor.reuse.reach is ALL else DEEPEST - 1
             yield name, anchor.name, page, "remove"
@@ -77,6 +77,7 @@ def lost_pages() -> Iterator[tuple[str, str, int, str]]:
                 yield name, anchor.name, page, "corrupt"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("family", "anchor", "page", "harm"), list(lost_pages()))
 def test_without_a_page_the_deepest_boundary_that_needs_it_not_is_found(
     family: str, anchor: str, page: int, harm: str

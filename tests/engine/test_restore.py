@@ -32,6 +32,7 @@ from tests.engine.restoring import (
     model_of,
     script,
 )
+from tests.grids import covered
 from tests.models.tiny import family_of as model_type
 from tests.proofs import Proves
 
@@ -51,13 +52,13 @@ def with_chunks(number: int, cells: Iterable[tuple[str, Layout]]) -> Iterator[tu
 
 
 CELLS = [
-    *product((family.name for family in FORMS), WRITING, Layout, CHUNKS),
-    *(
+    *covered(product((family.name for family in FORMS), WRITING, Layout, CHUNKS), ways=2),
+    *covered(
         (name, *cell)
         for number, name in enumerate(TOGETHER)
         for cell in with_chunks(number, product(WRITING, Layout))
     ),
-    *(
+    *covered(
         (name, *cell)
         for number, name in enumerate(APART)
         for cell in with_chunks(number, zip(WRITING, Layout, strict=True))
@@ -89,6 +90,7 @@ def test_answers_are_those_of_an_engine_without_a_cache(
     stand.end()
 
 
+@pytest.mark.quick(family=[family.name for family in FORMS])
 @pytest.mark.parametrize("family", NAMES)
 def test_nor_do_threads_that_copy_beside_the_model_change_a_bit(family: str) -> None:
     model = model_of(family)
@@ -101,6 +103,7 @@ def test_nor_do_threads_that_copy_beside_the_model_change_a_bit(family: str) -> 
     cache.close()
 
 
+@pytest.mark.quick(family=[family.name for family in FORMS])
 @pytest.mark.parametrize("family", NAMES)
 def test_the_two_chunk_sizes_cut_the_long_prompts_differently(family: str) -> None:
     steps = {}

@@ -13,12 +13,12 @@ import pytest
 
 from kvtide.cache import EveryPages
 from kvtide.spec import Tier
-from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, Stand, model_of, text
+from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, Stand, memory_of, text
 
 
 def _reaches(family: str) -> list[int]:
     """How many pages each of its windows and states reaches back."""
-    anchors = model_of(family).memory.anchors
+    anchors = memory_of(family).anchors
     return [reach for one in anchors if (reach := one.reuse.reach_pages(PAGE))]
 
 
@@ -32,6 +32,7 @@ def _keeping(family: str, every_pages: int) -> Stand:
     return Stand(family, placement=EveryPages(every_pages), tokens_per_checkpoint=distance)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("family", "extra"),
     [*product(NAMES, (0, 1, PAGE - 1)), *((n, 1) for n in ALL_NAMES if n not in NAMES)],
@@ -55,6 +56,7 @@ def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
     stand.end()
 
 
+@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", WINDOWS)
 def test_with_a_checkpoint_at_every_page_everybody_finds_every_shared_page(family: str) -> None:
     stand = _keeping(family, every_pages=1)
@@ -65,6 +67,7 @@ def test_with_a_checkpoint_at_every_page_everybody_finds_every_shared_page(famil
     stand.end()
 
 
+@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", WINDOWS)
 def test_with_a_checkpoint_at_every_third_page_nobody_finds_less_than_that(family: str) -> None:
     stand = _keeping(family, every_pages=3)

@@ -100,6 +100,7 @@ def converse_injured(family: str, writing: str, seed: int) -> Counter[Injury]:
     return injure.done
 
 
+@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("seed", [12])
 @pytest.mark.parametrize("family", NAMES)
 def test_aborts_retractions_and_broken_loads_change_nobodys_bits(family: str, seed: int) -> None:

@@ -76,6 +76,7 @@ def test_packed_pages_are_restored_bit_for_bit(family: str) -> None:
     check_restored(model, pages=5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kv_dtype", [KVDType.FP32, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("page_tokens", [128, 256])
 def test_published_blocks_are_restored_bit_for_bit(page_tokens: int, kv_dtype: KVDType) -> None:

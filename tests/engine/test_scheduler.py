@@ -323,6 +323,7 @@ class Chances:
             desk.scheduler.chunk_tokens = rng.choice((2, 64, 64, 64))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("memory", FORESEEN, ids=lambda memory: memory.model)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory, seed, monkeypatch):

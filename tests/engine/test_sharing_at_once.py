@@ -105,6 +105,7 @@ def opened() -> Iterator[Opener]:
 # -- computed once -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("chunk_tokens", [24, 64, 1024])
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
 def test_requests_that_come_together_compute_their_prefix_once(
@@ -170,6 +171,7 @@ def test_prefixes_that_part_one_after_the_other_are_each_computed_once(opened: O
 # -- where nothing is found at first -----------------------------------------------------------
 
 
+@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", CHECKPOINTS)
 def test_where_prompts_part_before_a_checkpoint_their_prefix_is_computed_twice(
     family: str, opened: Opener
@@ -185,6 +187,7 @@ def test_where_prompts_part_before_a_checkpoint_their_prefix_is_computed_twice(
     assert all(other.prefix_waits == MAX_PREFIX_WAITS for other in others)
 
 
+@pytest.mark.quick(family=["falcon_h1", "gpt_oss", "llama"])
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
 def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_all(
     family: str, opened: Opener
@@ -202,6 +205,7 @@ def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_
     assert all(other.prefix_waits == (again > 0) for other in others[1:])
 
 
+@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", CHECKPOINTS)
 def test_where_nothing_can_be_found_nobody_waits_more_than_twice(
     family: str, opened: Opener

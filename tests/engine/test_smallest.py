@@ -13,6 +13,7 @@ from tests.models.tiny import VOCABULARY, ours
 PAGE = 16
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("pages", [1, 2, 3, 8, 24])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "falcon_h1"])
 def test_the_longest_sequence_is_served_alone_resumed_and_in_company(family, pages) -> None:

@@ -102,6 +102,7 @@ def _cached_function(layer: Any, x: Tensor, run: Any) -> None:
     cached(96)["last"] = x
 
 
+@pytest.mark.quick(name=[name for name in CONFIGS if "-" not in name])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "determined"])
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_every_family_keeps_only_what_it_declares(name: str, deterministic: bool) -> None:

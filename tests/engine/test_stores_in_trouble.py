@@ -106,14 +106,17 @@ def redis(tmp_path: Path) -> Iterator[servers.Server]:
     server.stop()
 
 
+@pytest.mark.full
 def test_redis_frozen_and_thawed(redis: servers.Server) -> None:
     converse(f"redis://127.0.0.1:{redis.port}/0?timeout=1", redis.freeze, redis.thaw)
 
 
+@pytest.mark.full
 def test_redis_killed_and_started_again(redis: servers.Server) -> None:
     converse(f"redis://127.0.0.1:{redis.port}/0?timeout=1", redis.kill, redis.start)
 
 
+@pytest.mark.full
 @apart
 def test_mooncake_s_master_killed_and_started_again() -> None:
     master = Master()
@@ -126,6 +129,7 @@ def test_mooncake_s_master_killed_and_started_again() -> None:
     converse(master.url(timeout=1), master.kill, start_again)
 
 
+@pytest.mark.full
 @apart
 def test_mooncake_s_master_frozen_and_thawed() -> None:
     master = Master()

@@ -19,9 +19,10 @@ STEPS = 4000 if os.environ.get("KVTIDE_LONG_TESTS") else 150
 SEED = int(os.environ.get("KVTIDE_SEED", "0"))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
-def test_events_bytes_and_books_agree_under_traffic(name: str, policy: str) -> None:
+def test_events_bytes_and_tree_agree_under_traffic(name: str, policy: str) -> None:
     traffic = Traffic(ALL_MEMORIES[name], SEED, policy)
     for number in range(STEPS):
         verb = traffic.step()

@@ -278,7 +278,7 @@ class Drive:
         verb()
         self._note()
         for check in (
-            machine.books_balance, machine.naive_model_agrees, machine.leases_keep_what_they_need,
+            machine.counts_agree, machine.naive_model_agrees, machine.leases_keep_what_they_need,
             machine.slots_hold_what_the_tree_says, machine.departures_stay_where_they_are,
             machine.imports_own_their_slots, machine.imports_keep_what_they_build_on,
         ):  # fmt: skip

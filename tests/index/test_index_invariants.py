@@ -161,7 +161,7 @@ def _half_hidden(index: Index) -> None:
     _kept(index).hidden = True
 
 
-def _hidden_for_nobody(index: Index) -> None:
+def _hidden_unpinned(index: Index) -> None:
     _kept(index).hidden = _kept(index).parent.hidden = True
 
 
@@ -177,7 +177,7 @@ CASES: list[Case] = [
     (checks.tree_is_linked_both_ways, _unlink, "does not know it by its first page"),
     (checks.tree_is_linked_both_ways, _shift, "does not begin where its parent ends"),
     (checks.tree_is_linked_both_ways, _lose_tokens, "has tokens for"),
-    (checks.tree_is_linked_both_ways, _miscount_nodes, "the tree say"),
+    (checks.tree_is_linked_both_ways, _miscount_nodes, "its count says"),
     (checks.nodes_live_while_held, _empty_node, "nothing holds it"),
     (checks.nodes_live_while_held, _both, "resident and arriving"),
     (checks.nodes_live_while_held, _empty_root, "it has a root"),
@@ -194,8 +194,8 @@ CASES: list[Case] = [
     (checks.pins_are_those_of_their_holders, _pin, "pins in cell 0, holders"),
     (checks.pins_are_those_of_their_holders, _lost_pin, "holders"),
     (checks.pins_are_those_of_their_holders, _pinned_but_absent, "but not resident"),
-    (checks.page_counts_are_sums, _resident_count, "cell 0: tree say"),
-    (checks.page_counts_are_sums, _pinned_count, "cell 0: tree say"),
+    (checks.page_counts_are_sums, _resident_count, "cell 0: it counts"),
+    (checks.page_counts_are_sums, _pinned_count, "cell 0: it counts"),
     (checks.arrivals_are_expected, _unknown_arrival, "does not bring it"),
     (checks.arrivals_are_expected, _arriving_bit, "arriving bits and arrivals disagree"),
     (checks.evictable_nodes_are_queued, _unqueued, "but in no queue"),
@@ -203,7 +203,7 @@ CASES: list[Case] = [
     (checks.leases_stand_at_their_boundary, _lease_boundary, "does not end at its boundary"),
     (checks.hidden_trees_hang_on_roots_without_a_name, _renamed_root, "it says otherwise"),
     (checks.hidden_trees_hang_on_roots_without_a_name, _half_hidden, "than the page before"),
-    (checks.hidden_pages_are_needed, _hidden_for_nobody, "although nobody needs it"),
+    (checks.hidden_pages_are_needed, _hidden_unpinned, "although nothing pins it"),
 ]
 
 

@@ -58,6 +58,7 @@ def test_the_boundary_is_the_deepest_that_the_definition_allows(name: str, data)
             assert bool(index.why(hit)) == (hit.boundary < hit.limit)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
 @pytest.mark.parametrize("hole", range(PAGES))
 def test_one_missing_page_of_one_pool_stops_just_what_it_must(name: str, hole: int) -> None:

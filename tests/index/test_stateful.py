@@ -303,7 +303,7 @@ class IndexMachine(RuleBasedStateMachine):
     # -- what must always hold --------------------------------------------------------------
 
     @invariant()
-    def books_balance(self):
+    def counts_agree(self):
         assert self.index.validate() == []
 
     @invariant()

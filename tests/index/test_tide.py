@@ -53,6 +53,7 @@ def test_without_bets_it_is_lru_and_knows_it(
     assert policy._lru * PAGE == pytest.approx(lru, rel=0.01)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.4])
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_it_never_finds_two_percent_less_than_lru(workload: str, share: float) -> None:

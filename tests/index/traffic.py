@@ -2,7 +2,7 @@
 
 Besides the naive model it keeps the bytes: what a slot holds is the key of the page that was
 computed or copied into it, and whether its optional sidecars were. So a page table that points at
-somebody else's page is found out, whatever the tree say.
+another prompt's page is detected, whatever the tree records.
 
 As a program it prints a digest of all events of one run (see test_determinism).
 """

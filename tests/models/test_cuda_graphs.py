@@ -162,6 +162,7 @@ def _on_a_cpu(device: torch.device) -> None:
         pytest.skip("on a device recordings are graphs: tests/engine/test_on_device")
 
 
+@pytest.mark.quick(name=["gemma2", "kimi_linear"])
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_passes_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone, beside those who generate, and together; then single tokens."""
@@ -169,6 +170,7 @@ def test_recorded_passes_give_the_same_logits(name: str, monkeypatch: pytest.Mon
     assert sizes == [(16, 3, 3), (8, 3, 1), (16, 3, 3), (2, 2, 0), (8, 3, 1)]
 
 
+@pytest.mark.quick(most=[1, 2])
 @pytest.mark.parametrize(
     ("most", "steps"),
     [

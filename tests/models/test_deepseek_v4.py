@@ -30,6 +30,7 @@ TOKENS = 600
 # -- blocks of 4 and 128 -----------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page_tokens", [128, 256, 384])
 @pytest.mark.parametrize("chunks", [(TOKENS,), (300, 1, 1, 83), (129,)], ids=str)
 def test_published_ratios_give_the_oracles_logits(

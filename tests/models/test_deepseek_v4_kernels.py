@@ -25,6 +25,7 @@ def together(model: Model) -> Tensor:
     return torch.cat(logits)
 
 
+@pytest.mark.quick(name=[TINY])
 @pytest.mark.parametrize("name", [TINY, OTHER])
 def test_programs_give_the_logits_of_the_torch_code(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -33,6 +34,7 @@ def test_programs_give_the_logits_of_the_torch_code(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_shared_expert_among_the_others_gives_the_logits_of_one_beside_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -49,6 +51,7 @@ def test_a_shared_expert_among_the_others_gives_the_logits_of_one_beside_them(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 def test_packed_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value on the verge may round the other way in one of the two, and show a little."""
     unrounded, wanted = (together(in_torch(TINY, kv)) for kv in (KVDType.FP32, KVDType.FP8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvtide.spec.families import KVDType
 from kvtide.tiers import Layout
+from tests.grids import covered
 from tests.models.playing import Player
 from tests.models.tiny import ours, prompt
 
@@ -54,12 +56,18 @@ class Case:
         self.alone = [Player(self.model).prefill(one, self.tokens) for one in self.prompts]
 
 
-@pytest.fixture(scope="module", params=[(n, p) for n in FAMILIES for p in PRECISIONS],
-                ids=lambda param: "-".join(param))  # fmt: skip
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(cell.values, marks=cell.marks, id="-".join(cell.values))
+        for cell in covered(product(FAMILIES, PRECISIONS))
+    ],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(*request.param)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("chunks", [(7,), (33, 1, 1, 16, 2)], ids=["7s", "mixed"])
 def test_a_prompt_gives_the_same_bits_however_it_is_cut(
     case: Case, chunks: tuple[int, ...]
@@ -95,6 +103,7 @@ def _in_random_company(case: Case, seed: int) -> list[Tensor]:
     return [torch.cat(parts) for parts in logits]
 
 
+@pytest.mark.quick(name=FAMILIES[::3])
 @every_family
 def test_continuations_of_one_prefix_do_not_touch_it_or_each_other(name: str) -> None:
     """Two that share its pages in one step, then a third that begins when they are done."""
@@ -109,6 +118,7 @@ def test_continuations_of_one_prefix_do_not_touch_it_or_each_other(name: str) ->
         assert torch.equal(logits, alone[48:])
 
 
+@pytest.mark.quick(name=FAMILIES[1::3])
 @every_family
 def test_the_size_of_pages_does_not_show(name: str) -> None:
     # DeepSeek-V4's pages hold whole blocks, of 16 tokens here.

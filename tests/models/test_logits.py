@@ -16,6 +16,7 @@ from tests.proofs import Proves
 
 TOLERANCE = 2e-5
 TOKENS = 150
+ONE_PER_FAMILY = list({family: name for name, (family, _) in reversed(CONFIGS.items())}.values())
 
 every_config = pytest.mark.parametrize("name", list(CONFIGS))
 both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "determined"])
@@ -44,6 +45,7 @@ def test_every_family_has_several_configs() -> None:
     assert {family: counts[family] for family in FAMILIES if counts[family] < 2} == {}
 
 
+@pytest.mark.quick
 @both_modes
 @every_config
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_logits_are_the_oracles_however_a_prompt_is_cut(
     assert_close(logits, expected(name, TOKENS))
 
 
+@pytest.mark.quick(name=ONE_PER_FAMILY)
 @both_modes
 @every_config
 def test_logits_are_the_oracles_token_by_token(model: Model, name: str, proves: Proves) -> None:
@@ -67,6 +70,7 @@ def test_logits_are_the_oracles_token_by_token(model: Model, name: str, proves: 
     assert_close(logits, expected(name, 80))
 
 
+@pytest.mark.quick
 @both_modes
 @every_config
 def test_logits_are_the_oracles_in_a_mixed_step(model: Model, name: str) -> None:

@@ -26,5 +26,8 @@ def by_program(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType
     # An interpreter takes long for every program.
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     with monkeypatch.context() as patch:
-        patch.setattr("kvtide.models.choose", lambda deterministic, device: TritonOps())
+        choose = "kvtide.models.family_registry.choose"
+        patch.setattr(choose, lambda deterministic, device: TritonOps())
+            "kvtide.models.family_registry.choose", lambda deterministic, device: TritonOps()
+        )
         return in_torch(name, kv)

@@ -58,10 +58,10 @@ def test_curve_never_falls_and_ends_at_the_footprint(given_prompts: list[list[in
     assert curve.hit_rate(10**9) == curve.best_hit_rate
 
 
-def test_pages_for_share_is_the_least_capacity_that_reaches_it() -> None:
+def test_pages_for_fraction_is_the_smallest_capacity_that_reaches_it() -> None:
     curve = HitCurve(1, 100, 5, 1, np.array([0, 10, 20, 38, 40, 40]))
-    assert curve.pages_for_share(0.9) == 3
-    assert curve.pages_for_share(1.0) == 4
+    assert curve.pages_for_fraction(0.9) == 3
+    assert curve.pages_for_fraction(1.0) == 4
     assert curve.best_hit_rate == 0.4
 
 
@@ -79,7 +79,7 @@ def test_knee_is_no_smaller_than_the_longest_prompt() -> None:
 def test_curve_of_a_trace_without_reuse_is_flat(given_prompts: list[list[int]]) -> None:
     curve = hit_curve(requests(given_prompts), 2)
     assert curve.best_hit_rate == 0.0
-    assert curve.knee_pages() == curve.pages_for_share(0.9) == 0
+    assert curve.knee_pages() == curve.pages_for_fraction(0.9) == 0
 
 
 # -- against the index ----------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_option_that_is_no_number_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_option_says_what_it_is(name: str) -> None:
-    assert all(option.metadata["says"] for option in WORKLOADS[name].known().values())
+    assert all(option.metadata["help"] for option in WORKLOADS[name].known().values())
 
 
 def test_extreme_options_still_make_a_trace() -> None:

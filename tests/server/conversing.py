@@ -29,7 +29,7 @@ LIKELIEST = 3
 FLAGS = (
     f"--deterministic --page-tokens {PAGE} --device-tokens 384 --host-ratio 8 "
     "--tokens-per-checkpoint 64 --chunk-tokens 64 "
-    "--prefetch-policy wait_complete --prefetch-least-tokens 1"
+    "--prefetch-policy wait_complete --prefetch-min-tokens 1"
 ).split()
 """A device so small that pages go to the host and come back; requests that wait for storage."""
 

@@ -129,7 +129,7 @@ class InProcess:
         return future.result(timeout=30)
 
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
-        service = Service(Leader(self.serving.post), self.settings.max_requests)
+        service = Service(Leader(self.serving.rank), self.settings.max_requests)
         app = App(self.settings, self.serving, service)
         runner = app.runner()
         await runner.setup()

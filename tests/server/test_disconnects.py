@@ -333,20 +333,20 @@ def test_an_engine_that_breaks_is_told_to_everybody(
     assert "the engine broke" in caplog.text
 
 
-class Heard(RankTopology):
-    """A topology whose words reach nobody."""
+class Mute(RankTopology):
+    """A topology whose commands reach no other rank."""
 
-    def tell(self, words: bytes) -> None:
+    def broadcast_command(self, command: bytes) -> None:
         pass
 
 
 def test_a_leader_that_fails_where_others_may_not_have_serves_no_more(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An order that only the leader could not carry out leaves its ranks with different tree."""
+    """A command that fails on the leader alone leaves the ranks with different trees."""
     server = serve()
     leader = server.service._leader
-    monkeypatch.setattr(leader, "topology", Heard(stages=2))
+    monkeypatch.setattr(leader, "topology", Mute(stages=2))
 
     def break_down(tier: Tier) -> int:
         raise MemoryError
@@ -354,6 +354,6 @@ def test_a_leader_that_fails_where_others_may_not_have_serves_no_more(
     monkeypatch.setattr(server.engine.cache, "flush", break_down)
     reply = server.client.post("/admin/flush?tier=device", {})
     assert reply.status in (500, 503)
-    assert isinstance(leader.parted, MemoryError)
+    assert isinstance(leader.diverged, MemoryError)
     assert server.client.get("/health").status == 503
     assert isinstance(server.service.broken, MemoryError)

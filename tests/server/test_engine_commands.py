@@ -1,4 +1,4 @@
-"""Orders arrive as they were given, and are carried out by whoever hears them."""
+"""Engine commands arrive on a rank as the leader sent them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import dataclasses
 import pytest
 
 from kvtide.cache import Namespace
-from kvtide.engine import RequestParams, SamplingParams
+from kvtide.engine import CheckedRequest, RequestParams, SamplingParams
+from kvtide.index.keys import pack
 from kvtide.server.engine_commands import (
-    ORDERS,
+    COMMANDS,
     Abort,
-    Attach,
-    Open,
+    AttachStore,
+    OpenStore,
     RunStep,
     Submit,
-    read,
-    written,
+    decode,
+    encode,
 )
 from kvtide.server.settings import Settings
 
-ASK = RequestParams(
+PARAMS = RequestParams(
     tokens=(5, 0, 319),
     max_tokens=7,
     sampling=SamplingParams(0.1 + 0.2, 0.9, 40, 0.05, 2**62 - 1, 0.5, -0.5, 1.1, 3),
@@ -34,35 +35,39 @@ ASK = RequestParams(
 )
 
 
+def checked(params: RequestParams) -> CheckedRequest:
+    return CheckedRequest(params, pack(params.tokens))
+
+
 @pytest.mark.parametrize(
-    "order",
+    "command",
     [
-        Submit(ASK, 1e-5 / 3),
-        Submit(RequestParams((1,), 1), 0.0),
+        Submit(checked(PARAMS), 1e-5 / 3),
+        Submit(checked(RequestParams((1,), 1)), 0.0),
         Abort(12),
         RunStep(),
-        Open(3, "redis://me:secret@host/0?a=ü"),
-        Attach(3, 0.1),
+        OpenStore(3, "redis://me:secret@host/0?a=ü"),
+        AttachStore(3, 0.1),
     ],
-    ids=lambda order: type(order).__name__,
+    ids=lambda command: type(command).__name__,
 )
-def test_what_is_heard_is_what_was_said(order: object) -> None:
-    assert read(written(order)) == order
+def test_a_command_is_decoded_as_it_was_encoded(command: object) -> None:
+    assert decode(encode(command)) == command
 
 
-def test_every_field_of_an_ask_is_tried() -> None:
+def test_every_field_of_a_request_is_tried() -> None:
     usual = RequestParams((1,), 1)
     for row in dataclasses.fields(RequestParams):
-        assert getattr(ASK, row.name) != getattr(usual, row.name), row.name
+        assert getattr(PARAMS, row.name) != getattr(usual, row.name), row.name
     for row in dataclasses.fields(SamplingParams):
-        assert getattr(ASK.sampling, row.name) != getattr(SamplingParams(), row.name), row.name
+        assert getattr(PARAMS.sampling, row.name) != getattr(SamplingParams(), row.name), row.name
 
 
-def test_every_order_can_be_read() -> None:
-    for name, order in ORDERS.items():
-        said = {row.name: 1 for row in dataclasses.fields(order)}
+def test_every_command_can_be_decoded() -> None:
+    for name, command in COMMANDS.items():
+        values = {row.name: 1 for row in dataclasses.fields(command)}
         if name != "Submit":
-            assert read(written(order(**said))) == order(**said)
+            assert decode(encode(command(**values))) == command(**values)
 
 
 def test_settings_reach_a_worker_as_they_are() -> None:

@@ -141,10 +141,12 @@ def test_bad_requests_raise_their_own_error(ai: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is -1") as caught:
         ai.completions.create(model=MODEL, prompt="a", temperature=-1)
     assert caught.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="there is no model"):
+    with pytest.raises(openai.NotFoundError, match="there is no model") as missing:
         ai.completions.create(model="other", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="this engine serves"):
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="this engine serves") as long:
         ai.chat.completions.create(model=MODEL, messages=user("a" * 9000), stream=True)
+    assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         ai.embeddings.create(model=MODEL, input="a")
 

@@ -24,7 +24,7 @@ from tests.server.talking import Client
 
 PROMPTS = ["the cat sat on the mat and then the hat " * 3, "that is that, Grüße, 世界 " * 4]
 FLAGS = ("--port", "0", "--page-tokens", str(PAGE), "--deterministic", "--prefetch-policy",
-         "wait_complete", "--prefetch-least-tokens", "1", "--verify-restores", "1")  # fmt: skip
+         "wait_complete", "--prefetch-min-tokens", "1", "--verify-restores", "1")  # fmt: skip
 
 Json = dict[str, Any]
 
@@ -90,6 +90,7 @@ def leaves_nobody_behind(child: Child, worker: int) -> None:
     assert gone(worker)
 
 
+@pytest.mark.quick(flags=[("--tp", "2")])
 @pytest.mark.parametrize(
     ("flags", "ends"),
     [
@@ -154,6 +155,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
         ends_with_its_worker(child, worker)
 
 
+@pytest.mark.quick(waits_for=["an answer"])
 @pytest.mark.parametrize("waits_for", ["an answer", "the end of nothing"])
 def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
     waits_for: str, model_folder: Path
@@ -199,6 +201,7 @@ def test_a_worker_that_ends_before_it_is_told_anything_is_missed(
         workers.check()
 
 
+@pytest.mark.full
 def test_a_worker_that_never_comes_ends_the_server_with_a_sentence(model_folder: Path) -> None:
     arguments = (str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")
     with Child(arguments) as child:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.server import app
+from kvtide.server.error_responses import MAX_BODY_BYTES
 from tests.server.serving import POSITIONS, VOCABULARY, InProcess
 from tests.server.talking import Client, Json
 
@@ -84,7 +84,7 @@ def test_a_body_that_is_no_gzip_is_refused(client: Client) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused(client: Client) -> None:
-    reply = client.send("POST", PATH, b'{"prompt": "%s"}' % (b"a" * app.MAX_BODY_BYTES))
+    reply = client.send("POST", PATH, b'{"prompt": "%s"}' % (b"a" * MAX_BODY_BYTES))
     assert reply.status == 413
     assert reply.problem == "the body has more than 64 MiB; send a smaller one"
 
@@ -207,8 +207,10 @@ def test_options_of_streams_have_types_too(client: Client) -> None:
     assert problem == "include_usage is 1; send true or false"
 
 
-def test_another_model_is_refused(client: Client) -> None:
-    assert refused(client, {"model": "gpt-5"}) == "there is no model 'gpt-5' here; use 'tiny-0.1'"
+def test_another_model_is_not_found(client: Client) -> None:
+    problem = refused(client, {"model": "gpt-5"}, 404)
+    assert problem == "there is no model 'gpt-5' here; use 'tiny-0.1'"
+    assert client.post(CHAT, {"model": "gpt-5"}).status == 404
     assert client.complete([5], model="tiny-0.1", max_tokens=1)
     assert client.complete([5], model=None, max_tokens=1, stop=None, n=None, temperature=None)
 
@@ -244,6 +246,57 @@ def test_what_is_too_long_is_refused_with_what_fits(client: Client) -> None:
     refused(client, {"prompt": "the cat " * POSITIONS})
     refused(client, {"max_tokens": 10**30})
     assert client.complete([5] * POSITIONS, max_tokens=0)
+
+
+# -- OpenAI's codes -------------------------------------------------------------------------------
+
+INVALID = "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        (PATH, {"model": "gpt-5"}, 404, None, "model_not_found"),
+        (CHAT, {"model": "gpt-5"}, 404, None, "model_not_found"),
+        (PATH, {"prompt": [5] * (POSITIONS + 1)}, 400, None, "context_length_exceeded"),
+        (PATH, {"prompt": [VOCABULARY]}, 400, "prompt", "invalid_value"),
+        (PATH, {"prompt": None}, 400, "prompt", "missing_required_parameter"),
+        (PATH, {"prompt": 5}, 400, "prompt", "invalid_type"),
+        (CHAT, {}, 400, "messages", "missing_required_parameter"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "invalid_type"),
+        (PATH, {"temperature": "1"}, 400, "temperature", "invalid_type"),
+        (PATH, {"temperature": 10**400}, 400, "temperature", "decimal_above_max_value"),
+        (PATH, {"stream": 1}, 400, "stream", "invalid_type"),
+        (PATH, {"n": 0}, 400, "n", "integer_below_min_value"),
+        (PATH, {"n": 129}, 400, "n", "integer_above_max_value"),
+        (PATH, {"logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
+        (CHAT, {"response_format": "json"}, 400, "response_format", "unsupported_parameter"),
+        (PATH, {"stop": ""}, 400, "stop", "invalid_value"),
+        ("/v1/embeddings", {}, 404, None, "unknown_url"),
+        ("/v1/models", {}, 405, None, "method_not_supported"),
+        ("/admin/flush?tier=disk", {}, 400, "tier", "invalid_value"),
+    ],
+    ids=str,
+)
+def test_errors_carry_the_codes_of_openai(
+    client: Client, path: str, body: Json, status: int, param: str | None, code: str
+) -> None:
+    reply = client.post(path, {"prompt": [5, 6], **body} if path == PATH else body)
+    error = reply.json()["error"]
+    assert (reply.status, error["type"]) == (status, INVALID)
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_a_body_that_is_no_json_has_no_code(client: Client) -> None:
+    error = client.send("POST", PATH, b"{").json()["error"]
+    assert (error["type"], error["param"], error["code"]) == (INVALID, None, None)
+
+
+def test_a_wrong_key_has_its_code(serve: Any) -> None:
+    server = serve(api_key="knock")
+    reply = Client(server.address, server.port, "wrong").get("/v1/models")
+    assert reply.status == 401
+    assert reply.json()["error"]["code"] == "invalid_api_key"
 
 
 # -- keys -----------------------------------------------------------------------------------------

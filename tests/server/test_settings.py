@@ -17,9 +17,8 @@ from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache,
 from kvtide.cli import main
 from kvtide.engine import Engine, Finish, RequestParams
 from kvtide.server import settings
-from kvtide.server.command_error import CommandError
 from kvtide.server.engine_setup import gpu_sizes, open_engine
-from kvtide.server.settings import Settings, read
+from kvtide.server.settings import Settings, SettingsError, read
 from kvtide.server.store_setup import default_url
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory
@@ -93,7 +92,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "host_tokens": ("8192", 8192),
     "host_bytes": ("2GiB", 2 << 30),
     "host_ratio": ("0.5", 0.5),
-    "layout": ("page_first", "page_first"),
+    "host_layout": ("page_first", "page_first"),
     "io_backend": ("direct", "direct"),
     "write_policy": ("write_back", "write_back"),
     "eviction": ("lru", "lru"),
@@ -102,8 +101,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "prefetch_policy": ("best_effort", "best_effort"),
     "prefetch_base_seconds": ("0.5", 0.5),
     "prefetch_per_1k_seconds": ("0", 0.0),
-    "prefetch_most_seconds": ("2.5", 2.5),
-    "prefetch_least_tokens": ("1000", 1000),
+    "prefetch_max_seconds": ("2.5", 2.5),
+    "prefetch_min_tokens": ("1000", 1000),
     "chunk_tokens": ("128", 128),
     "max_running": ("3", 3),
     "max_waiting": ("0", 0),
@@ -129,6 +128,19 @@ def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path)
     assert getattr(read({}, {f"KVTIDE_{name.upper()}": text}), name) == value
     assert getattr(read({"config": str(file)}, {}), name) == value
     assert getattr(read({}, {"KVTIDE_CONFIG": str(file)}), name) == value
+
+
+@pytest.mark.parametrize("alias", settings.ALIASES)
+def test_an_alias_is_a_flag_a_variable_and_a_key_too(alias: str, tmp_path: Path) -> None:
+    name = settings.ALIASES[alias]
+    text, value = SAMPLES[name]
+    file = tmp_path / "kvtide.toml"
+    file.write_text(f"{alias} = {json.dumps(text)}\n")
+    assert getattr(read(parsed(settings.flag(alias), text), {}), name) == value
+    assert getattr(read({}, {f"KVTIDE_{alias.upper()}": text}), name) == value
+    assert getattr(read({"config": str(file)}, {}), name) == value
+    both = {f"KVTIDE_{alias.upper()}": "unread", f"KVTIDE_{name.upper()}": text}
+    assert getattr(read({}, both), name) == value
 
 
 def test_a_flag_goes_before_a_variable_and_that_before_the_file(tmp_path: Path) -> None:
@@ -185,6 +197,7 @@ def test_only_this_machine_is_served_if_nothing_is_said() -> None:
         (["--device=meta"], "--device meta: nothing is computed there"),
         (["--io-backend=kernel"], "backend kernel with host layout page_first_direct does not"),
         (["--io-backend=fast"], "--io-backend is 'fast'; use"),
+        (["--host-layout=mine"], "--host-layout is 'mine'; use layer_first"),
         (["--layout=mine"], "--layout is 'mine'; use layer_first"),
         (["--dtype=int8"], "--dtype is 'int8'; use float32"),
         (["--eviction=random"], "--eviction is 'random'; use tide"),
@@ -204,8 +217,8 @@ def test_only_this_machine_is_served_if_nothing_is_said() -> None:
         ),
         (["--prefetch-policy=wait"], "--prefetch-policy is 'wait'; use best_effort, timeout, wait"),
         (["--prefetch-base-seconds=-1"], "--prefetch-base-seconds is -1"),
-        (["--prefetch-most-seconds=inf"], "--prefetch-most-seconds is inf"),
-        (["--prefetch-least-tokens=0"], "--prefetch-least-tokens is 0"),
+        (["--prefetch-max-seconds=inf"], "--prefetch-max-seconds is inf"),
+        (["--prefetch-min-tokens=0"], "--prefetch-min-tokens is 0"),
         (["--port=65536"], "--port is 65536; use 0 to 65,535"),
         (["--port=http"], "--port is 'http'; use a whole number"),
         (["--port="], "--port is ''; use a whole number"),
@@ -250,6 +263,7 @@ def test_flags_that_are_none_are_refused(capfd: pytest.CaptureFixture[str]) -> N
         ("deterministic = 'maybe'", "deterministic is 'maybe'; use true or false"),
         ("host_ratio = nan", "host_ratio is nan"),
         ("device_bytes = -5", "device_bytes is no size"),
+        ("host_layout = 3", "host_layout is '3'; use"),
         ("layout = 3", "layout is '3'; use"),
         ("port 8000", "not TOML"),
         ("port = 1\nport = 2", "not TOML"),
@@ -369,7 +383,7 @@ def test_sizes_layouts_and_names_reach_the_cache(model_folder: Path) -> None:
         device_tokens=256,
         host_tokens=512,
         page_tokens=32,
-        layout="layer_first",
+        host_layout="layer_first",
         write_policy="write_back",
         eviction="lru",
         dtype="bfloat16",
@@ -382,7 +396,7 @@ def test_sizes_layouts_and_names_reach_the_cache(model_folder: Path) -> None:
         256,
         "tiny-0.1",
     )
-    assert (config.layout.value, config.write_policy, config.eviction) == (
+    assert (config.host_layout.value, config.write_policy, config.eviction) == (
         "layer_first",
         "write_back",
         "lru",
@@ -404,9 +418,9 @@ def test_a_host_tier_can_be_left_out(model_folder: Path) -> None:
 
 
 def test_settings_made_in_code_are_checked_too() -> None:
-    with pytest.raises(CommandError, match="size the same tier"):
+    with pytest.raises(SettingsError, match="size the same tier"):
         Settings(device_tokens=64, device_bytes=100)
-    with pytest.raises(CommandError, match="admin routes"):
+    with pytest.raises(SettingsError, match="admin routes"):
         Settings(address="192.168.0.1")
     assert not Settings(address="192.168.0.1", admin_key="a").loopback
 
@@ -422,7 +436,7 @@ def stored(model_folder: Path) -> Iterator[Stored]:
     def attached(**chosen: object) -> tuple[str, StorageStats | None]:
         serving = open_engine(Settings(model=str(model_folder), **chosen))
         caches.append(serving.engine.cache)
-        return serving.stored, caches[-1].storage.stats()
+        return serving.storage, caches[-1].storage.stats()
 
     yield attached
     assert all(cache.close() for cache in caches)
@@ -464,7 +478,7 @@ def test_without_its_usual_folder_a_server_serves_on(
 
 def test_a_store_that_refuses_to_open_keeps_its_password(model_folder: Path) -> None:
     chosen = Settings(model=str(model_folder), storage="x.y://me:hidden@there/tests?z=hidden")
-    with pytest.raises(CommandError) as refusal:
+    with pytest.raises(SettingsError) as refusal:
         open_engine(chosen)
     assert "hidden" not in str(refusal.value)
 
@@ -483,7 +497,7 @@ def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
 
     monkeypatch.setattr(Engine, "prepare", full)
     monkeypatch.setattr(TieredCache, "close", noted)
-    with pytest.raises(CommandError, match=r"no room left for steps .* smaller --device-tokens"):
+    with pytest.raises(SettingsError, match=r"no room left for steps .* smaller --device-tokens"):
         open_engine(Settings(model=str(model_folder)))
     assert len(closed) == 1
 
@@ -498,8 +512,8 @@ def test_patience_is_as_told() -> None:
         prefetch_policy="wait_complete",
         prefetch_base_seconds=0.5,
         prefetch_per_1k_seconds=0.0,
-        prefetch_most_seconds=2.0,
-        prefetch_least_tokens=7,
+        prefetch_max_seconds=2.0,
+        prefetch_min_tokens=7,
     ).patience
     assert told == FetchPatience("wait_complete", 0.5, 0.0, 2.0, 2.0, 7)
 

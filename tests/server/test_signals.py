@@ -27,8 +27,8 @@ from kvtide.engine import Engine
 step = Engine.step
 def slow_step(engine):
     time.sleep(0.01)
-    assert all(request.params.priority != 13 for request in engine.scheduler.running), "told to
-    break"
+    running = engine.scheduler.running
+    assert all(request.params.priority != 13 for request in running), "told to break"
     return step(engine)
 Engine.step = slow_step
 """
@@ -119,11 +119,11 @@ def test_an_engine_that_breaks_ends_the_process_with_an_error(child: Child) -> N
 
 def test_draining_has_an_end() -> None:
     """For whoever has not finished by then, streams end as with a second signal."""
-    app, service = SimpleNamespace(open=1, draining=False), SimpleNamespace(broken=None)
+    app, service = SimpleNamespace(open_requests=1, draining=False), SimpleNamespace(broken=None)
 
     async def drained() -> None:
-        told = SimpleNamespace(times=1)
-        await _serve_until(told, app, service, 0.05, SimpleNamespace(lost=None))
+        signals = SimpleNamespace(count=1)
+        await _serve_until(signals, app, service, 0.05, SimpleNamespace(lost=None))
 
     began = time.monotonic()
     asyncio.run(drained())
@@ -141,7 +141,7 @@ def test_what_a_server_has_opened_is_not_searched_for_garbage(
         return 0, True
 
     monkeypatch.setattr(serve_command, "open_engine", lambda *chosen: chosen)
-    monkeypatch.setattr(serve_command, "_tell", lambda *_: None)
+    monkeypatch.setattr(serve_command, "_print_ready", lambda *_: None)
     monkeypatch.setattr(serve_command, "_serve", serve)
     parser = argparse.ArgumentParser()
     settings.add_flags(parser)

@@ -13,7 +13,7 @@ import pytest
 
 from kvtide.server import engine_commands, storage_routes
 from kvtide.storage import open_store
-from kvtide.storage.registry import STORES
+from kvtide.storage.store_registry import STORES
 from tests.server import stores
 from tests.server.serving import PAGE, InProcess
 from tests.server.talking import Client, Json, Reply
@@ -31,7 +31,7 @@ def url() -> str:
 
 @pytest.fixture
 def server(serve: Callable[..., InProcess]) -> InProcess:
-    return serve(device_tokens=1024, prefetch_base_seconds=5.0, prefetch_least_tokens=1)
+    return serve(device_tokens=1024, prefetch_base_seconds=5.0, prefetch_min_tokens=1)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_pages_are_stored_though_nobody_asks_for_anything_more(server: InProcess
     found(server.client)
     time.sleep(0.5)
     assert server.engine.cache.storage.stats().stored_pages == 8
-    assert server.engine.token_s == server.service.pace.prefill_token_s > 0
+    assert server.engine.token_s == server.service.rate.prefill_token_s > 0
 
 
 def test_metrics_say_what_the_report_says(server: InProcess, url: str) -> None:
@@ -222,14 +222,15 @@ def test_waits_without_an_end_are_refused(server: InProcess) -> None:
 def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
     server: InProcess, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy, at_it, done = threading.Event(), threading.Event(), engine_commands.Attach.done
+    busy, at_it = threading.Event(), threading.Event()
+    apply = engine_commands.AttachStore.apply
 
-    def slowly(order: engine_commands.Attach, post: engine_commands.Post) -> None:
+    def slowly(command: engine_commands.AttachStore, rank: engine_commands.EngineRank) -> None:
         at_it.set()
         assert busy.wait(10)
-        done(order, post)
+        apply(command, rank)
 
-    monkeypatch.setattr(engine_commands.Attach, "done", slowly)
+    monkeypatch.setattr(engine_commands.AttachStore, "apply", slowly)
     said = json.dumps({"url": url}).encode()
     head = f"PUT {ROUTE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(said)}\r\n\r\n".encode()
     with socket.create_connection((server.address, server.port), timeout=10) as raw:
@@ -345,7 +346,7 @@ def test_a_store_that_does_not_open_keeps_nobody_waiting(
 
 @pytest.mark.usefixtures("ice")
 def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProcess]) -> None:
-    server = serve(prefetch_base_seconds=0.1, prefetch_per_1k_seconds=0, prefetch_least_tokens=1)
+    server = serve(prefetch_base_seconds=0.1, prefetch_per_1k_seconds=0, prefetch_min_tokens=1)
     client = server.client
     attach(client, "tests.server.stores:Frozen?calls=exists,read,write,clear,status")
     expected = client.complete(PROMPT, max_tokens=8, temperature=0, recompute=True)
@@ -375,7 +376,7 @@ def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProces
 
 @pytest.mark.usefixtures("ice")
 def test_whoever_does_not_wait_is_answered_at_once(serve: Callable[..., InProcess]) -> None:
-    server = serve(prefetch_policy="best_effort", prefetch_least_tokens=1)
+    server = serve(prefetch_policy="best_effort", prefetch_min_tokens=1)
     attach(server.client, "tests.server.stores:Frozen?calls=exists")
     usage = found(server.client)
     assert usage["storage_fetches"][0]["tokens"] == 0

@@ -51,7 +51,7 @@ def use(folder: Path, cap: int, number: int, seed: int, say: int) -> None:
     """Write, read and remove until killed. Says `+` what was acknowledged, `-` what it is about to
     remove, `!` what it read wrongly."""
     # So short that all of it happens all the time.
-    file_store.SYNC_EVERY_S = file_store.TELL_EVERY_S = 0.01
+    file_store.SYNC_EVERY_S = file_store.LOG_USES_EVERY_S = 0.01
     file_store.LONGEST_JOURNAL_BYTES = 8 << 10
     file_store.DESCRIBED_SHARE = 0
     dice = random.Random(seed)

@@ -423,7 +423,7 @@ def test_the_command_says_what_is_wrong_with_a_store_of_ones_own(capsys):
     assert main(["storage", "check", f"{__name__}:Truncates"]) == 1
     printed = capsys.readouterr().out
     assert "WRONG     objects of any size come back" in printed
-    assert "read says 65536 of an object of 70,001 B" in printed
+    assert "read returns 65536 for an object of 70,001 B" in printed
 
 
 def test_the_command_refuses_what_it_cannot_open(capsys):

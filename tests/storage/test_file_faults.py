@@ -17,7 +17,7 @@ import pytest
 
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.file import FileStore, segments
-from kvtide.storage.file.records import RECORD, RECORD_BYTES, VERSION, RecordKind, head, sealed
+from kvtide.storage.file.journal import RECORD, RECORD_BYTES, VERSION, RecordKind, head, sealed
 from kvtide.storage.store import Store
 from tests.storage.test_file_store import KIB, OTHER, SPACE, body, got, key, put
 
@@ -281,7 +281,7 @@ def test_a_truncated_segment_is_a_miss_and_forgotten(tmp_path: Path) -> None:
 def opened_notes(folder: Path) -> tuple[str, ...]:
     store = opened(folder)
     store.close()
-    return store._base.counts.sentences()
+    return store._state.counts.sentences()
 
 
 def test_a_short_read_is_a_miss_and_counted(
@@ -479,8 +479,8 @@ def test_a_process_that_died_leaves_no_blocks_behind(tmp_path: Path) -> None:
         "from tests.storage.test_file_faults import *\n"
         "import signal; store = opened(Path(sys.argv[1]), segment='16MiB')\n"
         "put(store, list(range(10)))\n"
-        "store._base.writer.take(1 << 20, 16 << 20, 0); put(store, [10])\n"
-        "store._base.writer.punch = lambda holes: None; store.remove([key(5)])\n"
+        "store._state.writer.take(1 << 20, 16 << 20, 0); put(store, [10])\n"
+        "store._state.writer.punch = lambda holes: None; store.remove([key(5)])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
@@ -503,7 +503,7 @@ def test_left_over_segments_are_deleted_unless_someone_uses_them(tmp_path: Path)
 
 
 def test_opening_a_million_objects_takes_less_than_2_s(tmp_path: Path) -> None:
-    from kvtide.storage.file.records import blank, segment_of
+    from kvtide.storage.file.journal import blank, segment_of
 
     count, per_segment = 1_000_000, 10_000
     opened(tmp_path).close()

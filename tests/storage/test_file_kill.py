@@ -66,12 +66,12 @@ def test_a_segment_finished_while_another_opens_is_left_alone(
 
     living = opened(tmp_path)
     put(living, [1])
-    living._base.writer.renew_journal()  # So that the segment's record is in a finished journal.
+    living._state.writer.renew_journal()  # So that the segment's record is in a finished journal.
     clear_away = recovery._clear_away
 
     def late(*arguments: object) -> None:
         put(living, [2])
-        living._base.writer._retire()
+        living._state.writer._retire()
         clear_away(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recovery, "_clear_away", late)

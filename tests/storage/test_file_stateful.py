@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtide.storage import open_store
 from kvtide.storage.file import FileStore
-from kvtide.storage.file.records import blocks_of
+from kvtide.storage.file.segments import blocks_of
 from tests.storage.test_file_store import OTHER, SPACE, body, got, key
 
 NUMBERS = st.lists(st.integers(0, 25), min_size=1, max_size=6)
@@ -87,8 +87,8 @@ class Machine(RuleBasedStateMachine):
         """What is done in the background."""
         store = self.stores[0]
         store._sync()
-        store._tell()
-        store._base.writer.renew_journal()
+        store._log_uses()
+        store._state.writer.renew_journal()
 
     @precondition(lambda self: hasattr(self, "stores"))
     @invariant()
@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
             assert status.notes == ()
             assert status.objects == len(self.model)
             assert status.bytes == sum(map(length_of, self.model))
-            table = store._base.catalog.table
+            table = store._state.catalog.table
             rows = table.rows()
             assert status.all_bytes == blocks_of(table.length[rows]).sum() * 4096
         assert self.other.exists(keys) == [n in self.other_model for n in range(26)]

@@ -17,8 +17,7 @@ import pytest
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.file import FileStore
 from kvtide.storage.file import file_store as file_store
-from kvtide.storage.file.file_io import address
-from kvtide.storage.file.io_threads import IoThreads
+from kvtide.storage.file.file_io import IoThreads, address
 from kvtide.storage.store import MISSING, Store
 
 SPACE, OTHER = b"a" * 32, b"b" * 32
@@ -121,7 +120,7 @@ def test_the_longest_unused_goes_first(opened: Open) -> None:
         put(store, [n])
     there = [n for n in range(13) if store.exists([key(n)])[0]]
     assert there == [0, 3, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert store.status().notes == ("3 objects evicted to make room",)
+    assert store.status().notes == ("3 objects evicted for new ones",)
 
 
 def test_of_one_batch_the_end_goes_first(opened: Open) -> None:
@@ -220,7 +219,7 @@ def test_uses_are_told_to_others(opened: Open, monkeypatch: pytest.MonkeyPatch) 
     for n in range(10):
         put(one, [n])
     got(two, 0)
-    two._tell()
+    two._log_uses()
     put(one, [20])
     assert one.exists([key(0), key(1)]) == [True, False]
 
@@ -258,7 +257,7 @@ def test_writing_costs_the_same_however_many_segments_there_were(opened: Open) -
     one, two = opened(cap="4MB"), opened(cap="4MB")
     put(two, [100])
     put(one, list(range(8)), 400 * KIB)
-    one._base.catalog.segments = Many(one._base.catalog.segments)  # type: ignore[assignment]
+    one._state.catalog.segments = Many(one._state.catalog.segments)  # type: ignore[assignment]
     put(two, [101])
     assert put(one, list(range(10, 18)), 400 * KIB) == [True] * 8, "the others are evicted"
     assert one.remove([key(101), key(17)]) == 2
@@ -268,11 +267,11 @@ def test_segments_that_another_deleted_are_let_go_of(opened: Open) -> None:
     one, two = opened(), opened()
     put(one, list(range(8)), 400 * KIB)
     assert all(got(two, n) is not None for n in range(8))
-    held = list(two._base.writer.opened._open.values())
+    held = list(two._state.writer.opened._open.values())
     one.clear()
     assert sum(os.fstat(each.fileno()).st_blocks for each in held[:-1]) == 0, "space is not free"
-    two._tell()
-    left = [path for path in two._base.writer.opened._open if not path.exists()]
+    two._log_uses()
+    left = [path for path in two._state.writer.opened._open if not path.exists()]
     assert left == [], "files that are gone are held open"
 
 
@@ -297,7 +296,7 @@ def test_a_merge_by_another_is_taken_over_without_rereading(
     assert one.exists([key(1)]) == [True]
     two.remove([key(1)])
     two.close()
-    monkeypatch.setattr(one._base.catalog, "load", lambda: pytest.fail("everything was read anew"))
+    monkeypatch.setattr(one._state.catalog, "load", lambda: pytest.fail("everything was read anew"))
     three = opened()
     assert one.exists([key(1), key(2)]) == [False, True]
     put(three, [3])
@@ -324,10 +323,10 @@ def test_a_long_journal_is_renewed_and_merged(
         put(one, [round])
         put(one, [1000])
         one.remove([key(1000)])
-    before = one._base.writer.journal.bytes
+    before = one._state.writer.journal.bytes
     assert before > 4096
     one._renew()
-    assert one._base.writer.journal.bytes < 200
+    assert one._state.writer.journal.bytes < 200
     put(one, [500])
     for store in (one, two, opened()):
         assert store.status().objects == 31

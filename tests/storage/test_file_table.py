@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable
-from kvtide.storage.file.records import (
+from kvtide.storage.file.journal import (
     RECORD_BYTES,
     RecordKind,
     Words,
@@ -20,6 +19,7 @@ from kvtide.storage.file.records import (
     parsed,
     sealed,
 )
+from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable
 
 MILLION = 1_000_000
 

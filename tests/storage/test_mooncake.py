@@ -107,7 +107,8 @@ def test_an_overfilled_pool_refuses_or_forgets_and_never_lies():
     assert 20 <= sum(answers) < 100
     refused = 100 - sum(answers)
     assert store.status().notes == (
-        f"{refused} objects found no room: the pool is full, or nobody gave it memory (segment=)",
+        f"{refused} objects were refused: the pool is full, or no process gives it memory "
+        "(segment=)",
     )
     target = memoryview(bytearray(1_000_000))
     found = 0
@@ -144,6 +145,7 @@ store.close()
     assert member.process.poll() is None
 
 
+@pytest.mark.full
 @apart
 def test_a_killed_member_takes_its_objects_with_it_and_nothing_else():
     master = Master()
@@ -167,6 +169,7 @@ def test_a_killed_member_takes_its_objects_with_it_and_nothing_else():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_a_frozen_member_costs_its_objects_and_no_more_than_the_time_out():
     master = Master()
@@ -186,6 +189,7 @@ def test_a_frozen_member_costs_its_objects_and_no_more_than_the_time_out():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_calls_that_get_stuck_are_given_up_and_do_not_stand_in_the_way():
     """The library's own time-outs are the user's to set; ours hold all the same."""
@@ -215,6 +219,7 @@ def test_calls_that_get_stuck_are_given_up_and_do_not_stand_in_the_way():
 # -- the master -------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @apart
 def test_a_killed_master_is_an_error_at_once_and_a_new_one_is_found():
     master = Master()
@@ -243,6 +248,7 @@ def test_a_killed_master_is_an_error_at_once_and_a_new_one_is_found():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_a_frozen_master_costs_no_more_than_the_time_out_and_stops_no_thread():
     master = Master()
@@ -275,6 +281,7 @@ def works_again(store) -> bool:
         return False
 
 
+@pytest.mark.full
 @apart
 def test_closing_waits_for_no_master():
     master = Master()
@@ -343,7 +350,10 @@ class longest_pause:  # noqa: N801
 
 @apart
 def test_nobody_at_the_address_is_an_error_at_once():
-    with within(1), pytest.raises(StoreError, match=r"nobody there.*mooncake_master --rpc_port="):
+    with (
+        within(1),
+        pytest.raises(StoreError, match=r"no master there.*mooncake_master --rpc_port="),
+    ):
         open_store(f"mooncake://127.0.0.1:{free_port()}?segment=0", bytes(32))
     with pytest.raises(StoreError, match=r"no way to nowhere\.invalid"):
         open_store("mooncake://nowhere.invalid:50051?segment=0", bytes(32))
@@ -358,7 +368,7 @@ def test_nobody_at_the_address_is_an_error_at_once():
         ("mooncake://127.0.0.1?segments=1GB", "no setting segments; it knows segment, buffer"),
         ("mooncake://127.0.0.1?segment=lots", "segment=lots is no size"),
         ("mooncake://127.0.0.1?segment=16MB", "segment=16MB is too small; use 16MiB or more, or 0"),
-        ("mooncake://127.0.0.1?buffer=0", "buffer=0; give it room for the largest object"),
+        ("mooncake://127.0.0.1?buffer=0", "buffer=0; make it hold the largest object"),
     ],
 )
 def test_wrong_urls_are_refused_in_a_sentence(url, sentence):

@@ -12,7 +12,7 @@ import trustme
 
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.store import MISSING
-from kvtide.storage.trial import laid, memories, new_keys, new_objects, new_space
+from kvtide.storage.trial import in_memory, memories, new_keys, new_objects, new_space
 from tests.processes import free_port
 from tests.storage import servers
 
@@ -90,7 +90,7 @@ def test_two_stores_share_a_server_and_databases_stay_apart(server, open_here):
     space, objects = new_space(), new_objects([100, 70_001])
     one, two = open_here(_url(server), space), open_here(_url(server), space)
     elsewhere = open_here(_url(server, path="/1"), space)
-    one.write(list(objects), laid(objects))
+    one.write(list(objects), in_memory(objects))
     assert _read(two, objects) == list(objects.values())
     assert elsewhere.exists(list(objects)) == [False, False]
     assert two.clear().objects == 2
@@ -114,7 +114,7 @@ def test_ten_thousand_keys_are_asked_for_at_once(server, open_here):
 def test_many_threads_share_few_connections(server, open_here):
     store = open_here(_url(server, timeout=10, connections=2))
     objects = new_objects([100_000] * 100)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     wrong = []
 
     def read():
@@ -143,12 +143,12 @@ def test_a_full_server_refuses_objects_and_keeps_what_it_has(tmp_path, open_here
     try:
         store = open_here(_url(server, timeout=10))
         objects = new_objects([1 << 20] * 20)
-        written = store.write(list(objects), laid(objects))
+        written = store.write(list(objects), in_memory(objects))
         assert True in written and False in written
         assert store.exists(list(objects)) == written
         kept = [c if w else None for c, w in zip(objects.values(), written, strict=True)]
         assert _read(store, objects) == kept
-        assert store.write(list(objects), laid(objects)) == written
+        assert store.write(list(objects), in_memory(objects)) == written
         status = store.status()
         assert status.capacity_bytes == 12 << 20
         assert any(f"refused {2 * written.count(False)} objects" in n for n in status.notes)
@@ -163,7 +163,7 @@ def test_a_full_server_that_may_evict_takes_what_is_new(tmp_path, open_here):
         store = open_here(_url(server, timeout=10))
         objects = new_objects([1 << 20] * 20)
         for key, content in objects.items():
-            assert store.write([key], laid({key: content})) == [True]
+            assert store.write([key], in_memory({key: content})) == [True]
         assert store.exists(list(objects))[-1] and not all(store.exists(list(objects)))
         assert any("evicted" in note for note in store.status().notes)
     finally:
@@ -173,15 +173,18 @@ def test_a_full_server_that_may_evict_takes_what_is_new(tmp_path, open_here):
 # -- gone, and back -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_killed_server_is_an_error_and_the_next_call_finds_a_new_one(own_server, open_here):
     store, objects = open_here(_url(own_server)), new_objects([1000] * 3)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     own_server.kill()
     assert "start the server" in _raises_in_time(lambda: store.exists(list(objects)))
-    assert "start the server" in _raises_in_time(lambda: store.write(list(objects), laid(objects)))
+    assert "start the server" in _raises_in_time(
+        lambda: store.write(list(objects), in_memory(objects))
+    )
     own_server.start()
     assert store.exists(list(objects)) == [False] * 3
-    assert store.write(list(objects), laid(objects)) == [True] * 3
+    assert store.write(list(objects), in_memory(objects)) == [True] * 3
     assert _read(store, objects) == list(objects.values())
 
 
@@ -194,10 +197,11 @@ def test_a_server_that_restarted_between_calls_is_not_noticed(own_server, open_h
         assert store.exists(keys) == [False] * 3
 
 
+@pytest.mark.full
 def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, open_here):
     store = open_here(_url(own_server, timeout=5))
     objects = new_objects([1 << 20] * 24)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     failed, lied, done = [], [], threading.Event()
 
     def read():
@@ -214,21 +218,22 @@ def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, o
         time.sleep(0.15)
         own_server.kill()
         own_server.start()
-        store.write(list(objects), laid(objects))
+        store.write(list(objects), in_memory(objects))
     done.set()
     reader.join()
     assert failed and not lied
     assert _read(store, objects) == list(objects.values())
 
 
+@pytest.mark.full
 def test_a_frozen_server_is_an_error_in_time_and_works_when_it_thaws(own_server, open_here):
     store, objects = open_here(_url(own_server)), new_objects([1 << 20] * 32)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     targets = memories([1 << 20] * 32)
     own_server.freeze()
     try:
         assert "?timeout=" in _raises_in_time(lambda: store.read(list(objects), targets))
-        _raises_in_time(lambda: store.write(new_keys(32), laid(objects)))
+        _raises_in_time(lambda: store.write(new_keys(32), in_memory(objects)))
         _raises_in_time(lambda: store.exists(list(objects)))
         _raises_in_time(store.clear)
         _raises_in_time(lambda: open_store(_url(own_server), new_space()))
@@ -339,7 +344,7 @@ def test_replies_in_crumbs_are_put_together(own_server, open_here):
 
     proxy = servers.Scripted(script)
     store, objects = open_here(_url(proxy, timeout=20)), new_objects([1, 2, 5, 4096, 9001] * 5)
-    assert store.write(list(objects), laid(objects)) == [True] * 25
+    assert store.write(list(objects), in_memory(objects)) == [True] * 25
     assert store.exists([*objects, *new_keys(5)]) == [True] * 25 + [False] * 5
     assert _read(store, objects) == list(objects.values())
     assert store.clear().objects == 25
@@ -424,6 +429,7 @@ def test_a_replica_is_refused_with_the_remedy(server, tmp_path, open_here):
 # -- TLS ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_it_keeps_the_rules_over_tls(server, tmp_path):
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))

@@ -12,7 +12,7 @@ from obstore.store import S3Store
 
 from kvtide.storage import StoreError, conformance, open_store
 from kvtide.storage.store import MISSING
-from kvtide.storage.trial import laid, memories, new_keys, new_objects, new_space
+from kvtide.storage.trial import in_memory, memories, new_keys, new_objects, new_space
 from tests.processes import free_port
 from tests.storage import servers
 
@@ -106,7 +106,7 @@ def test_keys_may_come_from_the_environment(server, open_here, monkeypatch):
 def test_objects_lie_under_the_prefix_with_readable_names(own_server, open_here):
     space, objects = new_space(), new_objects([123])
     store = open_here(_url(own_server, "pages/some/where"), space)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     ((key, content),) = objects.items()
     place = f"buckets/pages/some/where/kvtide/{space.hex()}/{key.hex()}"
     assert (own_server.folder / place).read_bytes() == content
@@ -115,7 +115,7 @@ def test_objects_lie_under_the_prefix_with_readable_names(own_server, open_here)
 def test_prefixes_stay_apart(server, open_here):
     space, objects = new_space(), new_objects([10])
     one, two = (open_here(_url(server, f"pages/{name}"), space) for name in "ab")
-    one.write(list(objects), laid(objects))
+    one.write(list(objects), in_memory(objects))
     assert two.exists(list(objects)) == [False]
     assert two.clear().objects == 0
     assert _read(one, objects) == list(objects.values())
@@ -133,7 +133,7 @@ def test_clear_takes_more_than_a_page(server, open_here):
 def test_objects_that_others_damaged_come_with_their_own_lengths(server, open_here):
     space, objects = new_space(), new_objects([1000] * 3)
     store = open_here(_url(server), space)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     short, long, _ = (f"tests/kvtide/{space.hex()}/{key.hex()}" for key in objects)
     bucket = _bucket(server)
     obstore.put(bucket, short, b"abc")
@@ -147,18 +147,19 @@ def test_objects_that_others_damaged_come_with_their_own_lengths(server, open_he
 def test_a_killed_server_is_an_error_and_the_next_call_finds_a_new_one(own_server, open_here):
     store, objects = open_here(_url(own_server)), new_objects([1000] * 3)
     _make_folder(store)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     own_server.kill()
     assert "that the server runs" in _raises_in_time(lambda: store.exists(list(objects)))
-    _raises_in_time(lambda: store.write(list(objects), laid(objects)))
+    _raises_in_time(lambda: store.write(list(objects), in_memory(objects)))
     own_server.start()
     assert _read(store, objects) == list(objects.values())
 
 
+@pytest.mark.full
 def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, open_here):
     store, objects = open_here(_url(own_server, timeout=10)), new_objects([1 << 20] * 16)
     _make_folder(store)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     calls, lied, done = [], [], threading.Event()
 
     def read():
@@ -182,16 +183,17 @@ def test_a_server_killed_in_the_middle_of_calls_never_makes_it_lie(own_server, o
     assert _read(store, objects) == list(objects.values())
 
 
+@pytest.mark.full
 def test_a_frozen_server_is_an_error_in_time_and_works_when_it_thaws(server, open_here):
     store, objects = open_here(_url(server)), new_objects([1 << 20] * 16)
-    store.write(list(objects), laid(objects))
+    store.write(list(objects), in_memory(objects))
     targets = memories([1 << 20] * 16)
     server.freeze()
     try:
         assert "?timeout=" in _raises_in_time(lambda: store.read(list(objects), targets))
         for target in targets:
             target[:] = bytes(len(target))
-        _raises_in_time(lambda: store.write(new_keys(16), laid(objects)))
+        _raises_in_time(lambda: store.write(new_keys(16), in_memory(objects)))
         _raises_in_time(store.clear)
         _raises_in_time(lambda: open_store(_url(server), new_space()))
     finally:

@@ -22,6 +22,7 @@ def buffers(memory: ModelMemory, layout: Layout, device: torch.device, slots: in
     return Buffers(arrangement, whole[32:-32])
 
 
+@pytest.mark.quick
 @every_layout
 @every_memory
 def test_what_is_written_through_a_view_lies_in_its_row(

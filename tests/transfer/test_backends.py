@@ -98,9 +98,9 @@ def test_a_layout_that_a_backend_does_not_take_is_refused_with_those_it_takes(
     cells = {("cpu", "reference"): frozenset({Layout.PAGE_FIRST, Layout.LAYER_FIRST})}
     monkeypatch.setattr(backends, "CELLS", cells)
     check(CPU, "reference", Layout.PAGE_FIRST)
-    CacheConfig(Tokens(1024), layout=Layout.PAGE_FIRST)
+    CacheConfig(Tokens(1024), host_layout=Layout.PAGE_FIRST)
     with pytest.raises(TierError) as refusal:
-        CacheConfig(Tokens(1024), layout=Layout.PAGE_FIRST_DIRECT)
+        CacheConfig(Tokens(1024), host_layout=Layout.PAGE_FIRST_DIRECT)
     assert str(refusal.value) == (
         "backend reference with host layout page_first_direct does not work on cpu; "
         "use reference (host layout layer_first, page_first)"

@@ -168,6 +168,7 @@ def there_and_back(
         assert all(map(torch.equal, back[anchor], originals[anchor]))
 
 
+@pytest.mark.quick
 def test_pages_come_back_byte_equal_and_nothing_else_changes(
     backend: str, memory_name: str, layouts: Layouts, device: torch.device
 ) -> None:
@@ -268,6 +269,7 @@ def entries_there_and_back(
         tiers.assert_as_expected()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("count", [0, 1, *COUNTS])
 def test_so_many_entries_come_back_and_their_neighbours_stay(
     backend: str, pool_name: str, count: int, device: torch.device
@@ -275,6 +277,7 @@ def test_so_many_entries_come_back_and_their_neighbours_stay(
     entries_there_and_back(backend, pool_name, LAYOUTS, device, count)
 
 
+@pytest.mark.quick
 def test_entries_are_found_in_every_layout(
     backend: str, laid_out_pool: str, layouts: Layouts, device: torch.device
 ) -> None:

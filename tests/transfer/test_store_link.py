@@ -31,9 +31,9 @@ def read(desk: Desk, pages: Sequence[StoredPage]) -> Reading:
     return reading
 
 
-def ended(*errands: Lookup | Paging) -> None:
+def ended(*requests: Lookup | Paging) -> None:
     """Wait until nothing of these is being done any more."""
-    until(lambda: all(one.over for one in errands))
+    until(lambda: all(one.over for one in requests))
 
 
 def found(desk: Desk, pages: Sequence[StoredPage]) -> list[bool] | None:

@@ -266,7 +266,7 @@ def test_the_kernel_copies_more_chunks_than_its_programs_take_at_once(
     slots = range(SLOTS)
     found = (Piece(4096 * i, 64, 4096 * i, 64, 64) for i in range(5))
     one = sketch(*found, sources=slots, targets=slots[::-1])
-    assert_copies(Kernel(device, programs=1), [one], device)
+    assert_copies(Kernel(device, ctas=1), [one], device)
 
 
 def test_without_work_every_leg_is_issued_and_nothing_copied(device: torch.device) -> None:

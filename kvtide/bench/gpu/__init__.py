@@ -1,13 +1,13 @@
 """How fast models are served on a GPU, with the cache and without: random weights of real shapes.
 
-`shapes`    which models, and weights for them
-`bed`       an engine over one of them, and how long requests take
-`ceilings`  what the machine can do: matrix products, its memory, its link
-`restoring` the time to a first token, by where the prefix lies
-`history`   a long history at random, for a model that only reads it
-`speed`     prompts and single tokens, beside what they must compute and read
-`costs`     what keeping pages costs those that are served
-`turns`     many conversations over too little memory
-`peer`      the same model in `transformers`
-`plot`      the time to a first token as a picture
+`shapes`             model configs, and random weights for them
+`engine_bed`         an engine over one of them, and request timing
+`ceilings`           the limits of the machine: GEMM, memory bandwidth, host link
+`ttft`               time to first token, by the tier that holds the prefix
+`history`            a CUDA graph of a decode step over a random KV history
+`throughput`         prefill and decode beside their FLOPs and bytes
+`overheads`          the price of write-through backup and of sampling
+`multi_turn`         many conversations on a device with too little memory
+`transformers_peer`  the same model in `transformers`
+`plot`               TTFT as a bar chart
 """

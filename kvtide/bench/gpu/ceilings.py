@@ -1,4 +1,4 @@
-"""What a machine can do at best, measured with the plainest operations."""
+"""The limits of a machine, measured with plain operations: GEMM, device copy, pinned copy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TIMES = 10
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`flops`: of a large product in half precision. `bytes_s`: of a copy within the device's
-    memory, what is read and what is written. `link_bytes_s`: from pinned memory of the host."""
+    """`flops`: of a large bf16 GEMM. `bytes_s`: of a copy within device memory, bytes read plus
+    bytes written. `link_bytes_s`: of a copy from pinned host memory."""
 
     flops: float
     bytes_s: float
@@ -32,10 +32,10 @@ class Ceilings:
 def measure(device: torch.device, size: int = 8192, block_bytes: int = 2 << 30) -> Ceilings:
     link = Link(device, block_bytes)
     try:
-        speed = statistics.median(link.limit_bytes_s(Way.LOAD) for _ in range(3))
+        link_bytes_s = statistics.median(link.limit_bytes_s(Way.LOAD) for _ in range(3))
     finally:
         link.close()
-    return Ceilings(_flops(device, size), _bytes_s(device, block_bytes), speed)
+    return Ceilings(_flops(device, size), _bytes_s(device, block_bytes), link_bytes_s)
 
 
 def _flops(device: torch.device, size: int) -> float:
@@ -50,11 +50,11 @@ def _bytes_s(device: torch.device, block_bytes: int) -> float:
 
 
 def timed(function: Callable[[], object], device: torch.device, times: int = TIMES) -> float:
-    """Median seconds of a call, on the device's clock if it has one."""
+    """Median seconds of a call: by CUDA events on a GPU, by the wall clock elsewhere."""
     for _ in range(3):
         function()
     if device.type != "cuda":
-        return statistics.median(_on_the_host(function) for _ in range(times))
+        return statistics.median(_wall_s(function) for _ in range(times))
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
     for before, after in marks:
         before.record()
@@ -64,7 +64,7 @@ def timed(function: Callable[[], object], device: torch.device, times: int = TIM
     return statistics.median(float(a.elapsed_time(b)) / 1e3 for a, b in marks)
 
 
-def _on_the_host(function: Callable[[], object]) -> float:
+def _wall_s(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

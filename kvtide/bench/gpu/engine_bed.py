@@ -1,4 +1,4 @@
-"""An engine over a model, opened for a while, and how long what it does takes."""
+"""Engines over one model, opened for one benchmark each, and the timing of their requests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvtide.spec import Tier
 DRAIN_S = 120.0
 IDLE_S = 0.0002
 TOKENS_PER_CHECKPOINT = 1024
-"""Few conversations have the tiers to themselves: each has more windows than in a server's."""
+"""Closer than a server's default, because a benchmark runs few conversations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """Where engines of one model are opened. They differ in their memory, not in their weights."""
+    """Opens engines of one model, which share its weights and differ in their tier sizes."""
 
     model: Model
     device: torch.device
@@ -53,33 +53,33 @@ class Bed:
             yield Engine(self.model, cache, chunk_tokens=chunk_tokens, max_running=max_running)
         finally:
             cache.close()
-            gc.collect()  # Recordings hold memory of the device.
+            gc.collect()  # CUDA graphs hold device memory.
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def prompt(self, tokens: int, seed: int) -> tuple[int, ...]:
         return tuple(random.Random(seed).choices(range(self.model.vocabulary), k=tokens))
 
-    def finish(self) -> None:
-        """Wait until the device does nothing."""
+    def synchronize(self) -> None:
+        """Wait for all work queued on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def first_token_s(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, Request]:
-    """Seconds from asking to the first token, and what was asked."""
+def ttft_s(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, Request]:
+    """Seconds from submission to the first token, and the request."""
     start = time.perf_counter()
     request = engine.submit(RequestParams(prompt, 1))
     while request.finish is None:
         engine.step()
         if not engine.computed:
-            time.sleep(IDLE_S)  # Threads that bring its prefix want the interpreter.
+            time.sleep(IDLE_S)  # Leaves the interpreter to the threads that load the prefix.
     return time.perf_counter() - start, request
 
 
-def forget(engine: Engine, *tiers: Tier) -> None:
-    """Let all copies land, then empty these tiers."""
-    assert engine.cache.drain(DRAIN_S), "copies do not end"
+def flush(engine: Engine, *tiers: Tier) -> None:
+    """Wait until all transfers land, then empty these tiers."""
+    assert engine.cache.drain(DRAIN_S), "transfers do not end"
     for tier in tiers:
         engine.cache.flush(tier)
 
@@ -88,11 +88,11 @@ def median_s(function: Callable[[], float], times: int) -> float:
     return statistics.median(function() for _ in range(times))
 
 
-def alternating(ways: Sequence[Callable[[], float]], rounds: int) -> list[float]:
-    """The median of each way, in turns whose order is reversed every time."""
-    found: list[list[float]] = [[] for _ in ways]
+def alternating(variants: Sequence[Callable[[], float]], rounds: int) -> list[float]:
+    """The median of each variant; rounds run the variants in alternating order."""
+    found: list[list[float]] = [[] for _ in variants]
     for number in range(rounds):
-        order = range(len(ways)) if number % 2 == 0 else reversed(range(len(ways)))
-        for way in order:
-            found[way].append(ways[way]())
+        order = range(len(variants)) if number % 2 == 0 else reversed(range(len(variants)))
+        for index in order:
+            found[index].append(variants[index]())
     return [statistics.median(values) for values in found]

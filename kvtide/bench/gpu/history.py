@@ -1,4 +1,4 @@
-"""A long history that nobody computed: pages of random numbers, which a model reads like others."""
+"""Decode over a long KV history of random numbers, which no prefill has to compute."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvtide.spec import ALL, ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout
 
 
-def recorded(bed: Bed, batch: int, context: int) -> float:
-    """Seconds of a recorded pass for so many sequences of so many tokens."""
+def graph_replay_s(bed: Bed, batch: int, context: int) -> float:
+    """Seconds of one CUDA graph replay: a decode step of `batch` sequences of `context` tokens."""
     model, memory = bed.model, bed.model.memory
     pages = -(-(context + 1) // memory.page_tokens)
     held = {anchor.name: pages if anchor.reuse.reach is ALL else 2 for anchor in memory.anchors}
@@ -25,7 +25,7 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
     buffers = Buffers(arrangement, block)
     _fill(memory, buffers)
     size = GraphSize(batch, batch, 0, context + 1)
-    recording = StepGraph(model, buffers.view, graph_capture(bed.device), size, batch)
+    graph = StepGraph(model, buffers.view, graph_capture(bed.device), size, batch)
     order = np.random.default_rng(0)
     free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
     rows = []
@@ -35,11 +35,11 @@ def recorded(bed: Bed, batch: int, context: int) -> float:
             table[name] = np.full(pages, -1, dtype=np.int32)
             table[name][pages - count :] = free[name][number * count : (number + 1) * count]
         rows.append(GraphRow([number % model.vocabulary], context, number, (0, 0, 0), table))
-    return timed(lambda: recording.launch(rows, lambda layer: None), bed.device, 20)
+    return timed(lambda: graph.launch(rows, lambda layer: None), bed.device, 20)
 
 
 def _fill(memory: ModelMemory, buffers: Buffers) -> None:
-    """Every field of every pool as if it had been written there."""
+    """Write random values into every field of every pool."""
     for pool in memory.pools:
         for layer in pool.layers:
             view = buffers.view(pool.name, layer)
@@ -49,6 +49,8 @@ def _fill(memory: ModelMemory, buffers: Buffers) -> None:
                 shape = (*some.shape[:2], *part.logical.shape)
                 values = torch.randn(shape, device=some.device)
                 if pool.tail_entries is not None:
-                    values = values.abs() + 1  # Sums of weights, among others.
+                    values = (
+                        values.abs() + 1
+                    )  # Compressor states hold sums of weights, which are positive.
                 for name, stored in part.pack(values).items():
                     view[name].copy_(stored)

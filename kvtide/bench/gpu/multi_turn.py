@@ -1,8 +1,8 @@
-"""Many conversations over one system prompt, on a device with too little memory for them.
+"""Multi-turn conversations over one system prompt, on a device with too little memory for them.
 
-Every user asks again as soon as the answer is there, so all conversations are under way at once,
-and each waits for the others between its turns. The system prompt was asked for before. The same is
-served with the host tier, without it, and on a device that has room for all.
+Every user sends the next turn as soon as the answer ends, so all conversations run concurrently.
+The system prompt is cached before the clock starts. The same load runs with the host tier, without
+it, and on a device that holds all conversations.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvtide.bench.gpu.engine_bed import IDLE_S, Bed, first_token_s, forget
+from kvtide.bench.gpu.engine_bed import IDLE_S, Bed, flush, ttft_s
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.spec import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """How many talk, how often, and how long what they say is: as agents do, who are told much and
-    say little."""
+class MultiTurnLoad:
+    """Users, turns and lengths of an agent-like load: long inputs, short answers."""
 
     users: int = 64
     turns: int = 8
@@ -30,15 +29,15 @@ class Talk:
 
     @property
     def tokens(self) -> int:
-        """All that is ever said."""
+        """Tokens of all conversations at their end, the system prompt counted once."""
         each = self.turns * (self.question_tokens + self.answer_tokens)
         return self.system_tokens + self.users * each
 
 
 @dataclass(frozen=True, slots=True)
-class Talked:
-    """`found`: tokens by tier; `passes`: by kind, as an engine counts them; `idle_s`: how long
-    nobody had anything to compute."""
+class MultiTurnResult:
+    """`cached_tokens`: by tier; `steps`: by kind, as the engine counts them; `idle_s`: how long the
+    engine had nothing to compute."""
 
     where: str
     device_tokens: int
@@ -46,8 +45,8 @@ class Talked:
     requests: int
     seconds: float
     prompt_tokens: int
-    found: dict[str, int]
-    passes: dict[str, int]
+    cached_tokens: dict[str, int]
+    steps: dict[str, int]
     idle_s: float
 
     @property
@@ -58,72 +57,72 @@ class Talked:
         return {**asdict(self), "requests_s": self.requests_s}
 
 
-def measure(bed: Bed, talk: Talk, share: float = 0.25) -> list[Talked]:
-    """On a device for a share of all that is said: with a host, without; and on one for all."""
+def measure(bed: Bed, load: MultiTurnLoad, device_fraction: float = 0.25) -> list[MultiTurnResult]:
+    """On a device for a fraction of all tokens: with a host tier, without; then on one for all."""
     page = bed.model.memory.page_tokens
-    # Pages are filled to their end by nobody: half of one is empty at the end of each conversation.
-    every = talk.tokens + (talk.users + 2) * page
-    small = int(share * every)
-    places = [
-        ("device and host", small, every),
-        ("device alone", small, 0),
-        ("unlimited device", every + 2 * talk.users * page, 0),
+    # The last page of a conversation is half empty on average.
+    every = load.tokens + (load.users + 2) * page
+    small = int(device_fraction * every)
+    settings = [
+        ("with host tier", small, every),
+        ("no host tier", small, 0),
+        ("unlimited device", every + 2 * load.users * page, 0),
     ]
-    found: list[Talked] = []
-    few = replace(talk, users=min(8, talk.users), turns=min(2, talk.turns))
-    for name, device_tokens, host_tokens in places:
-        with bed.engine(device_tokens, host_tokens, max_running=talk.users) as engine:
+    found: list[MultiTurnResult] = []
+    few = replace(load, users=min(8, load.users), turns=min(2, load.turns))
+    for name, device_tokens, host_tokens in settings:
+        with bed.engine(device_tokens, host_tokens, max_running=load.users) as engine:
             engine.warm_up()
-            if not found:  # What programs are compiled for is the same everywhere.
-                _talked(name, bed, engine, few, device_tokens, host_tokens)
-                forget(engine, Tier.DEVICE, *([Tier.HOST] if host_tokens else ()))
-            found.append(_talked(name, bed, engine, talk, device_tokens, host_tokens))
+            if not found:  # Kernels are compiled once for all three engines.
+                _run(name, bed, engine, few, device_tokens, host_tokens)
+                flush(engine, Tier.DEVICE, *([Tier.HOST] if host_tokens else ()))
+            found.append(_run(name, bed, engine, load, device_tokens, host_tokens))
     return found
 
 
-def _talked(
-    name: str, bed: Bed, engine: Engine, talk: Talk, device_tokens: int, host_tokens: int
-) -> Talked:
-    system = bed.prompt(talk.system_tokens, 1)
-    questions = [bed.prompt(talk.question_tokens, 2 + n) for n in range(talk.users * talk.turns)]
-    histories = dict.fromkeys(range(talk.users), system)
+def _run(
+    name: str, bed: Bed, engine: Engine, load: MultiTurnLoad, device_tokens: int, host_tokens: int
+) -> MultiTurnResult:
+    system = bed.prompt(load.system_tokens, 1)
+    questions = [bed.prompt(load.question_tokens, 2 + n) for n in range(load.users * load.turns)]
+    histories = dict.fromkeys(range(load.users), system)
     turns: Counter[int] = Counter()
-    asked: dict[int, tuple[int, Request]] = {}
+    running: dict[int, tuple[int, Request]] = {}
     found: Counter[Tier] = Counter()
     prompts, idle_s = 0, 0.0
 
-    def ask(user: int) -> None:
+    def submit(user: int) -> None:
         nonlocal prompts
-        histories[user] += questions[user * talk.turns + turns[user]]
+        histories[user] += questions[user * load.turns + turns[user]]
         prompts += len(histories[user])
-        request = engine.submit(RequestParams(histories[user], talk.answer_tokens))
-        asked[request.number] = (user, request)
+        request = engine.submit(RequestParams(histories[user], load.answer_tokens))
+        running[request.number] = (user, request)
         turns[user] += 1
 
-    first_token_s(engine, system)
-    bed.finish()
-    passes = engine.steps_by_kind.copy()
+    ttft_s(engine, system)
+    bed.synchronize()
+    steps = engine.steps_by_kind.copy()
     start = time.perf_counter()
     for user in histories:
-        ask(user)
-    while asked:
+        submit(user)
+    while running:
         begin = time.perf_counter()
         updates = engine.step()
         if not engine.computed:
-            time.sleep(IDLE_S)  # Threads that bring prefixes want the interpreter.
+            time.sleep(IDLE_S)  # Leaves the interpreter to the load threads.
             idle_s += time.perf_counter() - begin
         for update in updates:
             if update.finish is not None:
-                user, request = asked.pop(update.request.number)
+                user, request = running.pop(update.request.number)
                 found.update(request.by_tier)
-                histories[user] += tuple(chosen.token for chosen in request.output)
-                if turns[user] < talk.turns:
-                    ask(user)
-    bed.finish()
+                histories[user] += tuple(sampled.token for sampled in request.output)
+                if turns[user] < load.turns:
+                    submit(user)
+    bed.synchronize()
     seconds = time.perf_counter() - start
     by_tier = {tier.name.lower(): count for tier, count in found.items()}
-    requests = talk.users * talk.turns
-    kinds = dict(engine.steps_by_kind - passes)
-    return Talked(
+    requests = load.users * load.turns
+    kinds = dict(engine.steps_by_kind - steps)
+    return MultiTurnResult(
         name, device_tokens, host_tokens, requests, seconds, prompts, by_tier, kinds, idle_s
     )

@@ -1,7 +1,7 @@
-"""What those that are served pay for: the same load with something and without.
+"""The price of a feature: the same load with it and without it.
 
-With every page copied to the host as it is full, and with none copied; with tokens drawn as
-Qwen3's makers advise, and with the likeliest ones.
+Write-through backup of every full page against no host tier; sampling with the parameters that
+Qwen3's model card recommends against greedy decoding.
 """
 
 from __future__ import annotations
@@ -10,91 +10,93 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtide.bench.gpu.engine_bed import Bed, alternating, first_token_s, forget
-from kvtide.bench.gpu.throughput import generating_s
+from kvtide.bench.gpu.engine_bed import Bed, alternating, flush, ttft_s
+from kvtide.bench.gpu.throughput import decode_step_s
 from kvtide.engine import Engine, SamplingParams
 from kvtide.engine.sampler import GREEDY
 from kvtide.spec import Tier
 
-ADVISED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
+QWEN3_SAMPLING = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds of the same load, with what is to be paid for and without."""
+class OverheadResult:
+    """Seconds of the same load with the feature (`on_s`) and without it (`off_s`)."""
 
     what: str
     on_s: float
     off_s: float
 
     @property
-    def share(self) -> float:
-        """Speed with it, of that without."""
+    def relative_speed(self) -> float:
+        """Speed with the feature, as a fraction of the speed without."""
         return self.off_s / self.on_s
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share": self.share}
+        return {**asdict(self), "relative_speed": self.relative_speed}
 
 
-def prefills(
+def write_through_prefill(
     bed: Bed, tokens: int, prompts: int, rounds: int, chunk_tokens: int = 8192
-) -> Overhead:
-    """Prompts back to back, none of which is known."""
+) -> OverheadResult:
+    """Uncached prompts back to back, with write-through and without a host tier."""
     page = bed.model.memory.page_tokens
-    room = (prompts + 1) * (tokens + 4 * page)
+    capacity = (prompts + 1) * (tokens + 4 * page)
     numbers = iter(range(10_000, 1_000_000))
 
-    def prefilled(engine: Engine) -> float:
-        forget(engine, Tier.DEVICE, Tier.HOST)
-        asked = [bed.prompt(tokens, next(numbers)) for _ in range(prompts)]
-        bed.finish()
+    def prefill_s(engine: Engine) -> float:
+        flush(engine, Tier.DEVICE, Tier.HOST)
+        prompts_now = [bed.prompt(tokens, next(numbers)) for _ in range(prompts)]
+        bed.synchronize()
         start = time.perf_counter()
-        for prompt in asked:
-            first_token_s(engine, prompt)
+        for prompt in prompts_now:
+            ttft_s(engine, prompt)
         return (time.perf_counter() - start) / prompts
 
     with (
-        bed.engine(room, room, chunk_tokens=chunk_tokens) as on,
-        bed.engine(room, 0, chunk_tokens=chunk_tokens) as off,
+        bed.engine(capacity, capacity, chunk_tokens=chunk_tokens) as on,
+        bed.engine(capacity, 0, chunk_tokens=chunk_tokens) as off,
     ):
-        ways = [lambda: prefilled(on), lambda: prefilled(off)]
-        alternating(ways, 1)
-        found = alternating(ways, rounds)
-        forget(on)
+        variants = [lambda: prefill_s(on), lambda: prefill_s(off)]
+        alternating(variants, 1)
+        found = alternating(variants, rounds)
+        flush(on)
         moved = on.cache.stats().moved_pages["backup"]
-        assert moved >= (rounds + 1) * prompts * (tokens // page), "not every page was copied"
-    return Overhead(f"prompts of {tokens:,} tokens back to back", *found)
+        assert moved >= (rounds + 1) * prompts * (tokens // page), "some pages were not backed up"
+    return OverheadResult(f"prefill of {tokens:,} tokens back to back, write-through", *found)
 
 
-def decodes(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> Overhead:
-    """Steps in which all generate."""
+def decode_with_backup(
+    bed: Bed, batch: int, context: int, steps: int, rounds: int
+) -> OverheadResult:
+    """Decode steps with write-through and without a host tier."""
     page = bed.model.memory.page_tokens
-    room = batch * (context + steps + 8 * page)
+    capacity = batch * (context + steps + 8 * page)
     with (
-        bed.engine(room, room, max_running=batch) as on,
-        bed.engine(room, 0, max_running=batch) as off,
+        bed.engine(capacity, capacity, max_running=batch) as on,
+        bed.engine(capacity, 0, max_running=batch) as off,
     ):
 
-        def generated(engine: Engine) -> float:
-            forget(engine, Tier.DEVICE, Tier.HOST)
-            return generating_s(bed, engine, batch, context, steps)
+        def decoded(engine: Engine) -> float:
+            flush(engine, Tier.DEVICE, Tier.HOST)
+            return decode_step_s(bed, engine, batch, context, steps)
 
-        ways = [lambda: generated(on), lambda: generated(off)]
-        alternating(ways, 1)
-        found = alternating(ways, rounds)
-    return Overhead(f"{batch} sequences that generate", *found)
+        variants = [lambda: decoded(on), lambda: decoded(off)]
+        alternating(variants, 1)
+        found = alternating(variants, rounds)
+    return OverheadResult(f"decode, batch {batch}, write-through", *found)
 
 
-def drawings(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> Overhead:
-    """Steps in which all generate, on the device alone."""
-    room = batch * (context + steps + 8 * bed.model.memory.page_tokens)
-    with bed.engine(room, 0, max_running=batch) as engine:
+def sampling(bed: Bed, batch: int, context: int, steps: int, rounds: int) -> OverheadResult:
+    """Decode steps with sampling and with greedy tokens, on the device alone."""
+    capacity = batch * (context + steps + 8 * bed.model.memory.page_tokens)
+    with bed.engine(capacity, 0, max_running=batch) as engine:
 
-        def generated(sampling: SamplingParams) -> float:
-            forget(engine, Tier.DEVICE)
-            return generating_s(bed, engine, batch, context, steps, sampling)
+        def decoded(params: SamplingParams) -> float:
+            flush(engine, Tier.DEVICE)
+            return decode_step_s(bed, engine, batch, context, steps, params)
 
-        ways = [lambda: generated(ADVISED), lambda: generated(GREEDY)]
-        alternating(ways, 1)
-        found = alternating(ways, rounds)
-    return Overhead(f"{batch} sequences that generate, tokens drawn", *found)
+        variants = [lambda: decoded(QWEN3_SAMPLING), lambda: decoded(GREEDY)]
+        alternating(variants, 1)
+        found = alternating(variants, rounds)
+    return OverheadResult(f"decode, batch {batch}, sampling", *found)

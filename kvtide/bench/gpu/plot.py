@@ -1,4 +1,4 @@
-"""The time to a first token by where the prefix lies, as a picture (SVG) made of bars."""
+"""TTFT by the tier that holds the prefix, as a bar chart (SVG)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _COLOURS = {"recompute": "#8b949e", "storage": "#bf8700", "host": "#0969da", "de
 
 
 def draw(title: str, groups: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Groups of bars, each with milliseconds by place; every group has a scale of its own."""
+    """Groups of bars, milliseconds by tier; every group has a scale of its own."""
     lines, top = [], _TOP
     for name, bars in groups:
         lines.append(_text(16, top + 14, name, "bold"))
         top += 26
         longest = max(bars.values())
-        for place, value in bars.items():
+        for tier, value in bars.items():
             width = (_WIDTH - _LEFT - _RIGHT) * value / longest
-            lines.append(_text(_LEFT - 10, top + 15, place, anchor="end"))
+            lines.append(_text(_LEFT - 10, top + 15, tier, anchor="end"))
             lines.append(
                 f'<rect x="{_LEFT}" y="{top}" width="{max(width, 1):.1f}" height="{_BAR}" '
-                f'rx="3" fill="{_COLOURS[place]}"/>'
+                f'rx="3" fill="{_COLOURS[tier]}"/>'
             )
             lines.append(_text(_LEFT + width + 8, top + 15, f"{value:,.0f} ms"))
             top += _BAR + _GAP

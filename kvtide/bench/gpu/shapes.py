@@ -1,4 +1,4 @@
-"""Models of real shapes without their weights: what a tensor of this name looks like, at random."""
+"""Models of real shapes with random weights: config, tensor shapes by name, page size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shapes = Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: its config, its tensors by pattern of name, and the size of its pages."""
+    """A model: its config, its tensor shapes by name pattern, and its page size."""
 
     name: str
     config: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Shape:
 
 
 class RandomWeights:
-    """A tensor of every name that the patterns know: norms of ones, the rest small and random."""
+    """Weights for every name that a pattern matches: ones for norms, small random values else."""
 
     def __init__(
         self, tensors: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
@@ -51,12 +51,12 @@ class RandomWeights:
         shape = self._shape(name)
         assert shape is not None, name
         if name.endswith("tid2eid"):
-            drawn = torch.rand(shape[0], shape[2], generator=self._generator, device=self._device)
-            return drawn.argsort(-1)[:, : shape[1]]
+            values = torch.rand(shape[0], shape[2], generator=self._generator, device=self._device)
+            return values.argsort(-1)[:, : shape[1]]
         if "norm" in name:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
-        drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return drawn.normal_(std=shape[-1] ** -0.5, generator=self._generator)
+        values = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return values.normal_(std=shape[-1] ** -0.5, generator=self._generator)
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         found = (shape for pattern, shape in self._shapes.items() if pattern.fullmatch(name))
@@ -84,7 +84,7 @@ def _deepseek_v4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     heads, groups, rank = (config[f] for f in ("num_attention_heads", "o_groups", "o_lora_rank"))
     index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
     experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
-    vocabulary, chosen = config["vocab_size"], config["num_experts_per_tok"]
+    vocabulary, topk = config["vocab_size"], config["num_experts_per_tok"]
     streams = config.get("hc_mult", 4)
     mixes, wide = streams * (2 + streams), streams * hidden
     hashed = "|".join(str(n) for n in range(config["num_hash_layers"])) or "none"
@@ -109,7 +109,7 @@ def _deepseek_v4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         rf"{layer}attn\.indexer\.wq_b\.weight": (index_heads * index_dim, low),
         rf"{layer}attn\.indexer\.weights_proj\.weight": (index_heads, hidden),
         rf"{layer}ffn\.gate\.weight": (experts, hidden),
-        rf"model\.layers\.({hashed})\.ffn\.gate\.tid2eid": (vocabulary, chosen, experts),
+        rf"model\.layers\.({hashed})\.ffn\.gate\.tid2eid": (vocabulary, topk, experts),
         rf"model\.layers\.(?!({hashed})\.)\d+\.ffn\.gate\.bias": (experts,),
         rf"{layer}ffn\.(experts\.\d+|shared_experts)\.w[13]\.weight": (inner, hidden),
         rf"{layer}ffn\.(experts\.\d+|shared_experts)\.w2\.weight": (hidden, inner),
@@ -140,7 +140,7 @@ def qwen3_8b(layers: int = 36) -> Shape:
 
 
 def deepseek_v4_flash(layers: int = 12, experts: int = 32, **others: Any) -> Shape:
-    """The first layers with some of the experts, which is what one device has room for."""
+    """The first layers with some of the experts, which fit on one device."""
     ratios: Sequence[int] = catalog.config("deepseek-v4-flash")["compress_ratios"]
     config = {
         **catalog.config("deepseek-v4-flash"),
@@ -164,7 +164,7 @@ def deepseek_v4_flash(layers: int = 12, experts: int = 32, **others: Any) -> Sha
 
 
 def tiny(shape: Shape) -> Shape:
-    """The same kind of model for a machine without a GPU, and for tests."""
+    """The same architecture, small enough for tests on a CPU."""
     small = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32,

@@ -1,4 +1,4 @@
-"""Prompts and single tokens, beside what they must compute and read."""
+"""Prefill and decode, beside the FLOPs they compute and the bytes they read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from kvtide.bench.gpu.ceilings import Ceilings
-from kvtide.bench.gpu.engine_bed import Bed, first_token_s, forget, median_s
-from kvtide.bench.gpu.history import recorded
+from kvtide.bench.gpu.engine_bed import Bed, flush, median_s, ttft_s
+from kvtide.bench.gpu.history import graph_replay_s
 from kvtide.engine import Engine, RequestParams, SamplingParams
 from kvtide.engine.sampler import GREEDY
 from kvtide.engine.scheduler import MIXED_STEP_TOKENS
@@ -20,49 +20,56 @@ from kvtide.spec import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """`share`: of what the machine can do at best, in products or in bytes read."""
+class ThroughputResult:
+    """`utilization`: of the GEMM ceiling (prefill) or of the memory bandwidth (decode).
+
+    `work`: FLOPs of a prefill, bytes read by a decode step.
+    """
 
     what: str
     seconds: float
     work: float
-    share: float
+    utilization: float
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def prefill(bed: Bed, config: Mapping[str, Any], tokens: int, ceilings: Ceilings) -> Speed:
-    """A prompt in one step, from asking to its first token."""
+def prefill(
+    bed: Bed, config: Mapping[str, Any], tokens: int, ceilings: Ceilings
+) -> ThroughputResult:
+    """A prompt in one step, from submission to its first token."""
     page = bed.model.memory.page_tokens
     with bed.engine(2 * tokens + 4 * page, chunk_tokens=tokens) as engine:
         seeds = count(1001)
 
         def once() -> float:
-            forget(engine, Tier.DEVICE)
-            return first_token_s(engine, bed.prompt(tokens, next(seeds)))[0]
+            flush(engine, Tier.DEVICE)
+            return ttft_s(engine, bed.prompt(tokens, next(seeds)))[0]
 
         once()
         seconds = median_s(once, 5)
-    flops = prompt_flops(config, tokens)
-    return Speed(f"prompt of {tokens:,} tokens", seconds, flops, flops / seconds / ceilings.flops)
+    flops = prefill_flops(config, tokens)
+    return ThroughputResult(
+        f"prefill of {tokens:,} tokens", seconds, flops, flops / seconds / ceilings.flops
+    )
 
 
 def decode(
     bed: Bed, config: Mapping[str, Any], batch: int, context: int, ceilings: Ceilings, steps: int
-) -> Speed:
-    """A step in which every sequence of a batch gets a token, in the midst of generating."""
+) -> ThroughputResult:
+    """A decode step of a full batch, in steady state."""
     page = bed.model.memory.page_tokens
     longest = context + steps + 2 * page + 64
     with bed.engine(batch * (longest + page), max_running=batch) as engine:
-        generating_s(bed, engine, batch, context, steps)  # To warm up.
-        seconds = generating_s(bed, engine, batch, context, steps)
+        decode_step_s(bed, engine, batch, context, steps)  # To warm up.
+        seconds = decode_step_s(bed, engine, batch, context, steps)
     read = weight_bytes(config) + batch * (context + steps // 2) * kv_bytes(config)
-    what = f"{batch} sequences of {context:,} tokens, one more each"
-    return Speed(what, seconds, read, read / seconds / ceilings.bytes_s)
+    what = f"decode, batch {batch}, context {context:,}"
+    return ThroughputResult(what, seconds, read, read / seconds / ceilings.bytes_s)
 
 
-def generating_s(
+def decode_step_s(
     bed: Bed,
     engine: Engine,
     batch: int,
@@ -70,39 +77,39 @@ def generating_s(
     steps: int,
     sampling: SamplingParams = GREEDY,
 ) -> float:
-    """Seconds of a step, when all of the batch generate."""
+    """Seconds of a step in which the whole batch decodes."""
     lead = context * batch // min(engine.scheduler.chunk_tokens, MIXED_STEP_TOKENS) + 16
     for number in range(batch):
         engine.submit(RequestParams(bed.prompt(context, 7000 + number), steps + lead, sampling))
     running = engine.scheduler.running
     while engine.scheduler.waiting or any(len(r.output) < 2 for r in running):
         engine.step()
-    bed.finish()
+    bed.synchronize()
     start = time.perf_counter()
     for _ in range(steps):
         assert len(engine.step()) == batch
-    bed.finish()
+    bed.synchronize()
     seconds = (time.perf_counter() - start) / steps
     for request in list(running):
         engine.abort(request)
     return seconds
 
 
-def prompt_flops(config: Mapping[str, Any], tokens: int) -> float:
-    """Products of a dense model: two for each weight and token, and attention to all before."""
+def prefill_flops(config: Mapping[str, Any], tokens: int) -> float:
+    """FLOPs of a dense model: two per weight and token, and causal attention."""
     heads, dim = config["num_attention_heads"], config["head_dim"]
     attention = 4 * heads * dim * tokens * (tokens + 1) / 2
     return float(config["num_hidden_layers"] * (2 * tokens * _layer_weights(config) + attention))
 
 
 def weight_bytes(config: Mapping[str, Any]) -> float:
-    """Of a dense model in half precision: all but the table of embeddings."""
+    """Weights of a dense model in half precision, without the embedding table."""
     head = config["vocab_size"] * config["hidden_size"]
     return float(2 * (config["num_hidden_layers"] * _layer_weights(config) + head))
 
 
 def kv_bytes(config: Mapping[str, Any]) -> float:
-    """Of one token in half precision."""
+    """KV of one token in half precision."""
     entry = 2 * config["num_key_value_heads"] * config["head_dim"]
     return float(2 * config["num_hidden_layers"] * entry)
 
@@ -115,35 +122,37 @@ def _layer_weights(config: Mapping[str, Any]) -> int:
     return int(attention + 3 * hidden * config["intermediate_size"])
 
 
-# -- compressed history -----------------------------------------------------------------------
+# -- DeepSeek-V4 ------------------------------------------------------------------------------
 
 
-def sparse_decode(
+def decode_v4(
     bed: Bed, config: Mapping[str, Any], batch: int, context: int, ceilings: Ceilings
-) -> Speed:
-    """DeepSeek-V4, recorded: a token for every sequence of a batch, over a history at random."""
-    seconds = recorded(bed, batch, context)
-    read = v4_bytes(config, bed, batch, context)
-    what = f"{batch} sequences of {context:,} tokens, one more each"
-    return Speed(what, seconds, read, read / seconds / ceilings.bytes_s)
+) -> ThroughputResult:
+    """A decode step of DeepSeek-V4 as a CUDA graph, over a random KV history."""
+    seconds = graph_replay_s(bed, batch, context)
+    read = decode_v4_bytes(config, bed, batch, context)
+    what = f"decode, batch {batch}, context {context:,}"
+    return ThroughputResult(what, seconds, read, read / seconds / ceilings.bytes_s)
 
 
-def v4_bytes(config: Mapping[str, Any], bed: Bed, batch: int, context: int) -> float:
-    """What a step must read: weights that are used, windows, chosen entries, all index keys.
+def decode_v4_bytes(config: Mapping[str, Any], bed: Bed, batch: int, context: int) -> float:
+    """Bytes that a decode step reads: active weights, windows, top-k entries, all index keys.
 
-    As if no two tokens chose the same expert, until there are no others.
+    No two tokens share a routed expert, as long as there are enough experts.
     """
     routed, shared = config["n_routed_experts"], config["n_shared_experts"]
-    touched = min(routed, batch * config["num_experts_per_tok"])
+    active = min(routed, batch * config["num_experts_per_tok"])
     total = 0.0
     for tensor in weights_of(bed.model):
         if not tensor.is_floating_point():
-            continue  # Tables are looked up.
-        # Behind the experts that are chosen there may stand those that all tokens go to.
-        beside = len(tensor) - routed if tensor.dim() == 3 else -1
-        share = (touched + beside) / len(tensor) if 0 <= beside <= shared else 1.0
-        total += share * tensor.numel() * tensor.element_size()
-    total -= config["vocab_size"] * config["hidden_size"] * 2  # Embeddings are looked up.
+            continue  # Integer tables are looked up, not read whole.
+        # Shared experts, which all tokens use, may stand behind the routed ones.
+        shared_here = len(tensor) - routed if tensor.dim() == 3 else -1
+        fraction = (active + shared_here) / len(tensor) if 0 <= shared_here <= shared else 1.0
+        total += fraction * tensor.numel() * tensor.element_size()
+    total -= (
+        config["vocab_size"] * config["hidden_size"] * 2
+    )  # The embedding table is looked up too.
     for pool in bed.model.memory.pools:
         each, seen = pool.entry.bytes, context // pool.tokens_per_entry
         if pool.name == "swa":
@@ -157,7 +166,7 @@ def v4_bytes(config: Mapping[str, Any], bed: Bed, batch: int, context: int) -> f
 
 
 def weights_of(model: object) -> list[torch.Tensor]:
-    """Every tensor that a model holds, once."""
+    """Every tensor that a model holds, once each."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     left: list[object] = [model]

@@ -1,8 +1,8 @@
-"""The time to a first token, by where the prompt's prefix lies: nowhere, or on one of the tiers.
+"""Time to first token (TTFT), by the tier that holds the prompt's prefix, or none.
 
-Every round asks for a prompt that nobody knows, and then for the same again from the device, from
-the host and from storage. The bound is the bytes at the speed of a plain copy, or the time that
-this engine takes when the prefix is on the device, whichever is longer.
+Every round submits a new prompt, and then the same prompt with its prefix on the device, on the
+host and in storage. The bound of a host hit is the larger of two times: its bytes at the speed of a
+plain copy, and this engine's TTFT with the prefix on the device.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtide.bench.gpu.ceilings import Ceilings
-from kvtide.bench.gpu.engine_bed import Bed, first_token_s, forget
+from kvtide.bench.gpu.engine_bed import Bed, flush, ttft_s
 from kvtide.engine import Engine
 from kvtide.spec import Tier
 from kvtide.storage import open_store
 from kvtide.transfer.strided import Way
 
 TIMES = 3
-"""How often a prompt is asked for from the device and from the host, which takes little time."""
+"""Repetitions of device and host hits in a round; both are short."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """Seconds to the first token, by where the prefix was; what came from the host, in bytes."""
+class TtftResult:
+    """TTFT in seconds, by the tier of the prefix; `moved_bytes`: loaded from the host."""
 
     model: str
     tokens: int
@@ -39,7 +39,7 @@ class Restored:
 
     @property
     def bound_s(self) -> float:
-        """From the host: the bytes, or the rest that is computed."""
+        """The lower bound of a host hit."""
         return max(self.link_s, self.device_s)
 
     @property
@@ -57,12 +57,12 @@ class Restored:
 
 def measure(
     bed: Bed, name: str, tokens: int, ceilings: Ceilings, rounds: int, chunk_tokens: int = 8192
-) -> Restored:
-    room = tokens + 4 * bed.model.memory.page_tokens
+) -> TtftResult:
+    capacity = tokens + 4 * bed.model.memory.page_tokens
     times: dict[str, list[float]] = {where: [] for where in ("none", "device", "host", "storage")}
     with (
         tempfile.TemporaryDirectory(prefix="kvtide-bench-") as folder,
-        bed.engine(2 * room, 2 * room, chunk_tokens=chunk_tokens) as engine,
+        bed.engine(2 * capacity, 2 * capacity, chunk_tokens=chunk_tokens) as engine,
     ):
         engine.cache.storage.attach(open_store(f"file://{folder}", engine.cache.storage.space))
         for number in range(rounds + 1):
@@ -72,7 +72,7 @@ def measure(
         found = {where: statistics.median(each) for where, each in counted.items()}
     moved_bytes, host_tokens = moved
     link_s = moved_bytes / ceilings.link_bytes_s
-    return Restored(
+    return TtftResult(
         name,
         tokens,
         recompute_s=found["none"],
@@ -88,26 +88,26 @@ def measure(
 def _round(
     bed: Bed, engine: Engine, prompt: tuple[int, ...], times: dict[str, list[float]]
 ) -> tuple[int, int]:
-    """One prompt from everywhere; how many bytes and tokens came from the host."""
+    """One prompt from every tier; the bytes and tokens that a host hit loads."""
     cache = engine.cache
-    bed.finish()
-    times["none"].append(first_token_s(engine, prompt)[0])
-    forget(engine)
-    # Once more before it counts: what is asked for a second time may be kept in other places.
-    places = [*[((), "device")] * TIMES, *[((Tier.DEVICE,), "host")] * TIMES]
-    for tiers, where in (((), None), *places):
-        forget(engine, *tiers)
+    bed.synchronize()
+    times["none"].append(ttft_s(engine, prompt)[0])
+    flush(engine)
+    # The first repetition is not counted: a second hit may move checkpoints.
+    hits = [*[((), "device")] * TIMES, *[((Tier.DEVICE,), "host")] * TIMES]
+    for tiers, where in (((), None), *hits):
+        flush(engine, *tiers)
         before = cache.stats().moved_bytes[Way.LOAD.name.lower()]
-        seconds, request = first_token_s(engine, prompt)
+        seconds, request = ttft_s(engine, prompt)
         if where is not None:
             times[where].append(seconds)
         assert where != "device" or not request.by_tier.get(Tier.HOST), request.by_tier
     cache.drain(60.0)
     moved = cache.stats().moved_bytes[Way.LOAD.name.lower()] - before
     host_tokens = request.by_tier[Tier.HOST]
-    forget(engine, Tier.DEVICE, Tier.HOST)
-    seconds, request = first_token_s(engine, prompt)
+    flush(engine, Tier.DEVICE, Tier.HOST)
+    seconds, request = ttft_s(engine, prompt)
     assert sum(request.by_tier.values()) >= host_tokens, (request.by_tier, request.why)
     times["storage"].append(seconds)
-    forget(engine, Tier.DEVICE, Tier.HOST)
+    flush(engine, Tier.DEVICE, Tier.HOST)
     return moved, host_tokens

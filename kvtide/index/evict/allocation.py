@@ -1,4 +1,4 @@
-"""Making room in a cell: promise slots, evicting what the policy gives up first."""
+"""Allocation: promise slots in cells, and evict to free them, in the order of the policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvtide.index.tree.tree import Tree
 
 
 class Allocator:
-    """`keeps`: the cells where room is not made by dropping the only copy of a page.
+    """`keeps`: the cells that never evict the only copy of a page.
 
     `missing` is what the last refusal lacked, by cell.
     """
@@ -27,7 +27,7 @@ class Allocator:
         if any(needs[cell] > self.max_slots(cell) for cell in self.missing):
             return False
         for cell in self.missing:
-            # Making room in one cell may have made some in the next.
+            # An eviction in one cell may have freed slots in the next.
             missing = needs[cell] - cells[cell].slots.available
             wanted = max(missing, cells[cell].batch_pages)
             evict = self.evict_copied if cell in self._keeps else self.evict
@@ -36,7 +36,7 @@ class Allocator:
                 return False
         for cell, count in needs.items():
             promised = cells[cell].slots.reserve(count)
-            assert promised, "room was made, yet there is none"
+            assert promised, "slots were freed, yet there are too few"
         return True
 
     def max_slots(self, cell: int) -> int:
@@ -89,7 +89,7 @@ class Allocator:
         return dropped
 
     def would_be_lost(self, node: Node, cell: int) -> bool:
-        """Whether the cell has the only copy of pages from which somebody may resume."""
+        """Whether the cell has the only copy of pages that a resume may need."""
         where = self._tree.cells[cell]
         below = where.anchor_bits & -(where.bit << 1)
         if node.resident & below:
@@ -99,8 +99,8 @@ class Allocator:
     def pages_to_take(self, node: Node, cell: int, pages: int) -> int:
         """How many pages to take off a victim's end when `pages` are wanted.
 
-        Runs are cut in multiples of a batch. A window or a state is of no use in part, so those
-        go whole.
+        Histories are cut in multiples of a batch. Windows and states are useless in part and go
+        whole.
         """
         where = self._tree.cells[cell]
         if where.reach is not None or node.pages <= where.batch_pages:

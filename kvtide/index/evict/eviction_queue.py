@@ -1,18 +1,17 @@
-"""Which pages go first: one queue per cell, repaired only where somebody looks.
+"""The eviction order: one queue per cell, repaired lazily.
 
 A queue is a heap of (key, entry number, node). A node enters when it becomes evictable: resident,
 unpinned and, in a pool that keeps the whole history, without a child in the same cell (a prefix
 must not lose its middle). Its key is not updated when the node is used again; an entry that comes
 to the top with an outdated key is put back under the present one. A key that may have *fallen* is
-entered a second time (`offer_again`), because waiting would hide the better victim. No operation
-looks at more nodes than it moves, so the cost of a victim is O(log n).
+entered a second time (`offer_again`): a lazy update would keep the better victim from the top. No
+operation looks at more nodes than it moves, so a victim costs O(log n).
 
-Pools with a finite reach (windows, states) sort by two classes first: pages outside every reach,
-that is behind the window of every leaf and of every point where prompts part, go before all
-others. They need no such care for their children.
+Pools with a finite reach (windows, states) sort by two classes first. Pages out of every reach go
+before all others: no leaf and no branch point needs them. Their children do not matter.
 
-A policy that bets is offered the first node and some others from all over the heap; an entry of a
-node that was taken out of turn stays behind and is dropped when it comes up.
+A policy that bets is offered the first node and a sample of the heap. The entry of a node that was
+evicted out of turn stays in the heap, and is dropped when it comes to the top.
 """
 
 from __future__ import annotations
@@ -46,22 +45,22 @@ class Policy:
         """A request with a prompt of so many pages begins."""
 
     def used(self, node: Node) -> None:
-        """The node's pages were found by a match and will be read."""
+        """The node's pages were matched and will be read."""
 
     def inserted(self, node: Node, first: int) -> None:
-        """The node's pages from number `first` on came into the cell."""
+        """The node's pages from number `first` on became resident in the cell."""
 
     def removed(self, node: Node, first: int) -> None:
-        """The node's pages from number `first` on are about to leave the cell."""
+        """The node's pages from number `first` on are about to be dropped from the cell."""
 
     def withdrawn(self, node: Node) -> None:
-        """The node's pages are nobody's any more, whatever any policy would have kept."""
+        """The node's pages are quarantined: no policy could have kept them."""
 
     def merged(self, upper: Node, lower: Node) -> None:
         """The lower node is about to take over the upper one's pages."""
 
     def victim(self, oldest: Node, some: Callable[[], list[Node]]) -> Node:
-        """Who goes: the node with the smallest key, or one of a sample that `some()` draws."""
+        """The node to evict: the one with the smallest key, or one of the sample `some()`."""
         return oldest
 
 
@@ -149,9 +148,9 @@ class EvictionQueue:
         """
         self._bets += 1
         step = len(self._heap) // SAMPLE + 1
-        drawn = [node for _, _, node in self._heap[self._bets % step :: step]]
-        fit = [node for node in drawn if self.evictable(node)]
-        if 2 * len(fit) < len(drawn):
+        sample = [node for _, _, node in self._heap[self._bets % step :: step]]
+        fit = [node for node in sample if self.evictable(node)]
+        if 2 * len(fit) < len(sample):
             self._compact_at = 0
         return fit
 
@@ -189,7 +188,7 @@ def _number(entry: tuple[Key, int, Node]) -> int:
 
 
 def in_reach(node: Node, reach: int) -> bool:
-    """Whether a leaf's end or a parting of prompts reaches back to the node's last page.
+    """Whether the reach of a leaf's end or of a branch point covers the node's last page.
 
     Walks down single children, each at least a page long: fewer than `reach` steps.
     """

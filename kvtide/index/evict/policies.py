@@ -84,8 +84,8 @@ POLICIES: dict[str, type[Policy]] = {
 def policy(name: str, cell: int, reach: int | None, slots: int) -> Policy:
     """A policy for one cell.
 
-    Tide weighs runs of history. Windows and states, which are in or out of reach before anything
-    else, go by LRU under it.
+    Tide applies to histories. Under it, windows and states use LRU: whether they are in reach
+    matters before anything else.
     """
     if name not in POLICIES:
         raise ValueError(f"no eviction policy named {name}; use {', '.join(POLICIES)}")

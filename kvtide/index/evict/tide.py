@@ -3,13 +3,13 @@
 A leaf is worth (hits + 1) / (age + 256): how often it was used against how long ago. The victim is
 the sampled leaf that is worth least, if that is safe, and else exactly the one LRU would take.
 
-What is safe is measured, not guessed. LRU with the same slots would hold the pages that were used
-last, so a count of pages by the tick of their last use, evicted ones included, says for every
-request what LRU would have found. `_lead` is how far we are ahead of it, in pages. A page that LRU
-would still hold and we do not (`_owed`) costs at most one hit, and on average what an average page
-earns. Giving up one more such leaf has to be paid from half of the lead, or from 1% of what LRU
-would have found. So the policy cannot fall behind LRU by much more than that 1%, and it departs
-from LRU ever more freely as that pays. Leaves that LRU would have dropped already are free to go.
+What is safe is measured. LRU with the same slots would hold the pages that were used last. A count
+of pages by the tick of their last use, evicted ones included, therefore shows for every request
+what LRU would have found. `_lead` is how far the policy is ahead of LRU, in pages. A page that LRU
+would still hold and the policy does not (`_owed`) costs at most one hit, and on average what an
+average page earns. Evicting one more such leaf is paid from half of the lead, or from 1% of what
+LRU would have found. So the policy cannot fall behind LRU by much more than 1%, and it departs from
+LRU further while that pays. Leaves that LRU would have dropped already cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtide.index.tree.node import Node
 SLACK = 0.01
 YOUNG_TICKS = 256
 EWMA_DECAY = 0.9999577
-"""What a tick leaves of the score: half of it after 16,384 ticks."""
+"""What a tick leaves of the scores: half of them after 16,384 ticks."""
 
 MIN_GHOSTS = 1024
 PAGES_PER_GHOST = 16
@@ -108,7 +108,7 @@ class Tide(Policy):
             self._forget(next(iter(self._ghosts)))
 
     def withdrawn(self, node: Node) -> None:
-        """LRU would not find them either: nothing is owed, and no ghost stays behind."""
+        """LRU would not find them either: nothing is owed, and there is no ghost."""
         self._leave(node.marks[self._cell], node.pages, 0)
 
     def merged(self, upper: Node, lower: Node) -> None:
@@ -145,10 +145,10 @@ class Tide(Policy):
         last, pages, _ = self._ghosts.pop(name, (-1, 0, 0))
         self._leave(last, pages, pages)
 
-    # -- whom to give up --------------------------------------------------------------------
+    # -- the victim -------------------------------------------------------------------------
 
     def victim(self, oldest: Node, some: Callable[[], list[Node]]) -> Node:
-        """The leaf worth least among LRU's choice and some others, as far as can be afforded."""
+        """The leaf worth least among LRU's victim and a sample, as far as can be afforded."""
         cell, first, afford = self._cell, self._oldest, self._affordable()
         last = oldest.marks[cell]
         if afford < 1 and last >= first:
@@ -163,7 +163,7 @@ class Tide(Policy):
         return best
 
     def _affordable(self) -> float:
-        """How many pages that LRU holds may be given up: lead and slack, less what is owed."""
+        """How many pages that LRU holds may be evicted: lead and slack, less what is owed."""
         funds = self._lead / 2 if self._lead > 0 else self._lead
         price = min(1.0, self._lru / self._asked) if self._asked else 1.0
         return funds + SLACK * self._lru - self._owed * price

@@ -1,7 +1,7 @@
-"""Copies between tiers as the index sees them: begun, then landed or failed.
+"""Arrivals: copies between tiers as the index sees them, begun, then landed or failed.
 
-Nothing is readable in the target until it landed. Until then the arrival owns the target's slots
-and pins the source, so whichever way it ends, ending it is a walk over what it recorded.
+Nothing is readable in the target until it has landed. Until then the arrival owns the target's
+slots and pins the source. Either end is a walk over what it recorded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ class Arrivals:
     def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
         """Begin to copy the lease's path; None when the target has no room.
 
-        Upwards (a load, a fetch) goes what the lease needs to resume and no faster tier has.
-        Downwards (a backup, a store) goes all that the path has in the source, checkpoints on
-        the way included, but not what serves the lease only to go on; and nothing of what is
-        hidden, since nobody will find it there.
+        Upwards (a load, a fetch) it copies what the lease needs to resume and no faster tier has.
+        Downwards (a backup, a store) it copies all that the path has in the source, with all
+        checkpoints, but not what serves only the lease's next step, and no hidden pages.
         """
         tree = self._tree
         assert lease.live and self._leasing.owns(lease) and source is not target
@@ -46,7 +45,7 @@ class Arrivals:
         if self._allocator.reserve(needs):
             arrival = self._begin(runs, source, target)
             if target < source:
-                # Nobody waits for a copy downwards, and it does not move what a lease pins.
+                # No lease waits for a copy downwards, and it does not change what leases pin.
                 arrival.leases.append(lease)
                 arrival.behind = self._awaited(lease, arrival)
         for pin in guards:
@@ -66,10 +65,9 @@ class Arrivals:
     def demote(self, source: Tier, target: Tier, anchor: int, pages: int) -> Arrival | None:
         """Begin to move the next victims of a cell down, as many of them as fit there.
 
-        What has a copy below already, or is of no use to anybody, is dropped at once.
-
-        None when nothing is evictable or the target has no room. Landing frees the source. An
-        arrival without parts has nothing to move.
+        Victims with a copy below, or out of every reach, are dropped at once. None when nothing is
+        evictable or the target has no room. Landing frees the source. An arrival without parts has
+        nothing to move.
         """
         tree = self._tree
         tree.tick += 1
@@ -125,7 +123,7 @@ class Arrivals:
         sweep(tree, hidden)
 
     def fail(self, arrival: Arrival) -> None:
-        """The bytes will not come: every slot goes back, nothing was ever readable."""
+        """The copy failed: every slot goes back; nothing was ever readable."""
         tree = self._tree
         hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
@@ -141,7 +139,7 @@ class Arrivals:
     # -- the steps --------------------------------------------------------------------------
 
     def _depart(self, arrival: Arrival) -> Departure | None:
-        """Pin what the arrival brought: a history with all above it, which cannot go before."""
+        """Pin what the arrival brought: a history with all pages above, which must stay too."""
         tree = self._tree
         departure = Departure(tree.next_number(), [], [])
         for part in arrival.parts:
@@ -194,13 +192,13 @@ class Arrivals:
         return victims, found
 
     def _guard(self, lease: IndexLease, target: Tier) -> list[Pin]:
-        """Keep what the path already has in the target while room is made there."""
+        """Pin what the path has in the target while pages are evicted there."""
         tree = self._tree
         cells = range(tree.cell(target, 0), tree.cell(target, tree.anchors))
         return [pin for cell in cells for pin in tree.pins.resident(cell, lease.node)]
 
     def _cut_at_reaches(self, lease: IndexLease, source: Tier) -> None:
-        """Part the nodes in which a reach begins, so that windows before it stay where they are."""
+        """Split the nodes in which a reach begins, so that windows before it are not copied."""
         tree = self._tree
         for anchor in range(tree.anchors):
             cell = tree.cell(source, anchor)
@@ -242,7 +240,7 @@ class Arrivals:
     def _awaited(self, lease: IndexLease, own: Arrival) -> tuple[Arrival, ...]:
         """The other arrivals that bring pages of the lease's path to the same tier.
 
-        The lease is told to them, so that it is pinned there as soon as they land.
+        Each of them records the lease, and pins its pages for the lease when it lands.
         """
         tree, numbers = self._tree, dict[int, None]()
         for anchor in range(tree.anchors):
@@ -285,7 +283,7 @@ class Arrivals:
         return arrival
 
     def _pin_above(self, cell: int, node: Node) -> list[Pin]:
-        """A history cannot lose the pages above others: they count as needed, too."""
+        """A history must not lose the pages above others: pin them, too."""
         above = node.parent
         if above is None or self._tree.cells[cell].reach is not None:
             return []
@@ -312,12 +310,12 @@ class Arrivals:
 
     @staticmethod
     def _expects(node: Node, cell: int, arrival: Arrival) -> bool:
-        """False when the pages were computed here in the meantime: then ours are doubles."""
+        """False when the pages were computed meanwhile: the arrival's are duplicates then."""
         return node.arrivals is not None and node.arrivals.get(cell) == arrival.number
 
     @staticmethod
     def _slices(part: ArrivalPart) -> list[tuple[Node, Slots]]:
-        """The part's nodes as they are now, topmost first, each with its share of the slots."""
+        """The part's nodes as they are now, topmost first, each with its slots."""
         nodes = list(Pin(part.cell, part.node, part.start).nodes())
         return [
             (node, part.slots[node.depth - part.start : node.depth + node.pages - part.start])
@@ -325,7 +323,7 @@ class Arrivals:
         ]
 
     def _leave(self, nodes: list[Node], cell: int) -> None:
-        """Drop the source copies of a demotion, deepest first, unless somebody needs them again."""
+        """Drop the source copies of a demotion, deepest first, unless they are pinned again."""
         queue = self._tree.cells[cell].queue
         for node in nodes:
             if queue.evictable(node):

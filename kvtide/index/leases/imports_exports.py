@@ -1,9 +1,9 @@
-"""Pages that come from outside the tiers the index knows, and pages that go there.
+"""Imports and exports: pages that are read from a store, and pages that are written to one.
 
-What a store holds is not in the tree: others write to it and take from it. So a fetch is an
-*import*: host slots taken for pages of a prompt, outside the tree and readable by nobody, until
-those that arrived are adopted. And a store is a *departure*: pages that landed on the host and must
-not go before they are written (`Moving.land` begins it).
+A store's contents are not in the tree: other processes change them. A fetch is an *import*: host
+slots taken for pages of a prompt, outside the tree and not readable, until the pages are adopted.
+An export is a *departure*: pages that landed on the host and stay pinned until they are written
+(`Arrivals.land_departing` begins it).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ImportsExports:
         self._matcher = matcher
         self._leasing = leasing
 
-    # -- coming in --------------------------------------------------------------------------
+    # -- imports ----------------------------------------------------------------------------
 
     def outline(self, prompt: Prompt) -> Outline:
         tree = self._tree
@@ -70,8 +70,8 @@ class ImportsExports:
     def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
         """Host slots for pages of the lease's prompt; None when the host has no room.
 
-        What the pages follow on is there when they come: the import has the lease, and guards what
-        there is beyond its boundary.
+        The import owns the lease and pins what is resident beyond its boundary, so that adopted
+        pages always have their prefix.
         """
         tree = self._tree
         assert lease.live and self._leasing.owns(lease)
@@ -93,9 +93,9 @@ class ImportsExports:
         return arriving
 
     def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
-        """The first `count` pages are there: they can be found on the host from now on.
+        """The first `count` pages were read: matches find them on the host from now on.
 
-        `absent` names, for each of them, the optional sidecars that did not come with it.
+        `absent` names, for each of them, the optional sidecars that its object lacks.
         """
         tree = self._tree
         assert arriving.live and arriving.lease.live and len(absent) == count
@@ -110,13 +110,13 @@ class ImportsExports:
             self._insert(arriving.lease.prompt, start, end, slots)
 
     def abandon(self, arriving: Import) -> None:
-        """Nothing more is adopted: only the slots stay taken, until nothing writes to them."""
+        """Adopt no more: only the slots stay taken, until the store no longer writes to them."""
         guards, arriving.guards = arriving.guards, []
         self._unguard(guards)
         self._leasing.release(arriving.lease)
 
     def forgo(self, arriving: Import) -> None:
-        """Nothing writes to the import's slots any more: what was not adopted goes back."""
+        """The store no longer writes to the import's slots: those not adopted go back."""
         assert arriving.live
         self.abandon(arriving)
         arriving.live = False
@@ -126,7 +126,7 @@ class ImportsExports:
     def _guard(self, prompt: Prompt, end: int) -> list[Pin]:
         """Pin what the device and the host have of the pages that a resume at `end` needs.
 
-        Nobody holds what lies beyond the deepest boundary, and room is being made.
+        The lease does not pin pages beyond the deepest boundary, and the allocation may evict.
         """
         tree = self._tree
         path = [node for node in self._matcher.match(prompt, Tier.HOST).nodes if node.depth < end]
@@ -149,7 +149,7 @@ class ImportsExports:
         sweep(self._tree, hidden)
 
     def _mark(self, taken: Sequence[Taken], absent: Sequence[Collection[str]]) -> None:
-        """Note what came with each page; mostly the same with all."""
+        """Record the sidecars of each page, grouped: mostly all pages have the same."""
         alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for one, without in zip(taken, absent, strict=True):
             alike.setdefault((one.cell, tuple(without)), []).append(one.slot)
@@ -167,7 +167,7 @@ class ImportsExports:
     def _insert(self, prompt: Prompt, start: int, end: int, slots: dict[int, Slots]) -> None:
         """Give the prompt's pages [start, end) these slots, where they have none.
 
-        Pages above that nobody has become nodes that hold nothing: they are held by those below.
+        Pages above that no tier has become nodes without slots, kept by those below.
         """
         tree, body, size = self._tree, prompt.body, self._tree.page_bytes
         node: Node = tree.root(prompt)
@@ -197,15 +197,15 @@ class ImportsExports:
             coming = node.arrivals.get(cell) if node.arrivals else None
             tree.hold(node, cell, mine.copy())
             tree.cells[cell].queue.offer(node)
-            # Who waits for these pages to be brought has them now, and must not lose them.
+            # Leases that waited for an arrival of these pages have them now, and pin them.
             for lease in tree.arrivals[coming].leases if coming is not None else ():
                 if lease.live:
                     self._leasing.repin(lease)
 
-    # -- going out --------------------------------------------------------------------------
+    # -- exports ----------------------------------------------------------------------------
 
     def departed(self, departure: Departure) -> None:
-        """Written, or given up: its pages may go."""
+        """The departure was written, or dropped: unpin its pages."""
         tree = self._tree
         assert departure.live and tree.departures.pop(departure.number) is departure
         departure.live = False

@@ -91,14 +91,14 @@ class Leasing:
             lease.pins += self._tree.pins.fastest(anchor, lease.node, start)
 
     def repin(self, lease: IndexLease) -> None:
-        """Pin what the lease needs where it is now, then let go of what it had."""
+        """Pin what the lease needs in the tiers where it is now, then drop the old pins."""
         before, lease.pins = lease.pins, []
         self._pin_prefix(lease)
         for pin in before:
             self._tree.pins.unpin(pin)
 
     def slowest(self, lease: IndexLease) -> Tier:
-        """The slowest tier from which the lease's prefix has to come."""
+        """The slowest tier that has to give part of the lease's prefix."""
         anchors = self._tree.anchors
         cells = [pin.cell for pin in lease.pins if pin.cell % anchors in self._required]
         return _TIERS[max(cells, default=0) // anchors]
@@ -176,7 +176,7 @@ class Leasing:
     def _cut_at_checkpoints(
         self, segments: list[PlannedSegment], stops: Iterable[int]
     ) -> list[PlannedSegment]:
-        """The segments, cut where a checkpoint's pages begin and end: others pass, these stay."""
+        """The segments, cut where a checkpoint's pages begin and end: only these pages stay."""
         cuts = sorted({stop - reach for stop in stops for reach in (0, *self._finite)})
         parts: list[PlannedSegment] = []
         for first, last, anchors in segments:
@@ -188,7 +188,7 @@ class Leasing:
         return (prompt.tokens - self._holdback) // self._page
 
     def _promise(self, lease: IndexLease, segments: list[PlannedSegment], growth: int) -> bool:
-        """Have promised what the segments need, out of the lease's growth first, and new growth."""
+        """Promise what the segments need, out of the lease's growth first, and new growth."""
         needs: dict[int, int] = {}
         for first, last, anchors in segments:
             for anchor in anchors:
@@ -198,7 +198,7 @@ class Leasing:
         return self._grow(lease, needs, growth)
 
     def _grow(self, lease: IndexLease, needs: dict[int, int], growth: int) -> bool:
-        """Cover `needs` from what the lease was promised, and top that up to `growth` pages."""
+        """Cover `needs` from the lease's promise, and top that up to `growth` pages."""
         left: dict[int, int] = {}
         missing: dict[int, int] = {}
         for anchor, reach in enumerate(self._reaches):
@@ -329,7 +329,7 @@ class Leasing:
         return node.resident == cells
 
     def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
-        """Give the node our pages where it has none; doubles go back."""
+        """Give the node these pages where it has none; duplicates go back."""
         node.last = self._tree.tick
         for cell, taken in slots.items():
             mine = taken[: node.pages]
@@ -339,9 +339,9 @@ class Leasing:
                 self._hold(node, cell, mine.copy())
 
     def _hold(self, node: Node, cell: int, slots: Slots) -> None:
-        """A history is pinned to its end when the commit is done; a checkpoint may stay behind.
+        """Make the pages resident: `_move_pins` pins a history later, checkpoints are evictable.
 
-        Who waits for these pages to be brought has them now, and must not lose them before then.
+        Leases that waited for an arrival of these pages have them now, and pin them.
         """
         coming = node.arrivals.get(cell) if node.arrivals else None
         self._tree.hold(node, cell, slots)
@@ -353,7 +353,7 @@ class Leasing:
 
     @staticmethod
     def _note_stop(lease: IndexLease, before: Node) -> None:
-        """What was committed belongs to a request that goes on to the end of its full pages."""
+        """Record how far the request that committed these nodes computes full pages."""
         node = lease.node
         stop = max(lease.boundary, lease.planned)
         while True:
@@ -363,7 +363,7 @@ class Leasing:
             node = node.parent
 
     def _move_pins(self, lease: IndexLease, before: Node) -> None:
-        """Cover the committed pages: histories go on from `before`, windows and states move."""
+        """Pin the committed pages: pins of histories extend, those of windows and states move."""
         tree = self._tree
         old, lease.pins = lease.pins, []
         for anchor, reach in enumerate(self._reaches):
@@ -378,7 +378,7 @@ class Leasing:
                 tree.pins.unpin(pin)
 
     def _pass_on(self, lease: IndexLease, stood: int) -> None:
-        """Drop the windows and states that only served to go on from page `stood`."""
+        """Drop the windows and states that served only the step from page `stood`."""
         tree = self._tree
         for cell in range(tree.anchors):
             reach = self._reaches[cell]
@@ -397,7 +397,7 @@ class Leasing:
     # -- the end ----------------------------------------------------------------------------
 
     def retain(self, lease: IndexLease) -> None:
-        """Make a checkpoint of where the lease stands, whether or not one was wanted there."""
+        """Keep a checkpoint at the lease's boundary, whether or not one was placed there."""
         assert lease.live and self.owns(lease)
         lease.wanted = (*lease.wanted, lease.boundary)
 
@@ -436,7 +436,7 @@ class Leasing:
         return table
 
     def arriving_table(self, lease: IndexLease, anchor: int) -> Slots:
-        """The page table, with the slots into which pages are on their way."""
+        """The page table, with the slots of pages that are arriving."""
         table = self.page_table(lease, anchor)
         for node in self._tree.path(lease.node):
             if node.slots[anchor] is None and node.arriving >> anchor & 1:

@@ -1,10 +1,9 @@
-"""Pages that nobody may find again: out of the tree at once, out of every tier when they can be.
+"""Quarantine: pages that no match may find again, dropped as soon as nothing pins them.
 
-A *hidden* tree hangs on a root that no prompt names. What was quarantined lies in one, and so does
-what a lease computes for a scratch prompt. Leases and arrivals in it go on as ever: they know
-their node and its parents, and not the root's name. What differs is what happens to pages that
-nobody needs: they are dropped when the verb that let go of them ends, so that eviction and
-demotion never meet a hidden page, whatever a tier keeps.
+A *hidden* tree hangs on a root that no prompt names. Quarantined pages are moved to one, and a
+lease of a scratch prompt computes in one. Leases and arrivals in it work unchanged: they use their
+node and its parents, not the root's name. Hidden pages that nothing pins are dropped by the verb
+that unpinned them, so that eviction and demotion never meet one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvtide.index.tree.tree import Tree
 
 
 def quarantine(tree: Tree, prompt: Prompt) -> int:
-    """Hide all that shares the prompt's first page; how many pages that is, in all cells."""
+    """Hide all pages behind the prompt's first page; returns their number over all cells."""
     root = tree.roots.get((prompt.namespace, prompt.head))
     top = root.children.get(prompt.body[: tree.page_bytes]) if root is not None else None
     if top is None:
@@ -38,7 +37,7 @@ def keys_below(tree: Tree, prompt: Prompt) -> list[bytes]:
 
 
 def hidden_roots(nodes: Iterable[Node]) -> list[Node]:
-    """The hidden trees in which nodes are, each once. To be asked while they are in a tree."""
+    """The hidden trees that contain these nodes, each once. Call it while they are in a tree."""
     roots: dict[Node, None] = {}
     for node in nodes:
         above = node
@@ -50,7 +49,7 @@ def hidden_roots(nodes: Iterable[Node]) -> list[Node]:
 
 
 def sweep(tree: Tree, roots: Iterable[Node]) -> None:
-    """Drop what nobody needs of hidden trees, the last pages of a path first."""
+    """Drop the unpinned pages of hidden trees, the last pages of a path first."""
     for node in (node for root in roots for node in reversed(list(tree.below(root)))):
         for number, cell in enumerate(tree.cells):
             if cell.queue.evictable(node):

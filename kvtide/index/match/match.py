@@ -28,24 +28,24 @@ from kvtide.index.tree.tree import Tree
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Tier
 
 MILESTONES = 4
-"""Pages come a quarter of the way at a time, each with all that its boundary needs."""
+"""A fetch reads a quarter of the way at a time, each with all that its boundary needs."""
 
 Bits = npt.NDArray[np.bool_]
-"""For every page of a prompt: is it there?"""
+"""For every page of a prompt: whether it is available."""
 Pages = npt.NDArray[np.intp]
 """Numbers of pages, of one anchor."""
 
 
 class Hit(NamedTuple):
-    """What a prompt finds, in pages.
+    """The result of a match, in pages.
 
     boundary    where generation can resume
-    matched     how far the tree knows the tokens, resumable or not
-    limit       the deepest boundary that would leave a token to compute
+    matched     how far the tree has the tokens, resumable or not
+    limit       the deepest boundary that leaves a token to compute
     nodes       the nodes along the match, whole but for the last one
     last_pages  how many pages of the last node match
-    slowest     the last tier that was looked at
-    tick        when it was found: a hit serves until the index changes
+    slowest     the slowest tier of the match
+    tick        when it was made: a hit is valid until the index changes
     """
 
     prompt: Prompt
@@ -59,7 +59,7 @@ class Hit(NamedTuple):
 
     @property
     def branches(self) -> tuple[int, ...]:
-        """Where a checkpoint is missing: beyond the boundary, prompts part there."""
+        """Where a checkpoint is missing: branch points beyond the boundary."""
         if self.boundary == self.matched:
             return ()
         ends = (node.end for node in self.nodes if len(node.children) > 1)
@@ -103,7 +103,7 @@ class Matcher:
     def match(self, prompt: Prompt, slowest: Tier = Tier.STORAGE) -> Hit:
         """The deepest resumable boundary, looking at the device and tiers down to `slowest`.
 
-        At least one token is always left to compute, since its logits are what was asked for.
+        At least one token is always left to compute: the request needs its logits.
         """
         limit = self._limit(prompt)
         nodes, last_pages = self._descend(prompt, limit)
@@ -116,9 +116,9 @@ class Matcher:
         return (prompt.tokens - self._shortfall) // self._page_tokens
 
     def shared_pages(self, prompt: Prompt, other: Prompt, beyond: int) -> int:
-        """How many pages of another prompt this one could go on from; 0 if not beyond `beyond`.
+        """How many pages this prompt shares with another one; 0 if not more than `beyond`.
 
-        The page after that is looked at first: prompts that part earlier cost next to nothing.
+        The page after `beyond` is compared first: prompts that diverge earlier cost almost nothing.
         """
         most = min(self._limit(prompt), len(other.body) // self._page_bytes)
         if most <= beyond or isinstance(prompt.namespace, Hidden):
@@ -186,8 +186,8 @@ class Matcher:
     def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
         """The pages up to the boundary by the fastest tier that has them.
 
-        Counted where the history is; without one, all pages count for the tier of the last. What
-        was brought to the host for this very prompt counts as storage's.
+        Counted for the history; without one, all pages count for the tier of the last. Pages that
+        were fetched to the host for this prompt count for storage.
         """
         assert hit.tick == self._tree.tick, "the index changed since this hit; match again"
         found: dict[Tier, int] = {}
@@ -233,7 +233,7 @@ class Matcher:
         ]
 
     def _stop(self, hit: Hit, pool: PoolSpec) -> Stop:
-        """How deep this pool alone would let the prompt resume, and what is the matter there."""
+        """How deep this pool alone would let the prompt resume, and why not deeper."""
         number = self._memory.anchors.index(pool)
         limit, _ = self._judge(hit.nodes, hit.last_pages, hit.slowest, 1 << number)
         tiers = range(number, (hit.slowest + 1) * self._anchors, self._anchors)
@@ -283,7 +283,7 @@ def deepest_boundary(memory: ModelMemory, limit: int, there: Mapping[str, Bits])
 def read_order(
     memory: ModelMemory, boundary: int, held: Mapping[str, Bits], there: Mapping[str, Bits]
 ) -> list[tuple[str, Pages]]:
-    """What is to be read for a boundary: milestone by milestone, each with all that it needs."""
+    """The pages to read for a boundary: milestone by milestone, each with all that it needs."""
     steps = (boundary * n // MILESTONES for n in range(1, MILESTONES + 1))
     stones = sorted({deepest_boundary(memory, step, there) for step in steps} - {0})
     left = {pool.name: ~held[pool.name] & there[pool.name] for pool in memory.anchors}

@@ -1,20 +1,20 @@
-"""Checkpoints where they pay: placement learned from where prompts parted before.
+"""Checkpoints where they pay: placement learned from where prompts diverged before.
 
 The model is one table. A page boundary has an alignment (the power of two that divides its number)
 and a zone: its distance from the end of the request that computes it or, if that is nearer, from
 the beginning, by powers of two. For each pair of both the policy counts how many boundaries it has
-seen and at how many of them a prompt parted: a rate. Chat templates, block-wise traces and shared
-documents all show up in it, as rates that are high at certain places, alignments or both. Only the
-first prompt that parts somewhere counts, since it leaves a checkpoint for all that come after.
+seen and at how many of them a prompt diverged: a rate. Chat templates, block-wise traces and shared
+documents show as high rates at certain places, alignments or both. Only the first prompt that
+diverges at a place counts, since it leaves a checkpoint for all later ones.
 
-What is not known yet is taken from what is alike: a kind of boundary from all that are at least as
-aligned, these from those that are a little less so, and a whole zone from the assumption that
-prompts part in each zone equally often. So the budget is spent from the first request on.
+Unknown rates come from similar boundaries: a kind from all that are at least as aligned, these from
+slightly less aligned ones, and a whole zone from the assumption that prompts diverge in each zone
+equally often. So the budget is spent from the first request on.
 
-A checkpoint at c saves a prompt that parts at m ≥ c the pages from the checkpoint before up to c.
-Checkpoints are taken greedily, most expected pages saved first, as long as one is worth its price.
+A checkpoint at c saves a prompt that diverges at m ≥ c the pages from the checkpoint before up to
+c. Checkpoints are chosen greedily, most expected pages saved first, while one is worth its price.
 The price follows the budget: it rises while more than `per_request` checkpoints are kept per
-request, and falls while fewer are, but never so far that a checkpoint is bought that hardly helps.
+request and falls while fewer are, down to a minimum below which a checkpoint hardly helps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ASSUMED_REQUESTS = 50.0
 
 _ASSUMED_PARTINGS = 0.1
 _ASSUMED_AT_END = 1.0
-"""Prompts that are assumed to part from a request in each zone, and to go on from its end."""
+"""Prompts that are assumed to diverge in each zone of a request, and to resume at its end."""
 
 _ASSUMED_ALIKE = 8.0
 """How many boundaries the rate of those that are alike counts for."""

@@ -1,11 +1,11 @@
-"""Where windows and recurrent states are worth keeping: checkpoints, as a policy.
+"""Checkpoint placement: at which boundaries windows and recurrent states are kept.
 
 Pools with a finite reach make a boundary resumable only where their last pages before it are
 kept. A `Placement` names the boundaries; `plan` turns them into segments of pages that are kept in
-the same anchors. The end of what a request computes is the natural checkpoint: the next turn of
-the same conversation resumes there. Prompts also part where nobody stopped, and there a request
-that found the tokens but no checkpoint (`Lease.branches`) can leave one when it passes that point.
-`costs` has a policy that learns where prompts part before they do.
+the same anchors. The end of a request is the natural checkpoint: the next turn of the conversation
+resumes there. Prompts also diverge where no request ended. A request that matches tokens there and
+finds no checkpoint (`IndexLease.branches`) leaves one when it passes that point.
+`learned_placement` learns where prompts diverge before they do.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PlannedSegment = tuple[int, int, tuple[int, ...]]
 class Placement:
     """Chooses page boundaries in (start, end] to make resumable, for a request that computes them.
 
-    `branches` are boundaries where this prompt is known to part from others.
+    `branches` are boundaries where this prompt is known to diverge from others.
     """
 
     def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
         raise NotImplementedError
 
     def placed(self, start: int, end: int, count: int) -> None:
-        """A request that computes pages (start, end] got room for so many checkpoints."""
+        """A request that computes pages (start, end] got slots for so many checkpoints."""
 
     def parted(self, at: int, stop: int) -> None:
-        """A prompt is the first to part at page `at` from one whose request computed to `stop`."""
+        """A prompt is the first to diverge at page `at` from one that was computed to `stop`."""
 
 
 class LastPage(Placement):
@@ -42,7 +42,7 @@ class LastPage(Placement):
 
 
 class Branches(Placement):
-    """Also where this prompt is known to part from an earlier one."""
+    """Also where this prompt is known to diverge from an earlier one."""
 
     def checkpoints(self, start: int, end: int, branches: Sequence[int]) -> Iterable[int]:
         return (*branches, end)
@@ -98,7 +98,8 @@ def plan(
 def _kept(
     reaches: tuple[int | None, ...],
 ) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
-    """All anchors; per finite reach, longest first, who keeps the pages before it; histories."""
+    """All anchors; per finite reach, longest first, the anchors that keep pages before it; the
+    histories."""
     everywhere = tuple(range(len(reaches)))
     finite = sorted({reach for reach in reaches if reach is not None}, reverse=True)
     steps = tuple(

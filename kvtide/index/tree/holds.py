@@ -1,9 +1,8 @@
-"""What leases and arrivals hold, recorded so exactly that giving it back is a walk.
+"""What leases, arrivals, imports and departures hold, recorded so that release is a walk.
 
-A pin says: the pages of this cell on the path from page `start` to the end of `node` must stay.
-Nodes may be split while a pin stands: the lower part keeps its identity, both parts keep the pin
-count, and the walk from `node` up to `start` meets both. So a pin never needs to be replayed or
-translated.
+A pin keeps the pages of one cell on the path from page `start` to the end of `node`. Nodes may be
+split while a pin exists: the lower part keeps its identity, both parts keep the pin count, and the
+walk from `node` up to `start` meets both. So a pin never needs to be translated.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class IndexLease:
     pins      exactly what this lease pinned
     segments  slots taken for pages that are not committed yet
     growth    per anchor, device slots promised for later and not taken yet
-    begun     the boundary at which it was pinned: what lies beyond, this lease computed
+    begun     the boundary at which it was pinned: pages beyond it were computed by this lease
     planned   the page up to which the request computes full pages, as far as is known
-    branches  page boundaries worth a checkpoint, because prompts part there
+    branches  page boundaries worth a checkpoint, because prompts diverge there
     wanted    the page boundaries that were chosen for checkpoints
-    placed    the page up to which the placement chose them; 0 as long as it was not asked
-    running   whether it keeps windows and states at its boundary only to go on from there
+    placed    the page up to which the placement chose them; 0 before it did
+    running   whether it keeps windows and states at its boundary for its own next step
     """
 
     number: int
@@ -84,13 +83,13 @@ class IndexLease:
 
     @property
     def hidden(self) -> bool:
-        """Whether what it stands on, and what it commits, is found by nobody."""
+        """Whether no match finds what the lease stands on and commits."""
         return self.node.hidden
 
     def passing(self, node: Node, reach: int) -> bool:
-        """Whether windows or states of this node are there only for this lease to go on.
+        """Whether this node's windows or states serve only this lease's next step.
 
-        It computed them, and no boundary that was chosen for a checkpoint reaches back to them.
+        The lease computed them, and no checkpoint reaches back to them.
         """
         if not self.running or node.depth < self.begun:
             return False
@@ -109,17 +108,16 @@ class ArrivalPart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """Pages on their way into a tier: their slots are owned here until they land or fail.
+    """Pages that are copied into a tier: the arrival owns their slots until they land or fail.
 
         begun ──land──▶ landed     the pages become RESIDENT, the source is unpinned
           └────fail───▶ failed     every slot goes back, the source is unpinned
 
-    pins           the source of what is on its way
-    guards         what a history has above it, in source and target: it cannot go before
-    leases         who waits for these pages: the lease they were begun for, and later ones that
-                   need some of them too
+    pins           the source pages
+    guards         a history's pages above these, in source and target: they must not go before
+    leases         the lease for which it was begun, and later ones that wait for these pages too
     behind         the arrivals that bring the rest of what the lease waits for
-    leaves_source  a demotion: landing also drops the source copies that nobody pinned since
+    leaves_source  a demotion: landing also drops the source copies that are not pinned by then
     """
 
     number: int
@@ -156,15 +154,15 @@ class Taken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Import:
-    """Pages on their way from outside: their slots are owned here, and are not in the tree.
+    """Pages that are fetched from a store: the import owns their slots outside the tree.
 
         begun ──adopt───▶ begun     the first of them can be found, the rest may still come
           ├────abandon──▶ begun     nothing more is adopted: what was there may go
           └─────forgo───▶ over      what was not adopted goes back
 
     lease   stands at the deepest boundary that the device and the host allow
-    taken   in the order in which the pages are to come
-    guards  what is there of the prompt beyond that boundary, and is of use once they have come
+    taken   in the order in which the pages are read
+    guards  resident pages of the prompt beyond that boundary, usable once the import is complete
     """
 
     number: int
@@ -185,7 +183,7 @@ class Departing(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """Pages that landed on the host and stay there until somebody has written them elsewhere."""
+    """Pages that landed on the host and stay pinned until a store has written them."""
 
     number: int
     pins: list[Pin]

@@ -1,9 +1,8 @@
 """A run of pages on which everything is the same: the unit of the tree.
 
-A *cell* is one anchor in one tier (`cell = tier · anchors + anchor`). A node says of every cell
-whether its pages are ABSENT, ARRIVING or RESIDENT there, and this holds for the whole run: where
-two pages would differ, there are two nodes. So matching, pinning and eviction work on nodes and
-never look at single pages.
+A *cell* is one anchor in one tier (`cell = tier · anchors + anchor`). In every cell the pages of a
+node are ABSENT, ARRIVING or RESIDENT, and all alike: where two pages would differ, there are two
+nodes. So matching, pinning and eviction work on nodes and never look at single pages.
 
     ABSENT ──arrive──▶ ARRIVING ──land──▶ RESIDENT ──drop──▶ ABSENT
       │                    └────fail────▶ ABSENT
@@ -24,7 +23,7 @@ _NO_MARKS: list[int] = []
 
 
 class Node:
-    """Fields only; `Books` changes them.
+    """Fields only; `Tree` changes them.
 
     pages, depth   the run is pages [depth, depth + pages) of every prompt through it
     tokens         the run's packed tokens
@@ -33,12 +32,12 @@ class Node:
     kids           per cell, how many children are resident or arriving there
     pins           per cell, how many leases and arrivals need these pages to stay
     leases         how many leases stand at the end of this node, with or without pins
-    hidden         no match finds it, nobody is told of it, and it goes once nobody needs it
+    hidden         no match finds it, no event names it, and it is dropped once unpinned
     queued         bit per cell: stands in that cell's eviction queue
     marks          per cell, what its eviction policy remembers; empty if none does
     last … priority  what eviction policies look at
     stop           the page up to which the request that computed the run went on
-    key            key of the run's last page, once somebody asked
+    key            key of the run's last page, computed on demand
     """
 
     __slots__ = (

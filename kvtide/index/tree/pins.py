@@ -1,7 +1,7 @@
-"""Pinning: saying which pages must stay in a cell, and taking it back.
+"""Pins: which pages must stay in a cell.
 
-A pin covers whole nodes on one path (see `holding.Pin`). Counts are kept per node and cell, and a
-cell knows how many of its pages are pinned at all: what is resident and not pinned can be evicted.
+A pin covers whole nodes on one path (see `holds.Pin`). Counts are kept per node and cell, and a
+cell counts its pinned pages: those that are resident and not pinned can be evicted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Slots of one anchor in one tier: who may have how many, and which.
+"""The slots of one anchor in one tier: which are free, and how many of those are promised.
 
 reserve → take → forfeit: a reservation promises a number of slots without naming them, taking
 turns part of the promise into slot numbers, forfeiting gives the rest of the promise back. So
@@ -25,7 +25,7 @@ class SlotPool:
 
     @property
     def available(self) -> int:
-        """Free slots that nobody was promised."""
+        """Free slots that are not promised."""
         return self._free - self.promised
 
     def reserve(self, count: int) -> bool:

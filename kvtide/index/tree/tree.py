@@ -1,7 +1,7 @@
-"""The tree, and every count that must agree with it. Only this module changes a node.
+"""The radix tree, and every count that must agree with it. Only this module changes a node.
 
-`Tree` offers the small steps (hold, drop, pin, split …) and each leaves all counters right; the
-verbs of `Index` are made of them. What must hold between them is tabled in `invariants`.
+`Tree` offers the small steps (hold, drop, pin, split …), each of which leaves all counters right;
+the verbs of `Index` consist of them. `index_invariants` tables what must hold between them.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ class Tree:
             self._notify_stored(node, cell, node.pages - pages)
 
     def join(self, node: Node) -> None:
-        """Make one node of this one and its neighbours above and below, where nothing differs.
+        """Merge this node with its neighbours above and below, where nothing differs.
 
-        Paths stay short that way: a conversation leaves a node behind at the end of every turn,
-        and needs it only as long as the checkpoint there is kept.
+        This keeps paths short: every turn of a conversation ends a node, which is needed only as
+        long as the checkpoint there is kept.
         """
         if len(node.children) == 1:
             (below,) = node.children.values()
@@ -223,10 +223,10 @@ class Tree:
             node = parent
 
     def hide(self, top: Node) -> int:
-        """Take a whole branch from its root: how many pages nobody finds any more.
+        """Move a whole branch to a hidden root of its own; returns how many pages it has.
 
-        It stays in one piece under a root of its own, for those who hold something in it, and they
-        may go on below.
+        The branch stays in one piece: leases and arrivals in it keep what they hold, and leases
+        may commit below it.
         """
         above, first = top.parent, top.tokens[: self.page_bytes]
         assert isinstance(above, Root) and not above.hidden
@@ -242,10 +242,10 @@ class Tree:
         return pages
 
     def _withdraw(self, node: Node) -> int:
-        """Tell everybody that the node's pages are gone, though some may have to stay a while.
+        """Report the node's pages as removed to policies and listeners, and rename the node.
 
-        The children come first: a page's key takes the tokens above it. In the tree the node gets
-        a name that no prompt has, since who computes such a page anew must not be given this one.
+        The children come first: a page's key depends on the tokens above it. The node's tokens
+        become some that no prompt has, so that a lease that computes the page anew gets a new one.
         """
         resident = [number for number, cell in enumerate(self.cells) if node.resident & cell.bit]
         for cell in resident:
@@ -259,7 +259,7 @@ class Tree:
         return node.pages * len(resident)
 
     def _reach_changed(self, parent: Node) -> None:
-        """A child came or went. With one child left, what was in reach may be out of it now."""
+        """A child was added or removed. With one child left, pages may be out of every reach."""
         if len(parent.children) != 1:
             return
         node, end = parent, parent.depth + parent.pages
@@ -272,7 +272,7 @@ class Tree:
     # -- cells ------------------------------------------------------------------------------
 
     def hold(self, node: Node, cell: int, slots: Slots) -> None:
-        """The pages are RESIDENT in these slots from now on, whatever was on its way.
+        """The pages are RESIDENT in these slots from now on, even if an arrival was expected.
 
         The caller pins them or offers them for eviction.
         """
@@ -290,8 +290,8 @@ class Tree:
     def drop(self, node: Node, cell: int) -> None:
         """Forget the pages' copy in this cell, and the node if it was the last one.
 
-        A history that is in no tier any more takes the windows and states there with it: nothing
-        could resume with them.
+        When a history has left every tier, its windows and states are dropped too: nothing could
+        resume with them.
         """
         self._forget(node, cell)
         where = self.cells[cell]
@@ -315,7 +315,7 @@ class Tree:
         self._lost_kid(node, cell)
 
     def arrive(self, node: Node, cell: int, number: int) -> None:
-        """The pages are ARRIVING: promised to the cell by arrival `number`, not readable."""
+        """The pages are ARRIVING: arrival `number` owns their slots, and they are not readable."""
         bit = 1 << cell
         assert not (node.resident | node.arriving) & bit and node.parent is not None
         node.arriving |= bit
@@ -325,7 +325,7 @@ class Tree:
         node.parent.kids[cell] += 1
 
     def give_up(self, node: Node, cell: int) -> None:
-        """ARRIVING pages will not come: ABSENT again. The caller prunes."""
+        """The arrival failed: its pages are ABSENT again. The caller prunes."""
         self._forget_arrival(node, cell)
         self._lost_kid(node, cell)
 
@@ -351,7 +351,7 @@ class Tree:
             self.cells[cell].policy.asked(pages)
 
     def use(self, node: Node, priority: int, hits: int) -> None:
-        """Everything on the path to here was used now, `hits` times more than before."""
+        """Record a use of all nodes on the path, and `hits` more hits."""
         tick = self.tick
         above = node
         while above.parent is not None:
@@ -409,12 +409,12 @@ class Tree:
     def name_key(self, name: RootName) -> bytes:
         """What the page keys of a root's prompts begin with."""
         namespace, head = name
-        assert isinstance(namespace, Namespace), "nobody is told of hidden pages"
+        assert isinstance(namespace, Namespace), "hidden pages have no key"
         (key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
         return key
 
     def _notify_stored(self, node: Node, cell: int, first: int) -> None:
-        """Pages from number `first` on became readable: for the policy, and for who listens."""
+        """Notify the policy and the listeners: pages from `first` on became readable."""
         if node.hidden:
             return
         if self.betting:
@@ -423,7 +423,7 @@ class Tree:
             self._emit(EventKind.STORED, cell, node, first)
 
     def _notify_removed(self, node: Node, cell: int, first: int) -> None:
-        """Pages from number `first` on are about to leave the cell."""
+        """Notify the policy and the listeners: pages from `first` on are about to be dropped."""
         if node.hidden:
             return
         if self.betting:

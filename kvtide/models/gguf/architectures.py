@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
+import numpy as np
 
 from kvtide.models.gguf.gguf_file import GGUF
 from kvtide.models.gguf.metadata import Metadata
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+if TYPE_CHECKING:  # A config is read without torch; only the weights need it.
+    from torch import Tensor
+
+Change: TypeAlias = "Callable[[Tensor], Tensor]"
 
 LLAMA3_FACTORS = "rope_freqs.weight"
 GEMMA3_WINDOW_PERIOD = 6
@@ -127,14 +131,14 @@ def _outside(name: str, parts: Mapping[str, str]) -> str | None:
 def _halves_from_pairs(heads: int) -> Change:
     """Rows of each head from the order 0, h, 1, h+1, … back to 0, 1, …, h, h+1, …"""
 
-    def change(rows: torch.Tensor) -> torch.Tensor:
+    def change(rows: Tensor) -> Tensor:
         pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
 
     return change
 
 
-def _minus_one(weight: torch.Tensor) -> torch.Tensor:
+def _minus_one(weight: Tensor) -> Tensor:
     return weight - 1
 
 
@@ -220,11 +224,12 @@ def _llama3_scaling(file: GGUF, theta: float, head_dim: int) -> dict[str, object
     Its settings are the published ones with the largest divisor as the factor, if and only if they
     give the divisors that stand in the file.
     """
-    found = file.read(LLAMA3_FACTORS).double()
+    found = file.floats(LLAMA3_FACTORS).astype(np.float64)
     factor, low, high, original = float(found.max()), 1.0, 4.0, 8192
-    turns = original * theta ** -(torch.arange(0, head_dim, 2).double() / head_dim) / (2 * torch.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(found, 1 / ((1 - share) / factor + share), rtol=1e-4):
+    turns = original * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):
         raise file.metadata.refusal(
             f"RoPE is scaled by {LLAMA3_FACTORS} in a way that is not Llama 3.1's; use the model's "
             "safetensors folder"

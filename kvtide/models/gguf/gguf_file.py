@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvtide.models.gguf.metadata import Metadata
-from kvtide.models.gguf.quants import FORMATS, OTHER_FORMATS, Bytes, Format, dequantise
+from kvtide.models.gguf.quants import FORMATS, OTHER_FORMATS, Bytes, Floats, Format, dequantise
 from kvtide.models.model_errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -34,8 +33,6 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 }  # fmt: skip
 _STRING = 8
 _ARRAY = 9
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +74,10 @@ class GGUF:
         tensor = self.tensors[name]
         return np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.offset)
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own: in its own dtype, float32 where it was quantised."""
+    def floats(self, name: str) -> Floats:
+        """A tensor as float32, in memory of its own."""
         tensor = self.tensors[name]
-        dtype = _DTYPES.get(tensor.form.name)
-        if dtype is None:
-            return torch.from_numpy(dequantise(self.raw(name), tensor.form)).reshape(tensor.shape)
-        return torch.from_numpy(self.raw(name).copy()).view(dtype).reshape(tensor.shape)
+        return dequantise(self.raw(name), tensor.form).reshape(tensor.shape)
 
     def _check_whole(self) -> None:
         parts = self.metadata.count("split.count", 1)
@@ -96,6 +90,19 @@ class GGUF:
                 raise self.metadata.refusal(
                     f"the file ends before tensor {name} does; download it again"
                 )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its name or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -1,25 +1,119 @@
-"""Bytes between memory and segments, past the page cache and in place wherever that is possible.
+"""Bytes between memory and segments, past the page cache and in place wherever possible.
 
 A batch is cut into pieces of at most PIECE_BYTES: larger objects into several, neighbours on disk
-into one vectored call. Memory that starts on a page and is whole blocks long goes to and from the
-disk as it lies. Other memory goes through a page-aligned buffer of the thread.
+into one vectored call. `IoThreads` runs the pieces in parallel. Page-aligned memory of whole blocks
+goes to and from the disk directly. Other memory goes through a page-aligned buffer of the thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtide.storage.file.io_threads import IoThreads
-from kvtide.storage.file.records import BLOCK_BYTES
-from kvtide.storage.file.segments import SegmentFile
+from kvtide.storage.file.segments import BLOCK_BYTES, SegmentFile
+
+# ── threads ───────────────────────────────────────────────────────────────────────────────────────
+
+PARTS_PER_THREAD = 2
+"""One thread is woken per so many parts: waking one costs as much as reading 256 KiB."""
+
+
+class _Batch:
+    """Parts 0 … count - 1; every free thread takes the next one."""
+
+    def __init__(self, run: Callable[[int], None], threads: int, count: int) -> None:
+        self._run, self._count = run, count
+        self.to_wake = threads - 1
+        self._next = itertools.count()
+        self._left = count
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self.failures: list[BaseException] = []
+
+    def work(self) -> None:
+        begun = 0
+        try:
+            while (part := next(self._next)) < self._count:
+                begun += 1
+                try:
+                    self._run(part)
+                except Exception as error:
+                    self.failures.append(error)
+        except BaseException as error:  # Ctrl-C: no thread begins or awaits the remaining parts.
+            self.failures.append(error)
+            while next(self._next) < self._count:
+                begun += 1
+            raise
+        finally:
+            with self._lock:
+                self._left -= begun
+                if not self._left:
+                    self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+class IoThreads:
+    def __init__(self, threads: int, name: str) -> None:
+        """`threads` includes the calling thread."""
+        self.count = threads
+        self._queue: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name} {n}", daemon=True)
+            for n in range(1, threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def each(self, run: Callable[[int], None], count: int) -> None:
+        """Call `run` with 0 … count - 1, in any order; raise the first exception at the end."""
+        if not count:
+            return
+        threads = min(-(-count // PARTS_PER_THREAD), len(self._threads) + 1)
+        batch = _Batch(run, threads, count)
+        self._wake(batch)
+        try:
+            batch.work()
+            batch.wait()
+        except BaseException:
+            batch.wait()  # Interrupted, but the parts still use the caller's memory.
+            raise
+        if batch.failures:
+            raise batch.failures[0]
+
+    def alive(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _wake(self, batch: _Batch) -> None:
+        """Wake one more thread, which wakes the next: the caller starts its own part at once."""
+        if batch.to_wake and self._threads:
+            batch.to_wake -= 1
+            self._queue.put(batch)
+
+    def _serve(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            self._wake(batch)
+            batch.work()
+
+
+# ── ranges ────────────────────────────────────────────────────────────────────────────────────────
 
 PIECE_BYTES = 512 << 10
 MIN_PIECE_BYTES = 256 << 10
@@ -30,14 +124,14 @@ MAX_VECTORS = 256
 
 @dataclass(slots=True)
 class FileRange:
-    """An object, or what is to become one: `count` bytes of memory at an offset of a file."""
+    """An object on its way: `count` bytes of memory at an offset of a file."""
 
     file: int
     offset: int
     memory: memoryview
     count: int
     segment: SegmentFile | None = None
-    """What holds the file open while it is read, and knows its holes."""
+    """Holds the file open while it is read, and finds its holes."""
 
 
 class _Part(NamedTuple):
@@ -75,7 +169,7 @@ class _Piece:
     def count(self) -> int:
         return self.end - self.offset
 
-    def laid_out(self) -> Iterator[tuple[_Part, int]]:
+    def offsets(self) -> Iterator[tuple[_Part, int]]:
         """Parts, and where each starts within the piece."""
         return ((part, part.offset - self.offset) for part in self.parts)
 
@@ -97,7 +191,7 @@ Outcomes = list[OSError | None]
 
 
 class Mover:
-    """Reads and writes ranges. For each range: None, or what went wrong."""
+    """Reads and writes ranges. The outcome of each range: None, or its error."""
 
     def __init__(self, workers: IoThreads) -> None:
         self._workers = workers
@@ -135,20 +229,20 @@ class Mover:
     def _read(self, piece: _Piece, outcomes: Outcomes) -> None:
         vectors = self._vectors(piece)
         _whole(os.preadv, piece.file, vectors, piece.offset)
-        # Looked at only now: whoever punches a hole while we read is found out.
+        # Checked after reading, to find holes that were punched meanwhile.
         segment = piece.segment
         if segment is not None and not segment.is_whole(piece.offset, piece.count):
             for part in piece.parts:
                 if not segment.is_whole(part.offset, part.blocks_bytes):
                     outcomes[part.owner] = HoleError()
         if not piece.direct:
-            for part, at in piece.laid_out():
+            for part, at in piece.offsets():
                 part.memory[:] = vectors[0][at : at + len(part.memory)]
 
     def _write(self, piece: _Piece, outcomes: Outcomes) -> None:
         vectors = self._vectors(piece)
         if not piece.direct:
-            for part, at in piece.laid_out():
+            for part, at in piece.offsets():
                 end = at + len(part.memory)
                 vectors[0][at:end] = part.memory
                 vectors[0][end : at + part.blocks_bytes] = bytes(at + part.blocks_bytes - end)
@@ -208,7 +302,7 @@ def _cut(
 
 
 def _is_direct(each: FileRange, whole: int, reading: bool) -> bool:
-    """Whether memory can go as it lies. A target may be overwritten behind the object."""
+    """Whether memory is used in place. A target may be overwritten behind the object."""
     enough = len(each.memory) >= whole if reading else each.count == whole
     return enough and address(each.memory) % BLOCK_BYTES == 0
 
@@ -216,7 +310,7 @@ def _is_direct(each: FileRange, whole: int, reading: bool) -> bool:
 def address(memory: memoryview) -> int:
     if not len(memory):
         return 1
-    if not memory.readonly:  # Ten times as fast as by way of numpy.
+    if not memory.readonly:  # Ten times as fast as through numpy.
         return ctypes.addressof(ctypes.c_char.from_buffer(memory))
     found = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     assert isinstance(found, int)

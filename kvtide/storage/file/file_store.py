@@ -1,4 +1,4 @@
-"""The file store itself: the calls of the protocol, room for what is new, and background work."""
+"""The file store itself: the calls of the protocol, and the background work."""
 
 from __future__ import annotations
 
@@ -9,29 +9,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtide.storage.file.appends import Putter, Slice
-from kvtide.storage.file.base import Base
-from kvtide.storage.file.capacity import Capacity
-from kvtide.storage.file.counts import StoreCounts
-from kvtide.storage.file.file_io import FileRange, HoleError, Mover, ShortError
-from kvtide.storage.file.file_settings import FileSettings, Sync, folder_of
+from kvtide.storage.file.appends import Capacity, Putter, Slice, StoreState
+from kvtide.storage.file.file_io import FileRange, HoleError, IoThreads, Mover, ShortError
+from kvtide.storage.file.file_settings import FileSettings, StoreCounts, Sync, folder_of
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
-from kvtide.storage.file.io_threads import IoThreads
-from kvtide.storage.file.merging import LAST_REMOVALS, merge
+from kvtide.storage.file.journal import RECORD_BYTES, Words, key_words
 from kvtide.storage.file.object_table import NONE, ObjectPlaces, Rows
-from kvtide.storage.file.records import BLOCK_BYTES, RECORD_BYTES, Words, key_words
-from kvtide.storage.file.recovery import enter
-from kvtide.storage.file.segments import SegmentFile
+from kvtide.storage.file.recovery import LAST_REMOVALS, enter, merge
+from kvtide.storage.file.segments import BLOCK_BYTES, SegmentFile
 from kvtide.storage.file.writer import Hole, Writer, sync
 from kvtide.storage.store import MISSING, Removed, StoreError, StoreStatus
 from kvtide.storage.url import StoreURL
 
 SYNC_EVERY_S = 1.0
-TELL_EVERY_S = 60.0
+LOG_USES_EVERY_S = 60.0
 LONGEST_JOURNAL_BYTES = 64 << 20
 DESCRIBED_SHARE = 2
-"""A journal is renewed when it is longer than this, and than so many records for every object."""
+"""A journal is renewed when it exceeds both: these bytes, and so many records per object."""
 
 
 class FileStore:
@@ -48,11 +43,11 @@ class FileStore:
             raise
         writer = Writer(folder, space, catalog, journal, counts)
         number = catalog.space(space)
-        self._base = Base(self.name, folder, settings, catalog, writer, counts, number)
+        self._state = StoreState(self.name, folder, settings, catalog, writer, counts, number)
         self._workers = IoThreads(settings.threads, "kvtide file store")
         self._mover = Mover(self._workers)
-        self._room = Capacity(self._base)
-        self._putter = Putter(self._base, self._room, self._mover)
+        self._capacity = Capacity(self._state)
+        self._putter = Putter(self._state, self._capacity, self._mover)
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kvtide file keeper", daemon=True)
         self._keeper.start()
@@ -63,25 +58,25 @@ class FileStore:
     # ── looking up and reading ────────────────────────────────────────────────────────────────
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._base.lock:
+        with self._state.lock:
             found: list[bool] = (self._find(key_words(keys)) != NONE).tolist()
         return found
 
     def _find(self, words: Words) -> Rows:
-        """Rows of keys, after a look at what others did. Under the lock."""
-        self._base.look()
-        return self._base.catalog.table.find(words, self._base.space)
+        """Rows of keys, after taking in other processes' changes. Under the lock."""
+        self._state.look()
+        return self._state.catalog.table.find(words, self._state.space)
 
     def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[int]:
         words = key_words(keys)
         views = [_flat(target) for target in targets]
         assert len(keys) == len(views)
-        with self._base.lock:
+        with self._state.lock:
             rows = self._find(words)
-            table, asked = self._base.catalog.table, np.flatnonzero(rows != NONE)
+            table, asked = self._state.catalog.table, np.flatnonzero(rows != NONE)
             rows = rows[asked]
             at, lengths = table.places(rows), table.length[rows].tolist()
-            self._base.catalog.use(rows)
+            self._state.catalog.use(rows)
         results = [MISSING] * len(views)
         fits = [n for n, i in enumerate(asked.tolist()) if lengths[n] <= len(views[i])]
         ranges, failures = self._ranges(at, lengths, [views[i] for i in asked.tolist()], fits)
@@ -98,7 +93,7 @@ class FileStore:
     def _ranges(
         self, at: ObjectPlaces, lengths: list[int], views: list[memoryview], chosen: list[int]
     ) -> tuple[list[tuple[int, FileRange]], dict[int, OSError]]:
-        """What to read from which files, and those whose file cannot be opened."""
+        """The ranges to read, and the objects whose file cannot be opened."""
         ranges, failures = [], {}
         segments, blocks = at.segment.tolist(), at.block.tolist()
         files = {number: self._open(number) for number in set(segments)}
@@ -114,27 +109,27 @@ class FileStore:
 
     def _open(self, number: int) -> SegmentFile | OSError:
         try:
-            return self._base.writer.opened.get(self._base.catalog.segments[number].path)
+            return self._state.writer.opened.get(self._state.catalog.segments[number].path)
         except OSError as error:
             return error
 
     def _lost(self, words: Words, at: ObjectPlaces, failures: dict[int, OSError]) -> None:
-        """Objects that could not be read: forget those that are gone, and count."""
+        """Count objects that could not be read, and drop those that are gone."""
         holes: list[Hole] = []
-        with self._base.lock:
-            self._base.look()
-            table = self._base.catalog.table
+        with self._state.lock:
+            self._state.look()
+            table = self._state.catalog.table
             for n, error in failures.items():
                 one = np.array([n])
                 row = table.find_at(words[one], at[one])
                 if row[0] == NONE:
                     continue  # Another process removed it meanwhile, as it may.
-                self._base.counts.add(_why(error), error=error)
+                self._state.counts.add(_why(error), error=error)
                 if isinstance(error, HoleError | ShortError):
                     holes += self._remove(row)
                 elif isinstance(error, FileNotFoundError | PermissionError):
-                    self._base.catalog.drop(row)
-        self._room.give_back(holes)
+                    self._state.catalog.drop(row)
+        self._capacity.give_back(holes)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────
 
@@ -142,8 +137,8 @@ class FileStore:
         words = key_words(keys)
         views = [_flat(source) for source in sources]
         assert len(keys) == len(views)
-        catalog = self._base.catalog
-        with self._base.lock:
+        catalog = self._state.catalog
+        with self._state.lock:
             rows = self._find(words)
             catalog.use(rows[rows != NONE])
             seen, stamps = catalog.additions, catalog.clock.stamps(len(keys))
@@ -166,102 +161,102 @@ class FileStore:
         words = key_words(list(dict.fromkeys(map(bytes, keys))))
         removed = np.zeros(len(words), np.bool_)
         while True:
-            with self._base.lock:
+            with self._state.lock:
                 rows = self._find(words)
                 removed |= rows != NONE
                 rows = rows[rows != NONE][:LAST_REMOVALS]
                 holes = self._remove(rows)
             if not len(rows):
                 return int(removed.sum())
-            self._room.give_back(holes)
+            self._capacity.give_back(holes)
 
     def clear(self) -> Removed:
         objects = count = 0
         while True:
-            with self._base.lock:
-                self._base.look()
-                rows = self._base.catalog.of_space(self._base.space)[:LAST_REMOVALS]
+            with self._state.lock:
+                self._state.look()
+                rows = self._state.catalog.of_space(self._state.space)[:LAST_REMOVALS]
                 objects += len(rows)
-                count += int(self._base.catalog.table.length[rows].sum())
+                count += int(self._state.catalog.table.length[rows].sum())
                 holes = self._remove(rows)
             if not len(rows):
                 return Removed(objects, count)
-            self._room.give_back(holes)
+            self._capacity.give_back(holes)
 
     def _remove(self, rows: Rows) -> list[Hole]:
         try:
-            return self._base.writer.remove(rows)
+            return self._state.writer.remove(rows)
         except OSError as error:
-            raise self._base.folder.refusal(error) from error
+            raise self._state.folder.refusal(error) from error
 
-    # ── the others, and the background ────────────────────────────────────────────────────────
+    # ── background work ───────────────────────────────────────────────────────────────────────
 
     def _keep(self) -> None:
-        told = time.monotonic()
+        logged = time.monotonic()
         while not self._stop.wait(SYNC_EVERY_S):
             try:
                 self._sync()
-                if time.monotonic() - told > TELL_EVERY_S:
-                    told = time.monotonic()
-                    self._tell()
+                if time.monotonic() - logged > LOG_USES_EVERY_S:
+                    logged = time.monotonic()
+                    self._log_uses()
                 self._renew()
             except Exception as error:
-                self._base.counts.add("keeping", error=error)
+                self._state.counts.add("keeping", error=error)
 
     def _sync(self) -> None:
-        with self._base.lock:
-            paths, self._base.writer.unsynced = self._base.writer.unsynced, set()
-        if self._base.settings.sync is Sync.BATCH:
-            sync(paths, self._base.counts)
+        with self._state.lock:
+            paths, self._state.writer.unsynced = self._state.writer.unsynced, set()
+        if self._state.settings.sync is Sync.BATCH:
+            sync(paths, self._state.counts)
 
-    def _tell(self) -> None:
-        with self._base.lock:
-            self._base.look()
-            self._base.writer.tell_uses()
-            self._base.writer.delete_empty(range(len(self._base.catalog.segments)))
+    def _log_uses(self) -> None:
+        with self._state.lock:
+            self._state.look()
+            self._state.writer.log_uses()
+            self._state.writer.delete_empty(range(len(self._state.catalog.segments)))
 
     def _renew(self) -> None:
-        described = len(self._base.catalog.table) * RECORD_BYTES * DESCRIBED_SHARE
-        if self._base.writer.journal.bytes > max(LONGEST_JOURNAL_BYTES, described):
-            with self._base.lock:
-                self._base.writer.renew_journal()
-            with self._base.folder.alone():
-                merge(self._base.folder)
+        described = len(self._state.catalog.table) * RECORD_BYTES * DESCRIBED_SHARE
+        if self._state.writer.journal.bytes > max(LONGEST_JOURNAL_BYTES, described):
+            with self._state.lock:
+                self._state.writer.renew_journal()
+            with self._state.folder.alone():
+                merge(self._state.folder)
 
     def status(self) -> StoreStatus:
-        with self._base.lock:
-            self._base.look()
-            space, segments = self._base.space, self._base.catalog.segments
+        with self._state.lock:
+            self._state.look()
+            space, segments = self._state.space, self._state.catalog.segments
             ours = [known for known in segments if known.space == space]
             buffered = "the file system refuses direct I/O, so the page cache is used"
             return StoreStatus(
                 sum(known.objects for known in ours),
                 sum(known.bytes for known in ours),
-                self._base.catalog.blocks * BLOCK_BYTES,
-                self._base.settings.cap_bytes,
-                (() if self._base.writer.direct else (buffered,)) + self._base.counts.sentences(),
+                self._state.catalog.blocks * BLOCK_BYTES,
+                self._state.settings.cap_bytes,
+                (() if self._state.writer.direct else (buffered,)) + self._state.counts.sentences(),
             )
 
     def close(self) -> None:
-        with self._base.lock:
-            if self._base.closed:
+        with self._state.lock:
+            if self._state.closed:
                 return
-            self._base.closed = True
+            self._state.closed = True
         self._stop.set()
         self._keeper.join()
         self._workers.close()
         try:
-            with self._base.lock:
-                self._base.writer.tell_uses()
+            with self._state.lock:
+                self._state.writer.log_uses()
             self._sync()
         except OSError as error:
-            self._base.counts.add("journal", error=error)
+            self._state.counts.add("journal", error=error)
         finally:
-            self._base.writer.close()
+            self._state.writer.close()
 
 
 def _flat(memory: memoryview) -> memoryview:
-    """As bytes in a row."""
+    """The memory as one-dimensional bytes."""
     flat = memoryview(memory)
     return flat if flat.format == "B" and flat.ndim == 1 else flat.cast("B")
 
@@ -277,7 +272,7 @@ def _why(error: OSError) -> str:
 
 
 def _give_back_memory() -> None:
-    """Reading journals takes more memory than what they say; libc would keep the rest."""
+    """Return the memory that reading the journals took and freed; libc would keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,9 +1,9 @@
-"""The folder: which files there are, and who may change that.
+"""The folder: its files, and the locks on them.
 
-    lock                   taken by whoever adds a journal or a segment (shared) or merges (alone)
-    journals/ID.journal    what one process did; its lock is held while that process lives
-    journals/ID.merged     what finished processes did, made of their journals
-    segments/ID.data       objects; its lock is held while someone appends to it
+    lock                   shared to add a journal or a segment, exclusive to merge
+    journals/ID.journal    the log of one process, which holds its lock while it lives
+    journals/ID.merged     the log of finished processes, merged from their journals
+    segments/ID.data       objects; the process that appends to it holds its lock
 
 IDs are random, 16 hex digits.
 """
@@ -35,7 +35,7 @@ class Folder:
         self.segments = root / "segments"
         self._listed_at = (0, False)
         try:
-            root.mkdir(0o700, parents=True, exist_ok=True)  # Pages tell what was asked.
+            root.mkdir(0o700, parents=True, exist_ok=True)  # Pages reveal prompts.
             for folder in (self.journals, self.segments):
                 folder.mkdir(exist_ok=True)
             os.close(os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o666))
@@ -51,13 +51,13 @@ class Folder:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """While files are added, so that nobody takes a new one for a left-over."""
+        """While files are added, so that no process takes a new one for a left-over."""
         with self._locked(fcntl.LOCK_SH):
             yield
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While finished journals and left-over files are dealt with."""
+        """While finished journals are merged and left-over files are deleted."""
         with self._locked(fcntl.LOCK_EX):
             yield
 
@@ -104,7 +104,7 @@ class Folder:
         return {int(name[:16], 16) for name in os.listdir(self.segments) if _SEGMENT(name)}
 
     def free_bytes(self) -> int:
-        """What the file system has left for us."""
+        """Free space of the file system for this user."""
         found = os.statvfs(self.root)
         return found.f_bavail * found.f_frsize
 

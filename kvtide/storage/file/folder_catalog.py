@@ -1,10 +1,10 @@
-"""What this process knows of the folder: every object of every space, from every journal.
+"""The state of the folder in this process: every object of every space, from every journal.
 
-The caller holds the store's lock. Row numbers mean nothing once it lets go of it.
+The caller holds the store's lock. Row numbers are invalid once it releases the lock.
 
-Other processes' journals are read on from where they ended before (`sweep`): a look at each one's
-length when there is nothing new. A merged journal is not read at all if all that it replaces has
-been; if one of them had never been seen, everything is read anew.
+`sweep` reads the new records of other processes' journals; without any it only checks lengths. A
+merged journal is skipped if all journals that it replaces were read. If one of them had never been
+seen, everything is read again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.storage.file.counts import StoreCounts
+from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
-from kvtide.storage.file.journal import Tail, nothing
+from kvtide.storage.file.journal import RecordKind, Records, Tail, Words, blank, nothing
 from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable, Rows
-from kvtide.storage.file.records import RecordKind, Records, Words, blank, blocks_of
+from kvtide.storage.file.segments import blocks_of
 
 MIN_QUEUED = 64
 QUEUED_SHARE = 16
-"""Victims are looked for this share of all objects at a time."""
+"""Eviction queues 1/16 of all objects at a time."""
 WINDOW = 256
 
 
 @dataclass(slots=True)
 class Known:
-    """A segment, and what of it lives."""
+    """A segment, and its live objects."""
 
     id: int
     path: Path
@@ -44,10 +44,10 @@ class Known:
 
 
 class Clock:
-    """Stamps that only grow, near the time of day, so that processes can compare theirs.
+    """Growing stamps near the time of day, comparable between processes.
 
-    Within a batch the first is the latest: batches run from a prompt's beginning to its end, and
-    without the beginning of a prompt the rest is of no use, so the rest is to go first.
+    Within a batch the first stamp is the latest: a batch runs from a prompt's first page to its
+    last, and later pages are useless without the earlier ones, so they are evicted first.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Catalog:
         self._spaces: dict[bytes, int] = {}
         self._tails: dict[int, Tail] = {}
         self.own: set[int] = set()
-        """Journals this process wrote: what they say is known."""
+        """Journals of this process, which it need not read."""
         self._replaced: set[int] = set()
         self._missed = False
         self._early: Words = np.zeros(0, np.uint64)
@@ -101,7 +101,7 @@ class Catalog:
     # ── reading journals ──────────────────────────────────────────────────────────────────────
 
     def refresh(self) -> None:
-        """See what others did; where the folder cannot be read, go on with what is known."""
+        """Take in other processes' changes; if the folder cannot be read, keep the known state."""
         try:
             if not self.sweep():
                 with self._folder.adding():
@@ -110,7 +110,7 @@ class Catalog:
             self._counts.add("journal", error=error)
 
     def load(self) -> None:
-        """Everything anew. Nobody merges meanwhile: the caller holds the folder's lock."""
+        """Read everything again. The caller holds the folder's lock, so no process merges."""
         opened = [self._open(path) for path in self._folder.journal_paths()]
         tails = {tail.id: tail for tail in opened if tail is not None}
         for tail in tails.values():
@@ -132,7 +132,7 @@ class Catalog:
         self.additions += 1
 
     def sweep(self) -> bool:
-        """Take in what others did since. False: `load` is needed, for something was missed."""
+        """Take in other processes' changes. False: a journal was missed, so `load` is needed."""
         merged = []
         if self._folder.has_changed():
             for tail in self._new_tails():
@@ -168,7 +168,7 @@ class Catalog:
         try:
             return Tail(path)
         except FileNotFoundError:
-            return None  # Merged since it was listed; what replaces it will be seen.
+            return None  # Merged since it was listed; the next sweep finds its replacement.
         except OSError as error:
             self._counts.add("journal", error=error)
             return None
@@ -200,7 +200,7 @@ class Catalog:
         self.add(puts["key"][new], put_at[new], puts["length"][new], puts["stamp"][new])
 
         rows = self.table.find_at(dels["key"], del_at)
-        # A removal may be read before what it removes; the next sweep at the latest brings that.
+        # A removal may be read before its put, which the next sweep brings at the latest.
         self._early = del_codes[rows == NONE]
         if len(self._early):
             self._early = self._early[~np.isin(self._early, put_codes)]
@@ -243,7 +243,7 @@ class Catalog:
         return ids, numbers, np.array([self.segments[n].space for n in numbers.tolist()])
 
     def _remember(self, old: ObjectTable) -> None:
-        """Carry over what only this process knew of uses."""
+        """Carry over the uses that only this process knows."""
         rows = old.rows()
         found = self.table.find_at(old.key[rows], old.places(rows))
         rows, found = rows[found != NONE], found[found != NONE]
@@ -283,8 +283,8 @@ class Catalog:
         self.table.used[rows] = self.clock.stamps(len(rows))
         self.table.fresh[rows] = True
 
-    def told(self, kind: RecordKind, rows: Rows) -> Records:
-        """Records that name rows."""
+    def records_of(self, kind: RecordKind, rows: Rows) -> Records:
+        """Records of one kind for rows."""
         records = blank(len(rows), kind)
         table = self.table
         records["key"], records["stamp"] = table.key[rows], table.used[rows]
@@ -303,15 +303,15 @@ class Catalog:
         ours: Rows = rows[self.table.space[rows] == space]
         return ours
 
-    def victims(self, blocks: int, most: int) -> Rows:
-        """The rows used longest ago that together hold so many blocks, or as many as there may be.
+    def victims(self, blocks: int, max_rows: int) -> Rows:
+        """The least recently used rows that together hold so many blocks, at most `max_rows`.
 
-        They are taken from a queue of the oldest, made now and then. Who was used since it was
-        made is no longer as old as it says there; all others are, and older than who is not in it.
+        They come from a queue of the oldest rows, which is rebuilt when it is empty. A row used
+        since then has another stamp and is skipped; all others are older than any row outside it.
         """
         table, chosen = self.table, [np.zeros(0, np.int64)]
         count = 0
-        while blocks > 0 and count < min(len(table), most):
+        while blocks > 0 and count < min(len(table), max_rows):
             if not len(self._queue[0]):
                 oldest = table.oldest(count + max(MIN_QUEUED, len(table) // QUEUED_SHARE))
                 oldest = oldest[~np.isin(oldest, np.concatenate(chosen))]
@@ -319,7 +319,7 @@ class Catalog:
             rows, stamps = self._queue[0][:WINDOW], self._queue[1][:WINDOW]
             same = np.flatnonzero(table.alive[rows] & (table.used[rows] == stamps))
             held = np.cumsum(table.blocks(rows[same]))
-            enough = min(int(np.searchsorted(held, blocks)) + 1, most - count)
+            enough = min(int(np.searchsorted(held, blocks)) + 1, max_rows - count)
             end = len(rows) if enough > len(same) else int(same[enough - 1]) + 1
             taken = rows[same[:enough]]
             self._queue = (self._queue[0][end:], self._queue[1][end:])

@@ -1,35 +1,141 @@
-"""Journals: what a process did, in 64-byte records, for itself when it returns and for the others.
+"""Journals: what a process did, in 64-byte records, for its next start and for other processes.
 
 `Journal`  this process's own: appended to, and locked while the process lives
-`Tail`     another's: read as far as it goes, and on from there when it has grown
+`Tail`     another's: read to its end, and on from there when it has grown
 
-A journal that nobody holds the lock of is finished. `merging` makes one journal of finished ones.
+A journal whose lock is free is finished. `recovery` merges finished journals into one.
+
+Each record has a checksum of its own, so that a torn record harms no other:
+
+    offset  0        4      8       16        24      28       32        64
+            ┌────────┬──────┬───────┬─────────┬───────┬────────┬─────────┐
+            │ check  │ kind │ stamp │ segment │ block │ length │ key     │
+            └────────┴──────┴───────┴─────────┴───────┴────────┴─────────┘
+
+| kind | meaning |
+|---|---|
+| HEAD | first of every journal: `key` is MAGIC, `length` the version |
+| REPLACES | this journal was merged from the journal `segment`, which no longer counts |
+| SEGMENT | the segment `segment` holds objects of the space `key` |
+| PUT | an object of `length` bytes lies whole at `block` of `segment`, under `key` |
+| DEL | the location `block` of `segment` is empty for ever |
+| USE | the object at `block` of `segment` was used at `stamp` |
+
+A location (segment, block) is allocated once. So the live objects are PUTs less DELs, in whatever
+order the journals of several processes are read, and however often. Stamps are microseconds since
+1970.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.storage.file.records import (
-    MAGIC,
-    RECORD,
-    RECORD_BYTES,
-    VERSION,
-    RecordKind,
-    Records,
-    head,
-    parsed,
-    sealed,
-)
 from kvtide.storage.file.segments import allocate_ahead, lock
 from kvtide.storage.store import StoreError
 
+# ── records ───────────────────────────────────────────────────────────────────────────────────────
+
+RECORD_BYTES = 64
+VERSION = 1
+MAGIC = b"kvtide file store journal".ljust(32, b"\0")
+
+RECORD = np.dtype(
+    [
+        ("check", "<u4"),
+        ("kind", "<u4"),
+        ("stamp", "<u8"),
+        ("segment", "<u8"),
+        ("block", "<u4"),
+        ("length", "<u4"),
+        ("key", "<u8", 4),
+    ]
+)
+assert RECORD.itemsize == RECORD_BYTES
+
+Records = NDArray[Any]
+Words = NDArray[np.uint64]
+
+
+class RecordKind(IntEnum):
+    HEAD = 1
+    REPLACES = 2
+    SEGMENT = 3
+    PUT = 4
+    DEL = 5
+    USE = 6
+
+
+def blank(count: int, kind: RecordKind) -> Records:
+    records = np.zeros(count, RECORD)
+    records["kind"] = kind
+    return records
+
+
+def head() -> Records:
+    record = blank(1, RecordKind.HEAD)
+    record["key"] = np.frombuffer(MAGIC, "<u8")
+    record["length"] = VERSION
+    return record
+
+
+def replaces(journals: list[int]) -> Records:
+    records = blank(len(journals), RecordKind.REPLACES)
+    records["segment"] = journals
+    return records
+
+
+def segment_of(segment: int, space: bytes) -> Records:
+    record = blank(1, RecordKind.SEGMENT)
+    record["segment"] = segment
+    record["key"] = np.frombuffer(space, "<u8")
+    return record
+
+
+def sealed(records: Records) -> bytes:
+    """The records as they are written, with their checksums."""
+    records["check"] = checksums(records)
+    return records.tobytes()
+
+
+def checksums(records: Records) -> NDArray[np.uint32]:
+    """Of each record, over all of it but the checksum itself.
+
+    Every step is a bijection of each word, so no two records that differ in one word only agree
+    before the last step, which keeps 32 of 64 bits. Zeros are not a record.
+    """
+    words = np.ascontiguousarray(records).view("<u8").reshape(-1, RECORD_BYTES // 8)
+    mixed = (words[:, 0] >> np.uint64(32)) ^ np.uint64(0x6B7674696465)
+    for column in range(1, words.shape[1]):
+        mixed ^= words[:, column]
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(32)
+    return mixed.astype(np.uint32)
+
+
+def parsed(data: bytes) -> tuple[Records, NDArray[np.bool_]]:
+    """Whole records of some bytes, and which of them are as they were written."""
+    records = np.frombuffer(data, RECORD, len(data) // RECORD_BYTES)
+    return records, checksums(records) == records["check"]
+
+
+def key_words(keys: Sequence[bytes]) -> Words:
+    """Keys of 32 bytes as rows of four words."""
+    joined = b"".join(keys)
+    assert len(joined) == 32 * len(keys), "keys are 32 bytes long"
+    return np.frombuffer(joined, "<u8").reshape(-1, 4)
+
+
+# ── journals ──────────────────────────────────────────────────────────────────────────────────────
+
 AHEAD_BYTES = 256 << 10
-"""Allocated ahead, so that a disk that others filled still has room for records of removals."""
+"""Allocated ahead, so that removals can be recorded when the disk is full."""
 
 
 MAX_READ_BYTES = 1 << 30
@@ -88,7 +194,7 @@ class Journal:
             allocate_ahead(self._fd, self.bytes, ahead - self.bytes)
             self._ahead = ahead
         except OSError:
-            pass  # The append itself will say whether there is room for what it needs.
+            pass  # The append itself fails if the disk is full.
 
 
 class Tail:
@@ -105,12 +211,12 @@ class Tail:
         return self._fd
 
     def read(self) -> Records:
-        """What is new. A record at the very end that does not check may still be being written:
-        it is waited for."""
+        """New records. A last record with a wrong checksum may still be being written: it is left
+        for the next read."""
         return self._read(MAX_READ_BYTES, waits=True)
 
     def read_whole(self) -> Records:
-        """All the rest of a journal that nobody writes any more."""
+        """All the rest of a finished journal."""
         parts = [nothing()]
         while len(part := self._read(MAX_READ_BYTES, waits=False)) or self._passed:
             parts.append(part)
@@ -122,8 +228,8 @@ class Tail:
         named = good & (records["kind"] == RecordKind.REPLACES)
         return set(records["segment"][named].tolist())
 
-    def _read(self, most: int, waits: bool) -> Records:
-        size = min(os.fstat(self._fd).st_size - self._at, most)
+    def _read(self, max_bytes: int, waits: bool) -> Records:
+        size = min(os.fstat(self._fd).st_size - self._at, max_bytes)
         self._passed = 0
         if size < RECORD_BYTES:
             return nothing()

@@ -1,4 +1,4 @@
-"""Which objects there are, in memory: rows in columns of numpy, found by key through a hash table.
+"""All objects in memory: rows in columns of numpy, found by key through a hash table.
 
 A row is an object at a location. Two rows may have one key, when two processes wrote the same
 object at once; `find` gives one of them. Everything works on batches: a look-up of 10,000 keys is
@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtide.storage.file.records import Words, blocks_of
+from kvtide.storage.file.journal import Words
+from kvtide.storage.file.segments import blocks_of
 
 Rows = NDArray[np.int64]
 EMPTY, DELETED = -1, -2
 NONE = -1
-"""What `find` says of a key that has no row."""
+"""The result of `find` for a key that has no row."""
 
 MAX_TAKEN = 0.5
 MIN_SLOTS = 1024
@@ -39,7 +40,7 @@ COLUMNS = {
 
 class ObjectTable:
     """Columns: key, used (stamp), segment (its number here), block, length, space (its number
-    here), fresh (used since it was last told), alive."""
+    here), fresh (used since its last USE record), alive."""
 
     key: Words
     used: NDArray[np.uint64]
@@ -157,7 +158,7 @@ class ObjectTable:
             setattr(self, name, new)
 
     def _rebuild(self) -> None:
-        """A table with room for what lives, and without what was deleted."""
+        """Size the table for the live rows, without deleted slots."""
         size = MIN_SLOTS
         while self.count > MAX_TAKEN * size * 0.9:
             size *= 2

@@ -1,10 +1,10 @@
 """Segments: the large files that objects lie in.
 
 A segment holds objects of one space. The process that made it appends to it and holds its lock
-(flock) while it does; locations are whole blocks, given out once. What is removed is punched out,
-so its blocks go back to the file system at once, and reading there finds a hole: that is how a
-reader learns that what it has just read was being removed, by whichever process. A segment in
-which nothing lives and that nobody appends to is deleted.
+(flock) while it does. Locations are whole blocks, allocated once. A removed object is punched out:
+its blocks go back to the file system at once, and a reader finds a hole. That is how a reader
+learns that another process removed the object that it has just read. A segment without live
+objects, to which no process appends, is deleted.
 
 `SegmentFile`  a file open for reading and punching; closed when the last to use it lets go
 `Appender` the segment this process appends to
@@ -20,9 +20,13 @@ import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
-from kvtide.storage.file.records import BLOCK_BYTES
+import numpy as np
+from numpy.typing import NDArray
 
+BLOCK_BYTES = 4096
+"""Locations and sizes on disk are whole blocks."""
 CHUNK_BYTES = 64 << 20
 """Blocks are asked of the file system in steps of this: one call for many objects."""
 MAX_OPEN = 256
@@ -32,6 +36,11 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def blocks_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """How many blocks objects take; an empty one takes a block too, to have a location."""
+    return np.maximum(-(-lengths.astype(np.int64) // BLOCK_BYTES), 1)
 
 
 def allocate(fd: int, offset: int, count: int, keep_size: int = 0) -> None:
@@ -55,7 +64,7 @@ def punch(fd: int, offset: int, count: int) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Take a file's lock if nobody has it."""
+    """Take a file's lock if it is free."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -74,7 +83,7 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
 
 
 def delete(path: Path) -> None:
-    """Delete a segment in which nothing lives; who has it open keeps none of its blocks."""
+    """Delete a segment without live objects; processes that have it open keep no blocks of it."""
     with contextlib.suppress(PermissionError):
         os.truncate(path, 0)
     path.unlink()
@@ -186,7 +195,7 @@ class Appender:
         return start
 
     def is_there(self) -> bool:
-        """Whether the file still has a name; someone may have deleted it."""
+        """Whether the file still has a name, or was deleted."""
         return os.fstat(self._fd).st_nlink > 0
 
     def finish(self) -> None:

@@ -1,8 +1,8 @@
-"""What this process changes in the folder: its journal, the segment it appends to, its removals.
+"""The changes of this process to the folder: its journal, its current segment, its removals.
 
-An object's life, and what a crash at each step leaves:
+An object's life, and what a crash after each step leaves:
 
-    take       a place in the segment        blocks nobody speaks of; whoever opens punches them
+    take       a location in the segment     unnamed blocks; the next process to open punches them
     (moved)    its bytes are written         the same
     commit     a PUT record is appended      the object; only now it is acknowledged
     remove     a DEL record is appended      nothing, but blocks are still taken
@@ -20,14 +20,20 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtide.storage.file.counts import StoreCounts
 from kvtide.storage.file.file_io import padded
+from kvtide.storage.file.file_settings import StoreCounts
 from kvtide.storage.file.folder import Folder
 from kvtide.storage.file.folder_catalog import Catalog
-from kvtide.storage.file.journal import Journal
+from kvtide.storage.file.journal import Journal, RecordKind, Words, blank, segment_of
 from kvtide.storage.file.object_table import ObjectPlaces, Rows
-from kvtide.storage.file.records import BLOCK_BYTES, RecordKind, Words, blank, blocks_of, segment_of
-from kvtide.storage.file.segments import Appender, OpenSegments, delete, lock
+from kvtide.storage.file.segments import (
+    BLOCK_BYTES,
+    Appender,
+    OpenSegments,
+    blocks_of,
+    delete,
+    lock,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class SegmentPlace:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A range in which nothing lives any more."""
+    """A range without a live object."""
 
     path: Path
     offset: int
@@ -113,7 +119,7 @@ class Writer:
     def commit(
         self, places: Sequence[SegmentPlace], keys: Words, lengths: Sequence[int], stamps: Words
     ) -> None:
-        """Let objects live whose bytes are written; OSError and nothing changed otherwise."""
+        """Publish objects whose bytes are written; OSError and nothing changed otherwise."""
         if not places:
             return
         space = self._catalog.space(self._space)
@@ -136,7 +142,7 @@ class Writer:
         self._finish()
 
     def give_up(self, places: Sequence[SegmentPlace]) -> list[Hole]:
-        """Places that nothing came to."""
+        """Release locations that hold no object."""
         for place in places:
             place.appender.in_flight -= 1
         holes = [Hole(place.appender.path, place.offset, place.count) for place in places]
@@ -146,10 +152,10 @@ class Writer:
     # ── removing ──────────────────────────────────────────────────────────────────────────────
 
     def remove(self, rows: Rows) -> list[Hole]:
-        """Let objects die; the caller punches them out. OSError and nothing changed otherwise."""
+        """Remove objects; the caller punches the holes. OSError and nothing changed otherwise."""
         if not len(rows):
             return []
-        self.journal.append(self._catalog.told(RecordKind.DEL, rows))
+        self.journal.append(self._catalog.records_of(RecordKind.DEL, rows))
         table, segments = self._catalog.table, self._catalog.segments
         holes = [
             Hole(segments[segment].path, block * BLOCK_BYTES, count * BLOCK_BYTES)
@@ -174,7 +180,7 @@ class Writer:
                 self._counts.add("punch", error=error)
 
     def delete_empty(self, numbers: Iterable[int]) -> None:
-        """Delete segments in which nothing lives, unless someone appends to them."""
+        """Delete segments without live objects, unless a process appends to them."""
         for known in (self._catalog.segments[number] for number in numbers):
             if known.objects or known.deleted:
                 continue
@@ -185,7 +191,7 @@ class Writer:
                 self.opened.forget(known.path)
                 continue
             try:
-                # Once its lock is ours nothing can be added to it, and all that was is known.
+                # Under its lock nothing is added to it, and the sweep sees all earlier additions.
                 if lock(fd) and self._catalog.sweep() and not known.objects:
                     delete(known.path)
                     known.deleted = True
@@ -195,18 +201,18 @@ class Writer:
             finally:
                 os.close(fd)
 
-    # ── telling and keeping ───────────────────────────────────────────────────────────────────
+    # ── uses and journals ─────────────────────────────────────────────────────────────────────
 
-    def tell_uses(self) -> None:
-        """Let the others, and whoever opens the folder later, know what was used."""
+    def log_uses(self) -> None:
+        """Write the uses since the last time, for other processes and later starts."""
         table = self._catalog.table
         rows = np.flatnonzero(table.fresh & table.alive)
         if len(rows):
-            self.journal.append(self._catalog.told(RecordKind.USE, rows))
+            self.journal.append(self._catalog.records_of(RecordKind.USE, rows))
             table.fresh[rows] = False
 
     def renew_journal(self) -> None:
-        """Go on in a new journal, and leave the old one to be merged."""
+        """Continue in a new journal, and leave the old one to be merged."""
         with self._folder.adding():
             new = Journal(self._folder.new_journal())
         if self._appender is not None:
@@ -223,7 +229,7 @@ class Writer:
 
 
 def sync(paths: Iterable[Path], counts: StoreCounts) -> None:
-    """Make files and folders outlive a loss of power: objects before journals that tell of them."""
+    """Flush files and folders to the disk: objects before the journals that name them."""
     for path in sorted(paths, key=lambda path: path.suffix != ".data"):
         try:
             fd = os.open(path, os.O_RDONLY)

@@ -1,10 +1,10 @@
 """`mooncake://host:port` Mooncake Store: one pool of memory over many machines.
 
-`store`     the store; start here
-`settings`  what a URL may say, and the environment that the library reads
-`library`   loading the library, and what its numbers mean
-`crew`      threads that call it, so that nobody waits longer than they want to
-`staging`   registered memory for objects that lie elsewhere
+`mooncake_store`     the store; start here
+`mooncake_settings`  the settings of a URL, and the environment that the library reads
+`library`            loading the library, and the meaning of its codes
+`library_threads`    threads that call it, so that no caller waits past its deadline
+`registered_memory`  registered buffers for objects that lie elsewhere
 """
 
 from kvtide.storage.mooncake.mooncake_store import MooncakeStore

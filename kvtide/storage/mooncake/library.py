@@ -1,4 +1,4 @@
-"""The library: loading it, finding its master, and what its numbers mean."""
+"""The library: loading it, finding its master, and the meaning of its codes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PROBE_EVERY_S = 1.0
 
 
 class Code(IntEnum):
-    """The library's answers that we tell apart; all of them are 0 or below."""
+    """The codes of the library that the store distinguishes; all are 0 or below."""
 
     OK = 0
-    NO_ROOM = -200
+    POOL_FULL = -200
     TRANSFER_FAILED = -800
     MASTER_GONE = -900
     MASTER_SILENT = -901
@@ -31,7 +31,7 @@ MASTER_AWAY = frozenset({Code.MASTER_GONE, Code.MASTER_SILENT})
 
 
 class MooncakeClient(Protocol):
-    """What we use of `MooncakeDistributedStore`. Calling a closed one crashes the process."""
+    """The used part of `MooncakeDistributedStore`. Calling a closed one crashes the process."""
 
     def setup(
         self, local: str, metadata: str, segment: int, buffer: int,
@@ -57,9 +57,10 @@ PACKAGES = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libc
 
 
 def load(settings: MooncakeSettings) -> Callable[[], MooncakeClient]:
-    """Load the library; what makes clients, which are not set up yet."""
+    """Load the library; a factory of clients, which are not set up yet."""
     settings.set_environment()
     try:
+        # Optional, and it reads the environment when it is loaded.
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
         raise StoreError(f"storage {settings.name}: {_remedy(error)}") from error
@@ -107,7 +108,7 @@ def set_up(client: MooncakeClient, settings: MooncakeSettings) -> int:
         settings.local,
         "P2PHANDSHAKE",
         settings.segment_bytes,
-        0,  # Its own buffer, for calls that we do not use.
+        0,  # Its own buffer, for calls that this store does not use.
         settings.protocol,
         settings.devices,
         f"{settings.host}:{settings.port}",
@@ -115,10 +116,10 @@ def set_up(client: MooncakeClient, settings: MooncakeSettings) -> int:
 
 
 class Master:
-    """Is the master there? We ask ourselves when there is doubt, and believe a no for a second.
+    """Whether the master is reachable: probed when in doubt, and a failure counts for a second.
 
-    The library takes four seconds to find that nobody listens. It comes back by itself when the
-    master does, and mounts this process's segment again.
+    The library takes four seconds to find that no master listens. It reconnects by itself when the
+    master returns, and mounts this process's segment again.
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -135,7 +136,7 @@ class Master:
         self._doubted = False
 
     def check(self) -> None:
-        """Raise if nobody is there."""
+        """Raise if the master cannot be reached."""
         if not self._doubted:
             return
         with self._lock:
@@ -144,7 +145,7 @@ class Master:
                 self._asked_at = time.monotonic()
             refusal = self._refusal
         if refusal is not None:
-            raise self.error(f"nobody there ({refusal})") from refusal
+            raise self.error(f"no master there ({refusal})") from refusal
 
     def _ask(self) -> OSError | None:
         address = (self._settings.host, self._settings.port)

@@ -1,8 +1,8 @@
-"""Threads that call the library, so that nobody waits for it longer than they want to.
+"""Threads that call the library, so that no caller waits past its deadline.
 
-A call of the library cannot be interrupted. Whoever makes one waits until a deadline and then gives
-it up; the thread is *stuck* until the library lets go of it. There are few threads: when all of
-them are stuck, calls are refused at once, until one comes back.
+A call of the library cannot be interrupted. The caller waits until its deadline and then gives the
+call up; the thread is *stuck* until the library returns. The number of threads is limited: when all
+of them are stuck, calls are refused at once, until one returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class GivenUpError(Exception):
-    """The deadline passed. `began`: the library is at it still, and at the memory it was given."""
+    """The deadline passed. `began`: the library still runs the call and uses its memory."""
 
     def __init__(self, began: bool) -> None:
         super().__init__("given up")
@@ -26,13 +26,13 @@ class GivenUpError(Exception):
 
 
 class CallRefusedError(Exception):
-    """No thread will take the call; the message says why."""
+    """No thread takes the call; the message names the reason."""
 
 
 class CallState(Enum):
     WAITING = "no thread has begun it"
-    RUNNING = "the library is at it"
-    STUCK = "given up by its caller, and the library is at it still"
+    RUNNING = "the library runs it"
+    STUCK = "given up by its caller, while the library still runs it"
     OVER = "it ended, or was given up before it began"
 
 
@@ -149,7 +149,7 @@ class LibraryThreads:
     def _give_up(self, job: _Job[T]) -> None:
         with self._lock:
             if job.state is CallState.OVER:
-                return  # It came back at the last moment.
+                return  # It returned at the last moment.
             began = job.state is CallState.RUNNING
             self._step(job, CallState.STUCK if began else CallState.OVER)
         if not began:

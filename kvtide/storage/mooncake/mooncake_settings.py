@@ -1,4 +1,4 @@
-"""What a URL of Mooncake may say, and the environment that the library reads."""
+"""The settings of a Mooncake URL, and the environment that the library reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MooncakeSettings:
         port = url.port or DEFAULT_PORT
         buffer_bytes = url.bytes("buffer", DEFAULT_BUFFER_BYTES)
         if not buffer_bytes:
-            raise StoreError(f"storage {url}: buffer=0; give it room for the largest object")
+            raise StoreError(f"storage {url}: buffer=0; make it hold the largest object")
         segment_bytes = url.bytes("segment", DEFAULT_SEGMENT_BYTES)
         if 0 < segment_bytes < MIN_SEGMENT_BYTES:
             got = url.settings["segment"]
@@ -66,7 +66,7 @@ class MooncakeSettings:
         )
 
     def lingers_s(self, objects: int) -> float:
-        """How long the library may be at the memory of a call that was given up.
+        """How long the library may use the memory of a call that was given up.
 
         It drops a TCP connection on which nothing moves, but may come to the objects of a batch
         one after the other. With RDMA it waits for up to a minute.

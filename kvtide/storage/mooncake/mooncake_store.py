@@ -4,13 +4,14 @@ Objects lie in the memory of the processes that gave some to the pool (`segment=
 with them. The master knows what lies where; when it is started anew, all is forgotten. Bytes go
 straight from and into memory that was lent to the store; other memory is copied through a buffer.
 
-What must always hold: nobody waits longer than the time-out, whoever is frozen; the library is not
-called again once it was closed; memory is the caller's again unless a `LingeringError` says so.
+What must always hold: no caller waits longer than the time-out, even if a machine freezes; the
+library is not called again once it was closed; memory is the caller's again unless a
+`LingeringError` is raised.
 
-Objects are removed although somebody may be reading them: the library's own protection, a lease of
-ten seconds after every look at an object, would make whoever removes wait as long. A reader may
-then find other bytes where the object was, and the seal gives that away. An object that somebody
-else is writing at the same moment counts as written, and is lost if that fails.
+Objects are removed although another process may be reading them: the library's own protection, a
+lease of ten seconds after every look-up of an object, would delay removals as long. Such a reader
+may find other bytes, which the object's checksum reveals. An object that another process is writing
+at the same moment counts as written, and is lost if that write fails.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ class MooncakeStore:
         self._master = Master(self._settings)
         self._master.check()
         self._client = new_client()
-        self._crew = LibraryThreads("mooncake", THREADS)
+        self._threads = LibraryThreads("mooncake", THREADS)
         self._staging = RegisteredBuffers(self._settings.buffer_bytes)
         self._registered: list[MemoryRange] = []
         self._too_large = 0
-        self._no_room = 0
+        self._refused = 0
         self._unregistered = 0
         self._is_set_up = False
         self._closed = False
@@ -89,11 +90,11 @@ class MooncakeStore:
             if not self._run(self._begin, self._deadline() + patience):
                 raise self._master.error(
                     f"the library could not be set up with {self._settings.local} as its address "
-                    f"and a segment of {self._settings.segment_bytes:,} B, and said why above"
+                    f"and a segment of {self._settings.segment_bytes:,} B, see its log above"
                 )
         except StoreError:
             self._closed = True
-            self._crew.finish(self._let_go, 0)
+            self._threads.finish(self._let_go, 0)
             raise
 
     def _begin(self) -> bool:
@@ -156,7 +157,7 @@ class MooncakeStore:
         return there
 
     def _is_put(self, code: int) -> bool:
-        self._no_room += code == Code.NO_ROOM
+        self._refused += code == Code.POOL_FULL
         return code == Code.OK
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -174,9 +175,9 @@ class MooncakeStore:
     def status(self) -> StoreStatus:
         self._ask(lambda: [self._code_of_master()])
         notes = {
-            "calls are stuck in the Mooncake library": self._crew.stuck,
-            "objects found no room: the pool is full, or nobody gave it memory (segment=)": (
-                self._no_room
+            "calls are stuck in the Mooncake library": self._threads.stuck,
+            "objects were refused: the pool is full, or no process gives it memory (segment=)": (
+                self._refused
             ),
             f"objects did not lie in lent memory, and a buffer of {self._staging.all.bytes:,} B "
             "was too small for them": self._too_large,
@@ -187,16 +188,16 @@ class MooncakeStore:
         return StoreStatus(notes=tuple(f"{count} {text}" for text, count in notes.items() if count))
 
     def close(self) -> None:
-        """Waits for calls that are under way, but no longer than the time-out."""
+        """Waits for calls in flight, but no longer than the time-out."""
         if not self._closed:
             self._closed = True
-            self._crew.finish(self._let_go, self._settings.timeout_s)
+            self._threads.finish(self._let_go, self._settings.timeout_s)
 
     def _let_go(self) -> None:
-        """Close the library once its master answers, be that long after the store was closed.
+        """Close the library once its master answers, even long after the store was closed.
 
-        It holds the interpreter until it is closed: for a second, or for as long as it takes to
-        find out that nobody answers, which would stop every thread of the process.
+        The library's close holds the interpreter lock. Without a master it would hold it for
+        seconds, and stop every thread of the process.
         """
         while self._is_set_up and self._code_of_master() in MASTER_AWAY:
             time.sleep(PROBE_EVERY_S)
@@ -224,14 +225,14 @@ class MooncakeStore:
         return pieces, elsewhere
 
     def _loans(self, pieces: list[StagedPiece], deadline: float) -> Loans:
-        """Staging memory for these objects, as many at a time as there is room for."""
-        room = self._staging.all.bytes
-        rest = [piece for piece in pieces if 0 < piece.bytes <= room]
-        self._too_large += sum(piece.bytes > room for piece in pieces)
+        """Staging memory for these objects, as many at a time as it holds."""
+        capacity = self._staging.all.bytes
+        rest = [piece for piece in pieces if 0 < piece.bytes <= capacity]
+        self._too_large += sum(piece.bytes > capacity for piece in pieces)
         while rest:
             loan = self._staging.borrow([piece.bytes for piece in rest], deadline)
             if loan is None:
-                raise self._error(f"no room in the buffer within {self._settings.timeout_s:g} s")
+                raise self._error(f"no free staging memory within {self._settings.timeout_s:g} s")
             now, rest = rest[: len(loan.pieces)], rest[len(loan.pieces) :]
             addresses = map(loan.address, range(len(now)))
             try:
@@ -267,7 +268,7 @@ class MooncakeStore:
             if loan is None:
                 raise self._lingering(str(error), len(pieces)) from error
             raise
-        self._hear(codes)
+        self._check_master(codes)
         if self._settings.protocol == "rdma" and Code.TRANSFER_FAILED in codes:
             self._let_linger(loan, len(pieces))
         return list(zip(pieces, codes, strict=True))
@@ -284,21 +285,21 @@ class MooncakeStore:
 
     def _lingering(self, what: str, objects: int) -> LingeringError:
         seconds = self._settings.lingers_s(objects)
-        text = f"{what}; the library may be at its memory for {seconds:.0f} s more"
+        text = f"{what}; the library may use its memory for {seconds:.0f} s more"
         return LingeringError(text, seconds)
 
     def _ask(self, call: Callable[[], list[int]]) -> list[int]:
         """A call that touches no memory."""
         self._master.check()
         codes = self._run(call, self._deadline())
-        self._hear(codes)
+        self._check_master(codes)
         return codes
 
     def _run(self, call: Callable[[], T], deadline: float, loan: Loan | None = None) -> T:
         if loan is not None:
             loan.hold()
         try:
-            return self._crew.run(call, deadline, loan.drop if loan is not None else _nothing)
+            return self._threads.run(call, deadline, loan.drop if loan is not None else _nothing)
         except CallRefusedError as error:
             raise self._error(str(error)) from error
         except GivenUpError as error:
@@ -308,8 +309,8 @@ class MooncakeStore:
         except RuntimeError as error:
             raise self._error(f"the library failed ({error})") from error
 
-    def _hear(self, codes: Sequence[int]) -> None:
-        """Raise if the master did not do its part."""
+    def _check_master(self, codes: Sequence[int]) -> None:
+        """Raise if the codes say that the master is away."""
         if not MASTER_AWAY.isdisjoint(codes):
             self._master.doubt()
             gone = "is gone" if Code.MASTER_GONE in codes else "does not answer"

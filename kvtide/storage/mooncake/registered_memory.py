@@ -53,7 +53,7 @@ class RegisteredBuffers:
         """Sorted, and no two of them touch."""
 
     def borrow(self, sizes: Sequence[int], deadline: float) -> Loan | None:
-        """Room for the first of these objects, and as many more as there is room for now.
+        """Memory for the first of these objects, and for as many more as fit now.
 
         Waits for loans to come back; None: the deadline passed.
         """
@@ -93,7 +93,7 @@ class RegisteredBuffers:
 
 
 class Loan:
-    """Pieces of staging memory. They go back when all who hold the loan have dropped it."""
+    """Pieces of staging memory. They return when all holders have dropped the loan."""
 
     def __init__(self, staging: RegisteredBuffers, pieces: list[MemoryRange]) -> None:
         self.pieces = pieces

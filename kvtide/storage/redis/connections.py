@@ -1,9 +1,13 @@
-"""The connections to a Redis server: at most so many, made when needed, kept while they work.
+"""The connections to a Redis server, and the thread pool whose threads use them.
 
-Whoever finds none free waits, and is served in turn: a connection that is given back goes to the
-one who has waited longest. A connection that failed is closed. If it was an old one that the server
-had closed meanwhile, as after a restart, what it was used for is tried once more on a new one: all
-that we ask of Redis may be asked twice.
+`Connections` opens a limited number when needed and keeps them while they work. A caller that finds
+none free waits, first come, first served. A connection that failed is closed. If the server had
+closed an old one meanwhile, as after a restart, its requests are sent once more on a new one: every
+request of this store may be sent twice.
+
+`RedisThreadPool` splits a batch over a few threads. The memory of a call is its caller's again when
+it returns, so no piece of work outlives the call: pieces end by the deadline, and those that have
+not begun by then never do.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from kvtide.storage.redis.resp import Address, Connection, ProtocolError, Said, command
+from kvtide.storage.redis.resp import Address, Connection, ErrorReply, ProtocolError, command
 from kvtide.storage.store import StoreError
 from kvtide.storage.url import StoreURL
 
@@ -38,13 +42,13 @@ _REMEDIES = {
 
 
 class Connections:
-    """See the module."""
+    """At most `max_open` connections, all alike."""
 
-    def __init__(self, url: StoreURL, most: int) -> None:
+    def __init__(self, url: StoreURL, max_open: int) -> None:
         self._name = str(url)
         self._timeout_s = url.seconds()
-        self._most = most
-        self._words = list(_greeting(url))
+        self._max_open = max_open
+        self._greeting = list(_greeting(url))
         self._address = Address(url.host or "localhost", url.port or PORT, _tls(url))
         self._lock = threading.Lock()
         self._waiters: deque[Future[Connection | None]] = deque()
@@ -52,28 +56,28 @@ class Connections:
         self._open = 0
         self._closed = False
 
-    def use(self, talk: Callable[[Connection], T], deadline: float) -> T:
-        """Let it talk over a connection of its own; failures become sentences."""
+    def use(self, exchange: Callable[[Connection], T], deadline: float) -> T:
+        """Run an exchange on a connection of its own; failures become a StoreError."""
         try:
             connection, is_new = self._take(deadline)
             try:
-                return self._talk(connection, talk)
+                return self._run(connection, exchange)
             except (TimeoutError, ProtocolError):
                 raise
             except OSError:
                 if is_new:
                     raise
-                self._close_idle()  # The others are as old.
+                self._close_idle()  # The other idle ones are as old.
                 connection, _ = self._take(deadline)
-                return self._talk(connection, talk)
+                return self._run(connection, exchange)
         except OSError as error:
             raise self.failure(error) from error
 
-    def _talk(self, connection: Connection, talk: Callable[[Connection], T]) -> T:
+    def _run(self, connection: Connection, exchange: Callable[[Connection], T]) -> T:
         try:
-            result = talk(connection)
+            result = exchange(connection)
         except StoreError:
-            # Every reply was taken, and one of them was a refusal.
+            # All replies were read, and one of them was an error.
             self._put(connection)
             raise
         except BaseException:
@@ -89,7 +93,7 @@ class Connections:
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False
-            if self._open < self._most:
+            if self._open < self._max_open:
                 self._open += 1
             else:
                 self._waiters.append(waiter := Future())
@@ -103,14 +107,14 @@ class Connections:
             raise
 
     def _wait(self, waiter: Future[Connection | None], deadline: float) -> Connection | None:
-        """None: somebody closed a connection, and a new one may be made in its place."""
+        """None: a connection was closed, and a new one may be opened in its place."""
         try:
             return waiter.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             with self._lock:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
-            if waiter.done():  # It came at the last moment: pass it on.
+            if waiter.done():  # It arrived at the last moment: pass it on.
                 self._put(waiter.result())
             raise
 
@@ -131,10 +135,10 @@ class Connections:
     def _connect(self, deadline: float) -> Connection:
         connection = Connection(self._address, deadline)
         try:
-            for words in self._words:
+            for words in self._greeting:
                 connection.send([command(*words)], deadline)
                 reply = connection.reply(deadline)
-                if isinstance(reply, Said):
+                if isinstance(reply, ErrorReply):
                     raise self.refusal(reply)
         except BaseException:
             connection.close()
@@ -152,14 +156,14 @@ class Connections:
         self._closed = True
         self._close_idle()
 
-    def refusal(self, said: Said) -> StoreError:
-        if "DB index" in said.text:
+    def refusal(self, reply: ErrorReply) -> StoreError:
+        if "DB index" in reply.text:
             remedy = "there is no such database; most servers have 0 to 15"
-        elif "without any password" in said.text:
+        elif "without any password" in reply.text:
             remedy = "it knows no password; leave it out of the URL"
         else:
-            remedy = _REMEDIES.get(said.code, "see the log of the server")
-        return StoreError(f"storage {self._name}: the server says '{said.text}': {remedy}")
+            remedy = _REMEDIES.get(reply.code, "see the log of the server")
+        return StoreError(f"storage {self._name}: the server says '{reply.text}': {remedy}")
 
     def failure(self, error: OSError) -> StoreError:
         return StoreError(f"storage {self._name}: {self._sentence(error)}")
@@ -179,7 +183,7 @@ class Connections:
 
 
 def _greeting(url: StoreURL) -> Iterator[tuple[bytes, ...]]:
-    """What a new connection says first."""
+    """The commands that open a connection."""
     if url.password:
         user = [url.user.encode()] if url.user else []
         yield (b"AUTH", *user, url.password.encode())
@@ -201,3 +205,53 @@ def _tls(url: StoreURL) -> ssl.SSLContext | None:
         raise StoreError(
             f"storage {url}: ca={url.settings.get('ca')} cannot be read ({error}); name a PEM file"
         ) from None
+
+
+# -- threads --------------------------------------------------------------------------------
+
+
+class RedisThreadPool:
+    """The calling thread works too, so that a call of one piece needs no other thread."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix=name)
+
+    def run(self, pieces: Sequence[Callable[[], T]], deadline: float) -> list[T]:
+        """The results of all pieces, in order. Raises what the first of them raised.
+
+        Pieces must end by the deadline themselves (`time.monotonic`). TimeoutError: not all had
+        begun by then.
+        """
+        if not pieces:
+            return []
+        others = [self._pool.submit(piece) for piece in pieces[1:]]
+        try:
+            own = pieces[0]()
+        finally:
+            _settle(others, deadline)
+        if any(other.cancelled() for other in others):
+            raise TimeoutError("not all threads were free in time")
+        return [own, *(other.result() for other in others)]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _settle(futures: Sequence[Future[T]], deadline: float) -> None:
+    _, late = wait(futures, max(0.0, deadline - time.monotonic()))
+    begun = [future for future in late if not future.cancel()]
+    wait(begun)
+
+
+def batch_slices(weights: Sequence[int], max_slices: int, min_weight: int) -> list[slice]:
+    """Cut a batch into at most `max_slices` runs of similar weight, about `min_weight` or more."""
+    total = sum(weights)
+    count = max(1, min(max_slices, total // min_weight, len(weights)))
+    cuts, run, sum_so_far = [0], 1, 0
+    for n, weight in enumerate(weights):
+        if run < count and sum_so_far >= total * run / count and n > cuts[-1]:
+            cuts.append(n)
+            run += 1
+        sum_so_far += weight
+    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(weights)], strict=True)]

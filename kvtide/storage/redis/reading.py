@@ -1,8 +1,8 @@
-"""Reading objects: what is asked of the server, how far ahead, and what its answers amount to.
+"""Reading objects: commands, read-ahead, and the lengths that the replies add up to.
 
-A server copies what it sends into a buffer first, and is half as fast once that no longer fits its
-processor's cache. So little is asked for ahead, and large objects in pieces. Their length is asked
-for before: an object that the server evicted between two pieces is found to be incomplete.
+A server copies its replies into a buffer first, and is half as fast once that no longer fits its
+processor's cache. So the read-ahead is short, and large objects come in pieces. Their length is
+read first: an object that the server evicted between two pieces is found to be incomplete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtide.storage.redis.resp import Connection, Said, command
+from kvtide.storage.redis.resp import Connection, ErrorReply, command
 from kvtide.storage.store import MISSING
 
 PIECE_BYTES = 1 << 20
@@ -19,7 +19,7 @@ AHEAD_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadCommand:
-    """A request, and where its answer goes; None for the length of a large object."""
+    """A request, and the target of its reply; None for the length of a large object."""
 
     request: bytes
     target: memoryview | None
@@ -29,34 +29,34 @@ class ReadCommand:
         return 0 if self.target is None else len(self.target)
 
 
-def asks_for(name: bytes, target: memoryview) -> list[ReadCommand]:
+def commands_for(name: bytes, target: memoryview) -> list[ReadCommand]:
     if len(target) <= PIECE_BYTES:
         return [ReadCommand(command(b"GET", name), target)]
-    asks = [ReadCommand(command(b"STRLEN", name), None)]
+    commands = [ReadCommand(command(b"STRLEN", name), None)]
     for start in range(0, len(target), PIECE_BYTES):
         piece = target[start : start + PIECE_BYTES]
         ends = (b"%d" % start, b"%d" % (start + len(piece) - 1))
-        asks.append(ReadCommand(command(b"GETRANGE", name, *ends), piece))
-    return asks
+        commands.append(ReadCommand(command(b"GETRANGE", name, *ends), piece))
+    return commands
 
 
 def read(
     connection: Connection, batch: Sequence[list[ReadCommand]], deadline: float
-) -> tuple[list[int], Said | None]:
-    """The length of every object, or MISSING; and what the server complained of, if it did."""
-    replies = _answers(connection, [ask for asks in batch for ask in asks], deadline)
+) -> tuple[list[int], ErrorReply | None]:
+    """The length of every object, or MISSING; and an error reply, if there was one."""
+    replies = _answers(connection, [one for commands in batch for one in commands], deadline)
     lengths, start, fault = [], 0, None
-    for asks in batch:
-        answers = replies[start : start + len(asks)]
-        start += len(asks)
-        lengths.append(_length(asks, answers))
-        said = next((one for one in answers if isinstance(one, Said)), None)
-        if said is not None and said.code != "WRONGTYPE":
-            fault = said
+    for commands in batch:
+        answers = replies[start : start + len(commands)]
+        start += len(commands)
+        lengths.append(_length(commands, answers))
+        error = next((one for one in answers if isinstance(one, ErrorReply)), None)
+        if error is not None and error.code != "WRONGTYPE":
+            fault = error
     return lengths, fault
 
 
-def _length(asks: list[ReadCommand], answers: Sequence[int | Said | None]) -> int:
+def _length(commands: list[ReadCommand], answers: Sequence[int | ErrorReply | None]) -> int:
     sizes = [one for one in answers if isinstance(one, int)]
     if len(sizes) < len(answers):
         return MISSING
@@ -68,25 +68,25 @@ def _length(asks: list[ReadCommand], answers: Sequence[int | Said | None]) -> in
 
 
 def _answers(
-    connection: Connection, asks: Sequence[ReadCommand], deadline: float
-) -> list[int | Said | None]:
-    """One window of requests is always on its way while another is being answered."""
-    windows = _windows([ask.bytes for ask in asks])
-    answers: list[int | Said | None] = []
-    _send(connection, asks[windows[0]], deadline)
+    connection: Connection, commands: Sequence[ReadCommand], deadline: float
+) -> list[int | ErrorReply | None]:
+    """One window of requests is always in flight while another is being answered."""
+    windows = _windows([one.bytes for one in commands])
+    answers: list[int | ErrorReply | None] = []
+    _send(connection, commands[windows[0]], deadline)
     for window, following in zip(windows, [*windows[1:], None], strict=True):
         if following is not None:
-            _send(connection, asks[following], deadline)
-        for ask in asks[window]:
-            if ask.target is None:
+            _send(connection, commands[following], deadline)
+        for one in commands[window]:
+            if one.target is None:
                 answers.append(connection.reply(deadline))
             else:
-                answers.append(connection.object_into(ask.target, deadline))
+                answers.append(connection.object_into(one.target, deadline))
     return answers
 
 
-def _send(connection: Connection, asks: Sequence[ReadCommand], deadline: float) -> None:
-    connection.send([b"".join(ask.request for ask in asks)], deadline)
+def _send(connection: Connection, commands: Sequence[ReadCommand], deadline: float) -> None:
+    connection.send([b"".join(one.request for one in commands)], deadline)
 
 
 def _windows(sizes: Sequence[int]) -> list[slice]:

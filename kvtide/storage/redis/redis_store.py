@@ -7,10 +7,10 @@ acknowledged outlives the server only as far as the server is set up to save it.
 evict: `maxmemory 100gb` and `maxmemory-policy allkeys-lru`. With `noeviction` it refuses pages
 once it is full, and policies called `volatile-…` never evict ours; `status` notes both.
 
-    call ──► shares of the batch ──► a thread each ──► a connection each ──► pipelined commands
+    call ──► slices of the batch ──► a thread each ──► a connection each ──► pipelined commands
 
-The calling thread takes the first share. `connections` keeps the connections, `resp` knows what
-goes over one.
+The calling thread takes the first slice. `connections` keeps the connections, `resp` is the wire
+protocol.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvtide.storage.redis.connections import Connections
-from kvtide.storage.redis.reading import asks_for, read
-from kvtide.storage.redis.redis_threads import RedisThreads, shares
-from kvtide.storage.redis.resp import Connection, Said, command
+from kvtide.storage.redis.connections import Connections, RedisThreadPool, batch_slices
+from kvtide.storage.redis.reading import commands_for, read
+from kvtide.storage.redis.resp import Connection, ErrorReply, command
 from kvtide.storage.store import Removed, StoreError, StoreStatus
 from kvtide.storage.url import StoreURL
 
 T = TypeVar("T")
 
 CONNECTIONS = 4
-MIN_SHARE_BYTES = 4 << 20
+MIN_SLICE_BYTES = 4 << 20
 """Less than this is not worth another thread."""
 SCAN_KEYS = 1000
 
@@ -42,8 +41,8 @@ class RedisStore:
         self._timeout_s = url.seconds()
         count = url.count("connections", CONNECTIONS)
         self._server = Connections(url, count)
-        # A call leaves half of the connections to others: questions should not wait for pages.
-        self._crew = RedisThreads(max(1, count // 2), "redis")
+        # A call leaves half of the connections to others: look-ups do not wait for pages.
+        self._threads = RedisThreadPool(max(1, count // 2), "redis")
         self._refused = 0
         try:
             self._one([command(b"PING")], self._deadline())
@@ -55,7 +54,7 @@ class RedisStore:
         """Nothing to register."""
 
     def close(self) -> None:
-        self._crew.close()
+        self._threads.close()
         self._server.close()
 
     # -- objects ----------------------------------------------------------------------------
@@ -68,14 +67,16 @@ class RedisStore:
 
     def read(self, keys: Sequence[bytes], targets: Sequence[memoryview]) -> list[int]:
         deadline = self._deadline()
-        batch = [asks_for(self._name(key), t) for key, t in zip(keys, targets, strict=True)]
+        batch = [commands_for(self._name(key), t) for key, t in zip(keys, targets, strict=True)]
 
-        def read_share(share: slice) -> Callable[[], tuple[list[int], Said | None]]:
-            asks = batch[share]
-            return lambda: self._server.use(lambda wire: read(wire, asks, deadline), deadline)
+        def read_slice(part: slice) -> Callable[[], tuple[list[int], ErrorReply | None]]:
+            commands = batch[part]
+            return lambda: self._server.use(
+                lambda connection: read(connection, commands, deadline), deadline
+            )
 
-        runs = self._shares([len(target) for target in targets])
-        found = self._together([*map(read_share, runs)], deadline)
+        runs = self._slices([len(target) for target in targets])
+        found = self._together([*map(read_slice, runs)], deadline)
         for _, fault in found:
             if fault is not None:
                 raise self._server.refusal(fault)
@@ -85,26 +86,26 @@ class RedisStore:
         deadline = self._deadline()
         heads = self._commands(b"SET", keys, b"*4")
 
-        def write_share(share: slice) -> Callable[[], list[bytes]]:
-            parts = list(_interleave(heads[share], sources[share]))
-            count = share.stop - share.start
+        def write_slice(part: slice) -> Callable[[], list[bytes]]:
+            parts = list(_interleave(heads[part], sources[part]))
+            count = part.stop - part.start
 
-            def talk(connection: Connection) -> list[bytes]:
+            def exchange(connection: Connection) -> list[bytes]:
                 connection.send(parts, deadline)
                 return connection.lines(count, deadline)
 
-            return lambda: self._server.use(talk, deadline)
+            return lambda: self._server.use(exchange, deadline)
 
-        runs = self._shares([len(source) for source in sources])
-        lines = [n for run in self._together([*map(write_share, runs)], deadline) for n in run]
+        runs = self._slices([len(source) for source in sources])
+        lines = [n for run in self._together([*map(write_slice, runs)], deadline) for n in run]
         return self._written(keys, lines, deadline)
 
     def _written(self, keys: Sequence[bytes], lines: list[bytes], deadline: float) -> list[bool]:
-        """`+OK`: it is there now. `$-1`: it was. A full server does not even look: ask it."""
+        """`+OK`: written. `$-1`: it existed. A full server does not check: EXISTS asks it."""
         full = [n for n, line in enumerate(lines) if line.startswith(b"-OOM")]
         for line in lines:
             if line.startswith(b"-") and not line.startswith(b"-OOM"):
-                raise self._server.refusal(Said(line[1:].decode(errors="replace")))
+                raise self._server.refusal(ErrorReply(line[1:].decode(errors="replace")))
         written = [True] * len(lines)
         if full:
             asked = self._lines(self._commands(b"EXISTS", [keys[n] for n in full]), deadline)
@@ -121,7 +122,7 @@ class RedisStore:
     # -- the space --------------------------------------------------------------------------
 
     def clear(self) -> Removed:
-        """The time-out is for every thousand keys that the server looks at, not for all of them."""
+        """The time-out applies to every thousand scanned keys, not to all of them."""
         removed: list[int] = []
         cursor = b"0"
         while True:
@@ -165,21 +166,21 @@ class RedisStore:
         if evicted := int(facts.get("evicted_keys", 0)):
             yield f"it evicted {evicted:,} keys since it started"
         if self._refused:
-            yield f"it was full and refused {self._refused:,} objects of ours"
+            yield f"it was full and refused {self._refused:,} objects of this store"
 
-    # -- talking ----------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
     def _together(self, pieces: list[Callable[[], T]], deadline: float) -> list[T]:
         try:
-            return self._crew.run(pieces, deadline)
+            return self._threads.run(pieces, deadline)
         except TimeoutError as error:
             raise self._server.failure(error) from error
 
-    def _shares(self, sizes: Sequence[int]) -> list[slice]:
-        return shares(sizes, self._crew.threads, MIN_SHARE_BYTES) if sizes else []
+    def _slices(self, sizes: Sequence[int]) -> list[slice]:
+        return batch_slices(sizes, self._threads.threads, MIN_SLICE_BYTES) if sizes else []
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
@@ -190,28 +191,28 @@ class RedisStore:
         return [b"%b%b\r\n" % (head, key.hex().encode()) for key in keys]
 
     def _lines(self, requests: Sequence[bytes], deadline: float) -> list[bytes]:
-        """Ask what is answered with a line each; an error fails them all."""
+        """Send commands that are answered with a line each; an error fails them all."""
 
-        def talk(connection: Connection) -> list[bytes]:
+        def exchange(connection: Connection) -> list[bytes]:
             connection.send([b"".join(requests)], deadline)
             return connection.lines(len(requests), deadline)
 
-        lines = self._server.use(talk, deadline)
+        lines = self._server.use(exchange, deadline)
         for line in lines:
             if line.startswith(b"-"):
-                raise self._server.refusal(Said(line[1:].decode(errors="replace")))
+                raise self._server.refusal(ErrorReply(line[1:].decode(errors="replace")))
         return lines
 
     def _one(self, requests: Sequence[bytes], deadline: float) -> list[object]:
-        """Ask a few things that may have any answer."""
+        """Send a few commands with replies of any kind."""
 
-        def talk(connection: Connection) -> list[object]:
+        def exchange(connection: Connection) -> list[object]:
             connection.send(requests, deadline)
             return [connection.reply(deadline) for _ in requests]
 
-        replies = self._server.use(talk, deadline)
+        replies = self._server.use(exchange, deadline)
         for reply in replies:
-            if isinstance(reply, Said):
+            if isinstance(reply, ErrorReply):
                 raise self._server.refusal(reply)
         return replies
 

@@ -2,7 +2,7 @@
 
 Objects are received straight into the memory where they belong and sent straight from it. Every
 call has a deadline (`time.monotonic`). A connection on which anything went wrong may hold half a
-reply: whoever owns it closes it and never uses it again.
+reply: its owner closes it and never uses it again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ProtocolError(ConnectionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ErrorReply:
     """An error that the server replied with; the connection is fine."""
 
     text: str
@@ -107,11 +107,11 @@ class Connection:
             raise ProtocolError("more replies came than there were requests")
         return all_lines
 
-    def object_into(self, target: memoryview, deadline: float) -> int | Said | None:
+    def object_into(self, target: memoryview, deadline: float) -> int | ErrorReply | None:
         """An object's length; None if there is none, or it is longer than the target."""
         line = self._line(deadline)
         if line.startswith(b"-"):
-            return Said(line[1:].decode(errors="replace"))
+            return ErrorReply(line[1:].decode(errors="replace"))
         length = _number(line, b"$")
         if length < 0:
             return None
@@ -130,7 +130,7 @@ class Connection:
             case b"+":
                 return line[1:]
             case b"-":
-                return Said(line[1:].decode(errors="replace"))
+                return ErrorReply(line[1:].decode(errors="replace"))
             case b":":
                 return _number(line, b":")
             case b"$":

@@ -192,6 +192,7 @@ def played(run: ForwardPass, call: Callable[[ForwardPass], Tensor], again: bool)
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
@@ -205,6 +206,7 @@ def test_single_tokens_need_nothing_but_the_batch(case: str, device: torch.devic
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("programs", [1, 5, 64])
 @pytest.mark.parametrize("case", ["window", "small window and sinks"])
 def test_parts_of_the_keys_are_joined(
@@ -249,6 +251,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keys", [PAGE, 2 * PAGE])
 @pytest.mark.parametrize("alike", ALIKE)
 @pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "sinks", "capped"])
@@ -292,6 +295,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("step", BLOCKS)
 @pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "window", "sinks", "capped"])
@@ -349,9 +353,13 @@ def test_blocks_are_shared_where_that_is_worth_it(
     assert shared() == [0, 0, 6], "each has a program, and all are done at the same time"
 
 
+@pytest.mark.quick(step=["decoding"])
+@pytest.mark.parametrize("step", ["all at once", "decoding"])
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
-def test_what_is_kept_may_be_of_another_precision(kv: KVDType, device: torch.device) -> None:
-    found, wanted = both(CASES["grouped"], STEPS["all at once"], device, torch.float32, kv)
+def test_what_is_kept_may_be_of_another_precision(
+    kv: KVDType, step: str, device: torch.device
+) -> None:
+    found, wanted = both(CASES["grouped"], STEPS[step], device, torch.float32, kv)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 

@@ -51,6 +51,7 @@ def compared(
             assert torch.equal(one.after(number)[name], value.to(one.after(number)[name].dtype))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("parts", PARTS)
 def test_sums_and_tails_are_the_plain_ones(parts: str, step: str, device: torch.device) -> None:
@@ -67,6 +68,7 @@ def test_any_layout_of_pages(layout: Layout, device: torch.device) -> None:
     compared((20, 8), STEPS["all at once"], device, layout=layout)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kept", [DType.BF16, DType.FP16])
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_kept_may_be_less_precise(kept: DType, step: str, device: torch.device) -> None:

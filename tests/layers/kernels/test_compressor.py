@@ -169,6 +169,7 @@ def compared(
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_leaves_what_the_torch_code_leaves(
@@ -181,6 +182,7 @@ def test_the_program_leaves_what_the_torch_code_leaves(
         )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["overlapping", "indexer", "apart"])
 def test_entries_are_rounded_as_the_torch_code_rounds_them(

@@ -101,6 +101,7 @@ def both(
     return list(zip(found, wanted, strict=True))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:

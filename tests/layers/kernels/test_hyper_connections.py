@@ -93,6 +93,7 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
         assert (found.float() - wanted.float()).abs().mean() < 2e-3 * wanted.float().abs().mean()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 @pytest.mark.parametrize("tokens", [1, 3, 18, 1500])

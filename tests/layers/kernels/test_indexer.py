@@ -87,6 +87,7 @@ def _unscored_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "score_entries", score)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("_unscored_is_worst")
 @pytest.mark.parametrize("kv", [KVDType.FP32, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("step", STEPS)
@@ -146,6 +147,7 @@ def test_of_equals_the_first_is_taken(
         assert torch.equal(found, mask)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("_unscored_is_worst")
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("step", STEPS)

@@ -106,6 +106,7 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("extreme", [False, True], ids=["ordinary", "extreme"])
 @pytest.mark.parametrize("name", ENTRIES)

@@ -110,6 +110,7 @@ def experts_of(mixture: Mixture) -> Experts:
     return mixture.experts
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize("case", CASES)
 def test_one_stack_gives_what_experts_and_mlp_give(

@@ -117,6 +117,7 @@ def both(
     return found.float(), torch.cat(wanted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_a_window_give_what_plain_sums_give(
@@ -126,6 +127,7 @@ def test_blocks_and_a_window_give_what_plain_sums_give(
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("case", ["some blocks", "groups"])
 def test_blocks_may_be_kept_in_another_precision(
@@ -217,6 +219,7 @@ def both_latent(
     return found.float(), torch.cat(wanted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", LATENTS)
 def test_latents_give_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
@@ -224,6 +227,7 @@ def test_latents_give_what_plain_sums_give(case: str, step: str, device: torch.d
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("case", ["few heads", "groups"])
 def test_latents_may_be_kept_in_another_precision(

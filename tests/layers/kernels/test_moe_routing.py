@@ -34,6 +34,7 @@ def same(found: Routing, wanted: Routing) -> None:
     torch.testing.assert_close(found.weights, wanted.weights, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("score", [sigmoid, softmax, sqrt_softplus])
 @pytest.mark.parametrize("case", CHOICES)
@@ -56,6 +57,7 @@ def test_the_softmax_of_the_best(dtype: torch.dtype, device: torch.device) -> No
     same(found, route_by_top_softmax(PLAIN, logits, 5))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("beside", [1, 3])
 @pytest.mark.parametrize("case", CHOICES)
 def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
@@ -73,6 +75,7 @@ def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
     same(before, moe_routing.route(logits, choice, sigmoid, bias))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("beside", [0, 2])
 @pytest.mark.parametrize("kept_as", [torch.int64, torch.int32])
 @pytest.mark.parametrize("score", [sigmoid, softmax, sqrt_softplus])

@@ -32,6 +32,7 @@ def cut(
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("more", [0, 5])
 @pytest.mark.parametrize("singles", [True, False])
 @pytest.mark.parametrize("tokens", [1, 4, 16])

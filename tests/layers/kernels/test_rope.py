@@ -59,6 +59,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
         assert (found != expected).float().mean() < 0.01
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 @pytest.mark.parametrize("eps", [None, EPS], ids=["as it is", "normed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -78,6 +79,7 @@ def test_heads_are_turned_as_the_torch_code_turns_them(
     assert torch.equal(wide[..., shape.dim :], beside)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv", list(KVDType), ids=lambda kind: kind.value)
 @pytest.mark.parametrize("case", [Case(1, 40, 8), Case(1, 512, 64)], ids=["short", "published"])

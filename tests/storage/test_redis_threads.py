@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from kvtide.storage.redis.redis_threads import RedisThreads, shares
+from kvtide.storage.redis.connections import RedisThreadPool, batch_slices
 
 
 @pytest.fixture
-def crew():
-    one = RedisThreads(3, "test")
+def threads():
+    one = RedisThreadPool(3, "test")
     yield one
     one.close()
 
@@ -22,22 +22,24 @@ def _soon():
     return time.monotonic() + 5
 
 
-def test_results_come_in_the_order_of_the_pieces(crew):
-    assert crew.run([lambda n=n: n * n for n in range(10)], _soon()) == [n * n for n in range(10)]
-    assert crew.run([], _soon()) == []
+def test_results_come_in_the_order_of_the_pieces(threads):
+    assert threads.run([lambda n=n: n * n for n in range(10)], _soon()) == [
+        n * n for n in range(10)
+    ]
+    assert threads.run([], _soon()) == []
 
 
-def test_a_single_piece_runs_in_the_calling_thread(crew):
-    assert crew.run([threading.current_thread], _soon()) == [threading.current_thread()]
+def test_a_single_piece_runs_in_the_calling_thread(threads):
+    assert threads.run([threading.current_thread], _soon()) == [threading.current_thread()]
 
 
-def test_pieces_run_at_the_same_time(crew):
+def test_pieces_run_at_the_same_time(threads):
     together = threading.Barrier(3)
-    crew.run([lambda: together.wait(5)] * 3, _soon())
+    threads.run([lambda: together.wait(5)] * 3, _soon())
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_failure_is_raised_after_all_pieces_have_ended(crew, which):
+def test_a_failure_is_raised_after_all_pieces_have_ended(threads, which):
     ended = []
 
     def piece(n):
@@ -47,23 +49,23 @@ def test_a_failure_is_raised_after_all_pieces_have_ended(crew, which):
         ended.append(n)
 
     with pytest.raises(ValueError, match=str(which)):
-        crew.run([lambda n=n: piece(n) for n in range(3)], _soon())
+        threads.run([lambda n=n: piece(n) for n in range(3)], _soon())
     assert len(ended) == 2
 
 
 def test_pieces_that_have_not_begun_by_the_deadline_never_do():
-    crew, begun = RedisThreads(2, "test"), []
+    threads, begun = RedisThreadPool(2, "test"), []
 
     def piece(n):
         begun.append(n)
         time.sleep(0.2)
 
     with pytest.raises(TimeoutError):
-        crew.run([lambda n=n: piece(n) for n in range(9)], time.monotonic() + 0.1)
+        threads.run([lambda n=n: piece(n) for n in range(9)], time.monotonic() + 0.1)
     at_return = len(begun)
     time.sleep(0.3)
     assert len(begun) == at_return < 9
-    crew.close()
+    threads.close()
 
 
 def test_shares_cover_a_batch_once_and_weigh_about_the_same():
@@ -71,7 +73,7 @@ def test_shares_cover_a_batch_once_and_weigh_about_the_same():
     for _ in range(300):
         weights = [chance.randint(0, 100) for _ in range(chance.randint(1, 50))]
         most, least = chance.randint(1, 8), chance.randint(1, 200)
-        found = shares(weights, most, least)
+        found = batch_slices(weights, most, least)
         assert [n for share in found for n in range(share.start, share.stop)] == list(
             range(len(weights))
         )
@@ -79,4 +81,4 @@ def test_shares_cover_a_batch_once_and_weigh_about_the_same():
         assert all(share.start < share.stop for share in found)
         fair = sum(weights) / len(found)
         assert all(sum(weights[share]) <= fair + 200 for share in found)
-    assert len(shares([1] * 100, 4, 1000)) == 1
+    assert len(batch_slices([1] * 100, 4, 1000)) == 1

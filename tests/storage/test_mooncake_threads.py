@@ -32,85 +32,85 @@ class Gate:
         assert self.over.wait(10)
 
 
-def stick(crew: LibraryThreads) -> Gate:
+def stick(threads: LibraryThreads) -> Gate:
     gate = Gate()
     with pytest.raises(GivenUpError) as raised:
-        crew.run(gate, in_(0.05), gate.over.set)
+        threads.run(gate, in_(0.05), gate.over.set)
     assert raised.value.began and not gate.over.is_set()
     return gate
 
 
-def eventually_free(crew: LibraryThreads) -> None:
+def eventually_free(threads: LibraryThreads) -> None:
     deadline = in_(10)
-    while crew.stuck:
+    while threads.stuck:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def test_answers_and_errors_come_back():
-    crew, after = LibraryThreads("test", 2), []
-    assert crew.run(lambda: 7, in_(5), lambda: after.append("answer")) == 7
+    threads, after = LibraryThreads("test", 2), []
+    assert threads.run(lambda: 7, in_(5), lambda: after.append("answer")) == 7
     with pytest.raises(KeyError, match="what went wrong"):
-        crew.run(lambda: {}["what went wrong"], in_(5), lambda: after.append("error"))
+        threads.run(lambda: {}["what went wrong"], in_(5), lambda: after.append("error"))
     assert after == ["answer", "error"]
-    assert crew.finish(lambda: after.append("end"), 5)
+    assert threads.finish(lambda: after.append("end"), 5)
     assert after[-1] == "end"
 
 
 def test_a_stuck_call_does_not_block_others_and_is_followed_up_when_it_ends():
-    crew = LibraryThreads("test", 2)
-    gate = stick(crew)
-    assert crew.stuck == 1
-    assert [crew.run(lambda n=n: n, in_(5)) for n in range(10)] == list(range(10))
+    threads = LibraryThreads("test", 2)
+    gate = stick(threads)
+    assert threads.stuck == 1
+    assert [threads.run(lambda n=n: n, in_(5)) for n in range(10)] == list(range(10))
     gate.let_go()
-    eventually_free(crew)
-    crew.finish(lambda: None, 5)
+    eventually_free(threads)
+    threads.finish(lambda: None, 5)
 
 
 def test_when_all_are_stuck_calls_are_refused_at_once_until_one_comes_back():
-    crew, after = LibraryThreads("test", 3), []
-    gates = [stick(crew) for _ in range(3)]
+    threads, after = LibraryThreads("test", 3), []
+    gates = [stick(threads) for _ in range(3)]
     start = time.monotonic()
     with pytest.raises(CallRefusedError, match="3 calls are stuck in the library"):
-        crew.run(lambda: None, in_(5), lambda: after.append("refused"))
+        threads.run(lambda: None, in_(5), lambda: after.append("refused"))
     assert time.monotonic() - start < 0.5
     assert after == ["refused"]
     gates[0].let_go()
     deadline = in_(10)
-    while crew.stuck == 3:
+    while threads.stuck == 3:
         assert time.monotonic() < deadline
-    assert crew.run(lambda: "works", in_(5)) == "works"
+    assert threads.run(lambda: "works", in_(5)) == "works"
     for gate in gates[1:]:
         gate.let_go()
-    crew.finish(lambda: None, 5)
+    threads.finish(lambda: None, 5)
 
 
 def test_a_call_that_no_thread_began_never_runs():
-    crew, after, ran = LibraryThreads("test", 1), [], []
+    threads, after, ran = LibraryThreads("test", 1), [], []
     gate = Gate()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(crew.run, gate, in_(5), gate.over.set)
+        first = pool.submit(threads.run, gate, in_(5), gate.over.set)
         assert gate.begun.wait(5)
         with pytest.raises(GivenUpError) as raised:
-            crew.run(lambda: ran.append(1), in_(0.05), lambda: after.append("never begun"))
+            threads.run(lambda: ran.append(1), in_(0.05), lambda: after.append("never begun"))
         assert not raised.value.began
         assert after == ["never begun"]
         gate.let_go()
         assert first.result() == "late"
-    assert crew.run(lambda: "next", in_(5)) == "next"
+    assert threads.run(lambda: "next", in_(5)) == "next"
     assert ran == []
-    crew.finish(lambda: None, 5)
+    threads.finish(lambda: None, 5)
 
 
 def test_finishing_goes_on_by_itself_while_calls_are_stuck():
-    crew, ended = LibraryThreads("test", 2), threading.Event()
-    gate = stick(crew)
+    threads, ended = LibraryThreads("test", 2), threading.Event()
+    gate = stick(threads)
     start = time.monotonic()
-    assert not crew.finish(ended.set, 0.05)
+    assert not threads.finish(ended.set, 0.05)
     assert time.monotonic() - start < 1
     assert not ended.is_set()
     with pytest.raises(CallRefusedError, match="closed"):
-        crew.run(lambda: None, in_(5))
+        threads.run(lambda: None, in_(5))
     gate.let_go()
     assert ended.wait(5)
 
@@ -119,7 +119,7 @@ def test_every_call_is_followed_up_once_whatever_the_order():
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    crew, lock, ends = LibraryThreads("test", 4), threading.Lock(), [0] * 400
+    threads, lock, ends = LibraryThreads("test", 4), threading.Lock(), [0] * 400
     durations = [chance.choice((0, 0, 0.001, 0.01)) for _ in ends]
     patience = [chance.choice((0, 0.002, 0.005, 5)) for _ in ends]
 
@@ -129,7 +129,7 @@ def test_every_call_is_followed_up_once_whatever_the_order():
 
     def call(number: int) -> str:
         try:
-            crew.run(lambda: time.sleep(durations[number]), in_(patience[number]),
+            threads.run(lambda: time.sleep(durations[number]), in_(patience[number]),
                      lambda: end(number))  # fmt: skip
         except GivenUpError as error:
             return f"given up, began {error.began}"
@@ -139,7 +139,7 @@ def test_every_call_is_followed_up_once_whatever_the_order():
 
     with ThreadPoolExecutor(12) as pool:
         outcomes = list(pool.map(call, range(len(ends))))
-    assert crew.finish(lambda: None, 5)
+    assert threads.finish(lambda: None, 5)
     assert ends == [1] * len(ends)
-    assert crew.stuck == 0
+    assert threads.stuck == 0
     assert {"answered", "given up, began True"} <= set(outcomes)

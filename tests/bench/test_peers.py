@@ -1,0 +1,90 @@
+"""The parts of `bench/peers` that run without the peers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtide.bench import hitrate
+from kvtide.bench.store_speed import MemoryBlocks, StoreCase
+from kvtide.planner import workloads
+
+PEERS = Path(__file__).parents[2] / "bench" / "peers"
+COMMANDS = ("run", "index", "index_memory", "hit_rate", "file_store")
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(PEERS))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_are_executable_shell_scripts(name: str) -> None:
+    assert os.access(PEERS / name, os.X_OK)
+    subprocess.run(["bash", "-n", str(PEERS / name)], check=True)
+
+
+def test_a_simulated_lru_finds_what_the_index_finds(peers: Any) -> None:
+    trace = workloads.parse("chat:users=6,turns=4")
+    found = hitrate.compare(trace, ["lru"], [0.5], 64, lambda items, count, label: items)
+    row = found.rows[0]
+    simulated = peers("hit_rate").simulated_lru(trace, row.capacity_tokens // 64, 64)
+    assert simulated == pytest.approx(row.hit_rates["lru"], rel=0.05)
+    unlimited = peers("hit_rate").simulated_lru(trace, 1 << 30, 64)
+    assert unlimited == pytest.approx(found.unlimited)
+
+
+def test_missing_packages_are_stubbed_and_others_left_alone(peers: Any) -> None:
+    stubs = peers("gpu_stubs")
+    before = list(sys.meta_path)
+    try:
+        stubs.install(["no_such_gpu_package", "json"])
+        stub = importlib.import_module("no_such_gpu_package.kernels")
+        assert stub.jit(len) is len and not stub.anything.at(3)[1]
+        assert importlib.import_module("json").loads("1") == 1
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("no_such_other_package")
+    finally:
+        sys.meta_path[:] = before
+        for name in [name for name in sys.modules if name.startswith("no_such_gpu")]:
+            del sys.modules[name]
+
+
+def test_file_stores_return_what_was_written(peers: Any, tmp_path: Path) -> None:
+    stores, bench = peers("file_stores"), peers("file_store")
+    case = StoreCase("8 KiB", 8192, 16)
+    blocks = MemoryBlocks(case.bytes)
+    opened = [
+        stores.Kvtide(tmp_path / "kvtide", blocks),
+        stores.Disk(tmp_path / "disk", blocks, case.bytes),
+    ]
+    try:
+        rates = bench._measure(case, opened, blocks, tmp_path, 1)
+    finally:
+        for store in opened:
+            store.close()
+    rows = bench._rows(case, rates)
+    assert [row[1] for row in rows] == [store.name for store in opened]
+    assert rows[0][3] == rows[0][5] == "1.00×"
+
+
+def test_a_store_that_returns_other_bytes_fails_the_benchmark(
+    peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, bench = peers("file_stores"), peers("file_store")
+    case = StoreCase("8 KiB", 8192, 4)
+    blocks = MemoryBlocks(case.bytes)
+    store = stores.Disk(tmp_path / "disk", blocks, case.bytes)
+    monkeypatch.setattr(store, "read", lambda keys: None)
+    try:
+        with pytest.raises(OSError, match="returned other bytes"):
+            bench._turn(case, store, blocks, tmp_path)
+    finally:
+        store.close()
