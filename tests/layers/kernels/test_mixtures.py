@@ -26,7 +26,7 @@ GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
 class Everywhere(Batched):
-    """Programs, whatever the device."""
+    """Kernels, whatever the device."""
 
     def runs_programs(self, device: torch.device) -> bool:
         return True
