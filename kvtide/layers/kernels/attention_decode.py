@@ -56,17 +56,14 @@ def attend_decode(
         ("tiles", tile_keys, how.window, cascade),
         lambda: _tile_offsets(batch.rows, tile_keys, how.window, prefixes),
     )
-    visible_keys = (
-        batch.bounds.max_past
-        if how.window is None
-        else min(batch.bounds.max_past, how.window + tile_keys)
-    )
+    visible_keys = batch.bounds.max_past
+    if how.window is not None:
+        visible_keys = min(visible_keys, how.window + tile_keys)
     max_tiles = count * kv_heads * max(1, -(-visible_keys // tile_keys))
     resident = CTAS_PER_SM * sm_count(queries.device)
     ctas = max(1, min(resident, -(-max_tiles // MIN_TILES)))
-    partial_out = queries.new_empty(
-        (count * kv_heads + ctas, heads_per_kv, dim), dtype=torch.float32
-    )
+    items = count * kv_heads
+    partial_out = queries.new_empty((items + ctas, heads_per_kv, dim), dtype=torch.float32)
     # m_i and l_i of every partial result.
     partial_stats = partial_out.new_empty((*partial_out.shape[:2], 2))
     view, table = run.step.view(place.pool.name, place.layer), batch.slots[place.anchor]
@@ -131,7 +128,8 @@ def _tile_offsets(
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _cascaded_tokens(  # type: ignore[no-untyped-def]
-    prefix_lengths, sequence, past, mask, GROUP_SEQUENCES: tl.constexpr,
+    prefix_lengths, sequence, past, mask,
+    GROUP_SEQUENCES: tl.constexpr,
 ):
     """Tokens of a sequence that cascade attention covers: its group's common prefix."""
     if GROUP_SEQUENCES > 0:
@@ -168,7 +166,8 @@ def _count_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _item_of_tile(  # type: ignore[no-untyped-def]
-    tile_offsets, tile, count, KV_HEADS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
+    tile_offsets, tile, count,
+    KV_HEADS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
 ):
     """The work item that a tile belongs to: sequence * KV_HEADS + KV head."""
     sequence = tl.full([], 0, tl.int32)
@@ -200,13 +199,11 @@ def _init_state(  # type: ignore[no-untyped-def]
 @kernel("rows", "block_tables", "count", "stride_table")  # type: ignore[untyped-decorator]
 def _decode_split_kv(  # type: ignore[no-untyped-def]
     q_ptr, k_new, v_new, k_cache, v_cache, partial_out, partial_stats, rows, block_tables,
-    tile_offsets, prefix_lengths, count, stride_table,
-    stride_q_token, stride_q_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
-    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
-    cap_scale, qk_scale,
-    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
-    GROUP_SEQUENCES: tl.constexpr,
+    tile_offsets, prefix_lengths, count, stride_table, stride_q_token, stride_q_head,
+    stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head, stride_k_slot, stride_k_entry,
+    stride_k_head, stride_v_slot, stride_v_entry, stride_v_head, cap_scale, qk_scale,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, GROUP_SEQUENCES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Attends over this CTA's tiles, item by item, and stores a partial result of each."""
@@ -236,8 +233,7 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
         k = tl.load(k_new + k_offsets + kv_head * stride_kn_head, mask=in_dim, other=0.0)
         v = tl.load(v_new + v_offsets + kv_head * stride_vn_head, mask=in_dim, other=0.0)
         m_i, l_i, acc = _init_state(
-            q, k, v, lo == 0, cap_scale, qk_scale, CAPPED, BLOCK_M, BLOCK_D
-        )
+            q, k, v, lo == 0, cap_scale, qk_scale, CAPPED, BLOCK_M, BLOCK_D)
         if WINDOW > 0:
             first_key = tl.maximum(past + 1 - WINDOW, 0)
         else:
@@ -245,14 +241,12 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
                 prefix_lengths, sequence, past, sequence >= 0, GROUP_SEQUENCES)
         first_tile_key = first_key // BLOCK_N * BLOCK_N
         m_i, l_i, acc = attend_paged_keys(
-            q, offs_m * 0 + past, m_i, l_i, acc,
-            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
+            q, offs_m * 0 + past, m_i, l_i, acc, k_cache + kv_head * stride_k_head,
+            v_cache + kv_head * stride_v_head,
             block_tables + tl.cast(sequence, tl.int64) * stride_table,
             first_tile_key + lo * BLOCK_N, tl.minimum(first_tile_key + hi * BLOCK_N, past),
-            first_key,
-            stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
-            PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
-        )
+            first_key, stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale,
+            qk_scale, PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D)
         out_row = (tl.cast(item, tl.int64) + cta) * HEADS_PER_KV + offs_m
         tl.store(partial_out + out_row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)
         tl.store(partial_stats + 2 * out_row, m_i, mask=offs_m < HEADS_PER_KV)
@@ -261,8 +255,8 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate_splits(  # type: ignore[no-untyped-def]
-    partial_out, partial_stats, rows, valid, m_i, l_i, acc, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    partial_out, partial_stats, rows, valid, m_i, l_i, acc,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Rescales and adds some splits' partial results."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -281,9 +275,9 @@ def _accumulate_splits(  # type: ignore[no-untyped-def]
 def _combine_splits(  # type: ignore[no-untyped-def]
     partial_out, partial_stats, sinks, out, rows, tile_offsets, prefix_lengths, prefix_out,
     prefix_stats, prefix_splits, count, ctas, stride_out_token, stride_out_head,
-    SINKS: tl.constexpr, GROUP_SEQUENCES: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr, GROUP_SEQUENCES: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Combines the splits of a sequence and head, and those of its shared prefix."""
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -312,8 +306,8 @@ def _combine_splits(  # type: ignore[no-untyped-def]
                 split = start + tl.arange(0, BLOCK_SPLITS)
                 out_row = (split.to(tl.int64) * count + sequence) * (KV_HEADS * HEADS_PER_KV) + head
                 m_i, l_i, acc = _accumulate_splits(
-                    prefix_out, prefix_stats, out_row, split < prefix_splits,
-                    m_i, l_i, acc, HEAD_DIM, BLOCK_D)
+                    prefix_out, prefix_stats, out_row, split < prefix_splits, m_i, l_i, acc,
+                    HEAD_DIM, BLOCK_D)
     token = tl.load(rows + 3 * sequence).to(tl.int64)
     offsets = token * stride_out_token + head * stride_out_head + offs_d
     tl.store(out + offsets, (acc / l_i).to(out.dtype.element_ty), mask=offs_d < HEAD_DIM)

@@ -83,24 +83,12 @@ def _attend_prefill(
     schedule = schedule_blocks(
         run, rows // heads_per_kv, splits, constants["WINDOW"], constants["BLOCK_N"]
     )
-    max_blocks, sizes = (
-        len(schedule) - 2,
-        {
-            "HEADS_PER_KV": heads_per_kv,
-            "BLOCK_TOKENS": rows // heads_per_kv,
-            "BLOCK_M": rows,
-            **splits,
-        },
-    )
+    max_blocks, tokens = len(schedule) - 2, rows // heads_per_kv
+    sizes = {"HEADS_PER_KV": heads_per_kv, "BLOCK_TOKENS": tokens, "BLOCK_M": rows, **splits}
     # A split CTA leaves partial results of at most two blocks: its first and its last.
     partial_out = queries.new_empty((2 * splits["SPLITS"], rows, dim), dtype=torch.float32)
-    outputs = (
-        out,
-        partial_out,
-        partial_out.new_empty((*partial_out.shape[:2], 2)),
-        schedule,
-        *out.stride()[:2],
-    )
+    partial_stats = partial_out.new_empty((*partial_out.shape[:2], 2))
+    outputs = out, partial_out, partial_stats, schedule, *out.stride()[:2]
     _prefill[(splits["SPLITS"] + max_blocks * kv_heads,)](
         *(queries, keys, values, view["k"], view["v"]),
         *(
@@ -140,23 +128,20 @@ def _attend_prefill(
 # fmt: off
 @kernel("schedule", "max_blocks", "block_tables", "stride_table")  # type: ignore[untyped-decorator]
 def _prefill(  # type: ignore[no-untyped-def]
-    q_ptr, k_new, v_new, k_cache, v_cache, sinks,
-    out, partial_out, partial_stats, schedule, stride_out_token, stride_out_head, max_blocks,
-    block_tables, stride_table,
-    stride_q_token, stride_q_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
-    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
-    cap_scale, qk_scale,
+    q_ptr, k_new, v_new, k_cache, v_cache, sinks, out, partial_out, partial_stats, schedule,
+    stride_out_token, stride_out_head, max_blocks, block_tables, stride_table, stride_q_token,
+    stride_q_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head, stride_k_slot,
+    stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head, cap_scale,
+    qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Attends some blocks, or splits of them, over the cache and the step's own keys."""
     cta, offs_m, offs_d = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     item, items, blocks, first_block, first_tile, tiles_per_head, lo_tile, hi_tile = work_of_cta(
-        cta, schedule, max_blocks, SPLITS, MIN_SPLIT_TILES, KV_HEADS, BLOCK
-    )
+        cta, schedule, max_blocks, SPLITS, MIN_SPLIT_TILES, KV_HEADS, BLOCK)
     for index in range(item, item + items):
         kv_head, block = index // blocks, first_block + index % blocks
         record = schedule + RECORD * (1 + block)
@@ -181,15 +166,12 @@ def _prefill(  # type: ignore[no-untyped-def]
             m_i = tl.where(hi == tiles, sink, m_i)
             l_i = tl.where(hi == tiles, l_i + 1.0, l_i)
         m_i, l_i, acc = _attend_tiles(
-            q, token, m_i, l_i,
-            k_new + kv_head * stride_kn_head, v_new + kv_head * stride_vn_head,
+            q, token, m_i, l_i, k_new + kv_head * stride_kn_head, v_new + kv_head * stride_vn_head,
             k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
-            block_tables + tl.load(record + 1).to(tl.int64) * stride_table,
-            lo, hi, row_start, row_end, seq_start, seq_end, past,
-            stride_kn_token, stride_vn_token, stride_k_slot, stride_k_entry, stride_v_slot,
-            stride_v_entry,
-            cap_scale, qk_scale, PAGE_TOKENS, WINDOW, CAPPED, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
-        )
+            block_tables + tl.load(record + 1).to(tl.int64) * stride_table, lo, hi, row_start,
+            row_end, seq_start, seq_end, past, stride_kn_token, stride_vn_token, stride_k_slot,
+            stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale, PAGE_TOKENS, WINDOW,
+            CAPPED, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D)
         if hi - lo == tiles:
             rows = token.to(tl.int64)[:, None]
             offsets = rows * stride_out_token + head[:, None] * stride_out_head
@@ -205,12 +187,11 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_tiles(  # type: ignore[no-untyped-def]
-    q, q_row, m_i, l_i, k_new, v_new, k_cache, v_cache, block_table,
-    lo, hi, row_start, row_end, seq_start, seq_end, past,
-    stride_kn_token, stride_vn_token, stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry,
-    cap_scale, qk_scale,
-    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, q_row, m_i, l_i, k_new, v_new, k_cache, v_cache, block_table, lo, hi, row_start, row_end,
+    seq_start, seq_end, past, stride_kn_token, stride_vn_token, stride_k_slot, stride_k_entry,
+    stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Accumulates tiles [lo, hi) of a block, in the order of `tile_counts`."""
     acc, q_position = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), past + q_row - seq_start
@@ -223,35 +204,27 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     else:
         first_key, paged_start, new_start = 0, old_whole * BLOCK_N, seq_start + new_whole * BLOCK_N
         m_i, l_i, acc = attend_paged_keys(
-            q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table,
-            lo * BLOCK_N, tl.minimum(hi, old_whole) * BLOCK_N, first_key,
-            stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
-            PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D,
-        )
+            q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table, lo * BLOCK_N,
+            tl.minimum(hi, old_whole) * BLOCK_N, first_key, stride_k_slot, stride_k_entry,
+            stride_v_slot, stride_v_entry, cap_scale, qk_scale, PAGE_TOKENS, WINDOW, CAPPED, False,
+            BLOCK_N, HEAD_DIM, BLOCK_D)
         m_i, l_i, acc = attend_new_keys(
             q, q_row, m_i, l_i, acc, k_new, v_new,
             seq_start + tl.maximum(lo - old_whole, 0) * BLOCK_N,
-            seq_start + tl.minimum(hi - old_whole, new_whole) * BLOCK_N, seq_end,
-            stride_kn_token, stride_vn_token, cap_scale, qk_scale, WINDOW, CAPPED, False, BLOCK_N,
-            HEAD_DIM, BLOCK_D,
-        )
+            seq_start + tl.minimum(hi - old_whole, new_whole) * BLOCK_N, seq_end, stride_kn_token,
+            stride_vn_token, cap_scale, qk_scale, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     lo, hi = lo - old_whole - new_whole, hi - old_whole - new_whole
     m_i, l_i, acc = attend_paged_keys(
         q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table,
         paged_start + tl.maximum(lo, 0) * BLOCK_N,
-        tl.minimum(paged_start + tl.minimum(hi, old_masked) * BLOCK_N, past),
-        first_key,
+        tl.minimum(paged_start + tl.minimum(hi, old_masked) * BLOCK_N, past), first_key,
         stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
-        PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
-    )
+        PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D)
     lo, hi = lo - old_masked, hi - old_masked
     return attend_new_keys(
-        q, q_row, m_i, l_i, acc, k_new, v_new,
-        new_start + tl.maximum(lo, 0) * BLOCK_N, tl.minimum(new_start + hi * BLOCK_N, row_end),
-        seq_end,
-        stride_kn_token, stride_vn_token, cap_scale, qk_scale, WINDOW, CAPPED, True, BLOCK_N,
-        HEAD_DIM, BLOCK_D,
-    )
+        q, q_row, m_i, l_i, acc, k_new, v_new, new_start + tl.maximum(lo, 0) * BLOCK_N,
+        tl.minimum(new_start + hi * BLOCK_N, row_end), seq_end, stride_kn_token, stride_vn_token,
+        cap_scale, qk_scale, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D)
 
 
 @kernel("schedule")  # type: ignore[untyped-decorator]

@@ -228,10 +228,8 @@ def _load_beta(betas, stride_beta, token, head, valid):  # type: ignore[no-untyp
 @kernel("count")  # type: ignore[untyped-decorator]
 def _prepare_chunks(  # type: ignore[no-untyped-def]
     convolved, stride_row, count, gates, stride_gate, gate_biases, decays, betas, stride_beta,
-    chunks,
-    inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    chunks, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -276,8 +274,7 @@ def _prepare_chunks(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_gated_qk(  # type: ignore[no-untyped-def]
     convolved, stride_row, gates, stride_gate, gate_biases, decays, head, token, valid,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """L2-normalized queries and keys of some tokens, and their log decays by channel."""
     offs_k = tl.arange(0, BLOCK_K)
@@ -297,8 +294,7 @@ def _load_gated_qk(  # type: ignore[no-untyped-def]
 @kernel("count")  # type: ignore[untyped-decorator]
 def _score_pairs(  # type: ignore[no-untyped-def]
     convolved, stride_row, count, gates, stride_gate, gate_biases, decays, chunks, pairs,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
 ):
     """Within a block, key j by key j: k · k_j of later tokens, and q · k_j causally, decayed."""
@@ -333,22 +329,18 @@ def _score_pairs(  # type: ignore[no-untyped-def]
 @kernel("count")  # type: ignore[untyped-decorator]
 def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
     convolved, stride_row, count, gates, stride_gate, gate_biases, decays, betas, stride_beta,
-    chunks,
-    inverse_ptr, attn_ptr, pair_ptr, chunk_decay_ptr, gated_ptr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    chunks, inverse_ptr, attn_ptr, pair_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_B: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """As `_prepare_chunks`, block by block. Keys of earlier blocks are kept decayed to the start
-    of the current one, so no exponent is positive."""
+    """As `_prepare_chunks`; `earlier_k` is decayed to a block's start: no exponent is positive."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(chunks + 3 * chunk + 1), tl.load(chunks + 3 * chunk + 2)
     if first >= end:
         return
     offs_b, offs_k, offs_t = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_T)
-    offs_block = tl.arange(0, BLOCK_T // BLOCK_B)[:, None, None]
-    k_mask = (offs_k < KEY_DIM)[None, :]
+    offs_n, k_mask = tl.arange(0, BLOCK_T // BLOCK_B)[:, None, None], (offs_k < KEY_DIM)[None, :]
     chunk_head, plane = (chunk * HEADS + head).to(tl.int64), count.to(tl.int64) * HEADS * KEY_DIM
     dtype = gated_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
@@ -380,10 +372,10 @@ def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
         tl.store(ptrs, (k * decay).to(dtype), mask=valid[:, None] & k_mask)
         tl.store(ptrs + plane, (q * decay).to(dtype), mask=valid[:, None] & k_mask)
         kk *= _load_beta(betas, stride_beta, token, head, valid)[:, None]
-        system = tl.where(offs_block == block, kk[None, :, :], system)
+        system = tl.where(offs_n == block, kk[None, :, :], system)
         k *= tl.exp(tl.minimum(total_decay[None, :] - cum_decay, 0.0))
         earlier_k = tl.where(
-            offs_block == block, k[None, :, :], earlier_k * tl.exp(total_decay)[None, None, :])
+            offs_n == block, k[None, :, :], earlier_k * tl.exp(total_decay)[None, None, :])
         chunk_decay += total_decay
     token, valid = (first + offs_t).to(tl.int64), first + offs_t < end
     ptrs = gated_ptr + 2 * plane + (token[:, None] * HEADS + head) * KEY_DIM + offs_k[None, :]
@@ -399,25 +391,21 @@ def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "count")  # type: ignore[untyped-decorator]
 def _delta_chunks(  # type: ignore[no-untyped-def]
-    out, states, rows, read, write, stride_slot, stride_head, stride_key,
-    convolved, stride_row, count, firsts, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr,
-    gated_ptr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    out, states, rows, read, write, stride_slot, stride_head, stride_key, convolved, stride_row,
+    count, firsts, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
-    source = tl.load(read + sequence).to(tl.int64)
-    target = tl.load(write + sequence).to(tl.int64)
+    source, target = tl.load(read + sequence).to(tl.int64), tl.load(write + sequence).to(tl.int64)
     offs_t = tl.arange(0, BLOCK_T)
     offs_k, offs_v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = (offs_k < KEY_DIM)[None, :], (offs_v < VALUE_DIM)[None, :]
-    state_mask = (offs_k < KEY_DIM)[:, None] & v_mask
-    state_offsets = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
-    state = tl.load(
-        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
+    s_mask = (offs_k < KEY_DIM)[:, None] & v_mask
+    s_offs = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
+    state = tl.load(states + source * stride_slot + s_offs, mask=s_mask & (source >= 0), other=0.0)
     state = state.to(tl.float32)
     chunk_head = (tl.load(firsts + sequence) * HEADS + head).to(tl.int64)
     v_base = convolved + 2 * (HEADS // GROUP) * KEY_DIM + head * VALUE_DIM + offs_v[None, :]
@@ -449,30 +437,26 @@ def _delta_chunks(  # type: ignore[no-untyped-def]
             o *= tl.load(decay + BLOCK_T)[:, None]
         attn = tl.load(attn_ptr + tile_offsets, mask=valid, other=0.0)
         o += tl.dot(attn.to(DTYPE), update.to(DTYPE), input_precision=PRECISION)
-        tl.store(out + (token * HEADS + head) * VALUE_DIM + offs_v[None, :], o,
-                 mask=valid & v_mask)
+        tl.store(out + (token * HEADS + head) * VALUE_DIM + offs_v[None, :], o, mask=valid & v_mask)
         if PER_HEAD:
             update *= tl.load(decay + 2 * BLOCK_T)[:, None]
             state *= tl.load(chunk_decay_ptr + chunk_head)
         else:
             k = tl.load(k_ptrs + 2 * plane, mask=valid & k_mask, other=0.0)
-            state *= tl.load(
-                chunk_decay_ptr + chunk_head * KEY_DIM + offs_k, mask=offs_k < KEY_DIM,
-                other=0.0)[:, None]
+            chunk_decay = chunk_decay_ptr + chunk_head * KEY_DIM + offs_k
+            state *= tl.load(chunk_decay, mask=offs_k < KEY_DIM, other=0.0)[:, None]
         state += tl.dot(tl.trans(k.to(DTYPE)), update.to(DTYPE), input_precision=PRECISION)
         chunk_head += HEADS
     tl.debug_barrier()
-    state_offsets += target * stride_slot
-    tl.store(
-        states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
+    s_offs += target * stride_slot
+    tl.store(states + s_offs, state.to(states.dtype.element_ty), mask=s_mask & (target >= 0))
 
 
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _delta_token(  # type: ignore[no-untyped-def]
     out, states, rows, read, write, stride_slot, stride_head, stride_key, convolved, stride_row,
     gates, stride_gate, gate_biases, decays, betas, stride_beta,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)

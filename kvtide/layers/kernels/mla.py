@@ -33,6 +33,7 @@ from kvtide.layers.kernels.mla_tiles import (
     TILE_KEYS,
     TILE_ROWS,
     SplitKV,
+    empty_state,
     load_joined_tile,
     load_scaled_tile,
     online_softmax_step,
@@ -88,24 +89,16 @@ def attend_blocks(
     assert how.window is not None, "the step's own tokens are seen through a window"
     visible = compressed.max_visible(batch.bounds.max_past + batch.bounds.longest) + how.window
     split = SplitKV.of(queries, dim, ctas, tile_rows, visible)
-    window_fields, compressed_fields = (
-        _packed_fields(run, window),
-        _packed_fields(run, compressed.place),
-    )
+    window_fields = _packed_fields(run, window)
+    compressed_fields = _packed_fields(run, compressed.place)
     tables = batch.slots[window.anchor], batch.slots[compressed.place.anchor]
     nope = window_fields[0].shape[-1] if window.pool.entry.encoding is Encoding.JOINED else 0
     assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, (
         "the rope part is within one group"
     )
     _attend_compressed[(ctas, split.count)](
-        *(
-            queries,
-            kept,
-            *window_fields,
-            *compressed_fields,
-            split.partial_out,
-            split.partial_stats,
-        ),
+        *(queries, kept, *window_fields, *compressed_fields),
+        *(split.partial_out, split.partial_stats),
         *(queries if other is None else other for other in (chosen, how.sinks)),
         *(batch.rows, batch.owners, *tables, *(table.stride(0) for table in tables)),
         *(kept.stride(0), 0 if chosen is None else chosen.shape[1], how.scale * LOG2_E, tokens),
@@ -213,7 +206,7 @@ def _locate_tile(  # type: ignore[no-untyped-def]
     PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Slots of a tile's entries, -1 for none, and their offsets in the page.
+    """Slots of a tile's entries, -1 for none, and their offsets in the page; asked one tile ahead.
 
     Tiles of compressed entries come first, then those of the window's cached tokens.
     """
@@ -255,16 +248,13 @@ def _attend_new_keys(  # type: ignore[no-untyped-def]
 )
 def _attend_compressed(  # type: ignore[no-untyped-def]
     q_ptr, kv_new, window_nope, window_rope, window_scale, compressed_nope, compressed_rope,
-    compressed_scale,
-    partial_out, partial_stats, selected, sinks, rows, owners, window_tables, compressed_tables,
-    stride_window_table, stride_table,
-    stride_new_token, top_k, scale, tokens,
+    compressed_scale, out, stats, selected, sinks, rows, owners, window_tables,
+    compressed_tables, stride_window_table, stride_table, stride_new_token, top_k, scale, tokens,
     STRIDE_WINDOW_SLOT: tl.constexpr, STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr,
-    SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NOPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr, NOPE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
     token, split, splits = tl.program_id(0) // HEAD_TILES, tl.program_id(1), tl.num_programs(1)
@@ -273,59 +263,49 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     start, past = tl.load(row), tl.load(row + 2)
     position = past + token - start
     head = tl.program_id(0) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    row_valid, cols = head < HEADS, tl.arange(0, BLOCK_N)
+    offs_d, row_valid, cols = tl.arange(0, BLOCK_D), head < HEADS, tl.arange(0, BLOCK_N)
     out_row = token.to(tl.int64) * HEADS + head
     mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
-    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    m_i, l_i, acc = empty_state(BLOCK_M, BLOCK_D)
     if SINKS and split == splits - 1:
         m_i = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32) * 1.4426950408889634
         l_i += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Tiles of compressed entries, then of the window's cached tokens; this split takes [lo, hi).
     window_start, visible = tl.maximum(0, position + 1 - WINDOW), 0
     if RATIO > 0:
         visible = (position + 1) // RATIO
-    # Selected indices are at the front of their row.
     compressed_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
     total_tiles = compressed_tiles + tl.cdiv(tl.maximum(past - window_start, 0), BLOCK_N)
     split_tiles = tl.cdiv(total_tiles, splits)
     lo, hi = split * split_tiles, tl.minimum(total_tiles, split * split_tiles + split_tiles)
+    selected += token.to(tl.int64) * top_k
+    compressed_tables += sequence * stride_table
+    window_tables += sequence * stride_window_table
     slot, within = _locate_tile(
-        lo, cols, selected + token.to(tl.int64) * top_k,
-        compressed_tables + sequence * stride_table,
-        window_tables + sequence * stride_window_table, compressed_tiles, window_start, past, top_k,
-        visible,
-        PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+        lo, cols, selected, compressed_tables, window_tables, compressed_tiles, window_start, past,
+        top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
     for tile in range(lo, hi):
         is_compressed, valid = tile < compressed_tiles, slot >= 0
-        offsets = slot.to(tl.int64)
         stride_slot = tl.where(is_compressed, STRIDE_SLOT, STRIDE_WINDOW_SLOT)
-        offsets = offsets * stride_slot + within * STRIDE_ENTRY
+        offsets = slot.to(tl.int64) * stride_slot + within * STRIDE_ENTRY
         k = load_joined_tile(
             tl.where(is_compressed, compressed_nope, window_nope),
             tl.where(is_compressed, compressed_rope, window_rope),
             tl.where(is_compressed, compressed_scale, window_scale), offsets, valid, q, HEAD_DIM,
             BLOCK_D, NOPE, GROUP, BLOCK_N)
-        # Prefetch: the slots of the next tile, before this one is used.
         slot, within = _locate_tile(
-            tile + 1, cols, selected + token.to(tl.int64) * top_k,
-            compressed_tables + sequence * stride_table,
-            window_tables + sequence * stride_window_table, compressed_tiles, window_start, past,
-            top_k, visible,
-            PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+            tile + 1, cols, selected, compressed_tables, window_tables, compressed_tiles,
+            window_start, past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
-    # The last split takes the step's own tokens.
     first = tl.maximum(start, token + 1 - WINDOW) if split == splits - 1 else token + 1
     m_i, l_i, acc = _attend_new_keys(
         q, kv_new, stride_new_token, first, token, scale, m_i, l_i, acc, HEAD_DIM, BLOCK_D,
         BLOCK_NEW)
     out_row += split.to(tl.int64) * tokens * HEADS
-    store_partial(
-        partial_out, partial_stats, out_row, row_valid, m_i, l_i, acc, HEAD_DIM, BLOCK_D, SPLIT)
+    store_partial(out, stats, out_row, row_valid, m_i, l_i, acc, HEAD_DIM, BLOCK_D, SPLIT)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -343,8 +323,8 @@ def _locate_latents(  # type: ignore[no-untyped-def]
         slot = tl.load(block_table + entry // PAGE_TOKENS, mask=valid, other=-1)
     else:
         # The tile is within one page.
-        page = tile * BLOCK_N // PAGE_TOKENS
-        slot = tl.load(block_table + page, mask=tile * BLOCK_N < visible, other=-1)
+        valid = tile * BLOCK_N < visible
+        slot = tl.load(block_table + tile * BLOCK_N // PAGE_TOKENS, mask=valid, other=-1)
     return entry, slot
 
 
@@ -352,21 +332,19 @@ def _locate_latents(  # type: ignore[no-untyped-def]
     "rows", "owners", "block_tables", "stride_table", "tokens"
 )
 def _attend_latents(  # type: ignore[no-untyped-def]
-    q_ptr, latents, scales, ropes, partial_out, partial_stats, selected, rows, owners, block_tables,
-    stride_table,
-    top_k, scale, tokens,
+    q_ptr, latents, scales, ropes, out, stats, selected, rows, owners, block_tables,
+    stride_table, top_k, scale, tokens,
     STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, STRIDE_SCALE_SLOT: tl.constexpr,
     STRIDE_SCALE_ENTRY: tl.constexpr, STRIDE_ROPE_SLOT: tl.constexpr,
-    STRIDE_ROPE_ENTRY: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    STRIDE_ROPE_ENTRY: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (TOKENS * HEADS + BLOCK_M - 1) // BLOCK_M
     index, split = longest_first(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
     block, head_tile = index // HEAD_TILES, index % HEAD_TILES
-    # With one token per block, `owners` has the sequence of a token, else it has query blocks.
-    sequence = tl.load(owners + block * (1 if TOKENS == 1 else 3))
+    sequence = tl.load(owners + block * (1 if TOKENS == 1 else 3))  # Of a token or a query block.
     block_start = block if TOKENS == 1 else tl.load(owners + block * 3 + 1)
     if sequence < 0:
         return
@@ -382,8 +360,7 @@ def _attend_latents(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptr + offs_d[None, :], mask=mask, other=0.0)
     rope_mask = row_valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
     q_rope = tl.load(q_ptr + HEAD_DIM + offs_rope[None, :], mask=rope_mask, other=0.0)
-    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m_i, l_i, acc = empty_state(BLOCK_M, BLOCK_D)
     visible = position_offset + tl.minimum(block_start + TOKENS, row_end)
     total_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
     split_tiles = tl.cdiv(total_tiles, tl.num_programs(1))
@@ -399,12 +376,11 @@ def _attend_latents(  # type: ignore[no-untyped-def]
         valid = (slot >= 0) & (entry < visible)
         k = load_scaled_tile(
             latents, scales, slot_index * STRIDE_SLOT + page_entry * STRIDE_ENTRY,
-            slot_index * STRIDE_SCALE_SLOT + page_entry * STRIDE_SCALE_ENTRY,
-            valid, q, HEAD_DIM, BLOCK_D, GROUP, BLOCK_N)
-        rope_offsets = slot_index * STRIDE_ROPE_SLOT + page_entry * STRIDE_ROPE_ENTRY
+            slot_index * STRIDE_SCALE_SLOT + page_entry * STRIDE_SCALE_ENTRY, valid, q, HEAD_DIM,
+            BLOCK_D, GROUP, BLOCK_N)
+        rope_at = slot_index * STRIDE_ROPE_SLOT + page_entry * STRIDE_ROPE_ENTRY
         tile_mask = valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
-        k_rope = ropes + rope_offsets[:, None] + offs_rope[None, :]
-        k_rope = tl.load(k_rope, mask=tile_mask, other=0.0)
+        k_rope = tl.load(ropes + rope_at[:, None] + offs_rope[None, :], mask=tile_mask, other=0.0)
         visible_mask = valid[None, :] & (entry[None, :] <= (position_offset + token)[:, None])
         # Prefetch: the slots of the next tile, before this one is used.
         entry, slot = _locate_latents(
@@ -414,8 +390,7 @@ def _attend_latents(  # type: ignore[no-untyped-def]
         scores = tl.where(visible_mask, scores, float("-inf"))
         m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
     out_row += split.to(tl.int64) * tokens * HEADS
-    store_partial(
-        partial_out, partial_stats, out_row, row_valid, m_i, l_i, acc, HEAD_DIM, BLOCK_D, SPLIT)
+    store_partial(out, stats, out_row, row_valid, m_i, l_i, acc, HEAD_DIM, BLOCK_D, SPLIT)
 
 
 # fmt: on

@@ -192,8 +192,8 @@ def gather(given: Tensor, routing: Routing, own: range, dtype: torch.dtype) -> T
 @kernel("pairs", "max_blocks")  # type: ignore[untyped-decorator]
 def _sort_pairs(  # type: ignore[no-untyped-def]
     chosen, order, blocks, offset, pairs, max_blocks,
-    COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    COUNTED: tl.constexpr, OWN: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Sorts the pairs of one expert, and cuts them into blocks."""
     expert, lane = tl.program_id(0), tl.arange(0, TILE)
@@ -255,10 +255,10 @@ def _load_tile(  # type: ignore[no-untyped-def]
 @kernel("max_blocks")  # type: ignore[untyped-decorator]
 def _grouped_gemm(  # type: ignore[no-untyped-def]
     x, weights, biases, out, order, blocks, max_blocks, limit, gain, offset,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, LIMITED: tl.constexpr,
-    BIASED: tl.constexpr, USE_DESCRIPTORS: tl.constexpr, COLUMN_TILES: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS_PER_TOKEN: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, USE_DESCRIPTORS: tl.constexpr,
+    COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     # CTAs of a group of blocks take the same columns, then the next ones (L2 reuse).
     cta = tl.program_id(0)

@@ -140,7 +140,8 @@ def _keep_best_groups(  # type: ignore[no-untyped-def]
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _lookup_experts(  # type: ignore[no-untyped-def]
-    scores, expert, row, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    scores, expert, row,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """The fixed experts of a token, and their scores."""
     lane = tl.arange(0, BLOCK_K)
@@ -156,9 +157,8 @@ def _lookup_experts(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _top_k(  # type: ignore[no-untyped-def]
     scores, bias, expert, inside,
-    BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """The top-k experts, and their scores without bias."""
     lane, ranking = tl.arange(0, BLOCK_K), scores
@@ -183,10 +183,9 @@ def _top_k(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
     logits, bias, table, tokens, chosen, expert_weights, token_stride, expert_stride, scale,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED_EXPERTS: tl.constexpr,
-    FIXED: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_DEPTH: tl.constexpr,
-    RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED_EXPERTS: tl.constexpr, FIXED: tl.constexpr,
+    SCORE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUP_DEPTH: tl.constexpr, RENORMALISED: tl.constexpr, SOFTMAX: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -201,8 +200,7 @@ def _route(  # type: ignore[no-untyped-def]
     else:
         experts, weights = _top_k(
             scores, bias, expert, inside, BIASED, GROUPS, TOP_GROUPS, GROUP_DEPTH, TOP_K,
-            BLOCK_EXPERTS, BLOCK_K
-        )
+            BLOCK_EXPERTS, BLOCK_K)
     if SOFTMAX:
         exponentials = tl.exp(weights - tl.max(tl.where(lane < TOP_K, weights, float("-inf")), 0))
         weights = exponentials / tl.sum(tl.where(lane < TOP_K, exponentials, 0.0), 0)
