@@ -52,7 +52,7 @@ class FetchPatience:
         return self.policy != "best_effort"
 
     def limit_s(self, tokens: int) -> float:
-        """The longest that a fetch of so many tokens goes on."""
+        """The time limit of a fetch of so many tokens."""
         if self.policy == "timeout":
             return min(self.max_s, self.base_s + self.per_1k_s * tokens / 1000)
         return self.complete_s

@@ -22,7 +22,7 @@ from kvtide.cache.hardware import Hardware, formats, space
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
-from kvtide.cache.write_behind import Storing
+from kvtide.cache.write_behind import WriteBehind
 from kvtide.index import Departure, Index, Prompt
 from kvtide.index.keys import Hidden
 from kvtide.storage import Store, StoreError
@@ -263,7 +263,7 @@ class Attachment:
         self.state = AttachmentState.ATTACHED
         self.link = link
         self.fetches = Fetches(index, link, agreement, config.patience)
-        self.storing = Storing(index, link, config.transfer_timeout_s)
+        self.storing = WriteBehind(index, link, config.transfer_timeout_s)
         self.removals = Removals(index, link)
         self._index = index
         self._deadline = 0.0

@@ -31,7 +31,7 @@ class PendingStore:
     writing: Writing
 
 
-class Storing:
+class WriteBehind:
     """`dropped` pages left the queue unwritten; the store wrote `stored` and refused `failed`."""
 
     def __init__(self, index: Index, link: StoreLink, timeout_s: float) -> None:

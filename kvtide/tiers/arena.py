@@ -303,7 +303,7 @@ def _rows(path: Path) -> dict[str, int]:
 
 
 def _refuse_beyond(tier: str, wanted_bytes: int, owner: str, memory: MachineMemory) -> None:
-    """Raise unless the memory holds so many bytes and keeps its free share."""
+    """Raise unless the memory holds so many bytes and leaves FREE_FRACTION alone."""
     assert wanted_bytes >= 0, f"a {tier} arena of {wanted_bytes} bytes"
     if wanted_bytes <= max(0, memory.max_bytes):
         return

@@ -110,7 +110,7 @@ def tier_bytes(
         case Tokens():
             return bytes_for(memory, _pages_of(memory, size), tokens_per_checkpoint)
         case Ratio():
-            return _share(size, device_bytes, bytes_for(memory, 1, tokens_per_checkpoint))
+            return _ratio_bytes(size, device_bytes, bytes_for(memory, 1, tokens_per_checkpoint))
 
 
 def _pages_of(memory: ModelMemory, size: Tokens) -> int:
@@ -123,7 +123,7 @@ def _pages_of(memory: ModelMemory, size: Tokens) -> int:
     return -(-size.tokens // memory.page_tokens)
 
 
-def _share(size: Ratio, device_bytes: int | None, min_bytes: int) -> int:
+def _ratio_bytes(size: Ratio, device_bytes: int | None, min_bytes: int) -> int:
     """The ratio's bytes; refused here if too few, where the least ratio can still be named."""
     if not device_bytes:
         raise TierError(

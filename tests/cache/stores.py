@@ -55,7 +55,7 @@ def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 def settle(rig: Rig, timeout_s: float = 10.0) -> None:
-    """Let all copies and all errands end."""
+    """Let all copies and all storage requests end."""
     deadline = time.monotonic() + timeout_s
     rig.settle()
     while rig.cache.storage.at_work:

@@ -1,4 +1,4 @@
-"""How far an errand has come, whatever order its batches end in."""
+"""How far a storage request has come, whatever order its batches end in."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ FORMAT = ObjectFormat(SMALL, "kv", SPACE)
 KINDS = (Reading, Writing)
 
 
-def _errand(kind: type[Paging], pages: int, per_batch: int = 1) -> Paging:
+def _request(kind: type[Paging], pages: int, per_batch: int = 1) -> Paging:
     clock = Clock()
     stored = [(str(n)) for n in range(pages)]
     most = per_batch * FORMAT.bytes
     return kind(stored, [FORMAT] * pages, most, clock.now + 10, clock)  # type: ignore[arg-type]
 
 
-def _claimed(errand: Paging) -> PageBatch:
-    batch = errand.claim()
+def _claimed(request: Paging) -> PageBatch:
+    batch = request.claim()
     assert batch is not None
     return batch
 
@@ -30,75 +30,75 @@ def _claimed(errand: Paging) -> PageBatch:
 def test_batches_hold_what_fits_and_a_page_that_does_not_fit_is_one() -> None:
     large, small = ObjectFormat(LARGE, "kv", SPACE), ObjectFormat(LARGE, "swa", SPACE)
     formats = [small, small, large, small, large, large]
-    errand = Writing([None] * 6, formats, large.bytes + small.bytes, 0.0)  # type: ignore[list-item]
-    assert errand.batches == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    request = Writing([None] * 6, formats, large.bytes + small.bytes, 0.0)  # type: ignore[list-item]
+    assert request.batches == [(0, 2), (2, 4), (4, 5), (5, 6)]
     one_by_one = Writing([None] * 6, formats, 1, 0.0)  # type: ignore[list-item]
     assert one_by_one.batches == [(n, n + 1) for n in range(6)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_to_do_is_over_at_once(kind: type[Paging]) -> None:
-    errand = _errand(kind, 0)
-    assert errand.over and errand.quiet and errand.claim() is None and errand.ready == 0
+    request = _request(kind, 0)
+    assert request.over and request.quiet and request.claim() is None and request.ready == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ready_counts_whole_pages_from_the_first_on_in_any_order(seed: int) -> None:
-    chance, errand = random.Random(seed), _errand(Writing, 12, 2)
-    batches = [_claimed(errand) for _ in errand.batches]
-    assert errand.claim() is None and not errand.over and not errand.quiet
+    chance, request = random.Random(seed), _request(Writing, 12, 2)
+    batches = [_claimed(request) for _ in request.batches]
+    assert request.claim() is None and not request.over and not request.quiet
     whole = [chance.random() < 0.8 for _ in range(12)]
     done = [False] * 12
     for batch in chance.sample(batches, len(batches)):
-        assert not errand.quiet
-        errand.finish(batch, whole[batch.start : batch.end])
+        assert not request.quiet
+        request.finish(batch, whole[batch.start : batch.end])
         done[batch.start : batch.end] = [True] * 2
         known = [a and b for a, b in zip(done, whole, strict=True)]
-        assert errand.ready == (known.index(False) if False in known else 12)
-        assert errand.count == sum(known)
-    assert errand.over and errand.quiet
+        assert request.ready == (known.index(False) if False in known else 12)
+        assert request.count == sum(known)
+    assert request.over and request.quiet
 
 
 def test_what_comes_behind_a_page_that_failed_is_not_read() -> None:
-    errand = _errand(Reading, 4)
-    errand.finish(_claimed(errand), [True])
-    second, third = _claimed(errand), _claimed(errand)
-    errand.finish(third, [True])
-    errand.fail(second, ValueError("broken"))
-    assert errand.claim() is None and errand.over and errand.quiet
-    assert errand.ready == 1 and errand.count == 2
-    assert str(errand.error) == "broken"
+    request = _request(Reading, 4)
+    request.finish(_claimed(request), [True])
+    second, third = _claimed(request), _claimed(request)
+    request.finish(third, [True])
+    request.fail(second, ValueError("broken"))
+    assert request.claim() is None and request.over and request.quiet
+    assert request.ready == 1 and request.count == 2
+    assert str(request.error) == "broken"
 
 
 def test_every_page_that_is_written_counts_for_itself() -> None:
-    errand = _errand(Writing, 3)
-    errand.fail(_claimed(errand), ValueError("broken"))
-    assert not errand.over
+    request = _request(Writing, 3)
+    request.fail(_claimed(request), ValueError("broken"))
+    assert not request.over
     for _ in range(2):
-        errand.finish(_claimed(errand), [True])
-    assert errand.over and errand.count == 2 and errand.ready == 0
+        request.finish(_claimed(request), [True])
+    assert request.over and request.count == 2 and request.ready == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_errand_is_quiet_when_what_was_begun_has_ended(kind: type[Paging]) -> None:
-    errand = _errand(kind, 3)
-    begun = _claimed(errand)
-    errand.stop()
-    assert errand.claim() is None
-    assert not errand.quiet and not errand.over
-    errand.finish(begun, [True])
-    assert errand.quiet and errand.over and errand.ready == 1
+    request = _request(kind, 3)
+    begun = _claimed(request)
+    request.stop()
+    assert request.claim() is None
+    assert not request.quiet and not request.over
+    request.finish(begun, [True])
+    assert request.quiet and request.over and request.ready == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lingering_memory_is_not_quiet_until_its_time_is_up(kind: type[Paging]) -> None:
-    errand = _errand(kind, 1)
-    begun = _claimed(errand)
-    errand.linger(5.0)
-    errand.linger(1.0)
-    errand.fail(begun, ValueError("it lingers"))
-    assert errand.over and not errand.quiet
-    errand._clock.now += 4.9  # type: ignore[attr-defined]
-    assert not errand.quiet
-    errand._clock.now += 0.1  # type: ignore[attr-defined]
-    assert errand.quiet
+    request = _request(kind, 1)
+    begun = _claimed(request)
+    request.linger(5.0)
+    request.linger(1.0)
+    request.fail(begun, ValueError("it lingers"))
+    assert request.over and not request.quiet
+    request._clock.now += 4.9  # type: ignore[attr-defined]
+    assert not request.quiet
+    request._clock.now += 0.1  # type: ignore[attr-defined]
+    assert request.quiet

@@ -72,7 +72,7 @@ class Pins:
         return self._run(cell, node, 0, 1 << cell)[0]
 
     def below(self, cell: int, node: Node, above: Node) -> None:
-        """Pin the nodes from `node` up to, and without, `above`: a pin that ended there goes on."""
+        """Pin the nodes from `node` up to, and without, `above`: extends a pin that ended there."""
         if node is not above:
             self._run(cell, node, above.depth + above.pages, 1 << cell)
 
