@@ -116,6 +116,10 @@ class TieredCache:
         by_tier = {tier: n * page for tier, n in self.index.pages_by_tier(hit).items()}
         return Match(prompt, hit.boundary * page, by_tier, slowest, hit)
 
+    def matched_slots(self, match: Match, pool: str) -> Slots:
+        """The device slot of every matched page, or -1; valid until the cache changes."""
+        return self.index.matched_slots(match.hit, self.memory.pool(pool).follows or pool)
+
     def why(self, prompt: Prompt, slowest: Tier = Tier.HOST) -> list[Stop]:
         """Per pool, what keeps a match of this prompt from going deeper."""
         return self.index.why(self.index.match(prompt, slowest))

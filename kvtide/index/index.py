@@ -98,6 +98,15 @@ class Index:
         """How many pages up to the hit's boundary each tier would give."""
         return self._matcher.pages_by_tier(hit)
 
+    def matched_slots(self, hit: Hit, anchor: str) -> Slots:
+        """The device slot of every page that the hit matched, resumable there or not; else -1."""
+        table = np.full(hit.matched, -1, np.int32)
+        cell = self.tree.cell(Tier.DEVICE, self._anchor(anchor))
+        for node in hit.nodes:
+            if (slots := node.slots[cell]) is not None:
+                table[node.depth : node.end] = slots[: hit.matched - node.depth]
+        return table
+
     def why(self, hit: Hit) -> list[Stop]:
         """Per pool, what kept the hit from reaching deeper."""
         return self._matcher.why(hit)

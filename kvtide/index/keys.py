@@ -95,9 +95,13 @@ class Prompt:
     body  the rest, packed; page i is `body[i·page_bytes : (i+1)·page_bytes]`
     tokens  how many there are in all
     fetched  pages [start, end) that were fetched from storage for this prompt
+    checkpoints  page boundaries that a lease which computes them keeps resumable while it lives
     """
 
-    __slots__ = ("_appended", "_body", "fetched", "head", "holdback", "namespace", "tokens")
+    __slots__ = (
+        *("_appended", "_body", "checkpoints", "fetched", "head", "holdback", "namespace"),
+        "tokens",
+    )
 
     def __init__(self, tokens: Tokens, namespace: Namespace | Hidden, holdback: int) -> None:
         packed = pack(tokens)
@@ -109,6 +113,7 @@ class Prompt:
         self._appended = bytearray()  # Joined to `_body` when `body` is read.
         self.tokens = len(packed) // TOKEN_BYTES
         self.fetched = range(0)
+        self.checkpoints: tuple[int, ...] = ()
 
     def extend(self, tokens: Tokens) -> None:
         """Append generated tokens."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
 from kvtide.engine import Engine, EngineError, RankTopology
-from kvtide.engine.oracle import TOLERANCES, Oracle
+from kvtide.engine.oracle import BOUNDS, Oracle
 from kvtide.layers import Weights
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
@@ -194,8 +194,8 @@ def gpu_sizes(
 def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:
     if not settings.verify_restores:
         return None
-    tolerance = None if settings.deterministic else TOLERANCES[_dtype(settings)]
-    return Oracle(cache, settings.verify_restores, tolerance)
+    bounds = None if settings.deterministic else BOUNDS[_dtype(settings)]
+    return Oracle(cache, settings.verify_restores, bounds)
 
 
 def _dtype(settings: Settings) -> torch.dtype:

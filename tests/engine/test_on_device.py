@@ -30,12 +30,14 @@ from triton.runtime.jit import JITFunction
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, cuda_graphs, scheduler
 from kvtide.engine.graph_capture import Wait, graph_capture
+from kvtide.engine.oracle import BOUNDS, Oracle
 from kvtide.models import Model
 from kvtide.server.engine_setup import OnDevice
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from kvtide.storage import open_store
 from kvtide.transfer.strided import Way
+from tests.engine.flipped_bits import KINDS, check_flips_are_found
 from tests.engine.restoring import ALL_NAMES, PAGE, family_of, text
 from tests.models.tiny import CONFIGS, build, checkpoint
 
@@ -152,6 +154,19 @@ def test_restored_prefixes_say_what_computing_them_says(
     assert count >= 1000, "answers part too early"
     least = MIN_EQUAL if aligned else MIN_EQUAL_ELSEWHERE
     assert divergence < CLOSE and equal >= least, (divergence, equal)
+
+
+@pytest.mark.parametrize(("name", "pool", "kv_dtype"), KINDS)
+def test_one_flipped_bit_in_any_field_is_found_and_named(
+    name: str,
+    pool: str,
+    kv_dtype: KVDType,
+    device: torch.device,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine_of(name, model_of(name, device, kv_dtype)) as engine:
+        engine.oracle = Oracle(engine.cache, 1.0, BOUNDS[torch.bfloat16])
+        check_flips_are_found(engine, pool, caplog)
 
 
 def test_packed_entries_say_nearly_what_plain_ones_say(device: torch.device) -> None:

@@ -10,9 +10,11 @@ import torch
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import MAX_CHECKS, TOLERANCES, Oracle
+from kvtide.engine.oracle import BOUNDS, MAX_CHECKS, Bounds, Oracle, deviation
 from kvtide.models import Model
 from kvtide.spec import Tier
+from kvtide.spec.families import KVDType
+from tests.engine.flipped_bits import KINDS, check_flips_are_found, host_slot
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
@@ -24,10 +26,10 @@ def model_of(family: str, *, deterministic: bool = True) -> Model:
     return ours(family, page_tokens=PAGE, deterministic=deterministic)
 
 
-def engine_with_oracle(model: Model, share: float = 1.0, tolerance: float | None = None) -> Engine:
+def engine_with_oracle(model: Model, fraction: float = 1.0, bounds: Bounds | None = None) -> Engine:
     config = CacheConfig(Tokens(1024), host_size=Ratio(4), tokens_per_checkpoint=64)
     cache = TieredCache(model.memory, config)
-    return Engine(model, cache, chunk_tokens=64, oracle=Oracle(cache, share, tolerance))
+    return Engine(model, cache, chunk_tokens=64, oracle=Oracle(cache, fraction, bounds))
 
 
 def serve(engine: Engine, *asks: RequestParams) -> list[Request]:
@@ -48,12 +50,7 @@ def text(seed: int, count: int) -> tuple[int, ...]:
 
 def spoil_host(cache: TieredCache, pool: str, layer: int, page: int, prompt: object) -> None:
     """Flip one bit of one number of a page on the host, which must be on the host alone."""
-    anchor = cache.memory.pool(pool).follows or pool
-    number = [one.name for one in cache.memory.anchors].index(anchor)
-    cell = cache.index.tree.cell(Tier.HOST, number)
-    hit = cache.index.match(prompt)  # type: ignore[arg-type]
-    node = next(node for node in hit.nodes if node.depth <= page < node.end)
-    slot = int(node.resident_slots(cell)[page - node.depth])
+    slot = host_slot(cache, pool, page, prompt)
     rows = cache.hardware.host.rows(pool, layer)
     rows[slot, 2] ^= 0x40
 
@@ -103,6 +100,16 @@ def test_one_flipped_bit_on_the_host_is_found_named_and_quarantined(
     engine.cache.close()
 
 
+@pytest.mark.parametrize(("family", "pool", "kv_dtype"), KINDS)
+def test_in_half_precision_one_flipped_bit_in_any_field_is_found_and_named(
+    family: str, pool: str, kv_dtype: KVDType, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ours(family, page_tokens=PAGE, kv_dtype=kv_dtype, dtype=torch.bfloat16)
+    engine = engine_with_oracle(model, bounds=BOUNDS[torch.bfloat16])
+    check_flips_are_found(engine, pool, caplog)
+    engine.cache.close()
+
+
 def test_one_wrong_page_is_quarantined_once_however_many_went_on_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -121,12 +128,35 @@ def test_one_wrong_page_is_quarantined_once_however_many_went_on_from_it(
 
 
 def test_what_no_token_is_likely_after_can_be_compared() -> None:
-    engine = engine_with_oracle(model_of("llama"), tolerance=TOLERANCES[torch.float32])
+    engine = engine_with_oracle(model_of("llama"), bounds=BOUNDS[torch.float32])
     assert engine.oracle is not None
     flat = torch.zeros(500)
     assert engine.oracle._off(flat, flat) is None
     assert engine.oracle._off(flat, flat.index_fill(0, torch.tensor([7]), 1.0)) is not None
     engine.cache.close()
+
+
+def test_noise_all_over_a_row_is_no_outlier_and_one_element_off_is_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    computed = torch.randn(3, PAGE, 2, 24, generator=generator)
+    noisy = computed + 0.02 * torch.randn(computed.shape, generator=generator)
+    noisy[1, 5] = computed[1, 5] + 0.3 * torch.randn(2, 24, generator=generator)  # Other experts.
+    bounds = BOUNDS[torch.bfloat16]
+    off = deviation(noisy, computed, bounds.eps)
+    assert (off.outlier < bounds.outlier).all() and float(off.drift[0]) < 0.05
+    noisy[2, 7, 1, 3] = computed[2, 7, 1, 3] + 2.0
+    off = deviation(noisy, computed, bounds.eps)
+    assert (off.outlier > bounds.outlier).tolist() == [False, False, True]
+    for wrong in (float("nan"), float("inf"), 3e38):
+        noisy[0, 0, 0, 0] = wrong
+        off = deviation(noisy, computed, bounds.eps)
+        assert not off.outlier[0] <= bounds.outlier
+    assert float(deviation(computed.roll(1, 1), computed, bounds.eps).drift.min()) > bounds.drift
+
+
+def test_what_is_not_a_number_on_both_sides_is_alike() -> None:
+    values = torch.full((1, 1, 32), float("nan")).index_fill(2, torch.tensor([3]), -float("inf"))
+    assert [float(number) for number in deviation(values, values.clone(), 2.0**-7)] == [0.0, 0.0]
 
 
 def test_other_prompts_keep_their_pages_when_one_is_quarantined() -> None:
@@ -144,7 +174,7 @@ def test_other_prompts_keep_their_pages_when_one_is_quarantined() -> None:
 
 def test_without_deterministic_arithmetic_alike_means_close() -> None:
     model = model_of("llama", deterministic=False)
-    engine = engine_with_oracle(model, tolerance=TOLERANCES[torch.float32])
+    engine = engine_with_oracle(model, bounds=BOUNDS[torch.float32])
     tokens = text(8, 6 * PAGE + 3)
     serve(engine, RequestParams(tokens, 2))
     serve(engine, RequestParams(tokens, 2))
@@ -157,8 +187,8 @@ def test_without_deterministic_arithmetic_alike_means_close() -> None:
     engine.cache.close()
 
 
-def test_only_a_share_is_checked_and_never_more_than_a_few_at_once() -> None:
-    engine = engine_with_oracle(model_of("llama"), share=0.5)
+def test_only_a_fraction_is_checked_and_never_more_than_a_few_at_once() -> None:
+    engine = engine_with_oracle(model_of("llama"), fraction=0.5)
     tokens = text(9, 3 * PAGE + 1)
     serve(engine, RequestParams(tokens, 1))
     for number in range(40):

@@ -37,6 +37,11 @@ from tests.models.tiny import family_of as model_type
 from tests.proofs import Proves
 
 MIN_LOADS = {"write_through": 8, "write_through_selective": 2, "write_back": 6}
+MIN_LOADS_BY_FORM = {
+    name: {"write_through": 14, "write_through_selective": 6, "write_back": 12}
+    for name in ("llama", "gpt_oss", "falcon_h1")
+}
+"""A history by itself, with windows, with states: they leave most to resume from."""
 
 CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
@@ -83,7 +88,7 @@ def test_answers_are_those_of_an_engine_without_a_cache(
     )
     for _ in stand.converse(validate_every=4):
         pass
-    assert stand.loads >= MIN_LOADS[writing]
+    assert stand.loads >= MIN_LOADS_BY_FORM.get(family, MIN_LOADS)[writing]
     assert stand.cache.dropped[Tier.DEVICE] >= stand.cache.max_sequence_tokens // PAGE
     assert stand.found[Tier.HOST] > 0 and stand.found[Tier.DEVICE] > 0
     assert stand.cache.dropped[Tier.HOST] == 0 and stand.max_running > 1

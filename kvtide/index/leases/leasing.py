@@ -137,7 +137,8 @@ class Leasing:
         if fresh:
             planned = max(end, self._full_pages(lease.prompt))
             begun = lease.boundary
-            checkpoints = tuple(self._placement.checkpoints(begun, planned, lease.branches))
+            placed = self._placement.checkpoints(begun, planned, lease.branches)
+            checkpoints = (*placed, *lease.prompt.checkpoints)
         stops = lease.wanted if checkpoints is None else checkpoints
         kept = (*stops, end) if wish.at_end else stops
         segments = plan(start, end, open_end, kept, self._reaches)
@@ -373,9 +374,23 @@ class Leasing:
             else:
                 start = 0 if reach is None else max(0, lease.boundary - reach)
                 lease.pins += tree.pins.fastest(anchor, lease.node, start, Tier.DEVICE)
+                lease.pins += self._pin_checkpoints(lease, anchor, reach)
         for pin in old:
             if pin.cell not in self._histories:
                 tree.pins.unpin(pin)
+
+    def _pin_checkpoints(self, lease: IndexLease, anchor: int, reach: int | None) -> list[Pin]:
+        """Keep a window or state where the prompt names a checkpoint that the lease has passed."""
+        stops = lease.prompt.checkpoints if reach is not None else ()
+        ends = {node.end: node for node in self._tree.path(lease.node)} if stops else {}
+        return [
+            pin
+            for stop in stops
+            if lease.begun < stop < lease.boundary and stop in ends
+            for pin in self._tree.pins.fastest(
+                anchor, ends[stop], max(0, stop - (reach or 0)), Tier.DEVICE
+            )
+        ]
 
     def _pass_on(self, lease: IndexLease, stood: int) -> None:
         """Drop the windows and states that served only the step from page `stood`."""
