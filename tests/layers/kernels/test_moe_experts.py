@@ -1,4 +1,4 @@
-"""Mixtures of experts as grouped GEMMs give what experts one by one give."""
+"""Mixtures of experts as device kernels give what experts one by one give."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 21])
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernels_give_what_experts_one_by_one_give(
+def test_the_programs_give_what_experts_one_by_one_give(
     case: str, tokens: int, device: torch.device
 ) -> None:
     given = CASES[case]
