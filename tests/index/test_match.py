@@ -253,6 +253,7 @@ def _bits(memory: ModelMemory, chance: random.Random) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ALL_MEMORIES)
 @pytest.mark.parametrize("seed", range(25))
 def test_bitmaps_and_the_tree_allow_the_same_boundary(name: str, seed: int) -> None:
@@ -278,6 +279,7 @@ def test_bitmaps_and_the_tree_allow_the_same_boundary(name: str, seed: int) -> N
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ALL_MEMORIES)
 @pytest.mark.parametrize("seed", range(25))
 def test_an_order_has_what_its_boundary_needs_once_and_milestones_come_whole(

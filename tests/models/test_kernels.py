@@ -43,7 +43,7 @@ def played(model: Model) -> Tensor:
     return torch.cat(logits)
 
 
-@pytest.mark.quick(name=["gemma2", "kimi_linear", "nemotron_h"])
+@pytest.mark.quick(name=["kimi_linear", "nemotron_h"])
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_give_the_same_logits(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

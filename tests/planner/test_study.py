@@ -32,6 +32,7 @@ def test_placements_that_keep_more_checkpoints_find_more_up_to_the_ideal() -> No
     assert kept == sorted(kept)
 
 
+@pytest.mark.full
 def test_learned_checkpoints_find_nearly_all_that_could_be_found_for_two_per_request(
     tmp_path: Path,
 ) -> None:
