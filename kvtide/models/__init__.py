@@ -1,7 +1,7 @@
 """One file per family: the forward pass over the pools that `spec.families` declares for it.
 
-`family_registry` looks a config's `model_type` up in one table, declares the memory, and builds the model
-from a checkpoint's tensors. `docs/ADDING_A_MODEL.md` describes how to add a row.
+`family_registry` looks a config's `model_type` up in one table, declares the memory, and builds the
+model from a checkpoint's tensors. `docs/ADDING_A_MODEL.md` describes how to add a row.
 
 Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemma2`, `gemma3`,
 `gpt_oss`, `granite_hybrid`, `kimi_linear`, `lfm2`, `llama`, `mixtral`, `nemotron_h`, `qwen3_moe`,

@@ -28,6 +28,4 @@ def by_program(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType
     with monkeypatch.context() as patch:
         choose = "kvtide.models.family_registry.choose"
         patch.setattr(choose, lambda deterministic, device: TritonOps())
-            "kvtide.models.family_registry.choose", lambda deterministic, device: TritonOps()
-        )
         return in_torch(name, kv)
