@@ -1,4 +1,4 @@
-"""Steps over pools that hold something, as tests of programs take them."""
+"""Steps over pools that hold something, as tests of kernels take them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Filled:
     """A step over pools of random slots; outside of what is written there is nothing but NaN.
 
     A page has a slot where the step reads what was there before it, or a later one reads what is
-    there after it. With `idle` the last sequence is one that nobody needs: it has none.
+    there after it. With `idle` the last sequence is padding: it has none.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Steps over running states in scattered pages, for tests of programs that go from state to state.
+"""Steps over running states in scattered pages, for tests of recurrent kernels.
 
-All that no page holds is NaN. Of a step of single tokens, programs see nothing but its batch.
+All that no page holds is NaN. In a decode step, kernels see nothing but its batch.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class World:
         view = self.buffers.view("state", 0)
         return {name: field[slot, -1] for name, field in view.items()}
 
-    def gone_on(self, program: Callable[[], Tensor]) -> Tensor:
-        """What a program gives, from the states as they are: every time the same, as are those that
+    def gone_on(self, kernel: Callable[[], Tensor]) -> Tensor:
+        """What a kernel gives, from the states as they are: every time the same, as are those that
         it leaves."""
         before = self.buffers.data.clone()
 
         def once() -> tuple[Tensor, Tensor]:
             self.buffers.data.copy_(before)
-            return program(), self.buffers.data
+            return kernel(), self.buffers.data
 
         return same_again(once)[0]
 

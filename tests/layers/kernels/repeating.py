@@ -1,4 +1,4 @@
-"""Programs leave nothing to chance: on the same input they give the same bits every time."""
+"""Kernels leave nothing to chance: on the same input they give the same bits every time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TIMES = {"cuda": 5, "cpu": 0}
-"""How often more a program is asked. An interpreter takes one thing after another: there two that
+"""How often more a kernel is asked. An interpreter takes one thing after another: there two that
 race have the same order every time."""
 
 Given = TypeVar("Given", bound=Tensor | tuple[Tensor, ...])

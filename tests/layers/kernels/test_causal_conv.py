@@ -1,4 +1,4 @@
-"""A causal convolution as a device program gives what the plain sums give, and keeps the same."""
+"""A causal convolution as a kernel gives what the plain sums give, and keeps the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule as device programs gives what the plain sums give, from state to state."""
+"""The gated delta rule as kernels gives what the plain sums give, from state to state."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def both(
 @pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
+def test_the_kernel_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
     for found, wanted in both(CASES[case], STEPS[step], device):
         assert found.dtype is torch.float32
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)

@@ -1,4 +1,4 @@
-"""A norm by group and a gate as one device program give what they give one after the other."""
+"""A norm by group and a gate as one kernel give what they give one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_the_program_gives_what_both_give(
+def test_the_kernel_gives_what_both_give(
     case: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     groups, width, axes, norm_first, swished = CASES[case]

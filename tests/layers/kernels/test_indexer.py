@@ -1,4 +1,4 @@
-"""What an indexer chooses as device programs is what `selecting.choose` chooses."""
+"""What an indexer chooses as kernels is what `layers.indexer.choose` chooses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _unscored_is_worst(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kv", [KVDType.FP32, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("ratio", [1, 4])
-def test_the_programs_choose_what_torch_chooses(
+def test_the_kernels_choose_what_torch_chooses(
     ratio: int, step: str, kv: KVDType, device: torch.device
 ) -> None:
     filled, place, keys = a_step(STEPS[step], ratio, 24, device, torch.float32, kv)
@@ -206,7 +206,7 @@ def test_published_indexers_in_half_precision(
 def test_many_sequences_have_the_same_choice_every_time(
     ratio: int, count: int, kv: KVDType, device: torch.device
 ) -> None:
-    """So many that a program goes over several tiles of keys."""
+    """So many that a kernel goes over several tiles of keys."""
     if device.type != "cuda":
         pytest.skip("an interpreter would take minutes: --device cuda")
     step = [(4000 + 50 * number, 1) for number in range(96)]

@@ -18,7 +18,7 @@ from kvtide.tiers import Arrangement, Buffers, Layout
 
 PAGE = 8
 STEP = [(0, 9), (13, 1), (5, 4), (0, 1)]
-"""Tokens before the step and in it, of every sequence; the last is one that nobody needs."""
+"""Tokens before the step and in it, of every sequence; the last is padding."""
 
 ENTRIES: dict[str, Entry] = {
     "joined": packed(512, 64, KVDType.FP8),
@@ -129,7 +129,7 @@ def test_bytes_are_those_of_packing(
 
 
 @pytest.mark.parametrize("name", ["joined", "scaled, a short group, beside a plain one"])
-def test_the_same_is_written_where_nobody_wants_it_back(name: str, device: torch.device) -> None:
+def test_the_same_is_written_without_returning_it(name: str, device: torch.device) -> None:
     keeping = Keeping(ENTRIES[name], device)
     values = keeping.values(torch.bfloat16, extreme=False)
     assert torch.equal(

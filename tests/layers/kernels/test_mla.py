@@ -1,4 +1,4 @@
-"""Attention over one vector a token as a device program gives what the plain sums give."""
+"""Attention over one vector a token as a kernel gives what the plain sums give."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def both(
     kv: KVDType = KVDType.FP32,
     idle: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What the program gives, and the plain sums in fp32 over the same numbers."""
+    """What the kernel gives, and the plain sums in fp32 over the same numbers."""
     memory, how = case.memory(kv), case.how(device)
     filled = Filled(memory, step, device, dtype, idle)
     window = Place(memory.pools[0], 0)
@@ -138,7 +138,7 @@ def test_blocks_may_be_kept_in_another_precision(
 
 
 @pytest.mark.parametrize("case", ["window", "all blocks", "some blocks"])
-def test_parts_of_what_is_seen_are_joined(
+def test_splits_of_what_is_seen_are_combined(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mla_tiles, "MIN_KEYS", 4)
@@ -147,8 +147,8 @@ def test_parts_of_what_is_seen_are_joined(
 
 
 @pytest.mark.parametrize("case", ["some blocks", "chosen"])
-def test_rows_that_nobody_needs_do_no_harm(case: str, device: torch.device) -> None:
-    """A sequence of one token without slots, as a recorded step has them."""
+def test_rows_of_padding_do_no_harm(case: str, device: torch.device) -> None:
+    """A sequence of one token without slots, as a CUDA graph has them."""
     step = [(70, 1), (0, 1)]
     if case in CASES:
         found, wanted = both(CASES[case], step, device, idle=True)
@@ -238,7 +238,7 @@ def test_latents_may_be_kept_in_another_precision(
 
 
 @pytest.mark.parametrize("case", ["few heads", "chosen"])
-def test_parts_of_latents_are_joined(
+def test_splits_of_latents_are_combined(
     case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mla_tiles, "MIN_KEYS", 4)

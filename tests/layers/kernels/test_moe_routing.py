@@ -1,4 +1,4 @@
-"""Routing as one device program chooses what the torch code chooses."""
+"""Routing as one kernel chooses what the torch code chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtide.layers.kernels import moe_routing
 from kvtide.layers.moe_routing import route, route_by_top_softmax
 
 PLAIN = Deterministic()
-"""Runs no programs, wherever it is."""
+"""Runs no kernels, wherever it is."""
 CHOICES = {
     "few of many": (40, RoutingRule(3)),
     "scaled, as they are": (64, RoutingRule(8, renormalised=False, scale=2.5)),
@@ -38,7 +38,7 @@ def same(found: Routing, wanted: Routing) -> None:
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("score", [sigmoid, softmax, sqrt_softplus])
 @pytest.mark.parametrize("case", CHOICES)
-def test_the_program_chooses_what_torch_chooses(
+def test_the_kernel_chooses_what_torch_chooses(
     case: str, score: Activation, biased: bool, device: torch.device
 ) -> None:
     experts, choice = CHOICES[case]

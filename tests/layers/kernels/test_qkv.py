@@ -1,4 +1,4 @@
-"""Heads as a device program prepares and keeps them are what torch makes of them."""
+"""Heads as a kernel prepares and keeps them are what torch makes of them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def compare(
     kv: KVDType,
     close: float,
 ) -> None:
-    """Everything that the program gives and writes, with what torch does.
+    """Everything that the kernel gives and writes, with what torch does.
 
     What is kept may be off by one step of its precision.
     """
@@ -130,8 +130,8 @@ def compare(
 
 
 @pytest.fixture(autouse=True)
-def many_tokens_to_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter takes long for every program."""
+def many_tokens_per_cta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes long for every CTA."""
     monkeypatch.setattr(kernels, "FEW_TOKENS", 1)
     monkeypatch.setattr(kernels, "TILE_ELEMENTS", 1024)
     monkeypatch.setattr(kernels, "HEADS", 3)
@@ -142,9 +142,7 @@ def test_heads_are_those_of_torch(case: str, device: torch.device) -> None:
     compare(CASES[case], STEP, device, torch.float32, KVDType.FP32, 2e-6)
 
 
-def test_few_tokens_have_a_program_each(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_tokens_have_a_cta_each(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FEW_TOKENS", 16)
     decoding = [(15, 1), (16, 1), (0, 1)]
     compare(CASES["qwen3"], decoding, device, torch.float32, KVDType.FP32, 2e-6)

@@ -1,4 +1,4 @@
-"""A step's tokens as programs take them, some neighbours at a time."""
+"""A step's tokens as kernels take them, some neighbours at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cut(
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("partly", [True, False])
 @pytest.mark.parametrize("step", STEPS)
-def test_spans_are_those_of_the_sequences(
+def test_blocks_are_those_of_the_sequences(
     step: str,
     partly: bool,
     tokens: int,

@@ -1,4 +1,4 @@
-"""Mamba2's recurrence as a device program gives what the plain sums give, from state to state."""
+"""Mamba2's recurrence as a kernel gives what the plain sums give, from state to state."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def both(
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
+def test_the_kernel_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
     # Of long sums the differences lose a few bits.
     close = 1e-4 if CASES[case].steepest > 1 else 2e-5
     for found, wanted in both(CASES[case], STEPS[step], device):
