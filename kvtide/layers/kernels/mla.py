@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.mla_tiles import (
@@ -68,7 +68,7 @@ def block_attention(
     kept: Tensor,
     entries: Place | None,
     queries: Tensor,
-    how: Attending,
+    how: AttentionParams,
     selected: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries (tokens, heads, dim) over vectors that are key and value at once.
@@ -135,7 +135,11 @@ def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tens
 
 
 def mla_attention(
-    run: ForwardPass, place: Place, queries: Tensor, how: Attending, selected: Tensor | None = None
+    run: ForwardPass,
+    place: Place,
+    queries: Tensor,
+    how: AttentionParams,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvtide.layers.attention import attend
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels import (
     attention_cascade,
     attention_decode,
@@ -49,10 +49,10 @@ class Case:
     sinks: bool = False
     cap: float | None = None
 
-    def how(self, device: torch.device) -> Attending:
+    def how(self, device: torch.device) -> AttentionParams:
         sinks = torch.randn(self.heads, generator=torch.Generator().manual_seed(1)).to(device)
         given = sinks if self.sinks else None
-        return Attending(self.dim**-0.5, self.window, given, self.cap)
+        return AttentionParams(self.dim**-0.5, self.window, given, self.cap)
 
 
 CASES = {
