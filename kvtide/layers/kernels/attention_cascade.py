@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.attention_tiles import (
     attend_paged_keys,
     kernel_constants,
@@ -64,7 +64,7 @@ class SharedPrefixes:
 
 
 def attend_cascade(
-    run: ForwardPass, place: Place, queries: Tensor, keys: Tensor, how: Attending
+    run: ForwardPass, place: Place, queries: Tensor, keys: Tensor, how: AttentionParams
 ) -> SharedPrefixes | None:
     """Attention of the decode batch over shared prefixes; None if no two sequences can share one.
 

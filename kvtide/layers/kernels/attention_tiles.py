@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.elementwise import tanh
 from kvtide.layers.kernels.grid import MIN_ROWS, power_of_two
 
@@ -35,7 +35,7 @@ def keys_per_tile(queries: Tensor, keys: Tensor) -> int:
     )
 
 
-def softmax_scales(how: Attending) -> tuple[float, float]:
+def softmax_scales(how: AttentionParams) -> tuple[float, float]:
     """(cap_scale, qk_scale): factors of q · k before and after the soft cap, the latter in base 2.
 
     Without a cap, `cap_scale` is unused.
@@ -46,7 +46,7 @@ def softmax_scales(how: Attending) -> tuple[float, float]:
 
 
 def kernel_constants(
-    queries: Tensor, keys: Tensor, how: Attending, page_tokens: int
+    queries: Tensor, keys: Tensor, how: AttentionParams, page_tokens: int
 ) -> dict[str, int]:
     """Compile-time constants that all attention kernels share."""
     return {
