@@ -13,7 +13,7 @@ prefix is quarantined. Requests that run on it are retracted and compute their t
 no further token comes from it. Tokens that were sent before stay sent.
 
 Deterministic arithmetic gives equal bits, and alike means equal. Otherwise the order of summation
-depends on the batch, and alike means within `Bounds` (docs/INVARIANTS.md says how they came about).
+depends on the batch, and alike means within `RestoreBounds` (docs/INVARIANTS.md says how they came about).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SCALE_DTYPE = torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RestoreBounds:
     """How far a restored prefix may be off the recomputed one, where sums are ordered differently.
 
     logprob  the log-probability of a likely token after the prompt, in nats
@@ -66,17 +66,19 @@ class Bounds:
     drift: float
     eps: float
 
-    def widened(self, factor: float) -> Bounds:
-        return Bounds(self.logprob * factor, self.outlier * factor, self.drift * factor, self.eps)
+    def widened(self, factor: float) -> RestoreBounds:
+        return RestoreBounds(
+            self.logprob * factor, self.outlier * factor, self.drift * factor, self.eps
+        )
 
 
 FACTOR = 4.0
 """How far bounds lie above what was measured."""
 
 MEASURED = {
-    torch.float32: Bounds(logprob=0.001, outlier=4.0, drift=0.02, eps=2.0**-23),
-    torch.bfloat16: Bounds(logprob=0.02, outlier=4.0, drift=0.1, eps=2.0**-7),
-    torch.float16: Bounds(logprob=0.005, outlier=4.0, drift=0.02, eps=2.0**-10),
+    torch.float32: RestoreBounds(logprob=0.001, outlier=4.0, drift=0.02, eps=2.0**-23),
+    torch.bfloat16: RestoreBounds(logprob=0.02, outlier=4.0, drift=0.1, eps=2.0**-7),
+    torch.float16: RestoreBounds(logprob=0.005, outlier=4.0, drift=0.02, eps=2.0**-10),
 }
 """The largest differences over all families, by what a model computes in: `gpu/restore_bounds`."""
 
@@ -134,7 +136,7 @@ class Oracle:
     """`fraction` of restores are checked; `bounds` None means to the last bit."""
 
     def __init__(
-        self, cache: TieredCache, fraction: float, bounds: Bounds | None, seed: int = 0
+        self, cache: TieredCache, fraction: float, bounds: RestoreBounds | None, seed: int = 0
     ) -> None:
         self.counts = Checks()
         self._cache = cache

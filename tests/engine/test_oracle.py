@@ -10,7 +10,7 @@ import torch
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import BOUNDS, MAX_CHECKS, Bounds, Oracle, deviation
+from kvtide.engine.oracle import BOUNDS, MAX_CHECKS, Oracle, RestoreBounds, deviation
 from kvtide.models import Model
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
@@ -26,7 +26,9 @@ def model_of(family: str, *, deterministic: bool = True) -> Model:
     return ours(family, page_tokens=PAGE, deterministic=deterministic)
 
 
-def engine_with_oracle(model: Model, fraction: float = 1.0, bounds: Bounds | None = None) -> Engine:
+def engine_with_oracle(
+    model: Model, fraction: float = 1.0, bounds: RestoreBounds | None = None
+) -> Engine:
     config = CacheConfig(Tokens(1024), host_size=Ratio(4), tokens_per_checkpoint=64)
     cache = TieredCache(model.memory, config)
     return Engine(model, cache, chunk_tokens=64, oracle=Oracle(cache, fraction, bounds))
