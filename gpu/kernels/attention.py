@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending, Norm, QKVParams
+from kvtide.layers.kernel_args import AttentionParams, Norm, QKVParams
 from kvtide.layers.kernels import attention_decode, attention_prefill, attention_tiles
 from kvtide.layers.kernels.attention_prefill import paged_attention
 from kvtide.layers.kernels.qkv import qkv_write
@@ -83,7 +83,7 @@ def attending(
     stored = run.step.view("kv", 0)["k"].dtype
     kept = {"k": new[0].to(stored), "v": new[1].to(stored)}
     sinks = torch.randn(shape.heads, device="cuda") if shape.sinks else None
-    how = Attending(shape.dim**-0.5, shape.window, sinks)
+    how = AttentionParams(shape.dim**-0.5, shape.window, sinks)
     timed = functools.partial(_with, constants, paged_attention, run, place, queries, kept, how)
     window = shape.window or 1 << 40
     keys = sum(min(past, window) + count for past, count in sequences)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels import indexer
 from kvtide.layers.kernels.indexer import select_entries
 from kvtide.layers.kernels.mla import block_attention, mla_attention
@@ -71,7 +71,7 @@ def _latent(heads: int, past: int, count: int, sequences: int) -> Timed:
     run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
     queries, how, place = (
         _some(sequences * count, heads, 576),
-        Attending(576**-0.5),
+        AttentionParams(576**-0.5),
         Place(pool, 0),
     )
     pairs = sequences * sum(range(past + 1, past + count + 1))
@@ -90,7 +90,7 @@ def _blocks(
     entries = PoolSpec("blocks", (0,), entry, tokens_per_entry=ratio)
     run = _run(ModelMemory("bench", PAGE, (window, entries), layers=1), past, count, sequences)
     tokens = sequences * count
-    how = Attending(512**-0.5, 128, torch.zeros(64, device=DEVICE))
+    how = AttentionParams(512**-0.5, 128, torch.zeros(64, device=DEVICE))
     queries, kept = _some(tokens, 64, 512), _some(tokens, 512)
     seen = (past + count) // ratio
     picked = None

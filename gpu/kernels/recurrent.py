@@ -91,12 +91,12 @@ def delta(
     convolved = drawn(tokens, (2 * key_heads + heads) * dim)
     dt, strength = drawn(tokens, heads * each), drawn(tokens, heads)
     bias, decay = drawn(heads * each, dtype=torch.float32), drawn(heads, dtype=torch.float32)
-    forgetting = DeltaGates(dt, bias, -decay.abs(), strength)
+    gates = DeltaGates(dt, bias, -decay.abs(), strength)
     states = 2 * 4 * len(lengths) * heads * dim * dim
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
     chunk = min(64, max(lengths))
     operations = 2 * tokens * heads * (3 * dim * dim + 4 * chunk * dim)
-    return partial(gated_delta, run, place, convolved, forgetting), moved, operations
+    return partial(gated_delta, run, place, convolved, gates), moved, operations
 
 
 def gates(lengths: Lengths, groups: int, width: int) -> Ready:

@@ -13,7 +13,8 @@ prefix is quarantined. Requests that run on it are retracted and compute their t
 no further token comes from it. Tokens that were sent before stay sent.
 
 Deterministic arithmetic gives equal bits, and alike means equal. Otherwise the order of summation
-depends on the batch, and alike means within `RestoreBounds` (docs/INVARIANTS.md says how they came about).
+depends on the batch, and alike means within `RestoreBounds` (docs/INVARIANTS.md says how they came
+about).
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvtide.layers.arithmetic import aligned
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.packing import Fields
 
 
 def paged_attention(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, block: int
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams, block: int
 ) -> Tensor:
     """Attention of the step's queries (tokens, heads, dim) over the pages of their sequences.
 
@@ -33,7 +33,9 @@ def paged_attention(
     return torch.cat(out)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block: int) -> Tensor:
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, how: AttentionParams, block: int
+) -> Tensor:
     """Causal attention of queries (tokens, heads, dim), which belong to the last of the keys.
 
     Keys and values have fewer heads; each serves as many neighbouring query heads (GQA).
@@ -54,7 +56,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, how: Attending, block:
 
 
 def attend_masked(
-    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Attending, block: int
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: AttentionParams, block: int
 ) -> Tensor:
     """As `attend`, but each query sees the keys where `seen` (queries, keys) is true.
 
@@ -72,7 +74,7 @@ def attend_masked(
 
 
 def _attend_block(
-    queries: Tensor, keys: Tensor, values: Tensor, how: Attending, hidden: Tensor | None
+    queries: Tensor, keys: Tensor, values: Tensor, how: AttentionParams, hidden: Tensor | None
 ) -> Tensor:
     count, heads, dim = queries.shape
     kv_heads, each = keys.shape[1], heads // keys.shape[1]

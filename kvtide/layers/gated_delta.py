@@ -53,7 +53,7 @@ def gated_delta(
     run: ForwardPass,
     place: Place,
     convolved: Tensor,
-    forgetting: DeltaGates,
+    gates: DeltaGates,
 ) -> Tensor:
     """(tokens, heads, values) in fp32, from and to the running states.
 
@@ -61,9 +61,9 @@ def gated_delta(
     """
     heads, key_dim, value_dim = place.field("delta").shape
     recur = arithmetic.order(delta_chunks, delta_tokens)
-    strength = arithmetic.rowwise(sigmoid, forgetting.strength)
-    dt = arithmetic.rowwise(softplus, forgetting.dt.float() + forgetting.dt_bias)
-    log_decay = forgetting.decay[:, None] * dt.unflatten(1, (heads, -1))
+    strength = arithmetic.rowwise(sigmoid, gates.strength)
+    dt = arithmetic.rowwise(softplus, gates.dt.float() + gates.dt_bias)
+    log_decay = gates.decay[:, None] * dt.unflatten(1, (heads, -1))
     values = heads * value_dim
     outputs = []
     for rows in run.sequences:

@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
+class AttentionParams:
     """`window` counts the query itself; `sinks` are logits by head (fp32); `cap` limits scores by a
     tanh."""
 

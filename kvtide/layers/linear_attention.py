@@ -45,8 +45,8 @@ class GatedDeltaState:
         """(tokens, heads, values) in fp32, from inputs before the convolution; time steps and
         strengths before their functions."""
         convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, self.activation)
-        forgetting = DeltaGates(dt, self.dt_bias, self.decay, strength)
-        return self.ops.gated_delta(run, self.place, convolved, forgetting)
+        gates = DeltaGates(dt, self.dt_bias, self.decay, strength)
+        return self.ops.gated_delta(run, self.place, convolved, gates)
 
 
 def _gated(out: Tensor, gate: Tensor, norm: RMSNorm, activation: Activation) -> Tensor:

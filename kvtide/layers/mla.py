@@ -19,7 +19,7 @@ from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.attention import attend, attend_masked
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.ops import Selection
 from kvtide.layers.packing import Fields
 from kvtide.layers.rope import Rope
@@ -78,7 +78,7 @@ class LatentAttention:
         self.to_latent = both[:, : self.plain].mT.contiguous()
         self.from_latent = both[:, self.plain :].contiguous()
         self.out = blueprint.rows("o_proj", unit=value)
-        self.how = Attending(scale or self.query_dim**-0.5)
+        self.how = AttentionParams(scale or self.query_dim**-0.5)
         self.by_head = self.arithmetic.order(_heads_together, self._head_by_head)
 
     def __call__(self, x: Tensor, run: ForwardPass) -> Tensor:
@@ -133,7 +133,7 @@ def mla_attention(
     place: Place,
     queries: Tensor,
     kept: Fields,
-    how: Attending,
+    how: AttentionParams,
     masks: Sequence[Tensor] | None,
     block: int,
 ) -> Tensor:
@@ -165,7 +165,7 @@ def block_attention(
     ratio: int,
     entries: Sequence[Tensor],
     queries: Tensor,
-    how: Attending,
+    how: AttentionParams,
     masks: Sequence[Tensor] | None,
     block: int,
 ) -> Tensor:
@@ -187,7 +187,7 @@ def block_attention(
     return torch.cat(out)
 
 
-def _in_window(rows: Rows, past: int, how: Attending, device: torch.device) -> Tensor:
+def _in_window(rows: Rows, past: int, how: AttentionParams, device: torch.device) -> Tensor:
     """(tokens, past + tokens): which tokens of the window each query sees."""
     key = torch.arange(rows.past - past, rows.total, device=device)
     query = torch.arange(rows.past, rows.total, device=device)[:, None]

@@ -20,7 +20,7 @@ from kvtide.layers.arithmetic import Arithmetic
 from kvtide.layers.elementwise import Activation
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import (
-    Attending,
+    AttentionParams,
     CompressedStream,
     ConvWeights,
     DeltaGates,
@@ -119,7 +119,7 @@ class Ops(ABC):
 
     @abstractmethod
     def paged_attention(
-        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
+        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
     ) -> Tensor:
         """Attention of queries (tokens, heads, dim) over pages, and over what the step wrote."""
 
@@ -130,7 +130,7 @@ class Ops(ABC):
         place: Place,
         queries: Tensor,
         kept: Fields,
-        how: Attending,
+        how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
         """Attention of all heads over one latent a token: (tokens, heads, latent)."""
@@ -182,7 +182,7 @@ class Ops(ABC):
         stream: CompressedStream | None,
         entries: Sequence[Tensor],
         queries: Tensor,
-        how: Attending,
+        how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
         """Attention over a window of tokens and over entries of a stream, one vector for all heads.
@@ -214,7 +214,7 @@ class Ops(ABC):
 
     @abstractmethod
     def gated_delta(
-        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
+        self, run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaGates
     ) -> Tensor:
         """The gated delta rule over queries, keys and values side by side.
 

@@ -15,7 +15,7 @@ from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernel_args import Attending, QKVParams
+from kvtide.layers.kernel_args import AttentionParams, QKVParams
 from kvtide.layers.rope import Rope
 
 
@@ -51,7 +51,7 @@ class Attention:
         self.preparing = QKVParams(self.kv_heads, query_norm, key_norm, key_gain)
         sinks = blueprint.tensor("sinks", torch.float32) if blueprint.has("sinks") else None
         sinks = None if sinks is None else blueprint.shard(sinks)
-        self.how = Attending(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
+        self.how = AttentionParams(scale or self.head_dim**-0.5, self.place.window, sinks, cap)
 
     def projection(self, blueprint: Blueprint) -> Linear:
         """Queries, keys and values, side by side."""

@@ -18,7 +18,7 @@ from kvtide.layers.gated_delta import gated_delta
 from kvtide.layers.gated_norm import gated_norm
 from kvtide.layers.indexer import select_blocks, select_tokens
 from kvtide.layers.kernel_args import (
-    Attending,
+    AttentionParams,
     CompressedStream,
     ConvWeights,
     DeltaGates,
@@ -108,7 +108,7 @@ class TorchOps(Ops):
         return self.kv_write(run, place, {"kv": self.rope(self.rms_norm(x, norm), cos_sin)})["kv"]
 
     def paged_attention(
-        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
+        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
     ) -> Tensor:
         return paged_attention(run, place, queries, kept, how, self.arithmetic.query_block)
 
@@ -118,7 +118,7 @@ class TorchOps(Ops):
         place: Place,
         queries: Tensor,
         kept: Fields,
-        how: Attending,
+        how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
         block = self.arithmetic.query_block
@@ -162,7 +162,7 @@ class TorchOps(Ops):
         stream: CompressedStream | None,
         entries: Sequence[Tensor],
         queries: Tensor,
-        how: Attending,
+        how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
         ratio = 1 if stream is None else stream.ratio
@@ -187,9 +187,9 @@ class TorchOps(Ops):
         return ssd_scan(self.arithmetic, run, place, how, convolved, dt)
 
     def gated_delta(
-        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
+        self, run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaGates
     ) -> Tensor:
-        return gated_delta(self.arithmetic, run, place, convolved, forgetting)
+        return gated_delta(self.arithmetic, run, place, convolved, gates)
 
     def gated_norm(self, x: Tensor, gate: Tensor, how: GatedNorm) -> Tensor:
         return gated_norm(self.arithmetic, x, gate, how)

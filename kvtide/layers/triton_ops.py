@@ -14,7 +14,7 @@ from kvtide.layers.arithmetic import Batched
 from kvtide.layers.elementwise import Activation, swish
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernel_args import (
-    Attending,
+    AttentionParams,
     CompressedStream,
     ConvWeights,
     DeltaGates,
@@ -111,7 +111,7 @@ class TritonOps(WrittenByKernel):
         return norm_rope_write(run, place, x, norm, cos_sin)
 
     def paged_attention(
-        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
+        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
     ) -> Tensor:
         return paged_attention(run, place, queries, kept, how)
 
@@ -121,7 +121,7 @@ class TritonOps(WrittenByKernel):
         place: Place,
         queries: Tensor,
         kept: Fields,
-        how: Attending,
+        how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
         return mla_attention(run, place, queries, how, _numbers(selected))
@@ -168,7 +168,7 @@ class TritonOps(WrittenByKernel):
         stream: CompressedStream | None,
         entries: Sequence[Tensor],
         queries: Tensor,
-        how: Attending,
+        how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
         blocks = None if stream is None else stream.entries
@@ -194,9 +194,9 @@ class TritonOps(WrittenByKernel):
         return ssd_scan(run, place, how, convolved, dt)
 
     def gated_delta(
-        self, run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
+        self, run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaGates
     ) -> Tensor:
-        return gated_delta(run, place, convolved, forgetting)
+        return gated_delta(run, place, convolved, gates)
 
     def gated_norm(self, x: Tensor, gate: Tensor, how: GatedNorm) -> Tensor:
         return gated_norm(x, gate, how) if how.has_kernel else super().gated_norm(x, gate, how)

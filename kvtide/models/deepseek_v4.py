@@ -22,7 +22,7 @@ from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
 from kvtide.layers.elementwise import sqrt_softplus
 from kvtide.layers.hyper_connections import HyperConnection, HyperHead
-from kvtide.layers.kernel_args import Attending, RoutingRule
+from kvtide.layers.kernel_args import AttentionParams, RoutingRule
 from kvtide.layers.moe import Mixture, Router
 from kvtide.layers.ops import Selection
 from kvtide.layers.rope import Rope, rope
@@ -80,7 +80,7 @@ class CompressedAttention:
         self.key_norm = blueprint.norm("norm")
         sinks = blueprint.shard(blueprint.tensor("attn_sink", torch.float32), each)
         assert self.window.window is not None
-        self.how = Attending(self.dim**-0.5, self.window.window, sinks)
+        self.how = AttentionParams(self.dim**-0.5, self.window.window, sinks)
         rank = config.count("o_lora_rank")
         self.out_groups = blueprint.shard(blueprint.tensor("wo_a.weight"), rank).unflatten(
             0, (-1, rank)

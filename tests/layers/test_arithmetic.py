@@ -16,7 +16,7 @@ from kvtide.layers.arithmetic import (
 )
 from kvtide.layers.attention import attend
 from kvtide.layers.elementwise import gelu_tanh, rms_norm, softplus, swish
-from kvtide.layers.kernel_args import Attending, ExpertGroup, Routing
+from kvtide.layers.kernel_args import AttentionParams, ExpertGroup, Routing
 from kvtide.layers.moe_experts import mix
 from kvtide.layers.ssd_scan import ScanInput, scan_chunks, scan_tokens
 from kvtide.layers.tensor_ranks import ALONE
@@ -107,7 +107,7 @@ def test_elementary_functions_are_torchs(mine, torchs) -> None:
 # -- attention -----------------------------------------------------------------------------------
 
 
-def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, how: Attending) -> Tensor:
+def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:
     """As the formula is written, query by query and head by head."""
     out, past = torch.empty_like(queries), len(keys) - len(queries)
     each = queries.shape[1] // keys.shape[1]
@@ -127,19 +127,19 @@ def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, how: Attendin
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_is_the_formula(block: int, window: int | None, sinks: bool) -> None:
     queries, keys, values = random(13, 6, 8), random(31, 2, 8, seed=1), random(31, 2, 8, seed=2)
-    how = Attending(0.4, window, random(6) if sinks else None)
+    how = AttentionParams(0.4, window, random(6) if sinks else None)
     got = attend(queries, keys, values, how, block)
     torch.testing.assert_close(got, naive_attention(queries, keys, values, how))
 
 
 def test_a_window_counts_the_query_itself() -> None:
-    assert [Attending(1.0, 6).first_seen(position) for position in (0, 5, 6, 9)] == [
+    assert [AttentionParams(1.0, 6).first_seen(position) for position in (0, 5, 6, 9)] == [
         0,
         0,
         1,
         4,
     ]
-    assert Attending(1.0).first_seen(99) == 0
+    assert AttentionParams(1.0).first_seen(99) == 0
 
 
 # -- recurrence ----------------------------------------------------------------------------------

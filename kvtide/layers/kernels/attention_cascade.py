@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.attention_tiles import (
     attend_paged_keys,
     kernel_constants,
@@ -64,7 +64,7 @@ class SharedPrefixes:
 
 
 def attend_cascade(
-    run: ForwardPass, place: Place, queries: Tensor, keys: Tensor, how: Attending
+    run: ForwardPass, place: Place, queries: Tensor, keys: Tensor, how: AttentionParams
 ) -> SharedPrefixes | None:
     """Attention of the decode batch over shared prefixes; None if no two sequences can share one.
 
@@ -164,13 +164,10 @@ def _find_shared_prefix(  # type: ignore[no-untyped-def]
 @kernel("rows", "block_tables", "count", "stride_table")  # type: ignore[untyped-decorator]
 def _cascade_prefix(  # type: ignore[no-untyped-def]
     q_ptr, k_cache, v_cache, partial_out, partial_stats, rows, block_tables, prefix_lengths, count,
-    stride_table,
-    stride_q_token, stride_q_head,
-    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
-    cap_scale, qk_scale,
+    stride_table, stride_q_token, stride_q_head, stride_k_slot, stride_k_entry, stride_k_head,
+    stride_v_slot, stride_v_entry, stride_v_head, cap_scale, qk_scale,
     GROUP_SEQUENCES: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Attends the queries of a group to one split of their common prefix."""
@@ -195,8 +192,7 @@ def _cascade_prefix(  # type: ignore[no-untyped-def]
         block_tables + tl.load(prefix_lengths + 2 * group + 1).to(tl.int64) * stride_table,
         split * split_tokens, tl.minimum(split * split_tokens + split_tokens, tokens), 0,
         stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
-        PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D,
-    )
+        PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     out_row = (split.to(tl.int64) * count + sequence) * HEADS + head
     tl.store(partial_out + out_row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)
     tl.store(partial_stats + 2 * out_row, m_i, mask=row_valid)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.attention_cascade import SharedPrefixes, attend_cascade
 from kvtide.layers.kernels.attention_tiles import (
     attend_paged_keys,
@@ -44,7 +44,7 @@ MIN_TILES = 2
 
 
 def attend_decode(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, out: Tensor
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams, out: Tensor
 ) -> None:
     """Attention of the decode batch (all sequences with one new token) into its rows of `out`."""
     batch, keys, values = run.batch, kept["k"], kept["v"]

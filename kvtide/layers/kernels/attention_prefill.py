@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.attention_decode import attend_decode
 from kvtide.layers.kernels.attention_tiles import (
     attend_new_keys,
@@ -55,7 +55,7 @@ COMBINED_ELEMENTS = 1 << 13
 
 
 def paged_attention(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
 ) -> Tensor:
     """Attention of queries (tokens, heads, dim) over cached keys and the step's own: prefill chunks
     and decode tokens alike."""
@@ -68,7 +68,7 @@ def paged_attention(
 
 
 def _attend_prefill(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: Attending, out: Tensor
+    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams, out: Tensor
 ) -> None:
     """Attention of all prefill chunks: sequences with more than one new token."""
     keys, values, table = kept["k"], kept["v"], run.batch.slots[place.anchor]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.elementwise import tanh
 from kvtide.layers.kernels.grid import MIN_ROWS, power_of_two
 
@@ -35,7 +35,7 @@ def keys_per_tile(queries: Tensor, keys: Tensor) -> int:
     )
 
 
-def softmax_scales(how: Attending) -> tuple[float, float]:
+def softmax_scales(how: AttentionParams) -> tuple[float, float]:
     """(cap_scale, qk_scale): factors of q · k before and after the soft cap, the latter in base 2.
 
     Without a cap, `cap_scale` is unused.
@@ -46,7 +46,7 @@ def softmax_scales(how: Attending) -> tuple[float, float]:
 
 
 def kernel_constants(
-    queries: Tensor, keys: Tensor, how: Attending, page_tokens: int
+    queries: Tensor, keys: Tensor, how: AttentionParams, page_tokens: int
 ) -> dict[str, int]:
     """Compile-time constants that all attention kernels share."""
     return {
@@ -83,7 +83,8 @@ def _online_softmax_step(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_tile(  # type: ignore[no-untyped-def]
-    pointers, valid, in_dim, like, MASKED: tl.constexpr, PADDED: tl.constexpr,
+    pointers, valid, in_dim, like,
+    MASKED: tl.constexpr, PADDED: tl.constexpr,
 ):
     if MASKED:
         tile = tl.load(pointers, mask=valid & in_dim, other=0.0)
@@ -96,10 +97,10 @@ def _load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_paged_keys(  # type: ignore[no-untyped-def]
-    q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table, lo, hi, first_key,
-    stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
-    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table, lo, hi, first_key, stride_k_slot,
+    stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+    PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Accumulates cached keys [lo, hi) of one sequence, through its block table.
 
@@ -123,18 +124,15 @@ def attend_paged_keys(  # type: ignore[no-untyped-def]
             v_offsets = slot * stride_v_slot + offs_n % PAGE_TOKENS * stride_v_entry
         k = _load_tile(
             k_cache + k_offsets[None, :] + offs_d[:, None], valid[None, :], in_dim[:, None], q,
-            MASKED, HEAD_DIM < BLOCK_D,
-        )
+            MASKED, HEAD_DIM < BLOCK_D)
         v = _load_tile(
             v_cache + v_offsets[:, None] + offs_d[None, :], valid[:, None], in_dim[None, :], q,
-            MASKED, HEAD_DIM < BLOCK_D,
-        )
+            MASKED, HEAD_DIM < BLOCK_D)
         mask = valid[None, :]
         if WINDOW > 0:
             mask = mask & (offs_n[None, :] > q_position[:, None] - WINDOW)
         m_i, l_i, acc = _online_softmax_step(
-            q, k, v, mask, m_i, l_i, acc, cap_scale, qk_scale, CAPPED, MASKED
-        )
+            q, k, v, mask, m_i, l_i, acc, cap_scale, qk_scale, CAPPED, MASKED)
     return m_i, l_i, acc
 
 
@@ -142,8 +140,8 @@ def attend_paged_keys(  # type: ignore[no-untyped-def]
 def attend_new_keys(  # type: ignore[no-untyped-def]
     q, q_row, m_i, l_i, acc, k_new, v_new, lo, hi, seq_end, stride_k_token, stride_v_token,
     cap_scale, qk_scale,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Accumulates the step's own rows [lo, hi), causally; `seq_end` is the sequence's end row."""
     offs_d, cols = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -153,19 +151,16 @@ def attend_new_keys(  # type: ignore[no-untyped-def]
         valid = offs_n < seq_end
         k_ptrs = k_new + tl.cast(start_n, tl.int64) * stride_k_token + offs_d[:, None]
         k = _load_tile(
-            k_ptrs + cols[None, :] * stride_k_token, valid[None, :], in_dim[:, None], q,
-            MASKED, HEAD_DIM < BLOCK_D,
-        )
+            k_ptrs + cols[None, :] * stride_k_token, valid[None, :], in_dim[:, None], q, MASKED,
+            HEAD_DIM < BLOCK_D)
         v_ptrs = v_new + tl.cast(start_n, tl.int64) * stride_v_token + offs_d[None, :]
         v = _load_tile(
-            v_ptrs + cols[:, None] * stride_v_token, valid[:, None], in_dim[None, :], q,
-            MASKED, HEAD_DIM < BLOCK_D,
-        )
+            v_ptrs + cols[:, None] * stride_v_token, valid[:, None], in_dim[None, :], q, MASKED,
+            HEAD_DIM < BLOCK_D)
         mask = offs_n[None, :] <= q_row[:, None]
         if WINDOW > 0:
             mask = mask & (offs_n[None, :] > q_row[:, None] - WINDOW)
         m_i, l_i, acc = _online_softmax_step(
-            q, k, v, mask, m_i, l_i, acc, cap_scale, qk_scale, CAPPED, MASKED
-        )
+            q, k, v, mask, m_i, l_i, acc, cap_scale, qk_scale, CAPPED, MASKED)
     return m_i, l_i, acc
 # fmt: on

@@ -81,7 +81,8 @@ def causal_conv(
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _channel_block(  # type: ignore[no-untyped-def]
-    block, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, BLOCK_C: tl.constexpr,
+    block,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """A block's channels among all and within its state field, their mask, and the field.
 
@@ -115,8 +116,8 @@ def _load_state(  # type: ignore[no-untyped-def]
 def _store_state(  # type: ignore[no-untyped-def]
     inputs, stride_row, state0, state1, state2, stride0, stride1, stride2, rows, read, write,
     sequence, block,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
-    STATE_TOKENS: tl.constexpr, BLOCK_STATE: tl.constexpr, BLOCK_C: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, STATE_TOKENS: tl.constexpr,
+    BLOCK_STATE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Stores a sequence's last inputs; with few new tokens, older ones come from its state."""
     column, channel, in_field, field = _channel_block(block, W0, W1, W2, BLOCK_C)
@@ -147,8 +148,8 @@ def _store_state(  # type: ignore[no-untyped-def]
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _store_states(  # type: ignore[no-untyped-def]
     inputs, stride_row, state0, state1, state2, stride0, stride1, stride2, rows, read, write,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
-    STATE_TOKENS: tl.constexpr, BLOCK_STATE: tl.constexpr, BLOCK_C: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, STATE_TOKENS: tl.constexpr,
+    BLOCK_STATE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     sequence, block = tl.program_id(0), tl.program_id(1)
     _store_state(
@@ -158,12 +159,11 @@ def _store_states(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "owners", "count")  # type: ignore[untyped-decorator]
 def _convolve(  # type: ignore[no-untyped-def]
-    inputs, stride_row, state0, state1, state2, stride0, stride1, stride2, rows, read, write,
-    taps, bias, out, owners, count,
-    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
-    STATE_TOKENS: tl.constexpr, BLOCK_STATE: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BIAS: tl.constexpr, SWISH: tl.constexpr, STORES: tl.constexpr,
+    inputs, stride_row, state0, state1, state2, stride0, stride1, stride2, rows, read, write, taps,
+    bias, out, owners, count,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, STATE_TOKENS: tl.constexpr,
+    BLOCK_STATE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BIAS: tl.constexpr,
+    SWISH: tl.constexpr, STORES: tl.constexpr,
 ):
     block, token = tl.program_id(1), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column, channel, in_field, field = _channel_block(block, W0, W1, W2, BLOCK_C)

@@ -94,7 +94,7 @@ def _mean_fields(run: ForwardPass, place: Place) -> tuple[Tensor | int, ...]:
 # fmt: off
 @triton.jit
 def _load_mean(  # type: ignore[no-untyped-def]
-    m_ptr, l_ptr, acc_ptr, stride_slot, slot, valid, channel, in_width
+    m_ptr, l_ptr, acc_ptr, stride_slot, slot, valid, channel, in_width,
 ):
     """The saved state of a mean, or an empty one."""
     offsets, mask = slot * stride_slot + channel, in_width & valid & (slot >= 0)
@@ -105,7 +105,7 @@ def _load_mean(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_mean(  # type: ignore[no-untyped-def]
-    m_i, l_i, acc, m_ptr, l_ptr, acc_ptr, stride_slot, slot, valid, channel, in_width
+    m_i, l_i, acc, m_ptr, l_ptr, acc_ptr, stride_slot, slot, valid, channel, in_width,
 ):
     offsets, mask = slot * stride_slot + channel, in_width & valid
     tl.store(m_ptr + offsets, m_i, mask=mask)
@@ -140,10 +140,10 @@ def _accumulate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block_mean(  # type: ignore[no-untyped-def]
-    projected, stride_token, position, own_m, own_l, own_acc, stride_own,
-    next_m, next_l, next_acc, stride_next, old_slot, past, start, first, token,
-    channel, in_width, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, OVERLAPS: tl.constexpr,
+    projected, stride_token, position, own_m, own_l, own_acc, stride_own, next_m, next_l, next_acc,
+    stride_next, old_slot, past, start, first, token, channel, in_width,
+    RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The mean (m_i, l_i, acc) of the block that begins at row `first`, up to a token."""
     has_state = first < start
@@ -155,8 +155,8 @@ def _block_mean(  # type: ignore[no-untyped-def]
         # A block after the first starts with the contribution of the block before it.
         if first > start:
             m_i, l_i, acc = _load_mean(
-                next_m, next_l, next_acc, stride_next, old_slot, first - RATIO < start,
-                channel, in_width)
+                next_m, next_l, next_acc, stride_next, old_slot, first - RATIO < start, channel,
+                in_width)
             m_i, l_i, acc = _accumulate(
                 m_i, l_i, acc, projected, stride_token, position, first - RATIO,
                 tl.maximum(first - RATIO, start), first, 0, channel, in_width, CHANNELS,
@@ -170,16 +170,15 @@ def _block_mean(  # type: ignore[no-untyped-def]
     "rows", "owners", "slots", "stride_slots", "states", "stride_states"
 )
 def _compress(  # type: ignore[no-untyped-def]
-    projected, stride_token, ape, weight, rotations, eps,
-    rows, owners, slots, stride_slots, states, stride_states,
-    own_m, own_l, own_acc, stride_own, next_m, next_l, next_acc, stride_next,
-    field, rope, scale, pad,
-    field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr, WRITES_ENTRIES: tl.constexpr,
-    WRITES_STATE: tl.constexpr, KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    projected, stride_token, ape, weight, rotations, eps, rows, owners, slots, stride_slots, states,
+    stride_states, own_m, own_l, own_acc, stride_own, next_m, next_l, next_acc, stride_next, field,
+    rope, scale, pad, field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
+    pad_slot, pad_entry,
+    PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr,
+    WRITES_ENTRIES: tl.constexpr, WRITES_STATE: tl.constexpr, KIND: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0)
     owner = tl.load(owners + token)
@@ -200,9 +199,9 @@ def _compress(  # type: ignore[no-untyped-def]
     channel = tl.arange(0, GROUPS * GROUP)
     in_width, first = channel < WIDTH, token - position % RATIO
     m_i, l_i, acc = _block_mean(
-        projected, stride_token, ape, own_m, own_l, own_acc, stride_own,
-        next_m, next_l, next_acc, stride_next, old_slot, past, start, first, token,
-        channel, in_width, RATIO, CHANNELS, WIDTH, BLOCK_TOKENS, OVERLAPS)
+        projected, stride_token, ape, own_m, own_l, own_acc, stride_own, next_m, next_l, next_acc,
+        stride_next, old_slot, past, start, first, token, channel, in_width, RATIO, CHANNELS, WIDTH,
+        BLOCK_TOKENS, OVERLAPS)
     if WRITES_ENTRIES:
         if completes:
             entry = rounded(acc / tl.where(in_width, l_i, 1.0), ROUNDED)
@@ -210,9 +209,9 @@ def _compress(  # type: ignore[no-untyped-def]
                 entry, weight, rotations, token.to(tl.int64), eps, WIDTH, PAIRS, GROUPS * GROUP,
                 ROUNDED)
             store_entry(
-                tl.reshape(vector, [GROUPS, GROUP]), slot, position % PAGE // RATIO,
-                field, rope, scale, pad, field_slot, field_entry, rope_slot, rope_entry,
-                scale_slot, scale_entry, pad_slot, pad_entry, KIND, NOPE, ROPE, PAD, GROUP, GROUPS)
+                tl.reshape(vector, [GROUPS, GROUP]), slot, position % PAGE // RATIO, field, rope,
+                scale, pad, field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
+                pad_slot, pad_entry, KIND, NOPE, ROPE, PAD, GROUP, GROUPS)
     if WRITES_STATE:
         if OVERLAPS:
             m_next, l_next, acc_next = _load_mean(

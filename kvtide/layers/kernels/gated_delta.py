@@ -66,9 +66,7 @@ class _PreparedChunks:
     gated: Tensor
 
 
-def gated_delta(
-    run: ForwardPass, place: Place, convolved: Tensor, forgetting: DeltaGates
-) -> Tensor:
+def gated_delta(run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaGates) -> Tensor:
     """The output (tokens, heads, values) in fp32, from and to the recurrent states.
 
     `convolved` has queries, keys and values side by side.
@@ -87,20 +85,20 @@ def gated_delta(
         "GROUP": heads // key_heads,
         "KEY_DIM": keys,
         "VALUE_DIM": values,
-        "PER_HEAD": forgetting.dt.shape[1] == heads,
+        "PER_HEAD": gates.dt.shape[1] == heads,
         "BLOCK_K": max(MIN_ROWS, power_of_two(keys)),
     }
     if batch.bounds.longest == 1:
         _delta_token[grid](
             *(*state_args, *states.stride()[:3], convolved, convolved.stride(0)),
-            *_gate_arguments(forgetting),
+            *_gate_arguments(gates),
             **constants,
             BLOCK_V=block_v,
         )
         return out
     chunks = query_blocks(run, CHUNK_TOKENS)
     exact = convolved.dtype is torch.float32
-    prepared = _launch_prepare(chunks, convolved, forgetting, constants | {"EXACT": exact})
+    prepared = _launch_prepare(chunks, convolved, gates, constants | {"EXACT": exact})
     _delta_chunks[grid](
         *(*state_args, *states.stride()[:3], convolved, convolved.stride(0), len(convolved)),
         *(
@@ -122,13 +120,13 @@ def gated_delta(
     return out
 
 
-def _gate_arguments(forgetting: DeltaGates) -> tuple[Tensor | int, ...]:
-    dt, strength = forgetting.dt, forgetting.strength
-    return dt, dt.stride(0), forgetting.dt_bias, forgetting.decay, strength, strength.stride(0)
+def _gate_arguments(gates: DeltaGates) -> tuple[Tensor | int, ...]:
+    dt, strength = gates.dt, gates.strength
+    return dt, dt.stride(0), gates.dt_bias, gates.decay, strength, strength.stride(0)
 
 
 def _launch_prepare(
-    chunks: QueryBlocks, convolved: Tensor, forgetting: DeltaGates, constants: dict[str, int]
+    chunks: QueryBlocks, convolved: Tensor, gates: DeltaGates, constants: dict[str, int]
 ) -> _PreparedChunks:
     heads, keys, per_head = constants["HEADS"], constants["KEY_DIM"], constants["PER_HEAD"]
     chunk_count = len(chunks.table)
@@ -151,7 +149,7 @@ def _launch_prepare(
         gated=empty(*gated_shape, dtype=dtype),
     )
     if not per_head:
-        gate_args = _gate_arguments(forgetting)[:4]
+        gate_args = _gate_arguments(gates)[:4]
         _score_pairs[(chunk_count * CHUNK_TOKENS // PAIR_TOKENS, heads)](
             *(convolved, convolved.stride(0), tokens, *gate_args, chunks.table, prepared.decay),
             **{name: constants[name] for name in ("HEADS", "GROUP", "KEY_DIM", "BLOCK_K")},
@@ -165,7 +163,7 @@ def _launch_prepare(
             convolved,
             convolved.stride(0),
             len(convolved),
-            *_gate_arguments(forgetting),
+            *_gate_arguments(gates),
             chunks.table,
         ),
         *(prepared.inverse, prepared.attn, prepared.decay, prepared.chunk_decay, prepared.gated),

@@ -186,8 +186,8 @@ def _split_inner(tokens: int, inner: int, device: torch.device) -> tuple[int, in
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _spread_columns(  # type: ignore[no-untyped-def]
-    before, given, weights, row, valid, column_index, mask, WIDTH: tl.constexpr,
-    STREAMS: tl.constexpr,
+    before, given, weights, row, valid, column_index, mask,
+    WIDTH: tl.constexpr, STREAMS: tl.constexpr,
 ):
     """Some columns of one stream after a sublayer, of all streams side by side."""
     token, column = row.to(tl.int64), (column_index % WIDTH)[None, :]
@@ -207,8 +207,8 @@ def _spread_columns(  # type: ignore[no-untyped-def]
 def _project(  # type: ignore[no-untyped-def]
     streams, project, logits, tokens, before, given, weights,
     INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    HALVES: tl.constexpr, FUSED_SPREAD: tl.constexpr, STREAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr, FUSED_SPREAD: tl.constexpr, STREAMS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     output, offs_k, valid = tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_K), offs_m < tokens
@@ -240,7 +240,8 @@ def _project(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn(  # type: ignore[no-untyped-def]
-    matrix, eps, ROUNDS: tl.constexpr,
+    matrix, eps,
+    ROUNDS: tl.constexpr,
 ):
     """Sinkhorn normalization of logits (streams, streams): rows and columns sum to one."""
     matrix = tl.exp(matrix - tl.max(matrix, 1)[:, None])
@@ -256,8 +257,8 @@ def _sinkhorn(  # type: ignore[no-untyped-def]
 def _gather_streams(  # type: ignore[no-untyped-def]
     logits, streams, scales, base, x, weights, gains, tokens, norm_eps, eps, sublayer_eps,
     SPLITS: tl.constexpr, BLOCK_OUT: tl.constexpr, STREAMS: tl.constexpr, ROUNDS: tl.constexpr,
-    NORMS: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_PARTIALS: tl.constexpr,
+    NORMS: tl.constexpr, ROUNDED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_PARTIALS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     split, stream = tl.arange(0, SPLITS), tl.arange(0, STREAMS)

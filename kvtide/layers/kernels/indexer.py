@@ -186,8 +186,7 @@ def _load_keys(  # type: ignore[no-untyped-def]
 )
 def _score_decode(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, owners, block_tables, stride_table,
-    stride_weights, stride_scores,
-    first,
+    stride_weights, stride_scores, first,
     STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
     RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
@@ -223,8 +222,7 @@ def _score_decode(  # type: ignore[no-untyped-def]
 )
 def _score_prefill(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, blocks, block_tables, stride_table,
-    stride_weights, stride_scores,
-    first,
+    stride_weights, stride_scores, first,
     STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
     RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,

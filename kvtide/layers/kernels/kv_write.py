@@ -269,7 +269,8 @@ def row_max(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def locate(  # type: ignore[no-untyped-def]
-    rows, owners, slots, stride_slots_row, token, PAGE_TOKENS: tl.constexpr,
+    rows, owners, slots, stride_slots_row, token,
+    PAGE_TOKENS: tl.constexpr,
 ):
     """A token's slot, -1 for none, and its offset in the page."""
     owner = tl.load(owners + token)
@@ -283,7 +284,8 @@ def locate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_plain(  # type: ignore[no-untyped-def]
-    value, field, offsets, mask, CONVERSION: tl.constexpr,
+    value, field, offsets, mask,
+    CONVERSION: tl.constexpr,
 ):
     """Stores a vector elementwise, and returns the stored bits."""
     if CONVERSION == 0:
@@ -315,8 +317,8 @@ def store_scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_vector(  # type: ignore[no-untyped-def]
-    values, field, scales, back, token, slot, entry_index,
-    stride_value_token, stride_value_head, field_slot, field_entry, scale_slot, scale_entry,
+    values, field, scales, back, token, slot, entry_index, stride_value_token, stride_value_head,
+    field_slot, field_entry, scale_slot, scale_entry,
     CONVERSION: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):
@@ -338,16 +340,13 @@ def _write_vector(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "owners", "slots", "stride_slots_row")  # type: ignore[untyped-decorator]
 def _write_vectors(  # type: ignore[no-untyped-def]
-    rows, owners, slots, stride_slots_row,
-    values, field, scales, back,
-    value_token, value_head, field_slot, field_entry, scale_slot, scale_entry,
-    values2, field2, scales2, back2,
-    value_token2, value_head2, field_slot2, field_entry2, scale_slot2, scale_entry2,
-    PAGE_TOKENS: tl.constexpr, GROUP: tl.constexpr,
-    CONVERSION: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    CONVERSION2: tl.constexpr, SCALED2: tl.constexpr, BACK2: tl.constexpr,
-    DIM2: tl.constexpr, WIDTH2: tl.constexpr, GROUPS2: tl.constexpr,
+    rows, owners, slots, stride_slots_row, values, field, scales, back, value_token, value_head,
+    field_slot, field_entry, scale_slot, scale_entry, values2, field2, scales2, back2, value_token2,
+    value_head2, field_slot2, field_entry2, scale_slot2, scale_entry2,
+    PAGE_TOKENS: tl.constexpr, GROUP: tl.constexpr, CONVERSION: tl.constexpr, SCALED: tl.constexpr,
+    BACK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    CONVERSION2: tl.constexpr, SCALED2: tl.constexpr, BACK2: tl.constexpr, DIM2: tl.constexpr,
+    WIDTH2: tl.constexpr, GROUPS2: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot, entry_index = locate(rows, owners, slots, stride_slots_row, token, PAGE_TOKENS)
@@ -366,10 +365,10 @@ def _write_vectors(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_joined(  # type: ignore[no-untyped-def]
-    vector, slot, entry_index, nope, rope, scale, pad,
-    nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    vector, slot, entry_index, nope, rope, scale, pad, nope_slot, nope_entry, rope_slot, rope_entry,
+    scale_slot, scale_entry, pad_slot, pad_entry,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """Packs and stores a vector (groups, GROUP) in fp32, and returns it dequantized."""
     group, column = tl.arange(0, GROUPS), tl.arange(0, GROUP)
@@ -396,9 +395,8 @@ def store_joined(  # type: ignore[no-untyped-def]
 def _write_joined(  # type: ignore[no-untyped-def]
     rows, owners, slots, stride_slots_row, values, stride_value_token, back, nope, rope, scale, pad,
     nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-    PAGE_TOKENS: tl.constexpr, BACK: tl.constexpr,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, BACK: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     token = tl.program_id(0)
     slot, entry_index = locate(rows, owners, slots, stride_slots_row, token, PAGE_TOKENS)
@@ -407,17 +405,17 @@ def _write_joined(  # type: ignore[no-untyped-def]
     vector = tl.load(
         values + token.to(tl.int64) * stride_value_token + offs, mask=in_width, other=0)
     stored = store_joined(
-        widened(vector), slot, entry_index, nope, rope, scale, pad,
-        nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-        NOPE, ROPE, PAD, GROUP, GROUPS)
+        widened(vector), slot, entry_index, nope, rope, scale, pad, nope_slot, nope_entry,
+        rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry, NOPE, ROPE, PAD, GROUP,
+        GROUPS)
     if BACK:
         tl.store(back + token.to(tl.int64) * (NOPE + ROPE) + offs, stored, mask=in_width)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_entry(  # type: ignore[no-untyped-def]
-    vector, slot, entry_index, field, rope, scale, pad,
-    field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
+    vector, slot, entry_index, field, rope, scale, pad, field_slot, field_entry, rope_slot,
+    rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
     KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
@@ -426,9 +424,9 @@ def store_entry(  # type: ignore[no-untyped-def]
     offsets, valid = slot * field_slot + entry_index * field_entry + offs, slot >= 0
     if KIND == 5:
         return store_joined(
-            vector, slot, entry_index, field, rope, scale, pad, field_slot, field_entry,
-            rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
-            NOPE, ROPE, PAD, GROUP, GROUPS)
+            vector, slot, entry_index, field, rope, scale, pad, field_slot, field_entry, rope_slot,
+            rope_entry, scale_slot, scale_entry, pad_slot, pad_entry, NOPE, ROPE, PAD, GROUP,
+            GROUPS)
     elif KIND == 4:
         scale += slot * scale_slot + entry_index * scale_entry
         return store_scaled(vector, field, offsets, valid & (offs < NOPE), scale, valid,

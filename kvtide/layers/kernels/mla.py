@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.mla_tiles import (
@@ -33,6 +33,7 @@ from kvtide.layers.kernels.mla_tiles import (
     TILE_KEYS,
     TILE_ROWS,
     SplitKV,
+    empty_state,
     load_joined_tile,
     load_scaled_tile,
     online_softmax_step,
@@ -67,7 +68,7 @@ def block_attention(
     kept: Tensor,
     entries: Place | None,
     queries: Tensor,
-    how: Attending,
+    how: AttentionParams,
     selected: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries (tokens, heads, dim) over vectors that are key and value at once.
@@ -134,7 +135,11 @@ def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tens
 
 
 def mla_attention(
-    run: ForwardPass, place: Place, queries: Tensor, how: Attending, selected: Tensor | None = None
+    run: ForwardPass,
+    place: Place,
+    queries: Tensor,
+    how: AttentionParams,
+    selected: Tensor | None = None,
 ) -> Tensor:
     """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).
 
@@ -282,11 +287,10 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     out_row = token.to(tl.int64) * HEADS + head
     mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
-    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    m_i, l_i, acc = empty_state(BLOCK_M, BLOCK_D)
     if SINKS and split == splits - 1:
         m_i = tl.load(sinks + head, mask=row_valid, other=0.0).to(tl.float32) * 1.4426950408889634
         l_i += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     window_start, visible, compressed_tiles, total_tiles = _count_tiles(
         position, past, top_k, RATIO, SELECTED, WINDOW, BLOCK_N)
     lo, hi = _tiles_of_split(total_tiles, split, splits)
@@ -383,8 +387,7 @@ def _attend_latents(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptr + offs_d[None, :], mask=mask, other=0.0)
     rope_mask = row_valid[:, None] & (offs_rope < ROPE_DIM)[None, :]
     q_rope = tl.load(q_ptr + HEAD_DIM + offs_rope[None, :], mask=rope_mask, other=0.0)
-    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    m_i, l_i, acc = empty_state(BLOCK_M, BLOCK_D)
     visible = position_offset + tl.minimum(block_start + TOKENS, row_end)
     total_tiles = tl.cdiv(tl.minimum(top_k, visible) if SELECTED else visible, BLOCK_N)
     lo, hi = _tiles_of_split(total_tiles, split, tl.num_programs(1))

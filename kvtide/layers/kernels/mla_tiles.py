@@ -91,6 +91,13 @@ def tile_constants(queries: Tensor, tile_rows: int, dim: int, tile_keys: int) ->
 # -- kernels -----------------------------------------------------------------------------------
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(m_i, l_i, acc) of rows that have seen no key."""
+    m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    return m_i, l_i, tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
 @triton.jit
 def online_softmax_step(scores, v, m_i, l_i, acc):  # type: ignore[no-untyped-def]
     """The state (m_i, l_i, acc) after one more tile of scores and values."""
@@ -183,8 +190,8 @@ def load_scaled_tile(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "splits")  # type: ignore[untyped-decorator]
 def _combine_splits(  # type: ignore[no-untyped-def]
-    partial_out, partial_stats, out, rows, splits, BLOCK_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial_out, partial_stats, out, rows, splits,
+    BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """The output of a token and head: its splits, weighted by their share of the softmax sum."""
     row = tl.program_id(0).to(tl.int64)

@@ -98,8 +98,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, limit: float | None 
 def _norm_rows(  # type: ignore[no-untyped-def]
     x, y, weight, bias, total, result, rows, heads, stride_x_token, stride_x_head, stride_y_token,
     stride_y_head, eps,
-    RESIDUAL: tl.constexpr, CENTERED: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_WIDTH)
     in_width = column < WIDTH

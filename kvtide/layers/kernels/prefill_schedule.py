@@ -74,7 +74,8 @@ def split_constants(kv_heads: int, small: bool, device: torch.device) -> dict[st
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_counts(  # type: ignore[no-untyped-def]
-    seq_start, past, row_start, row_end, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+    seq_start, past, row_start, row_end,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Tiles that a block of rows [row_start, row_end) sees: whole tiles of cached and of new keys,
     then masked tiles of both. Without a window, only the ends of both ranges need a mask."""
@@ -139,8 +140,8 @@ def _schedule(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def split_range(  # type: ignore[no-untyped-def]
-    schedule, lo_block, hi_block, SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    schedule, lo_block, hi_block,
+    SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
 ):
     """Of the tiles that are split: the first one within a KV head, how many each KV head has, and
     how many a split has."""
@@ -152,7 +153,8 @@ def split_range(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _items_of_tiles(  # type: ignore[no-untyped-def]
-    schedule, lo_block, hi_block, first_tile, tiles_per_head, lo_tile, hi_tile, BLOCK: tl.constexpr,
+    schedule, lo_block, hi_block, first_tile, tiles_per_head, lo_tile, hi_tile,
+    BLOCK: tl.constexpr,
 ):
     """The items (KV head and block, in the order of tiles) that two tiles belong to."""
     lo_index, hi_index = lo_block * 0 - 1, lo_block * 0 - 1

@@ -83,8 +83,8 @@ def _rms_scaled(x, weight, scale, inside, NORM: tl.constexpr):  # type: ignore[n
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_and_rotate(  # type: ignore[no-untyped-def]
     source, mask, cos, sin, weight, eps, gain,
-    NORM: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, GAIN: tl.constexpr, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """One head of some tokens after norm, gain and rope."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -111,7 +111,8 @@ def _norm_and_rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_rotations(  # type: ignore[no-untyped-def]
-    rotations, token, valid, PAIRS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    rotations, token, valid,
+    PAIRS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """cos and sin of every dimension; the sine of a pair's first dimension is negated."""
     if PAIRS == 0:
@@ -140,14 +141,14 @@ def _to_pool_dtype(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def
     "rows", "owners", "block_tables", "count", "stride_table"
 )
 def _prepare_qkv(  # type: ignore[no-untyped-def]
-    by_head, queries, k_new, v_new, k_cache, v_cache, rotations, query_weight, key_weight,
-    rows, owners, block_tables, count, stride_token, stride_head, stride_table,
-    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
-    query_eps, key_eps, key_gain,
-    PAGE_TOKENS: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
-    GAIN: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PER_CTA: tl.constexpr,
-    BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    by_head, queries, k_new, v_new, k_cache, v_cache, rotations, query_weight, key_weight, rows,
+    owners, block_tables, count, stride_token, stride_head, stride_table, stride_k_slot,
+    stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head, query_eps, key_eps,
+    key_gain,
+    PAGE_TOKENS: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, GAIN: tl.constexpr,
+    LIMIT: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEADS_PER_CTA: tl.constexpr, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     first_head, offs_d = tl.program_id(1) * HEADS_PER_CTA, tl.arange(0, BLOCK_D)[None, :]
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -168,16 +169,14 @@ def _prepare_qkv(  # type: ignore[no-untyped-def]
         new_offsets = (token[:, None] * KV_HEADS + kv_head) * HEAD_DIM + offs_d
         if head < HEADS:
             query = _norm_and_rotate(
-                source, mask, cos, sin, query_weight, query_eps, 1.0,
-                QUERY_NORM, False, PAIRS, BLOCK_T, HEAD_DIM, BLOCK_D,
-            )
+                source, mask, cos, sin, query_weight, query_eps, 1.0, QUERY_NORM, False, PAIRS,
+                BLOCK_T, HEAD_DIM, BLOCK_D)
             tl.store(
                 queries + (token[:, None] * HEADS + head) * HEAD_DIM + offs_d, query, mask=mask)
         elif head < HEADS + KV_HEADS:
             y = _norm_and_rotate(
-                source, mask, cos, sin, key_weight, key_eps, key_gain,
-                KEY_NORM, GAIN, PAIRS, BLOCK_T, HEAD_DIM, BLOCK_D,
-            )
+                source, mask, cos, sin, key_weight, key_eps, key_gain, KEY_NORM, GAIN, PAIRS,
+                BLOCK_T, HEAD_DIM, BLOCK_D)
             key = _to_pool_dtype(y, k_new, LIMIT)
             tl.store(k_new + new_offsets, key, mask=mask)
             tl.store(k_cache + kv_head * stride_k_head, key, mask=cache_mask)

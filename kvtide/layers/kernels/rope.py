@@ -106,7 +106,8 @@ def rounded(x, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rotated(  # type: ignore[no-untyped-def]
-    x, cos, sin, BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
+    x, cos, sin,
+    BLOCK: tl.constexpr, ROUNDED: tl.constexpr,
 ):
     """x (BLOCK,) with interleaved pairs rotated; cos is 1 where nothing rotates."""
     first, second = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
@@ -144,8 +145,8 @@ def narrowed(x, like):  # type: ignore[no-untyped-def]
 def _rotate_heads(  # type: ignore[no-untyped-def]
     x, rotations, token_stride, head_stride, count, eps,
     HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
-    NORM: tl.constexpr, INVERSE: tl.constexpr, ROUNDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NORM: tl.constexpr, INVERSE: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, valid = FIRST + tl.arange(0, COLUMNS), row < count
@@ -170,9 +171,9 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "owners", "slots", "stride_slots_row")  # type: ignore[untyped-decorator]
 def _norm_rotate_write(  # type: ignore[no-untyped-def]
-    x, stride_x_token, weight, rotations, out, eps, rows, owners, slots, stride_slots_row,
-    field, rope, scale, pad,
-    field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
+    x, stride_x_token, weight, rotations, out, eps, rows, owners, slots, stride_slots_row, field,
+    rope, scale, pad, field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
+    pad_slot, pad_entry,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ROUNDED: tl.constexpr,
     KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
@@ -184,9 +185,9 @@ def _norm_rotate_write(  # type: ignore[no-untyped-def]
     value = norm_and_rotate(
         value, weight, rotations, token64, eps, DIM, PAIRS, GROUPS * GROUP, ROUNDED)
     stored = store_entry(
-        tl.reshape(value, [GROUPS, GROUP]), slot, entry_index, field, rope, scale, pad,
-        field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
-        pad_slot, pad_entry, KIND, NOPE, ROPE, PAD, GROUP, GROUPS)
+        tl.reshape(value, [GROUPS, GROUP]), slot, entry_index, field, rope, scale, pad, field_slot,
+        field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry, KIND,
+        NOPE, ROPE, PAD, GROUP, GROUPS)
     offs = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if KIND > 3:
         stored = narrowed(stored, out)

@@ -94,7 +94,8 @@ def _reduce_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_row(  # type: ignore[no-untyped-def]
-    partial, scales, result, columns, tiles, SCALED: tl.constexpr, BLOCK_TILES: tl.constexpr
+    partial, scales, result, columns, tiles,
+    SCALED: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):
     """Combines the tiles of a row."""
     row, tile = tl.program_id(0), tl.arange(0, BLOCK_TILES)
@@ -115,7 +116,8 @@ def _reduce_row(  # type: ignore[no-untyped-def]
 
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _sample_row(  # type: ignore[no-untyped-def]
-    logits, facts, limits, chosen, rows, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, facts, limits, chosen, rows,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Samples one row; `beyond` says whether tokens after the candidates are allowed too."""
     row, candidate = tl.program_id(0), tl.arange(0, BLOCK)

@@ -77,12 +77,11 @@ def ssd_scan(
 # fmt: off
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _scan_chunks(  # type: ignore[no-untyped-def]
-    convolved, dts, biases, decays, skips, out, states, rows, read, write,
-    stride_row, stride_dt, stride_slot, stride_head, stride_channel, min_dt, max_dt,
+    convolved, dts, biases, decays, skips, out, states, rows, read, write, stride_row, stride_dt,
+    stride_slot, stride_head, stride_channel, min_dt, max_dt,
     HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, BC_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
@@ -134,12 +133,11 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _scan_token(  # type: ignore[no-untyped-def]
-    convolved, dts, biases, decays, skips, out, states, rows, read, write,
-    stride_row, stride_dt, stride_slot, stride_head, stride_channel, min_dt, max_dt,
+    convolved, dts, biases, decays, skips, out, states, rows, read, write, stride_row, stride_dt,
+    stride_slot, stride_head, stride_channel, min_dt, max_dt,
     HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, BC_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(rows + 3 * sequence).to(tl.int64)

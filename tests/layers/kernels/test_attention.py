@@ -1,4 +1,4 @@
-"""Attention over pages as a device program gives what the plain sums give."""
+"""Paged prefill, decode and cascade attention give what the torch reference gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from kvtide.layers.attention import attend
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels import (
     attention_cascade,
     attention_decode,
@@ -49,10 +49,10 @@ class Case:
     sinks: bool = False
     cap: float | None = None
 
-    def how(self, device: torch.device) -> Attending:
+    def how(self, device: torch.device) -> AttentionParams:
         sinks = torch.randn(self.heads, generator=torch.Generator().manual_seed(1)).to(device)
         given = sinks if self.sinks else None
-        return Attending(self.dim**-0.5, self.window, given, self.cap)
+        return AttentionParams(self.dim**-0.5, self.window, given, self.cap)
 
 
 CASES = {
@@ -71,7 +71,7 @@ LARGE = {
     "qwen3-next": Case(16, 2, 256),
 }
 ALIKE_AT_LENGTH = [(2048 + 311 * number % 1500, 1) for number in range(40)]
-"""They begin with 2,048 tokens of the first: in one part, a program goes over 32 tiles or more."""
+"""All share a prefix of 2,048 tokens: in one split, a CTA goes over 32 tiles or more."""
 LARGE_STEPS = {
     "prompts": [(0, 700), (4000, 64), (129, 333)],
     "all at once": [(1500, 1), (0, 700), (4000, 64)],
@@ -93,9 +93,9 @@ def both(
     idle: int = 0,
     prefix: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
-    """What the program gives, and the plain sums in fp32 over the same numbers.
+    """What the kernel gives, and the plain sums in fp32 over the same numbers.
 
-    With `idle` sequences that nobody needs, the program gets nothing but the batch.
+    With `idle` sequences of padding, the kernel gets nothing but the batch.
     `prefix`: from a sequence on, all begin with so many tokens of it, a number of pages.
     """
     reach = ALL if case.window is None else case.window - 1
@@ -136,11 +136,11 @@ def both(
     new = {"k": some(start, case.kv_heads), "v": some(start, case.kv_heads)}
     kept = kv_write(run, place, new)
     if idle:
-        run = recorded(run, idle)
+        run = padded(run, idle)
         kept = {name: functional.pad(value, (0, 0, 0, 0, 0, idle)) for name, value in kept.items()}
     given = functional.pad(queries, (0, 0, 0, 0, 0, idle))
     found = same_again(
-        lambda: played(run, lambda run: paged_attention(run, place, given, kept, how), bool(idle))
+        lambda: replayed(run, lambda run: paged_attention(run, place, given, kept, how), bool(idle))
     )
     assert found.isfinite().all()
     found = found[: len(queries)]
@@ -152,9 +152,9 @@ def both(
     return found.float(), torch.cat(wanted)
 
 
-def recorded(run: ForwardPass, idle: int) -> ForwardPass:
-    """A step as it is played again: with bounds and rows for more than there is. Where all tokens
-    are single, each of those that nobody needs is a sequence; else one has them, and two have none.
+def padded(run: ForwardPass, idle: int) -> ForwardPass:
+    """A step as a CUDA graph has it: with bounds and rows for more than there is. In a decode batch
+    each token of padding is a sequence; else one sequence has them all, and two have none.
     """
     one, bounds = run.batch, run.batch.bounds
     sequences, tokens = one.rows.shape[0], len(one.owners)
@@ -177,8 +177,8 @@ def recorded(run: ForwardPass, idle: int) -> ForwardPass:
     return ForwardPass(replace(run.step, tokens=at, positions=at, sequences=(), batch=batch))
 
 
-def played(run: ForwardPass, call: Callable[[ForwardPass], Tensor], again: bool) -> Tensor:
-    """What the call gives. On a device, `again` means recorded with other numbers and replayed."""
+def replayed(run: ForwardPass, call: Callable[[ForwardPass], Tensor], again: bool) -> Tensor:
+    """What the call gives. On a device, `again`: captured with other numbers and replayed."""
     if not again or run.positions.device.type != "cuda":
         return call(run)
     rows, graph = run.batch.rows.clone(), torch.cuda.CUDAGraph()
@@ -195,35 +195,35 @@ def played(run: ForwardPass, call: Callable[[ForwardPass], Tensor], again: bool)
 @pytest.mark.quick
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_program_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
+def test_the_kernel_gives_what_plain_sums_give(case: str, step: str, device: torch.device) -> None:
     found, wanted = both(CASES[case], STEPS[step], device, torch.float32, KVDType.FP32)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", ["grouped", "small window and sinks"])
-def test_single_tokens_need_nothing_but_the_batch(case: str, device: torch.device) -> None:
+def test_decode_needs_nothing_but_the_batch(case: str, device: torch.device) -> None:
     found, wanted = both(CASES[case], STEPS["decoding"], device, torch.float32, KVDType.FP32, 3)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("programs", [1, 5, 64])
+@pytest.mark.parametrize("sms", [1, 5, 64])
 @pytest.mark.parametrize("case", ["window", "small window and sinks"])
-def test_parts_of_the_keys_are_joined(
-    case: str, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_splits_of_the_keys_are_combined(
+    case: str, sms: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares of programs end within sequences, or take several of them; a page has two tiles."""
+    """Splits end within sequences, or take several of them; a page has two tiles."""
     monkeypatch.setattr(sys.modules[__name__], "PAGE", 32)
     monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
     monkeypatch.setattr(attention_decode, "MIN_TILES", 1)
     monkeypatch.setattr(attention_decode, "CTAS_PER_SM", 1)
-    monkeypatch.setattr(attention_decode, "sm_count", lambda device: programs)
+    monkeypatch.setattr(attention_decode, "sm_count", lambda device: sms)
     step = [(130, 1), (0, 1), (17, 1), (41, 11), (64, 1)]
     found, wanted = both(CASES[case], step, device, torch.float32, KVDType.FP32)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
-def test_many_parts_are_joined(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_splits_are_combined(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
     monkeypatch.setattr(attention_decode, "MIN_TILES", 1)
     found, wanted = both(
@@ -247,7 +247,7 @@ ALIKE = {
     "one block": Alike([(70, 1), (80, 1), (97, 1), (64, 1), (66, 1)], (2, 64), [0, 64, 0]),
     "beside a prompt": Alike([(70, 1), (64, 1), (90, 5), (66, 1), (81, 1)], (0, 64), [64, 0, 0]),
     "too little": Alike([(40, 1), (33, 1)], (0, 16), [0]),
-    "played": Alike([(140, 1), (128, 1), (130, 1)], (0, 128), [128, 0, 0], idle=2),
+    "replayed": Alike([(140, 1), (128, 1), (130, 1)], (0, 128), [128, 0, 0], idle=2),
 }
 
 
@@ -255,7 +255,7 @@ ALIKE = {
 @pytest.mark.parametrize("keys", [PAGE, 2 * PAGE])
 @pytest.mark.parametrize("alike", ALIKE)
 @pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "sinks", "capped"])
-def test_what_sequences_begin_with_is_read_once_for_several(
+def test_a_shared_prefix_is_read_once_per_group(
     case: str, alike: str, keys: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, given = CASES[case], ALIKE[alike]
@@ -278,8 +278,8 @@ def test_what_sequences_begin_with_is_read_once_for_several(
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sequences, and how many tokens more there are in a recording; how many blocks of tokens these
-    are with two KV heads and groups of four, and which of them two or six programs share."""
+    """Sequences, and tokens of padding in a CUDA graph; how many blocks of tokens these
+    are with two KV heads and groups of four, and which of them two or six CTAs split."""
 
     step: list[tuple[int, int]]
     idle: int
@@ -291,18 +291,18 @@ BLOCKS = {
     "one": Blocks([(300, 7)], 0, 2, {1: (1, 2), 3: (0, 2)}),
     "few": Blocks([(170, 5), (200, 1), (0, 3)], 0, 3, {1: (2, 3), 3: (0, 3)}),
     "several": Blocks([(33, 40), (70, 1), (95, 50), (160, 21)], 0, 29, {1: (28, 29), 3: (24, 29)}),
-    "played": Blocks([(70, 1), (95, 21), (130, 14)], 9, 13, {1: (12, 13), 3: (9, 13)}),
+    "replayed": Blocks([(70, 1), (95, 21), (130, 14)], 9, 13, {1: (12, 13), 3: (9, 13)}),
 }
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("sms", [1, 3])
 @pytest.mark.parametrize("step", BLOCKS)
 @pytest.mark.parametrize("case", ["grouped", "odd group, odd width", "window", "sinks", "capped"])
-def test_blocks_of_tokens_are_shared_by_programs(
-    case: str, step: str, programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_blocks_of_tokens_are_split_among_ctas(
+    case: str, step: str, sms: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares end within blocks, or take several of them; others are taken whole."""
+    """Splits end within blocks, or take several of them; other blocks have a CTA each."""
     given = BLOCKS[step]
     monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
     monkeypatch.setattr(attention_prefill, "FP32_TILE_ROWS", 16)
@@ -311,12 +311,12 @@ def test_blocks_of_tokens_are_shared_by_programs(
     monkeypatch.setattr(prefill_schedule, "MIN_TILES", 1)
     monkeypatch.setattr(prefill_schedule, "SPLIT_OVERHEAD_TILES", -1000)
     monkeypatch.setattr(prefill_schedule, "MAX_WAVES", 1000)
-    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: programs)
-    laid = []
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: sms)
+    schedules = []
 
     def noted(*given: Any) -> Tensor:
-        laid.append(prefill_schedule.schedule_blocks(*given))
-        return laid[-1]
+        schedules.append(prefill_schedule.schedule_blocks(*given))
+        return schedules[-1]
 
     monkeypatch.setattr(attention_prefill, "schedule_blocks", noted)
     found, wanted = both(
@@ -324,10 +324,10 @@ def test_blocks_of_tokens_are_shared_by_programs(
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     if case == "grouped":
-        assert laid[-1][0, :3].tolist() == [*given.shared[programs], given.count]
+        assert schedules[-1][0, :3].tolist() == [*given.shared[sms], given.count]
 
 
-def test_blocks_are_shared_where_that_is_worth_it(
+def test_blocks_are_split_where_that_is_worth_it(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not where they see little, or are many, and not those behind all that see more."""
@@ -338,8 +338,8 @@ def test_blocks_are_shared_where_that_is_worth_it(
 
     def shared(window: int = 0) -> list[int]:
         constants = prefill_schedule.split_constants(2, False, device)
-        laid = prefill_schedule.schedule_blocks(ForwardPass(step), 32, constants, window, 16)
-        return [int(number) for number in laid[0, :3]]
+        schedules = prefill_schedule.schedule_blocks(ForwardPass(step), 32, constants, window, 16)
+        return [int(number) for number in schedules[0, :3]]
 
     monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 132)
     assert shared() == [0, 5, 6]
@@ -350,7 +350,7 @@ def test_blocks_are_shared_where_that_is_worth_it(
     assert shared() == [0, 0, 6]
     monkeypatch.setattr(prefill_schedule, "MAX_WAVES", 3)
     monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 10)
-    assert shared() == [0, 0, 6], "each has a program, and all are done at the same time"
+    assert shared() == [0, 0, 6], "each has a CTA, and all fit one wave"
 
 
 @pytest.mark.quick(step=["decoding"])

@@ -1,4 +1,4 @@
-"""Blocks compressed by a program: the entries and means that the torch code leaves."""
+"""Blocks compressed by a kernel: the entries and means that the torch code leaves."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Compressing:
         self.arrangement = Arrangement(self.memory, {"kv": 12, "swa": 12}, Layout.PAGE_FIRST)
         self.inputs = some(2, max(128, 4 * case.page), HIDDEN).to(dtype)
 
-    def played(self, steps: list[list[int]], by_program: bool) -> tuple[Tensor, ...]:
+    def played(self, steps: list[list[int]], by_kernel: bool) -> tuple[Tensor, ...]:
         """What lies in all pages after each step."""
         block = torch.full((self.arrangement.bytes,), 0xFF, dtype=torch.uint8, device=self.device)
         buffers, past, after = Buffers(self.arrangement, block), [0, 0], []
@@ -131,7 +131,7 @@ class Compressing:
             run = ForwardPass(
                 Step(at, at, tuple(rows), self.page, buffers.view, lambda layer: None)
             )
-            write = self.by_kernel if by_program else self.plain
+            write = self.by_kernel if by_kernel else self.plain
             # As part of a wider product.
             products = functional.pad(self.project(torch.cat(inputs)), (4, 8))[:, 4:-8]
             write(products, run)
@@ -153,7 +153,7 @@ class Compressing:
 def compared(
     case: Case, steps: list[list[int]], kv: KVDType, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, Tensor, Tensor]]:
-    """By step, pool and field as layers see it: what the program leaves, and what torch does."""
+    """By step, pool and field as layers see it: what the kernel leaves, and what torch does."""
     compressing = Compressing(case, kv, dtype, device)
     ours = same_again(lambda: compressing.played(steps, True))
     theirs, found = compressing.played(steps, False), []
@@ -172,7 +172,7 @@ def compared(
 @pytest.mark.quick
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_program_leaves_what_the_torch_code_leaves(
+def test_the_kernel_leaves_what_the_torch_code_leaves(
     case: str, steps: str, device: torch.device
 ) -> None:
     pairs = compared(CASES[case], STEPS[steps], KVDType.FP32, torch.float32, device)

@@ -65,7 +65,7 @@ LARGE = {
 }
 
 
-def plain(one: World, case: Case, convolved: Tensor, forgetting: DeltaGates) -> list[Tensor]:
+def plain(one: World, case: Case, convolved: Tensor, gates: DeltaGates) -> list[Tensor]:
     """Outputs of all tokens, and the state of every sequence, in fp32 a token at a time."""
     width = case.key_heads * case.keys
     query, key, value = convolved.float().split((width, width, case.heads * case.values), -1)
@@ -73,9 +73,9 @@ def plain(one: World, case: Case, convolved: Tensor, forgetting: DeltaGates) -> 
     query, key = (unit_length(t.unflatten(1, (-1, case.keys))) for t in (query, key))
     each = case.heads // case.key_heads
     query, key = (t.repeat_interleave(each, 1) for t in (query * case.keys**-0.5, key))
-    dt = softplus(forgetting.dt.float() + forgetting.dt_bias)
-    log_decay = forgetting.decay[:, None] * dt.unflatten(1, (case.heads, -1))
-    tokens = DeltaInput(query, key, value, log_decay, sigmoid(forgetting.strength))
+    dt = softplus(gates.dt.float() + gates.dt_bias)
+    log_decay = gates.decay[:, None] * dt.unflatten(1, (case.heads, -1))
+    tokens = DeltaInput(query, key, value, log_decay, sigmoid(gates.strength))
     outputs, states = [], []
     for rows, state in zip(one.rows, one.states, strict=True):
         zeros = value.new_zeros(case.heads, case.keys, case.values)
@@ -94,9 +94,9 @@ def both(
 ) -> list[tuple[Tensor, Tensor]]:
     """Outputs and states: found, and wanted."""
     one = world((case.field,), step, device)
-    convolved, forgetting = case.inputs(one.rows[-1].end, device, dtype)
-    wanted = plain(one, case, convolved, forgetting)
-    found = [one.gone_on(lambda: gated_delta(one.run, one.place, convolved, forgetting))]
+    convolved, gates = case.inputs(one.rows[-1].end, device, dtype)
+    wanted = plain(one, case, convolved, gates)
+    found = [one.gone_on(lambda: gated_delta(one.run, one.place, convolved, gates))]
     found += [one.after(number)["delta"] for number in range(len(step))]
     return list(zip(found, wanted, strict=True))
 

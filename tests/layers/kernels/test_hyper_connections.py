@@ -1,4 +1,4 @@
-"""Mixing of streams by program: what the torch code gives."""
+"""Mixing of streams by kernel: what the torch code gives."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 @pytest.mark.parametrize("tokens", [1, 3, 18, 1500])
-def test_programs_give_what_the_torch_code_gives(
+def test_kernels_give_what_the_torch_code_gives(
     tokens: int, case: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     slow = case in LARGE or tokens > (20 if case == "two" else 3)
@@ -106,17 +106,17 @@ def test_programs_give_what_the_torch_code_gives(
     if device.type != "cuda" and dtype is torch.bfloat16:
         pytest.skip("an interpreter knows no products in bf16: --device cuda")
     given = Given({**CASES, **LARGE}[case], tokens, dtype, device)
-    program, plain = (
+    kernel, plain = (
         given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
     )
-    assert program.ops.uses_kernels and not plain.ops.uses_kernels
+    assert kernel.ops.uses_kernels and not plain.ops.uses_kernels
     streams = given.streams
-    x, weights = same_again(lambda: program.normed(streams, given.norm))
+    x, weights = same_again(lambda: kernel.normed(streams, given.norm))
     wanted_x, wanted_weights = plain.normed(streams, given.norm)
     torch.testing.assert_close(weights, wanted_weights, rtol=2e-4, atol=2e-5)
     assert_near(x, wanted_x, dtype)
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
-    spread = same_again(lambda: program.spread(sublayer, streams, wanted_weights))
+    spread = same_again(lambda: kernel.spread(sublayer, streams, wanted_weights))
     assert_near(spread, plain.spread(sublayer, streams, wanted_weights), dtype)
     end, plain_end = (
         given.made(HyperHead, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
@@ -134,32 +134,32 @@ def test_many_tokens_have_the_same_bits_every_time(
     if device.type != "cuda":
         pytest.skip("an interpreter would take minutes: --device cuda")
     given = Given(LARGE[case], tokens, dtype, device)
-    program, streams, norm = (
+    kernel, streams, norm = (
         given.made(HyperConnection, TritonOps(), dtype),
         given.streams,
         given.norm,
     )
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
-    _, weights = same_again(lambda: program.normed(streams, norm), 20)
-    same_again(lambda: program.passed(sublayer, streams, weights, program, norm), 20)
+    _, weights = same_again(lambda: kernel.normed(streams, norm), 20)
+    same_again(lambda: kernel.passed(sublayer, streams, weights, kernel, norm), 20)
 
 
 @pytest.mark.parametrize("case", ["four", "whole parts", *LARGE])
 def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: torch.device) -> None:
-    """By one program where there are few tokens and each has a part of one stream."""
+    """By one kernel where there are few tokens and each has a part of one stream."""
     if device.type != "cuda" and case in LARGE:
         pytest.skip("an interpreter would take minutes: --device cuda")
     for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
         given = Given(
             {**CASES, **LARGE, "whole parts": Case(4, 256, rounds=2)}[case], 3, dtype, device
         )
-        program, plain = (
+        kernel, plain = (
             given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
         )
         sublayer = given.some(3, given.case.width, seed=10).to(dtype)
         _, weights = plain.normed(given.streams, given.norm)
         at = sublayer, given.streams, weights
-        found = same_again(partial(program.passed, *at, program, given.norm))
+        found = same_again(partial(kernel.passed, *at, kernel, given.norm))
         wanted = plain.passed(*at, plain, given.norm)
         for ours, theirs in zip(found[:2], wanted[:2], strict=True):
             assert_near(ours, theirs, dtype)
@@ -182,10 +182,10 @@ def test_two_halves_are_one_projection(device: torch.device) -> None:
 def test_larger_tiles_give_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MANY_TOKENS", 8)
     given = Given(CASES["two"], 70, torch.float32, device)
-    program, plain = (
+    kernel, plain = (
         given.made(HyperConnection, how, torch.float32)
         for how in (TritonOps(), TorchOps(Batched()))
     )
-    found, wanted = (one.normed(given.streams, given.norm) for one in (program, plain))
+    found, wanted = (one.normed(given.streams, given.norm) for one in (kernel, plain))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

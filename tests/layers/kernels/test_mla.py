@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtide.layers.attention import attend_masked
 from kvtide.layers.forward import Place
-from kvtide.layers.kernel_args import Attending
+from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.kernels import mla_tiles
 from kvtide.layers.kernels.mla import block_attention, mla_attention
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
@@ -50,9 +50,9 @@ class Blocks:
             pools.append(PoolSpec("blocks", (0,), entry, tokens_per_entry=self.ratio))
         return ModelMemory("test", PAGE, tuple(pools), layers=1)
 
-    def how(self, device: torch.device) -> Attending:
+    def how(self, device: torch.device) -> AttentionParams:
         sinks = torch.randn(self.heads, generator=torch.Generator().manual_seed(1))
-        return Attending(self.dim**-0.5, self.window, sinks.to(device))
+        return AttentionParams(self.dim**-0.5, self.window, sinks.to(device))
 
 
 CASES = {
@@ -198,7 +198,7 @@ def both_latent(
     kv: KVDType = KVDType.FP32,
     idle: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    memory, how = case.memory(kv), Attending((case.rank + case.turning) ** -0.5)
+    memory, how = case.memory(kv), AttentionParams((case.rank + case.turning) ** -0.5)
     filled = Filled(memory, step, device, dtype, idle)
     place = Place(memory.pools[0], 0)
     latents, ropes = (written(filled, place, name)[0] for name in ("latent", "rope"))

@@ -1,4 +1,4 @@
-"""Mixtures of experts as device kernels give what experts one by one give."""
+"""Mixtures of experts as grouped GEMMs give what experts one by one give."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 21])
 @pytest.mark.parametrize("case", CASES)
-def test_the_programs_give_what_experts_one_by_one_give(
+def test_the_kernels_give_what_experts_one_by_one_give(
     case: str, tokens: int, device: torch.device
 ) -> None:
     given = CASES[case]
@@ -179,7 +179,7 @@ def test_pairs_are_in_order_and_every_block_has_rows_of_one_expert(
     assert covered == list(range(len(pairs)))
 
 
-def test_layers_leave_routes_and_experts_to_the_programs(device: torch.device) -> None:
+def test_layers_leave_routes_and_experts_to_the_kernels(device: torch.device) -> None:
     case, ops = CASES["swish"], TritonOps()
     experts = made(case, device, torch.float32)
     x = drawn(5, case.inputs, seed=9, device=device, dtype=torch.float32)

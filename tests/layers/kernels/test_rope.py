@@ -1,4 +1,4 @@
-"""Norms and rotations by program: what the torch code gives, in its dtype."""
+"""Norms and rotations by kernel: what the torch code gives, in its dtype."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_keys_are_kept_as_the_torch_code_keeps_them(
         (1 + some(case.dim, seed=2)).to(device, dtype),
     )
     kept, pages = [], []
-    for by_program in (True, False):
+    for by_kernel in (True, False):
         block = torch.full((arrangement.bytes,), 0xFF, dtype=torch.uint8, device=device)
         view = Buffers(arrangement, block).view
         run = ForwardPass(Step(at, at, (Rows(0, 7, 2, tables),), PAGE, view, lambda layer: None))
         turns = turns_of(case, at)
-        if by_program:
+        if by_kernel:
             kept.append(norm_rope_write(run, place, keys, (weight, EPS), turns).float())
         else:
             turned = rotate_interleaved(rms_norm(keys, weight, EPS), turns)
