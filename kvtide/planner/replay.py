@@ -234,10 +234,7 @@ class _Replay:
         start = lease.boundary * self._page
         index.shrink(lease, start)
         for upto in (*range(start + _PART_TOKENS, tokens, _PART_TOKENS), tokens):
-            if not (
-                index.advance(lease, upto)
-                or index.advance_without_checkpoints(lease, upto)
-            ):
+            if not (index.advance(lease, upto) or index.advance_without_checkpoints(lease, upto)):
                 return False
             self._commit(lease, upto)
         return True
