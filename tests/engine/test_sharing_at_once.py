@@ -368,13 +368,13 @@ def test_waiting_costs_no_comparison_of_prompts(
     served.steps()
     assert len(served.engine.scheduler.running) == 2
     compared: list[int] = []
-    common = served.cache.common
+    shared_pages = served.cache.shared_pages
 
     def counted(*arguments: Any) -> int:
-        compared.append(common(*arguments))
+        compared.append(shared_pages(*arguments))
         return compared[-1]
 
-    monkeypatch.setattr(served.cache, "common", counted)
+    monkeypatch.setattr(served.cache, "shared_pages", counted)
     served.steps(PREFIX // PAGE - 2)
     assert not compared
     served.right()

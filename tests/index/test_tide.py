@@ -43,7 +43,7 @@ def test_without_bets_it_is_lru_and_knows_it(
 ) -> None:
     """The count of what LRU would find agrees with what was found, page for page."""
     monkeypatch.setattr(tide, "SLACK", -1e9)
-    monkeypatch.setattr(tide, "KEEP", 1.0)
+    monkeypatch.setattr(tide, "EWMA_DECAY", 1.0)
     trace = workloads.parse(workload)
     lru, _ = found(trace, "lru", 0.1)
     same, contestant = found(trace, "tide", 0.1)
