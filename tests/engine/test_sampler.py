@@ -67,7 +67,7 @@ def allowed(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
 # -- greedy ---------------------------------------------------------------------------------
 
 
-def test_greedy_takes_the_likeliest_whatever_the_seed():
+def test_greedy_takes_the_argmax_whatever_the_seed():
     for seed in range(20):
         assert choose(row(1, 3, 2), SamplingParams(seed=seed), [0], []).token == 1
 
@@ -232,10 +232,10 @@ def test_limits_apply_after_the_temperature():
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-12])
-def test_top_p_always_keeps_the_likeliest(top_p):
+def test_top_p_always_keeps_the_argmax(top_p):
     for logits in (row(0, 0, 9), row(-50, -60, -49.5), torch.arange(500).float() / 1e4):
-        likeliest = int(logits.argmax())
-        assert drawn(logits, SamplingParams(temperature=1.0, top_p=top_p), 20) == {likeliest}
+        argmax = int(logits.argmax())
+        assert drawn(logits, SamplingParams(temperature=1.0, top_p=top_p), 20) == {argmax}
 
 
 def test_a_top_k_of_more_than_the_vocabulary_rules_nothing_out():
