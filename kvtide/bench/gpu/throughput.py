@@ -150,9 +150,8 @@ def decode_v4_bytes(config: Mapping[str, Any], bed: Bed, batch: int, context: in
         shared_here = len(tensor) - routed if tensor.dim() == 3 else -1
         fraction = (active + shared_here) / len(tensor) if 0 <= shared_here <= shared else 1.0
         total += fraction * tensor.numel() * tensor.element_size()
-    total -= (
-        config["vocab_size"] * config["hidden_size"] * 2
-    )  # The embedding table is looked up too.
+    # The embedding table is looked up too.
+    total -= config["vocab_size"] * config["hidden_size"] * 2
     for pool in bed.model.memory.pools:
         each, seen = pool.entry.bytes, context // pool.tokens_per_entry
         if pool.name == "swa":
@@ -182,6 +181,7 @@ def weights_of(model: object) -> list[torch.Tensor]:
         elif isinstance(one, list | tuple):
             left += one
         elif type(one).__module__.startswith("kvtide."):
-            names = {*getattr(one, "__dict__", ()), *getattr(type(one), "__slots__", ())}
+            slots = (name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ()))
+            names = {*getattr(one, "__dict__", ()), *slots}
             left += [getattr(one, name) for name in names if hasattr(one, name)]
     return list(found.values())
