@@ -171,11 +171,3 @@ def test_the_chart_has_a_bar_for_every_tier() -> None:
     bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert len(widths) == 3 and widths[0] == pytest.approx(3 * widths[1], rel=1e-2)
-
-
-def test_all_experts_count_among_a_models_weights() -> None:
-    shape = SHAPES["deepseek-v4-flash"]
-    experts = shape.config["n_routed_experts"]
-    found = [t for t in throughput.weights_of(bed(shape.name).model) if t.dim() == 3]
-    stacked = [t for t in found if len(t) in (experts, experts + 1)]
-    assert len(stacked) == 2 * shape.config["num_hidden_layers"], "gate and up, and down"

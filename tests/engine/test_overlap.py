@@ -37,7 +37,7 @@ from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
 from tests.cache.memories import FULL
 from tests.engine.test_engine import PAGE, VOCABULARY, Stand, complete, words
-from tests.models.with_kernels import by_program, in_torch
+from tests.models.with_kernels import by_kernels, in_torch
 
 STEPS = 120
 
@@ -277,7 +277,7 @@ def test_a_family_draws_the_same_in_passes_begun_beforehand(
     """Windows and sinks, by programs in an interpreter beside torch; some end unexpectedly."""
     monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 32)
     monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
-    models = (in_torch("gpt_oss"), by_program("gpt_oss", monkeypatch))
+    models = (in_torch("gpt_oss"), by_kernels("gpt_oss", monkeypatch))
     rng = random.Random(1)
     vocabulary = models[0].vocabulary
     asks = [

@@ -173,7 +173,7 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
         cache = TieredCache(memory, config)
         cache.storage.attach(link := cache.storage.link(past.open(cache)))
         for anchor in memory.anchors:
-            in_place = link._places.in_place(anchor.name, 1) is not None
+            in_place = link._host_pages.in_place(anchor.name, 1) is not None
             assert in_place == (layout is Layout.PAGE_FIRST_DIRECT)
         engine = Engine(model_of(family), cache, chunk_tokens=64)
         request = engine.submit(RequestParams(prompt, ANSWER_TOKENS, SAMPLING))

@@ -201,7 +201,7 @@ def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_
     served.right()
     again = 0 if family in HISTORIES else PREFIX
     assert served.computed - before == again + MANY * OWN + still + ANSWER - 1
-    assert others[0].waits == 0
+    assert others[0].prefix_waits == 0
     assert all(other.prefix_waits == (again > 0) for other in others[1:])
 
 
@@ -216,7 +216,7 @@ def test_where_nothing_can_be_found_nobody_waits_more_than_twice(
     served.until(lambda: not served.engine.scheduler.waiting)
     assert set(served.engine.scheduler.running) >= set(others[1:])
     served.right()
-    assert (first.prefix_waits, others[0].waits) == (0, 1)
+    assert (first.prefix_waits, others[0].prefix_waits) == (0, 1)
     assert all(other.prefix_waits == MAX_PREFIX_WAITS for other in others[1:])
     assert served.computed == MANY * (PREFIX + rest + ANSWER - 1)
 
@@ -243,7 +243,7 @@ def test_everybody_ahead_may_go_and_nobody_waits_for_ever(opened: Opener) -> Non
         served.steps()
         served.engine.abort(request)
     served.right()
-    assert len(requests[-1].output) == ANSWER and requests[-1].waits == MAX_PREFIX_WAITS
+    assert len(requests[-1].output) == ANSWER and requests[-1].prefix_waits == MAX_PREFIX_WAITS
 
 
 def test_when_one_that_waits_is_aborted_nobody_minds(opened: Opener) -> None:
@@ -260,12 +260,12 @@ def test_a_retracted_one_is_waited_for_again(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=2 * PAGE, max_running=2)
     first, second = served.submit(asked(0)), served.submit(asked(1))
     served.steps()
-    assert second.ahead is not None and second.ahead.request is first
+    assert second.prefix_owner is not None and second.prefix_owner.request is first
     urgent = [served.submit(text(random.Random(8 + n), PAGE), priority=1) for n in range(2)]
     served.steps()
     assert first.state is RequestState.WAITING and [one.admissions for one in urgent] == [1, 1]
     served.until(lambda: first.admissions == 2)
-    assert second.ahead is not None and second.ahead.request is first
+    assert second.prefix_owner is not None and second.prefix_owner.request is first
     served.right()
     assert first.computed >= PREFIX and second.prefix_waits == 1, "there was no place to ask about"
     assert served.computed == PREFIX + 2 * OWN + 2 * (PAGE + ANSWER - 1)
@@ -287,7 +287,7 @@ def test_what_was_quarantined_is_not_waited_for(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=2 * PAGE)
     first, second = served.submit(asked(0)), served.submit(asked(1))
     served.steps()
-    assert second.ahead is not None and not second.ready
+    assert second.prefix_owner is not None and not second.ready
     assert served.cache.quarantine(first.prompt)
     served.steps()
     assert second.state is RequestState.RUNNING
@@ -343,7 +343,7 @@ def test_who_waits_for_another_keeps_nobody_else_waiting(opened: Opener) -> None
     unrelated = [served.submit(text(random.Random(seed), PAGE)) for seed in (50, 51)]
     served.steps()
     assert served.engine.scheduler.running == [first, *unrelated]
-    assert waiting.ahead is not None and waiting.ahead.request is first
+    assert waiting.prefix_owner is not None and waiting.prefix_owner.request is first
     served.right()
 
 

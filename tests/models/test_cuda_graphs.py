@@ -23,7 +23,7 @@ from kvtide.layers import Step
 from kvtide.models import Model
 from tests.models import tiny
 from tests.models.playing import Player
-from tests.models.with_kernels import by_program, in_torch
+from tests.models.with_kernels import by_kernels, in_torch
 
 NAMES = (
     "deepseek_v4",
@@ -151,7 +151,7 @@ def compared(
     monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 8)
     monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 64)
     wanted = played(Player(in_torch(name)), steps)
-    player = RecordedPlayer(by_program(name, monkeypatch), most)
+    player = RecordedPlayer(by_kernels(name, monkeypatch), most)
     assert float((played(player, steps) - wanted).abs().max()) <= CLOSE
     return player.sizes
 

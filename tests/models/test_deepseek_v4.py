@@ -123,7 +123,7 @@ class OneCompressor:
         for layer in self.memory.own_layers:
             step.wait(layer)
         inputs = self.inputs[step.positions]
-        self.attention.compressor(*self.attention._products(inputs), ForwardPass(step))
+        self.attention.compressor(*self.attention._values_gates(inputs), ForwardPass(step))
         return inputs
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from kvtide.layers.moe import Mixture
 from kvtide.models import Model
 from tests.models import tiny
 from tests.models.playing import Player
-from tests.models.with_kernels import by_program
+from tests.models.with_kernels import by_kernels
 
 NAMES = (
     "falcon_h1",  # Mamba2 beside attention.
@@ -51,7 +51,7 @@ def test_programs_give_the_same_logits(
     if device.type != "cpu":
         pytest.skip("on a device they run anyway: test_on_device")
     wanted = played(tiny.ours(name))
-    assert float((played(by_program(name, monkeypatch)) - wanted).abs().max()) <= CLOSE
+    assert float((played(by_kernels(name, monkeypatch)) - wanted).abs().max()) <= CLOSE
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -60,9 +60,9 @@ def test_a_shared_mlp_among_the_experts_gives_the_logits_of_one_beside_them(
 ) -> None:
     if device.type != "cpu":
         pytest.skip("on a device they run anyway: test_on_device")
-    torch_code, among = tiny.ours(name), by_program(name, monkeypatch)
+    torch_code, among = tiny.ours(name), by_kernels(name, monkeypatch)
     monkeypatch.setattr("kvtide.layers.moe.experts_of_mlp", lambda *given: [])
-    beside = by_program(name, monkeypatch)
+    beside = by_kernels(name, monkeypatch)
     models = (torch_code, among, beside)
     assert [shared_experts(model) for model in models] == [{0}, {SHARED[name]}, {0}]
     wanted, *found = (Player(model).prefill(tiny.prompt(6), 5, 1) for model in models)

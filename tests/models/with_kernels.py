@@ -22,7 +22,7 @@ def in_torch(name: str, kv: KVDType = KVDType.FP32) -> Model:
     return build(config, saved.weights, page_tokens=16, kv_dtype=kv)
 
 
-def by_program(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType.FP32) -> Model:
+def by_kernels(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType.FP32) -> Model:
     # An interpreter takes long for every program.
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     with monkeypatch.context() as patch:

@@ -51,7 +51,9 @@ bodies = st.builds(
 def test_any_body_is_answered_or_refused(client: Client, body: Json, path: str) -> None:
     raw = json.dumps(body).replace("Infinity", "1e999").encode()
     reply = client.send("POST", path, raw)
-    if reply.status == 400:
+    if reply.status == 404:
+        assert "model" in body and reply.json()["error"]["code"] == "model_not_found"
+    elif reply.status == 400:
         assert reply.problem
     else:
         assert reply.status == 200, reply.body

@@ -495,7 +495,7 @@ def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
         closed.append(cache)
         close(cache)
 
-    monkeypatch.setattr(Engine, "prepare", full)
+    monkeypatch.setattr(Engine, "warm_up", full)
     monkeypatch.setattr(TieredCache, "close", noted)
     with pytest.raises(SettingsError, match=r"no room left for steps .* smaller --device-tokens"):
         open_engine(Settings(model=str(model_folder)))
