@@ -23,7 +23,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from kvtide.cache import Lease, Match, TieredCache
 from kvtide.engine.request import Request, RequestParams
 from kvtide.layers.packing import at_slots, packing
-from kvtide.spec import ModelMemory, PoolSpec, Tier
+from kvtide.spec import Encoding, ModelMemory, PoolSpec, Tier
 
 MAX_CHECKS = 4
 """Checks that may wait or run at once: checks must not double the load of a busy server."""
@@ -87,7 +87,18 @@ MEASURED = {
 """The largest differences over all families in bf16 (`gpu/restore_bounds`). Other precisions take
 their outlier and drift, which are relative; fp16 its log-probability too."""
 
-BOUNDS = {dtype: measured.widened() for dtype, measured in MEASURED.items()}
+PACKED_LOGPROB = 0.2
+"""The same of the log-probability where pools are packed in eight bits: an element next to a
+rounding boundary changes by a whole step, and a selection by an entry."""
+
+
+def bounds_of(memory: ModelMemory, dtype: torch.dtype) -> RestoreBounds:
+    """The bounds for a model that computes in `dtype` and keeps this memory."""
+    measured = MEASURED[dtype]
+    if any(pool.entry.encoding is not Encoding.PLAIN for pool in memory.pools):
+        measured = replace(measured, logprob=PACKED_LOGPROB)
+    return measured.widened()
+
 
 log = logging.getLogger("kvtide")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
 from kvtide.engine import Engine, EngineError, RankTopology
-from kvtide.engine.oracle import BOUNDS, Oracle
+from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.layers import Weights
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
@@ -194,7 +194,7 @@ def gpu_sizes(
 def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:
     if not settings.verify_restores:
         return None
-    bounds = None if settings.deterministic else BOUNDS[_dtype(settings)]
+    bounds = None if settings.deterministic else bounds_of(cache.memory, _dtype(settings))
     return Oracle(cache, settings.verify_restores, bounds)
 
 

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, cuda_graphs, scheduler
 from kvtide.engine.graph_capture import Wait, graph_capture
-from kvtide.engine.oracle import BOUNDS, Oracle
+from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.models import Model
 from kvtide.server.engine_setup import OnDevice
 from kvtide.spec import Tier
@@ -165,7 +165,7 @@ def test_one_flipped_bit_in_any_field_is_found_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with engine_of(name, model_of(name, device, kv_dtype)) as engine:
-        engine.oracle = Oracle(engine.cache, 1.0, BOUNDS[torch.bfloat16])
+        engine.oracle = Oracle(engine.cache, 1.0, bounds_of(engine.cache.memory, torch.bfloat16))
         check_flips_are_found(engine, pool, caplog)
 
 

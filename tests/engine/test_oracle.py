@@ -10,7 +10,7 @@ import torch
 
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
-from kvtide.engine.oracle import BOUNDS, MAX_CHECKS, Oracle, RestoreBounds, deviation
+from kvtide.engine.oracle import MAX_CHECKS, Oracle, RestoreBounds, bounds_of, deviation
 from kvtide.models import Model
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
@@ -107,7 +107,7 @@ def test_in_half_precision_one_flipped_bit_in_any_field_is_found_and_named(
     family: str, pool: str, kv_dtype: KVDType, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ours(family, page_tokens=PAGE, kv_dtype=kv_dtype, dtype=torch.bfloat16)
-    engine = engine_with_oracle(model, bounds=BOUNDS[torch.bfloat16])
+    engine = engine_with_oracle(model, bounds=bounds_of(model.memory, torch.bfloat16))
     check_flips_are_found(engine, pool, caplog)
     engine.cache.close()
 
@@ -130,7 +130,8 @@ def test_one_wrong_page_is_quarantined_once_however_many_went_on_from_it(
 
 
 def test_what_no_token_is_likely_after_can_be_compared() -> None:
-    engine = engine_with_oracle(model_of("llama"), bounds=BOUNDS[torch.float32])
+    model = model_of("llama")
+    engine = engine_with_oracle(model, bounds=bounds_of(model.memory, torch.float32))
     assert engine.oracle is not None
     flat = torch.zeros(500)
     assert engine.oracle._off(flat, flat) is None
@@ -143,7 +144,7 @@ def test_noise_all_over_a_row_is_no_outlier_and_one_element_off_is_one() -> None
     computed = torch.randn(3, PAGE, 2, 24, generator=generator)
     noisy = computed + 0.02 * torch.randn(computed.shape, generator=generator)
     noisy[1, 5] = computed[1, 5] + 0.3 * torch.randn(2, 24, generator=generator)  # Other experts.
-    bounds = BOUNDS[torch.bfloat16]
+    bounds = bounds_of(model_of("llama").memory, torch.bfloat16)
     off = deviation(noisy, computed, bounds.eps)
     assert (off.outlier < bounds.outlier).all() and float(off.drift[0]) < 0.05
     noisy[2, 7, 1, 3] = computed[2, 7, 1, 3] + 2.0
@@ -176,7 +177,7 @@ def test_other_prompts_keep_their_pages_when_one_is_quarantined() -> None:
 
 def test_without_deterministic_arithmetic_alike_means_close() -> None:
     model = model_of("llama", deterministic=False)
-    engine = engine_with_oracle(model, bounds=BOUNDS[torch.float32])
+    engine = engine_with_oracle(model, bounds=bounds_of(model.memory, torch.float32))
     tokens = text(8, 6 * PAGE + 3)
     serve(engine, RequestParams(tokens, 2))
     serve(engine, RequestParams(tokens, 2))
