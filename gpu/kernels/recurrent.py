@@ -39,7 +39,7 @@ def step(fields: tuple[Field, ...], lengths: Lengths) -> tuple[ForwardPass, Plac
     """Sequences of so many new tokens each, with a state to go on from."""
     place = Place(PoolSpec("state", (0,), Entry(fields), tail_entries=1), 0)
     view = {
-        field.name: drawn(
+        field.name: randn(
             len(lengths), 1, *field.shape, dtype=getattr(torch, field.dtype.torch_name)
         )
         for field in fields
@@ -54,15 +54,15 @@ def step(fields: tuple[Field, ...], lengths: Lengths) -> tuple[ForwardPass, Plac
     return ForwardPass(made), place
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype) * 0.5
 
 
 def convolution(lengths: Lengths, channels: int = 8192, taps: int = 4) -> Ready:
     field = Field("conv", (channels, taps - 1), DType.BF16)
     run, place = step((field,), lengths)
-    conv = ConvWeights(drawn(taps, channels, dtype=torch.float32), None, (field,))
-    inputs = drawn(sum(lengths), channels)
+    conv = ConvWeights(randn(taps, channels, dtype=torch.float32), None, (field,))
+    inputs = randn(sum(lengths), channels)
     tails = 2 * len(lengths) * channels * (taps - 1) * 2
     moved = 2 * 2 * inputs.numel() + tails
     return partial(causal_conv, run, place, conv, inputs, swished=True), moved, 0
@@ -73,8 +73,11 @@ def mamba(
 ) -> Ready:
     run, place = step((Field("ssm", (heads, dim, width), DType.FP32),), lengths)
     tokens = sum(lengths)
-    convolved, dt = drawn(tokens, heads * dim + 2 * groups * width), drawn(tokens, heads)
-    by_head = partial(drawn, heads, dtype=torch.float32)
+    convolved, dt = (
+        randn(tokens, heads * dim + 2 * groups * width),
+        randn(tokens, heads),
+    )
+    by_head = partial(randn, heads, dtype=torch.float32)
     how = ScanParams(by_head(), -by_head().abs(), by_head(), (0.0, float("inf")))
     states = 2 * 4 * len(lengths) * heads * dim * width
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
@@ -88,9 +91,12 @@ def delta(
 ) -> Ready:
     run, place = step((Field("delta", (heads, dim, dim), DType.FP32),), lengths)
     tokens, each = sum(lengths), dim if by_channel else 1
-    convolved = drawn(tokens, (2 * key_heads + heads) * dim)
-    dt, strength = drawn(tokens, heads * each), drawn(tokens, heads)
-    bias, decay = drawn(heads * each, dtype=torch.float32), drawn(heads, dtype=torch.float32)
+    convolved = randn(tokens, (2 * key_heads + heads) * dim)
+    dt, strength = randn(tokens, heads * each), randn(tokens, heads)
+    bias, decay = (
+        randn(heads * each, dtype=torch.float32),
+        randn(heads, dtype=torch.float32),
+    )
     gates = DeltaGates(dt, bias, -decay.abs(), strength)
     states = 2 * 4 * len(lengths) * heads * dim * dim
     moved = 2 * (convolved.numel() + dt.numel()) + 4 * tokens * heads * dim + states
@@ -101,8 +107,11 @@ def delta(
 
 def gates(lengths: Lengths, groups: int, width: int) -> Ready:
     tokens = sum(lengths)
-    mixed, given = drawn(tokens, groups * width, dtype=torch.float32), drawn(tokens, groups * width)
-    how = GatedNorm(groups, drawn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
+    mixed, given = (
+        randn(tokens, groups * width, dtype=torch.float32),
+        randn(tokens, groups * width),
+    )
+    how = GatedNorm(groups, randn(groups, width, dtype=torch.float32), 1e-6, norm_first=False)
     return partial(gated_norm, mixed, given, how), 8 * tokens * groups * width, 0
 
 
