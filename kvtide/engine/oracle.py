@@ -85,7 +85,8 @@ MEASURED = {
     torch.float16: RestoreBounds(logprob=0.025, outlier=9.3, drift=0.4, eps=2.0**-10),
 }
 """The largest differences over all families in bf16 (`gpu/restore_bounds`). Other precisions take
-their outlier and drift, which are relative; fp16 its log-probability too."""
+their outlier and drift, which are relative; fp16 its log-probability too. In fp32 five families
+stay below 5e-5 nats, an outlier of 3.2 and a drift of 0.002 on a CPU."""
 
 PACKED_LOGPROB = 0.2
 """The same of the log-probability where pools are packed in eight bits: an element next to a
