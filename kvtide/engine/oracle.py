@@ -84,13 +84,13 @@ MEASURED = {
     torch.bfloat16: RestoreBounds(logprob=0.025, outlier=9.3, drift=0.4, eps=2.0**-7),
     torch.float16: RestoreBounds(logprob=0.025, outlier=9.3, drift=0.4, eps=2.0**-10),
 }
-"""The largest differences over all families in bf16 (`gpu/restore_bounds`). Other precisions take
-their outlier and drift, which are relative; fp16 its log-probability too. In fp32 five families
-stay below 5e-5 nats, an outlier of 3.2 and a drift of 0.002 on a CPU."""
+"""The largest differences of 23 configurations in bf16 (`gpu/restore_bounds`). Other precisions
+take their outlier and drift, which are relative; fp16 its log-probability too. In fp32 five
+families stay below 5e-5 nats, an outlier of 3.2 and a drift of 0.002 on a CPU."""
 
 PACKED_LOGPROB = 0.2
-"""The same of the log-probability where pools are packed in eight bits: an element next to a
-rounding boundary changes by a whole step, and a selection by an entry."""
+"""The largest log-probability difference seen where pools are packed in eight bits: an element next
+to a rounding boundary changes by a whole step, and a selection by an entry."""
 
 
 def bounds_of(memory: ModelMemory, dtype: torch.dtype) -> RestoreBounds:
