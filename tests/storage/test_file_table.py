@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -53,16 +55,28 @@ def test_an_object_takes_at_most_100_bytes(large: ObjectTable) -> None:
             assert grown.nbytes / len(grown) <= 100
 
 
-@pytest.mark.parametrize("seed", [0, 1], ids=["present", "missing"])
-def test_ten_thousand_keys_are_looked_up_within_5_ms(large: ObjectTable, seed: int) -> None:
-    keys = [row.tobytes() for row in random_keys(10_000, seed)]
+def fastest(lookup: Callable[[], list[bool]]) -> float:
     times = []
     for _ in range(10):
         start = time.process_time()
-        found = (large.find(key_words(keys), 0) != NONE).tolist()
+        lookup()
         times.append(time.process_time() - start)
-        assert all(found) if seed == 0 else not any(found)
-    assert min(times) < 0.005
+    return min(times)
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["present", "missing"])
+def test_a_lookup_costs_at_most_4_of_a_dictionary(large: ObjectTable, seed: int) -> None:
+    keys = [row.tobytes() for row in random_keys(10_000, seed)]
+    dictionary = dict.fromkeys(row.tobytes() for row in random_keys(MILLION))
+
+    def in_table() -> list[bool]:
+        return cast("list[bool]", (large.find(key_words(keys), 0) != NONE).tolist())
+
+    def in_dictionary() -> list[bool]:
+        return [key in dictionary for key in keys]
+
+    assert in_table() == in_dictionary() == [seed == 0] * len(keys)
+    assert fastest(in_table) <= 4 * fastest(in_dictionary)
 
 
 def test_the_oldest_come_in_order(large: ObjectTable) -> None:
