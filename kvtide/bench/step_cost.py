@@ -16,6 +16,7 @@ import torch
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
 from kvtide.layers import Step
+from kvtide.models.draft import CapturedStates
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse
 
 LAYERS = 32
@@ -47,7 +48,9 @@ class Idle:
         self.memory = memory
         self._logits = torch.nn.functional.one_hot(torch.tensor(7), VOCABULARY).float()
 
-    def forward(self, step: Step, before: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, step: Step, before: torch.Tensor | None = None, captured: CapturedStates | None = None
+    ) -> torch.Tensor:
         for layer in range(self.memory.layers):
             step.wait(layer)
         for pool in self.memory.pools:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Step
 from kvtide.layers.dense import Linear
+from kvtide.models.draft import CapturedStates
 from kvtide.spec import ModelMemory
 
 Layer = Callable[[Tensor, ForwardPass], Tensor]
@@ -32,9 +33,11 @@ class Model(Protocol):
     max_positions: int
     uses_kernels: bool
 
-    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+    def forward(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
         """Hidden states, a row for every token of the step: after the final norm, or the next
-        stage's `before`."""
+        stage's `before`. Hidden states that a draft asks for go to `captured`."""
 
     def carried(self, tokens: Tensor) -> Tensor:
         """An empty tensor for the output of the stage before; beyond the first stage only."""
@@ -80,18 +83,26 @@ class Decoder:
         """Builds what comes after the last layer."""
         self.norm = base.norm(self.FINAL_NORM)
 
-    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
-        x = self.through(step, before)
+    def forward(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
+        x = self.through(step, before, captured)
         return self.closed(x) if self.is_last else x
 
     @torch.no_grad()
-    def through(self, step: Step, before: Tensor | None = None) -> Tensor:
+    def through(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
         """The output of the stage's last layer."""
         run = ForwardPass(step)
         x = self.embed(step.tokens) if before is None else before
         for number, layer in self.layers.items():
+            if captured is not None:
+                captured.enter(number, x)
             step.wait(number)
             x = layer(x, run)
+        if captured is not None and self.is_last:
+            captured.enter(self.memory.layers, x)
         return x
 
     def carried(self, tokens: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from kvtide.engine.overlap import OverlapState
 from kvtide.engine.scheduler import Scheduler
 from kvtide.layers import Rows as Sequenced
 from kvtide.layers import Step
+from kvtide.models.draft import CapturedStates
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Tier
 from kvtide.testing.faults import FaultyBackend
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -99,7 +100,9 @@ class Sums:
         self.tried = False
         self.steps: list[Seen] = []
 
-    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+    def forward(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
         sequences = step.sequences or _needed(step)
         assert not (self.tried and self.recorded and step.sequences), "computed as it came"
         spans = [range(rows.past, rows.total) for rows in sequences]

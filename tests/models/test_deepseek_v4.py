@@ -16,6 +16,7 @@ from kvtide.layers import ForwardPass, Step
 from kvtide.layers.packing import packing
 from kvtide.models import build
 from kvtide.models.deepseek_v4 import DeepSeekV4
+from kvtide.models.draft import CapturedStates
 from kvtide.spec import Entry, SpecError
 from kvtide.spec.families import KVDType
 from kvtide.spec.families.pool_parts import packed, scaled
@@ -119,7 +120,9 @@ class OneCompressor:
         (*_, last) = model.layers.values()
         self.attention = last.attention
 
-    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+    def forward(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
         for layer in self.memory.own_layers:
             step.wait(layer)
         inputs = self.inputs[step.positions]
@@ -249,9 +252,11 @@ class Guessing:
         self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
         self.uses_kernels = model.uses_kernels
 
-    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+    def forward(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
         (layer,) = self.model.next_tokens
-        streams = self.model.through(step, before)
+        streams = self.model.through(step, before, captured)
         return layer.closed(layer(step, streams, self.tokens[step.positions + 1]))
 
     def carried(self, tokens: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvtide.layers import Step, Weights
 from kvtide.models import build
+from kvtide.models.draft import CapturedStates
 from kvtide.spec import ModelMemory, SpecError
 from tests.engine.restoring import ALL_NAMES
 from tests.models.playing import Player
@@ -28,9 +29,11 @@ class Staged:
         self.memory: ModelMemory = self.whole.memory
         self.vocabulary, self.max_positions = self.whole.vocabulary, self.whole.max_positions
 
-    def forward(self, step: Step, before: Tensor | None = None) -> Tensor:
+    def forward(
+        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
+    ) -> Tensor:
         for part in self.parts:
-            before = part.forward(step, before)
+            before = part.forward(step, before, captured)
         assert before is not None
         return before
 
