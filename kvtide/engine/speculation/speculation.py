@@ -61,7 +61,6 @@ class Speculation:
         rejected = []
         for chunk, accepted in chunks:
             request, drafts = chunk.request, len(chunk.drafts)
-            request.drafts = ()
             self.lengths.verified(request, drafts, accepted)
             self._draft_length.verified(request, drafts, accepted)
             if accepted == drafts or not self._states.needed:
@@ -75,9 +74,11 @@ class Speculation:
         self._drafter.extend(chunks, output)
 
     def propose(self, requests: Sequence[Request]) -> None:
-        """Draft for those of these requests that decode next."""
+        """These requests have new tokens: drafts behind the old ones are void. Draft for those that
+        decode next."""
         wishes = []
         for request in requests:
+            request.drafts = ()
             if request.state is RequestState.RUNNING and request.params.speculate:
                 wanted = self._wanted(request)
                 if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
