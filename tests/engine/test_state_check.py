@@ -17,7 +17,7 @@ from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, EngineError
 from kvtide.engine.state_check import check_declared_state
 from kvtide.layers import Place, Step
-from kvtide.layers.kv_write import kv_write
+from kvtide.layers.reference.kv_write import kv_write
 from kvtide.models import Model
 from kvtide.spec import ModelMemory, PoolSpec, Reuse
 from kvtide.spec.memory import with_draft

@@ -5,9 +5,9 @@ All heads share a key, so a tile of rows is the heads of one token, or of neighb
 the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
 
 `mla_attention`    MLA over latents, all or the top-k of an indexer.
-                   Torch reference: `layers/mla.py`, `mla_attention`.
+                   Torch reference: `layers/reference/mla.py`, `mla_attention`.
 `block_attention`  DeepSeek-V4: a sliding window, and compressed entries, all or the top-k.
-                   Torch reference: `layers/mla.py`, `block_attention`.
+                   Torch reference: `layers/reference/mla.py`, `block_attention`.
 `_attend_latents`     grid (query blocks * head tiles, splits)
 `_attend_compressed`  grid (tokens * head tiles, splits)
 
@@ -24,11 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
-from kvtide.layers.kernels.jit import kernel
-from kvtide.layers.kernels.mla_tiles import (
+from kvtide.layers.kernels.attention.mla_tiles import (
     LOG2_E,
     TILE_KEYS,
     TILE_ROWS,
@@ -41,6 +39,8 @@ from kvtide.layers.kernels.mla_tiles import (
     store_partial,
     tile_constants,
 )
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.query_blocks import longest_first, query_blocks
 from kvtide.layers.packing import plain
 from kvtide.spec import Encoding

@@ -2,7 +2,8 @@
 
 Sequences over one system prompt share its pages. Neighbours in the batch form a group, whose
 queries attend together over the pages that all of them share. `attention_decode` attends over the
-rest of each sequence and combines both. Torch reference: `layers/attention.py`, `paged_attention`.
+rest of each sequence and combines both. Torch reference: `layers/reference/attention.py`,
+`paged_attention`.
 
 `_find_shared_prefix`  grid (groups,): the length of a group's common prefix, in whole tiles
 `_cascade_prefix`      grid (KV heads, groups, splits): paged split-KV attention over the prefix
@@ -19,9 +20,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels.attention_tiles import (
+from kvtide.layers.kernels.attention.attention_tiles import (
     attend_paged_keys,
     kernel_constants,
     softmax_scales,

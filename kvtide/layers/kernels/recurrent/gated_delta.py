@@ -1,6 +1,6 @@
 """The gated delta rule (gated delta net, and KDA with a gate per channel), chunked.
 
-Torch reference: `layers/gated_delta.py`, `gated_delta`.
+Torch reference: `layers/reference/gated_delta.py`, `gated_delta`.
 
 `_delta_token`     grid (sequences, heads, value blocks): one decode token, state in registers
 `_score_pairs`     grid (blocks of tokens, heads): with a gate per channel, q·k and k·k pair by pair
@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import DeltaGates
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import DeltaGates
-from kvtide.layers.kernels import ssd_scan
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.query_blocks import QueryBlocks, query_blocks
+from kvtide.layers.kernels.recurrent import ssd_scan
 
 CHUNK_TOKENS = 64
 PAIR_TOKENS = 16

@@ -1,6 +1,6 @@
 """The operations that layers are made of, and which implementation of them runs.
 
-A model has one `Ops`, which `backend.choose` makes: `TorchOps` computes each operation by its torch
+A model has one `Ops`, which `choice.choose` makes: `TorchOps` computes each operation by its torch
 reference, `TritonOps` by its kernel. A layer calls `self.ops.paged_attention(...)` and does not
 know which it has. `arithmetic` says in which order the references and all plain matmuls add up.
 
@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.elementwise import Activation
-from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import (
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import (
     AttentionParams,
     CompressedStream,
     ConvWeights,
@@ -34,6 +32,8 @@ from kvtide.layers.kernel_args import (
     ScanParams,
     StreamMixing,
 )
+from kvtide.layers.elementwise import Activation
+from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 
 Selection = list[Tensor]

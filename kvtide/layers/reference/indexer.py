@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import aligned
+from kvtide.layers.backend.arithmetic import aligned
 from kvtide.layers.forward import ForwardPass, Place
 
 

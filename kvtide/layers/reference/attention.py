@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import aligned
+from kvtide.layers.backend.arithmetic import aligned
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
 from kvtide.layers.packing import Fields
 
 

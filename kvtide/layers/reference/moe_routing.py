@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.elementwise import Activation
-from kvtide.layers.indexer import top_k
-from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
+from kvtide.layers.reference.indexer import top_k
 
 
 def route(

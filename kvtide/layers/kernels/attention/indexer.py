@@ -1,8 +1,9 @@
 """The indexer of sparse attention: scores of all visible entries, and the top-k of each query.
 
-`select_entries` gives what `layers/indexer.py`, `select`, gives (the torch reference), as indices
-in place of a mask. Scores are written to memory, for as many queries at a time as MAX_SCORES
-allows. Top-k runs tile by tile, then among the winners of all tiles, until one tile is left.
+`select_entries` gives what `layers/reference/indexer.py`, `select`, gives (the torch reference), as
+indices in place of a mask. Scores are written to memory, for as many queries at a time as
+MAX_SCORES allows. Top-k runs tile by tile, then among the winners of all tiles, until one tile is
+left.
 
 `_score_decode`   grid (splits, tokens): one query over a split of its entries
 `_score_prefill`  grid (entry tiles, query blocks): one tile of entries, all queries of a block

@@ -2,7 +2,7 @@
 
 `_gated_norm`  grid (tokens, blocks of groups)
 
-Torch reference: `layers/gated_norm.py`, `gated_norm`; sums are fp32.
+Torch reference: `layers/reference/gated_norm.py`, `gated_norm`; sums are fp32.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import GatedNorm
 from kvtide.layers.elementwise import swish
-from kvtide.layers.kernel_args import GatedNorm
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 

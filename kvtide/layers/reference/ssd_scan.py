@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import ScanParams
 from kvtide.layers.elementwise import softplus
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import ScanParams
 
 _CHUNK_TOKENS = 64
 

@@ -2,7 +2,7 @@
 
 A query row's state is FlashAttention's: the running maximum `m_i`, the sum of exponentials `l_i`
 relative to it, and the unnormalized output `acc`. Scores are in base 2 (`qk_scale` includes
-log2 e). Torch reference of the sums: `layers/attention.py`, `attend`.
+log2 e). Torch reference of the sums: `layers/reference/attention.py`, `attend`.
 
 `attend_paged_keys` reads the KV cache through a sequence's block table, `attend_new_keys` the
 step's own keys and values, which lie row by row. These are device functions, without a grid.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtide.layers.kernel_args import AttentionParams
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.kernels.elementwise import tanh
 from kvtide.layers.kernels.grid import MIN_ROWS, power_of_two
 

@@ -1,6 +1,6 @@
 """Mamba2's selective scan (SSD), chunked, for all sequences of a step.
 
-Torch reference: `layers/ssd_scan.py`, `ssd_scan`.
+Torch reference: `layers/reference/ssd_scan.py`, `ssd_scan`.
 
 `_scan_token`   grid (sequences, heads, channel blocks): one decode token
 `_scan_chunks`  the same grid: over the chunks of a sequence, with the state in registers, in fp32
@@ -20,8 +20,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import ScanParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import ScanParams
 from kvtide.layers.kernels.elementwise import softplus
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel

@@ -6,9 +6,9 @@ from importlib import import_module
 
 import torch
 
-from kvtide.layers.arithmetic import Batched, Deterministic
-from kvtide.layers.ops import Ops
-from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.backend.arithmetic import Batched, Deterministic
+from kvtide.layers.backend.ops import Ops
+from kvtide.layers.backend.torch_ops import TorchOps
 
 
 def choose(deterministic: bool, device: torch.device) -> Ops:
@@ -20,7 +20,7 @@ def choose(deterministic: bool, device: torch.device) -> Ops:
     if device.type != "cuda":
         return TorchOps(Deterministic() if deterministic else Batched())
     # By name, for Triton is installed only where there is such a device.
-    triton_ops = import_module("kvtide.layers.triton_ops")
+    triton_ops = import_module("kvtide.layers.backend.triton_ops")
     made: Ops
     made = triton_ops.WrittenByKernel(Deterministic()) if deterministic else triton_ops.TritonOps()
     return made

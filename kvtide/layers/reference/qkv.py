@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import Norm, QKVParams
 from kvtide.layers.elementwise import rms_norm
-from kvtide.layers.kernel_args import Norm, QKVParams
 from kvtide.layers.rope import rotate_half
 
 Heads = tuple[Tensor, Tensor, Tensor]

@@ -1,7 +1,7 @@
 """Causal depthwise convolution, from and to the sequences' convolution states.
 
-Torch reference: `layers/causal_conv.py`, `causal_conv`. Sums are fp32, results in the inputs'
-dtype.
+Torch reference: `layers/reference/causal_conv.py`, `causal_conv`. Sums are fp32, results in the
+inputs' dtype.
 
 `_convolve`      grid (token blocks, channel blocks): tokens of any sequences; taps before a
                  sequence's first new token come from its state
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import ConvWeights
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import ConvWeights
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel

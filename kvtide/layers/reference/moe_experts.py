@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.elementwise import swish
-from kvtide.layers.kernel_args import (
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import (
     ExpertActivation,
     ExpertGroup,
     ExpertStack,
     ExpertWeights,
     Routing,
 )
+from kvtide.layers.elementwise import swish
 
 Expert = Callable[[int, Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""The operations of layers by Triton kernels. Only `backend.choose` imports this module.
+"""The operations of layers by Triton kernels. Only `choice.choose` imports this module.
 
 What has no kernel (an activation, a number of experts) falls back to the torch reference.
 """
@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Batched
-from kvtide.layers.elementwise import Activation, swish
-from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import (
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.kernel_args import (
     AttentionParams,
     CompressedStream,
     ConvWeights,
@@ -28,22 +26,24 @@ from kvtide.layers.kernel_args import (
     ScanParams,
     StreamMixing,
 )
+from kvtide.layers.backend.ops import Selection
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.elementwise import Activation, swish
+from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels import hyper_connections, moe_routing, norms
-from kvtide.layers.kernels.attention_prefill import paged_attention
-from kvtide.layers.kernels.causal_conv import causal_conv
+from kvtide.layers.kernels.attention.attention_prefill import paged_attention
+from kvtide.layers.kernels.attention.indexer import select_entries
+from kvtide.layers.kernels.attention.mla import block_attention, mla_attention
 from kvtide.layers.kernels.compressor import compress
-from kvtide.layers.kernels.gated_delta import gated_delta
-from kvtide.layers.kernels.gated_norm import gated_norm
-from kvtide.layers.kernels.indexer import select_entries
 from kvtide.layers.kernels.kv_write import kv_write
-from kvtide.layers.kernels.mla import block_attention, mla_attention
 from kvtide.layers.kernels.moe_experts import mix_experts
 from kvtide.layers.kernels.qkv import qkv_write
+from kvtide.layers.kernels.recurrent.causal_conv import causal_conv
+from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
+from kvtide.layers.kernels.recurrent.gated_norm import gated_norm
+from kvtide.layers.kernels.recurrent.ssd_scan import ssd_scan
 from kvtide.layers.kernels.rope import norm_rope_write, rope
-from kvtide.layers.kernels.ssd_scan import ssd_scan
-from kvtide.layers.ops import Selection
 from kvtide.layers.packing import Fields
-from kvtide.layers.torch_ops import TorchOps
 
 
 class WrittenByKernel(TorchOps):

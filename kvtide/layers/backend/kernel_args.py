@@ -1,7 +1,8 @@
 """What operations take: the values that a layer hands to a torch reference or to a Triton kernel.
 
-Everything here is data. `ops.Ops` names the operations; the reference of each stands in `layers/`
-and its kernel in `layers/kernels/` under the same file name, and both take these values.
+Everything here is data. `ops.Ops` names the operations; the reference of each stands in
+`layers/reference/` and its kernel in `layers/kernels/` under the same file name, and both take
+these values.
 """
 
 from __future__ import annotations

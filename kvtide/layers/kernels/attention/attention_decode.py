@@ -3,7 +3,7 @@
 A work item is a sequence and a KV head, with at least one tile of keys. All items' tiles form one
 sequence of tiles, which the CTAs divide evenly, whatever the context lengths. A CTA boundary may
 fall inside an item; `_combine_splits` then combines its partial results. A shared prefix is left to
-`attention_cascade`. Torch reference: `layers/attention.py`, `paged_attention`.
+`attention_cascade`. Torch reference: `layers/reference/attention.py`, `paged_attention`.
 
 `_count_tiles`      grid (1,): the prefix sum of tiles per sequence
 `_decode_split_kv`  grid (CTAS_PER_SM * SMs,) or fewer: online softmax over the tiles of a CTA
@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels.attention_cascade import SharedPrefixes, attend_cascade
-from kvtide.layers.kernels.attention_tiles import (
+from kvtide.layers.kernels.attention.attention_cascade import SharedPrefixes, attend_cascade
+from kvtide.layers.kernels.attention.attention_tiles import (
     attend_paged_keys,
     kernel_constants,
     keys_per_tile,

@@ -3,8 +3,8 @@
 Cached keys are read through the block table, the step's own keys from the step. A CTA takes a block
 of new tokens with all query heads of one KV head, over all keys that the block sees; or a split of
 the tiles of several blocks, as `prefill_schedule` says. `paged_attention` also launches
-`attention_decode` for the sequences with one new token. Torch reference: `layers/attention.py`,
-`paged_attention`.
+`attention_decode` for the sequences with one new token. Torch reference:
+`layers/reference/attention.py`, `paged_attention`.
 
 `_prefill`         grid (splits + blocks * KV heads,): online softmax over a CTA's tiles
 `_combine_splits`  grid (split blocks * KV heads, row tiles): combines blocks that were split
@@ -19,18 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels.attention_decode import attend_decode
-from kvtide.layers.kernels.attention_tiles import (
+from kvtide.layers.kernels.attention.attention_decode import attend_decode
+from kvtide.layers.kernels.attention.attention_tiles import (
     attend_new_keys,
     attend_paged_keys,
     kernel_constants,
     softmax_scales,
 )
-from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two
-from kvtide.layers.kernels.jit import kernel
-from kvtide.layers.kernels.prefill_schedule import (
+from kvtide.layers.kernels.attention.prefill_schedule import (
     RECORD,
     schedule_blocks,
     split_constants,
@@ -38,6 +36,8 @@ from kvtide.layers.kernels.prefill_schedule import (
     tile_counts,
     work_of_cta,
 )
+from kvtide.layers.kernels.grid import MIN_ROWS, SEQUENCES_AT_ONCE, power_of_two
+from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields
 
 TILE_ROWS = 128

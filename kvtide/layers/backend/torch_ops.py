@@ -7,17 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvtide.layers import elementwise, hyper_connections
-from kvtide.layers.arithmetic import Arithmetic
-from kvtide.layers.attention import paged_attention
-from kvtide.layers.causal_conv import causal_conv
-from kvtide.layers.compressor import compress
-from kvtide.layers.elementwise import Activation
-from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.gated_delta import gated_delta
-from kvtide.layers.gated_norm import gated_norm
-from kvtide.layers.indexer import select_blocks, select_tokens
-from kvtide.layers.kernel_args import (
+from kvtide.layers import elementwise
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import (
     AttentionParams,
     CompressedStream,
     ConvWeights,
@@ -32,15 +24,24 @@ from kvtide.layers.kernel_args import (
     ScanParams,
     StreamMixing,
 )
-from kvtide.layers.kv_write import kv_write
-from kvtide.layers.mla import block_attention, mla_attention
-from kvtide.layers.moe_experts import mix_experts
-from kvtide.layers.moe_routing import route, route_by_top_softmax
-from kvtide.layers.ops import Ops, Selection
+from kvtide.layers.backend.ops import Ops, Selection
+from kvtide.layers.elementwise import Activation
+from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
-from kvtide.layers.qkv import split_heads
+from kvtide.layers.reference import hyper_connections
+from kvtide.layers.reference.attention import paged_attention
+from kvtide.layers.reference.causal_conv import causal_conv
+from kvtide.layers.reference.compressor import compress
+from kvtide.layers.reference.gated_delta import gated_delta
+from kvtide.layers.reference.gated_norm import gated_norm
+from kvtide.layers.reference.indexer import select_blocks, select_tokens
+from kvtide.layers.reference.kv_write import kv_write
+from kvtide.layers.reference.mla import block_attention, mla_attention
+from kvtide.layers.reference.moe_experts import mix_experts
+from kvtide.layers.reference.moe_routing import route, route_by_top_softmax
+from kvtide.layers.reference.qkv import split_heads
+from kvtide.layers.reference.ssd_scan import ssd_scan
 from kvtide.layers.rope import inverse_rotation, rotate_interleaved
-from kvtide.layers.ssd_scan import ssd_scan
 
 
 class TorchOps(Ops):

@@ -3,7 +3,7 @@
 A key is one vector that all heads share, and its value is the vector or a part of it. The state of
 a row is FlashAttention's (m_i, l_i, acc), in base 2. Where the grid would not fill the device, CTAs
 split the keys (split-KV), and `_combine_splits` combines their partial results.
-Torch reference: `layers/attention.py`, `attend_masked`.
+Torch reference: `layers/reference/attention.py`, `attend_masked`.
 
 `_combine_splits`  grid (tokens * heads,)
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import DeltaGates
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import DeltaGates
-from kvtide.layers.ssd_scan import decay_between
+from kvtide.layers.reference.ssd_scan import decay_between
 
 _CHUNK_TOKENS = 64
 _CHUNK_TOKENS_BY_CHANNEL = 16
