@@ -31,6 +31,8 @@ class CapturedStates:
     """Hidden states of every token of a step that enter some of the target's layers.
 
     layers  numbers of layers; the target's number of layers stands for its last layer's output
+
+    States are not copied: no layer writes over its input.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:

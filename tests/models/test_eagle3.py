@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
-from kvtide.layers.triton_ops import TritonOps
+from kvtide.models import build
+from kvtide.models.checkpoint import OnDevice
 from kvtide.models.draft import CapturedStates
 from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.eagle3 import Eagle3, captured_layers
@@ -32,6 +34,7 @@ from tests.models.tiny_eagle3 import tiny_eagle3
 
 TARGET, TOKENS, PAGE = "llama", 56, 16
 CLOSE = 2e-5
+CHOOSE = "kvtide.models.family_registry.choose"
 FORMS: dict[str, dict[str, object]] = {
     "one-layer": {},
     "two-layers": {"layers": 2, "midlayer": False},
@@ -75,11 +78,11 @@ def written(tmp_path: Path) -> Callable[..., DraftCheckpoint]:
 class Plain:
     """A draft over whole sequences, in float32 and nothing but torch."""
 
-    def __init__(self, draft: DraftCheckpoint) -> None:
+    def __init__(self, draft: DraftCheckpoint, name: str = TARGET) -> None:
         names = load_file(draft.checkpoint.path / "model.safetensors")
         self.weights = {k.replace("midlayer.", "layers.0."): v for k, v in names.items()}
         self.config = json.loads((draft.checkpoint.path / "config.json").read_text("utf-8"))
-        target = oracle(TARGET).get_input_embeddings().weight.detach()
+        target = oracle(name).get_input_embeddings().weight.detach()
         self.embedding = self.weights.get("embed_tokens.weight", target)
         self.layers, self.dim = self.config["num_hidden_layers"], self.config["head_dim"]
 
@@ -141,9 +144,9 @@ class Plain:
         return x * scale * self.weights[f"{name}.weight"]
 
 
-def target_states(tokens: list[int], layers: Sequence[int]) -> list[Tensor]:
+def target_states(tokens: list[int], layers: Sequence[int], name: str = TARGET) -> list[Tensor]:
     """What enters these layers in `transformers`; past the last, what leaves it."""
-    model, found = oracle(TARGET), {}
+    model, found = oracle(name), {}
     count = model.config.num_hidden_layers
     hooks = [
         layer.register_forward_hook(
@@ -217,6 +220,17 @@ def test_recurrent_steps_are_those_of_the_oracle(
         features = [one[-1:] for one in features]
         tokens = [[tail[drafted]] for tail in tails]
         firsts = [len(one) + drafted - 1 for one in prompts]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "falcon_h1", "deepseek_v3", "qwen3_next"])
+def test_any_family_with_a_history_can_be_a_target(name: str, tmp_path: Path) -> None:
+    source = open_draft(tiny_eagle3(checkpoint(name).config, tmp_path, captures=(1, 0, 2)))
+    target, draft = both(source, name)
+    tokens, plain = prompt(40), Plain(source, name)
+    states = target_states(tokens, draft.captures, name)
+    wanted = plain.hidden(tokens[1:], plain.features([one[:-1] for one in states]))
+    hidden = torch.cat(list(prefilled(DraftPlayer(target, draft), tokens, 17)))
+    close(draft.logits(hidden), plain.logits(wanted))
 
 
 def test_the_drafts_tokens_are_known_by_the_targets(
@@ -302,19 +316,20 @@ def _resumed(
 def test_kernels_give_the_references_hidden_states(
     written: Callable[..., DraftCheckpoint], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type != "cpu":
-        pytest.skip("on a device they run anyway: test_on_device")
-    monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     source, tokens = written(layers=2), prompt(TOKENS + 1)
-    reference = both(source)
-    with monkeypatch.context() as patch:
-        choose = "kvtide.models.family_registry.choose"
-        patch.setattr(choose, lambda deterministic, device: TritonOps())
-        kernels = both(source)
-    assert isinstance(kernels[1].norm.ops, TritonOps)
-    found, wanted = (_resumed(*each, tokens, 50, {1}) for each in (kernels, reference))
-    close(found, wanted, 1e-4)
-    close(kernels[1].logits(found), reference[1].logits(wanted), 1e-4)
+    target, draft = both(source)
+    wanted = _resumed(target, draft, tokens, 50, {1})
+    monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
+    monkeypatch.setattr(CHOOSE, lambda deterministic, device: TritonOps())
+    saved = checkpoint(TARGET)
+    with device:
+        weights, kv = OnDevice(saved.weights, device), KVDType.FP32
+        there = build(saved.config, weights, page_tokens=PAGE, kv_dtype=kv, draft=source)
+        beside = source.build(there)
+        found = _resumed(there, beside, tokens, 50, {1})
+        logits = beside.logits(found)
+    close(found.cpu(), wanted, 1e-4)
+    close(logits.cpu(), draft.logits(wanted), 1e-4)
 
 
 def test_tensor_ranks_give_one_ranks_logits(written: Callable[..., DraftCheckpoint]) -> None:
@@ -354,11 +369,10 @@ def test_captured_states_are_not_changed_by_later_layers(name: str) -> None:
 def test_captured_states_are_not_changed_by_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type != "cpu":
-        pytest.skip("on a device they run anyway: test_on_device")
-    choose = "kvtide.models.family_registry.choose"
-    monkeypatch.setattr(choose, lambda deterministic, device: TritonOps())
-    _assert_unchanged(ours(TARGET))
+    monkeypatch.setattr(CHOOSE, lambda deterministic, device: TritonOps())
+    saved = checkpoint(TARGET)
+    with device:
+        _assert_unchanged(build(saved.config, OnDevice(saved.weights, device), page_tokens=PAGE))
 
 
 class Copying(CapturedStates):
