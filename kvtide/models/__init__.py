@@ -7,6 +7,8 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `gpt_oss`, `granite_hybrid`, `kimi_linear`, `lfm2`, `llama`, `mixtral`, `nemotron_h`, `qwen3_moe`,
 `qwen3_next`, `smollm3`
 `model`               the interface of models, and the decoder that families build on
+`draft`               the interface of drafts, and the hidden states of a target that they take
+`eagle3`              EAGLE3 drafts; `draft_checkpoint` opens one and refuses what does not fit
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
 `deepseek_v4_names`, `multimodal`   other names of the same weights

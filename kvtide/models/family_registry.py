@@ -16,6 +16,7 @@ from kvtide.models.bamba import Bamba
 from kvtide.models.deepseek import DeepSeek2, DeepSeek3, Glm4MoeLite
 from kvtide.models.deepseek_dsa import DeepSeek32, GlmMoeDsa
 from kvtide.models.deepseek_v4 import DeepSeekV4
+from kvtide.models.draft import DraftSource
 from kvtide.models.falcon_h1 import FalconH1
 from kvtide.models.gemma2 import Gemma2
 from kvtide.models.gemma3 import Gemma3
@@ -76,27 +77,31 @@ def build(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
     mtp: bool = False,
+    draft: DraftSource | None = None,
     stage: int = 0,
     stages: int = 1,
     ranks: TensorRanks = ALONE,
-) -> Model:
+) -> Decoder:
     """The model that this `config.json` describes, with these weights.
 
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
     with, None for the family's own. Of a multimodal model it is the language model. `mtp`: with its
-    layers for multi-token prediction. It may be one of several stages, and have one of several
-    ranks' share of every layer. It computes on torch's default device, where weights are: call
-    this under `with device`.
+    layers for multi-token prediction. `draft`: its memory also has the pools of this draft, which
+    is built afterwards. It may be one of several stages, and have one of several ranks' share of
+    every layer. It computes on torch's default device, where weights are: call this under
+    `with device`.
     """
     name = str(config.get("model_type"))
     whole = Config(name, config)
     fields = language_model(whole)
+    is_multimodal = fields is not whole
     model_type = fields.find("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise fields.refusal(
             f"model_type {model_type!r} has no forward pass here; use one of {', '.join(FAMILIES)}"
         )
+    fields = fields.beneath(family.DEFAULTS)
     memory = declare(
         config,
         model=name,
@@ -104,12 +109,15 @@ def build(
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,
     )
+    if mtp and draft is not None:
+        raise fields.refusal("multi-token prediction and a draft are two drafts; use one of them")
     if mtp:
         memory = with_draft(memory, declare_mtp(config, memory=memory, kv_dtype=kv_dtype))
-    if fields is not whole:
+    if draft is not None:
+        memory = with_draft(memory, draft.declare(fields, memory, kv_dtype))
+    if is_multimodal:
         weights = LanguageModelWeights(weights)
     if (stages, ranks.count) != (1, 1):
         memory = list(memory.stages(stages, ranks.rank, ranks.count))[stage]
     ops = choose(deterministic, torch.get_default_device())
-    fields = fields.beneath(family.DEFAULTS)
     return family(Blueprint(fields, weights, memory, ops, dtype, ranks=ranks))
