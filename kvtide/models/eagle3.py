@@ -119,16 +119,20 @@ def captured_layers(config: Config, target_layers: int) -> tuple[int, ...]:
     """The layers of the target whose inputs a draft with this config takes.
 
     The number of layers stands for the last layer's output. A config that lists none takes three,
-    near the target's beginning, middle and end.
+    near the target's beginning, middle and end. Published configs number layers by their outputs
+    under `eagle_config`, and by their inputs at the top level.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = config.nested("eagle_config")
-    listed = (nested.listing(name) if nested is not None else None) or config.listing(name)
-    layers = listed or [2, target_layers // 2, target_layers - 3]
-    found = tuple(one for one in layers if isinstance(one, int) and 0 <= one <= target_layers)
+    outputs = nested.listing(name) if nested is not None else None
+    shift = 1 if outputs else 0
+    layers = outputs or config.listing(name) or [2, target_layers // 2, target_layers - 3]
+    found = tuple(
+        one + shift for one in layers if isinstance(one, int) and 0 <= one + shift <= target_layers
+    )
     if len(found) != len(layers):
         raise config.refusal(
-            f"it takes the inputs of the target's layers {layers}, and the target has "
-            f"{target_layers} layers; give `{name}` numbers in 0..{target_layers}"
+            f"it captures hidden states at the target's layers {layers}, and the target has "
+            f"{target_layers} layers; give `{name}` numbers in {-shift}..{target_layers - shift}"
         )
     return found

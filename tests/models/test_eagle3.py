@@ -414,7 +414,7 @@ def test_capture_layers_are_the_configs_or_spread_over_the_target() -> None:
 
     assert found() == (2, 16, 29)
     assert found(eagle_aux_hidden_state_layer_ids=[1, 4]) == (1, 4)
-    assert found(eagle_config={"eagle_aux_hidden_state_layer_ids": [32, 0]}) == (32, 0)
+    assert found(eagle_config={"eagle_aux_hidden_state_layer_ids": [31, -1, 1]}) == (32, 0, 2)
     assert found(eagle_config={"eagle_aux_hidden_state_layer_ids": []}) == (2, 16, 29)
     assert found(eagle_config={"use_aux_hidden_state": True}) == (2, 16, 29)
 
@@ -456,7 +456,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "hidden-size": ({"hidden_size": 64}, "hidden size 64, and llama has 96"),
     "target-hidden-size": ({"target_hidden_size": 128}, "hidden size 128, and llama has 96"),
     "vocabulary": ({"vocab_size": 300}, "`vocab_size` is of 300 tokens, and llama has 211"),
-    "capture-layer": ({"captures": (0, 1, 4)}, r"layers \[0, 1, 4\], and the target has 3 layers"),
+    "capture-layer": ({"captures": (0, 1, 4)}, r"layers \[-1, 0, 3\], and the target has 3 layers"),
     "narrow-embedding": (
         {"hidden_size": 64, "target_hidden_size": 96},
         "no embed_tokens.weight, and the embedding of llama is 96 wide, its own hidden states 64",

@@ -42,7 +42,7 @@ def tiny_eagle3(
         "rms_norm_eps": 1e-5,
         "rope_theta": 10_000.0,
         "max_position_embeddings": 2048,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(captures)},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [one - 1 for one in captures]},
     }
     if draft_vocabulary is not None:
         config["draft_vocab_size"] = draft_vocabulary
