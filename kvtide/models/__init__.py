@@ -7,6 +7,7 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `gpt_oss`, `granite_hybrid`, `kimi_linear`, `lfm2`, `llama`, `mixtral`, `nemotron_h`, `qwen3_moe`,
 `qwen3_next`, `smollm3`
 `model`               the interface of models, and the decoder that families build on
+`draft`, `mtp`        the interface of draft models; a checkpoint's own next-token layer as one
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
 `deepseek_v4_names`, `multimodal`   other names of the same weights
@@ -21,9 +22,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtide.models.family_registry import FAMILIES, Model, build
+    from kvtide.models.family_registry import FAMILIES, Model, build, build_mtp, has_mtp
 
-__all__ = ["FAMILIES", "Model", "build"]
+__all__ = ["FAMILIES", "Model", "build", "build_mtp", "has_mtp"]
 
 
 def __getattr__(name: str) -> Any:
