@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kvtide.engine import EngineError
 from kvtide.engine.state_check import check_declared_state
-from kvtide.layers import Step
+from kvtide.layers import Rows, Step
 from kvtide.layers.tensor_ranks import TensorRanks
 from kvtide.layers.triton_ops import TritonOps
 from kvtide.models import build, build_mtp, has_mtp
+from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.draft import CapturedStates, DraftModel
 from kvtide.models.family_registry import FAMILIES, MTP
 from kvtide.models.model import Model
 from kvtide.spec import ModelMemory, SpecError
-from kvtide.spec.families import declare, declare_mtp, mtp_layers
+from kvtide.spec.families import KVDType, declare, declare_mtp, mtp_layers
 from tests.models import tiny_mtp
 from tests.models.playing import Player
 from tests.models.test_logits import assert_close
+from tests.models.test_tensor_ranks import Threads, together
 from tests.models.tiny import Tensors, checkpoint, family_of, ours, prompt
 from tests.models.tiny_mtp import NAMES, PROJECTED, V4, Guessing, guessing, pair
 
 TOKENS = 120
 CPU = torch.device("cpu")
+SHARES_ITS_CHOICE = "glm_moe_dsa-mtp"
 
 every_name = pytest.mark.parametrize("name", NAMES)
 
@@ -105,35 +112,43 @@ def test_a_drafted_token_is_the_next_ones_input_with_the_drafts_own_feature(name
         assert_close(logits, wanted_logits[-1])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "glm_moe_dsa-mtp", "qwen3_next-mtp"])
+@every_name
 def test_pages_without_a_drafts_kv_are_left_out(name: str) -> None:
-    """As if the sequence began behind them, at the positions that it is at."""
-    page, rows = 16, 20
+    """The rest is as if the sequence began behind them, at the positions that it has."""
+    page, rows = 16, 40
     target, draft = pair(name)
-    memory = target.memory
     tokens = torch.tensor(prompt(page + rows + 1))
     features = tiny_mtp.target_features(name, tokens[:-1])[page:]
-    player = Player(Recorded(target, draft, []))
     logits = []
-    for positions in (torch.arange(rows), torch.arange(page, page + rows)):
-        sequence = player.begin(tokens[page:-1].tolist())
-        slots = player._grown(sequence, rows)
-        step = Step(
-            tokens[page + 1 :],
-            positions,
-            (player_rows(rows, slots),),
-            memory.page_tokens,
-            player.buffers.view,
-            lambda layer: None,
-        )
+    for first in (0, page):
+        player = Player(target)
+        slots = player._grown(player.begin([]), rows)
+        positions = torch.arange(first, first + rows)
+        views = (player.buffers.view, lambda layer: None)
+        step = Step(tokens[page + 1 :], positions, (Rows(0, rows, 0, slots),), page, *views)
         logits.append(draft.logits(draft.forward(step, features)))
     assert_close(logits[1], logits[0])
 
 
-def player_rows(count: int, slots: dict[str, Tensor]) -> Any:
-    from kvtide.layers import Rows
-
-    return Rows(0, count, 0, slots)
+def test_a_layer_in_eight_bits_is_read_as_the_numbers_that_it_stands_for(tmp_path: Path) -> None:
+    name, tensors, numbers = "deepseek_v3-mtp", {}, {}
+    for key, weight in tiny_mtp.weights(name).items():
+        tensors[key] = numbers[key] = weight.contiguous()
+        if key.startswith("model.layers.2.") and key.endswith("_proj.weight"):
+            tensors[key] = weight.to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = torch.full([-(-n // 128) for n in weight.shape], 0.5)
+            numbers[key] = tensors[key].float() / 2
+    assert "model.layers.2.eh_proj.weight_scale_inv" in tensors
+    save_file(tensors, tmp_path / "model.safetensors")
+    fields = {**tiny_mtp.config(name), "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found, logits = open_checkpoint(tmp_path), []
+    for weights in (found.weights, Tensors(numbers)):
+        how = {"page_tokens": 16, "kv_dtype": KVDType.FP32, "mtp": True}
+        target = build(found.config, weights, **how)
+        model = Recorded(target, build_mtp(found.config, weights, target), prompt(41))
+        logits.append(Player(model).prefill(prompt(40), 17))
+    assert torch.equal(*logits)
 
 
 def test_kernels_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,19 +213,35 @@ def test_of_several_layers_the_first_drafts_every_token(name: str) -> None:
     assert build_mtp(fields, weights, target).captures == (target.memory.layers,)
 
 
-@pytest.mark.quick
-@every_name
-@pytest.mark.parametrize("rank", [0, 1])
-def test_it_is_on_the_last_stage_and_every_rank_has_its_shard(name: str, rank: int) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if name != SHARES_ITS_CHOICE])
+def test_it_is_on_the_last_stage(name: str) -> None:
     fields, weights = tiny_mtp.config(name), Tensors(tiny_mtp.weights(name))
-    how = {"page_tokens": 16, "mtp": True, "ranks": TensorRanks(rank, 2), "stages": 2}
+    how = {"page_tokens": 16, "mtp": True, "stages": 2}
     first, last = (build(fields, weights, stage=stage, **how) for stage in (0, 1))
-    assert all(not first.memory.pool(pool).layers for pool in first.memory.draft_sidecars)
+    for pool in first.memory.draft_sidecars:
+        assert not first.memory.pool(pool).layers and last.memory.pool(pool).layers
     draft = build_mtp(fields, weights, last)
     assert draft.captures == (last.memory.layers,)
     assert len(last.embedding) == last.vocabulary
     with pytest.raises(AssertionError, match="no memory for a draft"):
         build_mtp(fields, weights, first)
+
+
+@every_name
+def test_ranks_give_one_ranks_logits(name: str) -> None:
+    def run(ranks: TensorRanks) -> Tensor:
+        try:
+            model = Recorded(*pair(name, ranks=ranks), prompt(41))
+            return Player(model).prefill(prompt(40), 17)
+        except BaseException:
+            if isinstance(ranks, Threads):
+                ranks.meeting.leave()
+            raise
+
+    alone = run(TensorRanks())
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(run, together(2)):
+            torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
 # -- what is refused ---------------------------------------------------------------------------
