@@ -40,7 +40,7 @@ class NextTokenDraft:
     def __init__(self, target: Decoder, blueprint: Blueprint) -> None:
         self.target, self.memory = target, target.memory
         self.number = self.memory.layers
-        self.captures = (self.number,)
+        self.captures: tuple[int, ...] = (self.number,)
         base = blueprint.under(self.under(blueprint.config))
         self.token_norm = base.norm(self.TOKEN_NORM)
         self.feature_norm = base.norm(self.FEATURE_NORM)

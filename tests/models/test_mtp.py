@@ -30,7 +30,7 @@ from tests.models.playing import Player
 from tests.models.test_logits import assert_close
 from tests.models.test_tensor_ranks import Threads, together
 from tests.models.tiny import Tensors, checkpoint, family_of, ours, prompt
-from tests.models.tiny_mtp import NAMES, PROJECTED, V4, Guessing, guessing, pair
+from tests.models.tiny_mtp import NAMES, V4, Guessing, guessing, pair
 
 TOKENS = 120
 CPU = torch.device("cpu")
@@ -203,7 +203,7 @@ def test_a_draft_that_keeps_more_or_less_is_refused() -> None:
         check_declared_state(target, CPU, draft)
 
 
-@pytest.mark.parametrize("name", [*PROJECTED])
+@every_name
 def test_of_several_layers_the_first_drafts_every_token(name: str) -> None:
     fields = {**tiny_mtp.config(name), "num_nextn_predict_layers": 3}
     weights = Tensors(tiny_mtp.weights(name))
