@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.backend.kernel_args import RoutingRule
 from kvtide.layers.elementwise import Activation, sigmoid, softmax
-from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.mla import LatentAttention, Rotation
 from kvtide.layers.moe import CORRECTION_BIAS, Mixture, Router
 from kvtide.layers.rope import (

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.backend.ops import Selection
 from kvtide.layers.dense import LayerNorm, Linear
 from kvtide.layers.mla import LatentAttention, Rotation
-from kvtide.layers.ops import Selection
 from kvtide.models.deepseek import (
     DeepSeek3,
     DeepSeekLayer,

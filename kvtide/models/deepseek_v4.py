@@ -4,7 +4,7 @@ Every layer attends to its last tokens. Most also have one entry for every block
 of 4, of which an indexer selects a few for each query, or of 128, which are all seen. One vector
 is key and value of a token or block, for all heads. The first layers look experts up by token id.
 
-The parts are in `layers/`: `hyper_connections`, `compressor`, `indexer`, `mla`.
+The parts are in `layers/`: `hyper_connections`, `compressor`, and of `reference/` `indexer`, `mla`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass, Place, Step
+from kvtide.layers.backend.kernel_args import AttentionParams, RoutingRule
+from kvtide.layers.backend.ops import Selection
 from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
 from kvtide.layers.elementwise import sqrt_softplus
 from kvtide.layers.hyper_connections import HyperConnection, HyperHead
-from kvtide.layers.kernel_args import AttentionParams, RoutingRule
 from kvtide.layers.moe import Mixture, Router
-from kvtide.layers.ops import Selection
 from kvtide.layers.rope import Rope, rope
 from kvtide.models.deepseek_v4_names import DeepSeekV4Weights
 from kvtide.models.model import Decoder, Layer

@@ -15,10 +15,11 @@ import torch
 from kvtide.layers import Blueprint, Weights, choose
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.models.bamba import Bamba
+from kvtide.models.checkpoint import OnDevice
 from kvtide.models.deepseek import DeepSeek2, DeepSeek3, DeepSeekNextToken, Glm4MoeLite
 from kvtide.models.deepseek_dsa import DeepSeek32, GlmMoeDsa, SparseNextToken
 from kvtide.models.deepseek_v4 import DeepSeekV4, DeepSeekV4NextToken
-from kvtide.models.draft import DraftModel
+from kvtide.models.draft import DraftSource
 from kvtide.models.falcon_h1 import FalconH1
 from kvtide.models.gemma2 import Gemma2
 from kvtide.models.gemma3 import Gemma3
@@ -136,17 +137,19 @@ def build(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
     mtp: bool = False,
+    draft: DraftSource | None = None,
     stage: int = 0,
     stages: int = 1,
     ranks: TensorRanks = ALONE,
-) -> Model:
+) -> Decoder:
     """The model that this `config.json` describes, with these weights.
 
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
-    with, None for the family's own. Of a multimodal model it is the language model. `mtp`: with the
-    memory of the draft that `build_mtp` gives. It may be one of several stages, and have one of
-    several ranks' share of every layer. It computes on torch's default device, where weights are:
-    call this under `with device`.
+    with, None for the family's own. Of a multimodal model it is the language model. `mtp`, `draft`:
+    its memory also has the pools of the draft that `build_mtp` gives, or of this one; a draft is
+    built afterwards. It may be one of several stages, and have one of several ranks' share of
+    every layer. It computes on torch's default device, where weights are: call this under
+    `with device`.
     """
     published = _Published.of(config, weights)
     memory = declare(
@@ -156,9 +159,15 @@ def build(
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,
     )
+    if mtp and draft is not None:
+        raise published.fields.refusal(
+            "multi-token prediction and a draft are two drafts; use one of them"
+        )
     if mtp:
         published.find_draft()
         memory = with_draft(memory, declare_mtp(config, memory=memory, kv_dtype=kv_dtype))
+    if draft is not None:
+        memory = with_draft(memory, draft.declare(published.fields, memory, kv_dtype))
     if (stages, ranks.count) != (1, 1):
         memory = list(memory.stages(stages, ranks.rank, ranks.count))[stage]
     ops = choose(deterministic, torch.get_default_device())
@@ -176,21 +185,28 @@ def has_mtp(config: Mapping[str, object], weights: Weights) -> bool:
     return published.weights.has(draft.first_tensor(published.fields))
 
 
-def build_mtp(config: Mapping[str, object], weights: Weights, target: Model) -> DraftModel:
+def build_mtp(config: Mapping[str, object], weights: Weights, target: Decoder) -> NextTokenDraft:
     """The draft that the checkpoint of this target has: its layer for multi-token prediction.
 
-    `target` is the last stage of what `build(config, weights, mtp=True)` gives. The draft has its
-    embedding and head, and computes as it does.
+    `target` is what `build(config, weights, mtp=True)` gives, whole or the last of its stages. The
+    draft has its embedding and head, and is on its device, in its dtype and arithmetic, on its
+    ranks.
     """
     published = _Published.of(config, weights)
-    assert isinstance(target, published.family), "another model's target"
-    assert target.memory.draft_sidecars and target.is_last, "no memory for a draft: use mtp=True"
+    draft = published.find_draft()
+    if target.memory.end_layer - target.memory.layers != 1 or not target.is_last:
+        raise published.fields.refusal(
+            f"the memory of {target.memory.model} has no pools for its layer for multi-token "
+            "prediction; build the target with mtp=True, and the draft beside its last stage"
+        )
+    device = target.head.weight.device
     blueprint = Blueprint(
         published.fields,
-        published.weights,
+        OnDevice(published.weights, device),
         target.memory,
         target.ops,
         target.dtype,
         ranks=target.ranks,
     )
-    return published.find_draft()(target, blueprint)
+    with device:
+        return draft(target, blueprint)

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvtide.engine import EngineError
 from kvtide.engine.state_check import check_declared_state
 from kvtide.layers import Rows, Step
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.tensor_ranks import TensorRanks
-from kvtide.layers.triton_ops import TritonOps
 from kvtide.models import build, build_mtp, has_mtp
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.draft import CapturedStates, DraftModel
@@ -223,7 +223,7 @@ def test_it_is_on_the_last_stage(name: str) -> None:
     draft = build_mtp(fields, weights, last)
     assert draft.captures == (last.memory.layers,)
     assert len(last.embedding) == last.vocabulary
-    with pytest.raises(AssertionError, match="no memory for a draft"):
+    with pytest.raises(SpecError, match=r"no pools for its .* with mtp=True, and the draft beside"):
         build_mtp(fields, weights, first)
 
 

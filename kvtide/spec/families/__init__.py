@@ -23,7 +23,7 @@ from kvtide.spec.families import attention_families as att
 from kvtide.spec.families import recurrent_families as rec
 from kvtide.spec.families.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 from kvtide.spec.families.layer_kinds import language_model, layer_count
-from kvtide.spec.families.pool_parts import Choices, KVDType, by_head
+from kvtide.spec.families.pool_parts import Choices, KVDType, attention_entry, by_head, history
 from kvtide.spec.memory import ModelMemory
 from kvtide.spec.pool import NOTHING, DType, PoolSpec, SpecError
 
@@ -32,6 +32,7 @@ __all__ = [
     "Family",
     "KVDType",
     "declare",
+    "declare_eagle3",
     "declare_mtp",
     "draft_for",
     "language_model",
@@ -108,6 +109,15 @@ def mtp_layers(config: Mapping[str, object]) -> int:
     return 0 if family.mtp is None else fields.count(*_MTP_LAYERS, default=0, least=0)
 
 
+def declare_eagle3(
+    config: Config, *, memory: ModelMemory, kv_dtype: KVDType | None = None
+) -> ModelMemory:
+    """What an EAGLE3 draft with this config keeps beside its target, for `with_draft`."""
+    layers, entry = layer_count(config), attention_entry(config, kv_dtype or KVDType.BF16)
+    pool = history(range(layers), entry)
+    return ModelMemory("EAGLE3", memory.page_tokens, (pool,), layers)
+
+
 def _family(config: Config) -> tuple[Config, Family]:
     """The language model's fields, completed, and its row of the table."""
     fields = language_model(config)
@@ -130,7 +140,7 @@ def draft_for(memory: ModelMemory, layers: int) -> ModelMemory:
     """An EAGLE3-style draft of so many layers, for `with_draft`, when no draft config is at hand.
 
     Its heads are the target's where the target keeps K and V by head; beside latents it has 8 KV
-    heads of 128 in bf16. A real draft is declared from its own config, as any model is.
+    heads of 128 in bf16. `declare_eagle3` reads a real draft's config.
     """
     if layers < 1:
         raise SpecError(f"draft: {layers} layers; use at least 1, or no draft")

@@ -4,10 +4,10 @@ A ratio is how many tokens one entry stands for. The sparse kind (4) compresses 
 and has an indexer; the heavy kind (128, and any other ratio) does neither.
 
 An entry is a weighted mean of its block's tokens. A compressor's state is the unfinished mean:
-three numbers a channel (`layers/compressor.py`), whatever the ratio. Pages hold whole blocks, so at
-a page's end all blocks are closed. Where blocks overlap, the sums of the last block for the next
-one remain: `c4_state` and `c4_index_state`. Means within a page are `…_open`, and never leave the
-device.
+three numbers a channel (`layers/reference/compressor.py`), whatever the ratio. Pages hold whole
+blocks, so at a page's end all blocks are closed. Where blocks overlap, the sums of the last block
+for the next one remain: `c4_state` and `c4_index_state`. Means within a page are `…_open`, and
+never leave the device.
 """
 
 from __future__ import annotations
