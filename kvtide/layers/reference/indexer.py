@@ -38,7 +38,7 @@ def select_tokens(
     for rows in run.sequences:
         new = slice(rows.start, rows.end)
         keys = torch.cat([run.read_entries(place, rows)["index_key"], kept[new]])
-        visible = run.positions[new] + 1
+        visible = torch.arange(rows.past + 1, rows.total + 1, device=keys.device)
         masks.append(select(queries[new], weights[new], keys, visible, count, block))
     return masks
 

@@ -36,6 +36,8 @@ __all__ = [
     "declare_mtp",
     "draft_for",
     "language_model",
+    "layer_count",
+    "mtp_layers",
     "supported",
 ]
 
@@ -46,7 +48,7 @@ PAGE_TOKENS = 64
 class Family:
     """A row of the table: how to read a config, and the defaults of the caller's settings.
 
-    `mtp` reads what the model's layers for multi-token prediction keep.
+    `mtp` reads what the first of the model's layers for multi-token prediction keeps.
     """
 
     pools: Callable[[Config, Choices], list[PoolSpec]]
@@ -77,13 +79,34 @@ def declare(
 def declare_mtp(
     config: Mapping[str, object], *, memory: ModelMemory, kv_dtype: KVDType | None = None
 ) -> ModelMemory:
-    """What this model's layers for multi-token prediction keep, as a draft for `with_draft`."""
+    """What the first of this model's layers for multi-token prediction keeps, for `with_draft`.
+
+    Other such layers are not used: the first one drafts every token.
+    """
     fields, family = _family(Config(memory.model, config))
     if family.mtp is None:
-        raise fields.refusal("its layers for multi-token prediction are not known here; leave them")
+        raise fields.refusal(
+            f"model_type {fields.find('model_type')!r} has no layer for multi-token prediction "
+            "that is known here; use --speculate ngram or eagle3"
+        )
+    if not mtp_layers(config):
+        names = " or ".join(f"`{name}`" for name in _MTP_LAYERS)
+        raise fields.refusal(
+            f"config.json gives it no layer for multi-token prediction ({names} of at least 1); "
+            "use --speculate ngram or eagle3"
+        )
     choices = Choices(memory.page_tokens, kv_dtype or family.kv, memory.page_tokens)
-    pools = family.mtp(fields, choices)
-    return ModelMemory("MTP", memory.page_tokens, tuple(pools), len(pools[0].layers))
+    return ModelMemory("MTP", memory.page_tokens, tuple(family.mtp(fields, choices)), 1)
+
+
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""As DeepSeek and GLM name their number, and as Qwen does."""
+
+
+def mtp_layers(config: Mapping[str, object]) -> int:
+    """How many layers for multi-token prediction the model has, of those known here."""
+    fields, family = _family(Config(str(config.get("model_type")), config))
+    return 0 if family.mtp is None else fields.count(*_MTP_LAYERS, default=0, least=0)
 
 
 def declare_eagle3(
@@ -129,7 +152,7 @@ def draft_for(memory: ModelMemory, layers: int) -> ModelMemory:
 
 # -- the table -------------------------------------------------------------------------------
 
-_GATED_DELTA = Family(rec.gated_delta)
+_GATED_DELTA = Family(rec.gated_delta, mtp=rec.gated_delta_mtp)
 _FULL_ATTENTION = Family(att.attention(att.all_full))
 _GEMMA3 = Family(att.attention(att.by_window_pattern))
 _ALTERNATING = Family(att.attention(att.alternating))
@@ -137,15 +160,15 @@ _ALTERNATING = Family(att.attention(att.alternating))
 _FAMILIES: dict[str, Family] = {
     "bamba": Family(rec.bamba),
     "deepseek_v2": Family(att.mla),
-    "deepseek_v3": Family(att.mla),
-    "deepseek_v32": Family(att.dsa),
+    "deepseek_v3": Family(att.mla, mtp=att.mla_mtp),
+    "deepseek_v32": Family(att.dsa, mtp=att.dsa_mtp),
     "deepseek_v4": Family(deepseek_v4, 256, KVDType.FP8, deepseek_v4_mtp),
     "falcon_h1": Family(rec.falcon_h1),
     "gemma2": _ALTERNATING,
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
-    "glm4_moe_lite": Family(att.mla),
-    "glm_moe_dsa": Family(att.dsa),
+    "glm4_moe_lite": Family(att.mla, mtp=att.mla_mtp),
+    "glm_moe_dsa": Family(att.dsa, mtp=att.dsa_mtp),
     "gpt_oss": _ALTERNATING,
     "granitemoehybrid": Family(rec.granite_hybrid),
     "kimi_linear": Family(rec.kimi_linear),
@@ -167,10 +190,16 @@ _FAMILIES: dict[str, Family] = {
 
 # Published configs of these families leave fields to the family's defaults.
 _GEMMA_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_QWEN_MTP = {"mtp_num_hidden_layers": 1}
 _LEFT_OUT: dict[str, Mapping[str, object]] = {
     "gemma2": _GEMMA_HEADS,
     "gemma3": _GEMMA_HEADS,
     "gemma3_text": _GEMMA_HEADS,
     "mistral": {"sliding_window": 4096},
     "qwen3": {"head_dim": 128},
+    "qwen3_5": _QWEN_MTP,
+    "qwen3_5_moe": _QWEN_MTP,
+    "qwen3_5_moe_text": _QWEN_MTP,
+    "qwen3_5_text": _QWEN_MTP,
+    "qwen3_next": _QWEN_MTP,
 }
