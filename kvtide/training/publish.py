@@ -74,5 +74,7 @@ class TrainedDraft:
         save_file(self.tensors, weights.with_suffix(".new"), {"format": "pt"})
         config.with_suffix(".new").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
         for file in (weights, config):
-            file.with_suffix(".new").replace(file)
+            new = file.with_suffix(".new")
+            new.chmod(0o644)
+            new.replace(file)
         return weights.stat().st_size

@@ -85,4 +85,5 @@ def _copy_right(weight: Tensor, given: Tensor | None) -> None:
 
 def _loudest(up: Tensor, down: Tensor, count: int) -> Tensor:
     """Numbers of the MLP's units with the largest weights, if it has more than `count`."""
-    return (up.norm(dim=1) * down.norm(dim=0)).topk(min(count, len(up))).indices.sort().values
+    size: Tensor = up.norm(dim=1) * down.norm(dim=0)
+    return size.topk(min(count, len(up))).indices.sort().values

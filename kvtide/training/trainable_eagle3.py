@@ -57,14 +57,15 @@ class TrainableAttention(nn.Module):
         own = [(queries * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
         weights = torch.cat([first, *own], -1).softmax(-1, dtype=torch.float32).to(x.dtype)
         count = first.shape[-1]
-        out = weights[..., :count] @ values[0]
+        out: Tensor = weights[..., :count] @ values[0]
         for number, value in enumerate(values[1:]):
             out = out + weights[..., count + number, None] * value
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 
     def _by_head(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.dim)).transpose(1, 2)
+        by_head: Tensor = x.unflatten(-1, (heads, self.dim)).transpose(1, 2)
+        return by_head
 
 
 class TrainableMLP(nn.Module):
