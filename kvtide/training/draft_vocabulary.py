@@ -46,5 +46,5 @@ def choose_vocabulary(
     counts = torch.bincount(torch.cat(said), minlength=target_tokens)
     order = torch.sort(counts, descending=True, stable=True).indices
     tokens = order[:count].sort().values
-    covered = float(counts[tokens].sum() / counts.sum().clamp(min=1))
+    covered = int(counts[tokens].sum()) / max(1, int(counts.sum()))
     return DraftVocabulary(tokens, target_tokens, covered)

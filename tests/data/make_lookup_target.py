@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tests.data.lookup_task import VOCABULARY, Walk, walk
 
-STEPS, BATCH, MAX_RATE, WARM_UP = 1500, 16, 2e-3, 50
+STEPS, BATCH, MAX_RATE, WARM_UP = 600, 16, 2e-3, 50
 THETA, ALWAYS, SHARP = 1e6, 0.3, 7.3
 """Of positions; a number that every token's embedding has, how strongly it is attended with."""
 CONFIG = transformers.LlamaConfig(
@@ -79,7 +79,7 @@ def batch(rng: random.Random, progress: float) -> list[Walk]:
     repeated = 1
     if progress > 0.6 and rng.random() < 0.25:
         pairs, repeated = rng.randint(32, 64), rng.choice([2, 3, 5])
-    count = max(2, BATCH // repeated)
+    count = BATCH if repeated == 1 else max(2, BATCH // (2 * repeated))
     return [walk(rng, pairs, repeated) for _ in range(count)]
 
 
