@@ -132,6 +132,8 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         raise CommandError(f"--minutes is {args.minutes:g}; use more than 0")
     if args.learning_rate <= 0:
         raise CommandError(f"--learning-rate is {args.learning_rate:g}; use more than 0")
+    if not 0 <= args.temperature <= 100:
+        raise CommandError(f"--temperature is {args.temperature:g}; use 0 to 100")
     if args.answer_tokens < 2:
         raise CommandError("--answer-tokens is 1, and a draft predicts tokens after it; use more")
     size = None if args.max_size is None else parse_size(args.max_size)
