@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tests.data.lookup_task import VOCABULARY, Walk, walk
 
-STEPS, BATCH, MAX_RATE, WARM_UP = 600, 16, 2e-3, 50
+STEPS, BATCH, MAX_RATE, WARM_UP = 1000, 16, 2e-3, 50
 THETA, ALWAYS, SHARP = 1e6, 0.3, 7.3
 """Of positions; a number that every token's embedding has, how strongly it is attended with."""
 CONFIG = transformers.LlamaConfig(
@@ -42,8 +42,19 @@ CONFIG = transformers.LlamaConfig(
 )
 
 
+SLOW = torch.cat([torch.arange(8, 16), torch.arange(24, 32)])
+"""Of a head's pairs, the slow half tells tokens apart at any distance."""
+
+
+def token_parts() -> tuple[Tensor, ...]:
+    """Three parts of a token's vector that have nothing in common: (64, 16) each."""
+    chance = torch.Generator().manual_seed(0)
+    parts = torch.linalg.qr(torch.randn(63, 48, generator=chance)).Q
+    return torch.cat([torch.zeros(1, 48), parts]).split(16, dim=1)
+
+
 @torch.no_grad()
-def begin_near_a_lookup(model: transformers.LlamaForCausalLM, chance: torch.Generator) -> None:
+def begin_near_a_lookup(model: transformers.LlamaForCausalLM) -> None:
     """Weights of the first head of the first two layers."""
     embedding = model.model.embed_tokens.weight
     embedding[:, 0] = ALWAYS
@@ -57,16 +68,11 @@ def begin_near_a_lookup(model: transformers.LlamaForCausalLM, chance: torch.Gene
     before.k_proj.weight[:16, 0] = strength
     before.q_proj.weight[:16, 0] = strength * frequencies.cos()
     before.q_proj.weight[16:32, 0] = -strength * frequencies.sin()
-    # Three parts of a token's vector that have nothing in common.
-    random = torch.randn(63, 48, generator=chance)
-    parts = torch.cat([torch.zeros(1, 48), torch.linalg.qr(random).Q])
-    token, previous, value = parts.split(16, dim=1)
+    token, previous, value = token_parts()
     before.v_proj.weight[:16] = token.T
     before.o_proj.weight[:, :16] = 0.15 * previous
-    # Of a head's pairs, the slow half tells tokens apart at any distance.
-    slow = torch.cat([torch.arange(8, 16), torch.arange(24, 32)])
-    found.q_proj.weight[slow] = 2.5 * token.T
-    found.k_proj.weight[slow] = 2.5 * previous.T
+    found.q_proj.weight[SLOW] = 2.5 * token.T
+    found.k_proj.weight[SLOW] = 2.5 * previous.T
     found.v_proj.weight[:16] = value.T
     found.o_proj.weight[:, :16] = value
     model.lm_head.weight.copy_(embedding)
@@ -77,7 +83,7 @@ def batch(rng: random.Random, progress: float) -> list[Walk]:
     """Longer tables later, some of them several times."""
     pairs = rng.randint(8, 12 + int(52 * min(1.0, 2 * progress)))
     repeated = 1
-    if progress > 0.6 and rng.random() < 0.25:
+    if progress > 0.8 and rng.random() < 0.15:
         pairs, repeated = rng.randint(32, 64), rng.choice([2, 3, 5])
     count = BATCH if repeated == 1 else max(2, BATCH // (2 * repeated))
     return [walk(rng, pairs, repeated) for _ in range(count)]
@@ -96,7 +102,7 @@ def make(folder: Path, steps: int = STEPS) -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
     model = transformers.LlamaForCausalLM(CONFIG)
-    begin_near_a_lookup(model, torch.Generator().manual_seed(0))
+    begin_near_a_lookup(model)
     optimizer = torch.optim.AdamW(model.parameters(), MAX_RATE, (0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         progress = step / steps
@@ -110,6 +116,7 @@ def make(folder: Path, steps: int = STEPS) -> None:
         optimizer.step()
         if step % 25 == 24:
             print(f"step {step + 1}: loss {loss.item():.3f}, {right:.3f} right", flush=True)
+    model.generation_config = None
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
