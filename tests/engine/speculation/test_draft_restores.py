@@ -22,7 +22,7 @@ from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.model import Decoder
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
-from tests.engine.speculation.drafting import ConsistentDrafter
+from tests.engine.speculation.drafting import ConsistentDrafter, Seen
 from tests.engine.speculation.test_lossless import prompts
 from tests.models import tiny_mtp
 from tests.models.tiny import checkpoint, config_of
@@ -32,7 +32,6 @@ PAGE, ANSWER = 16, 12
 SAMPLING = SamplingParams(temperature=0.8, seed=5, logprobs=1)
 
 Pair = tuple[Decoder, DraftModel]
-Seen = dict[tuple[int, ...], tuple[int, ...]]
 
 
 def eagle3(family: str, folder: Path, layers: int = 1) -> Pair:
