@@ -200,7 +200,11 @@ class ModelDrafter:
         return draft.forward(step, torch.cat([row.features for row in rows]))
 
     def _table(self, row: DraftRow) -> tuple[Table, int]:
-        """The lease's slots without pages that lack the draft, and the tokens before the row."""
+        """The lease's slots without pages that lack the draft, and the tokens before the row.
+
+        Pages behind a window have no slot and are left out, too: those that lack the draft move
+        the window back.
+        """
         page, lease = self._cache.memory.page_tokens, row.lease
         table: dict[str, Numbers] = {}
         past = row.position
@@ -211,8 +215,9 @@ class ModelDrafter:
                 continue
             slots = self._cache.page_table(lease, anchor).astype(np.int32)
             carried = self._cache.carries(lease, pool)
-            absent = np.zeros(len(slots), bool)
-            absent[: len(carried)] = ~carried & (slots[: len(carried)] >= 0)
+            absent = slots < 0
+            absent[row.position // page :] = False
+            absent[: len(carried)] |= ~carried
             past = row.position - page * int(absent[: row.position // page].sum())
             table[anchor] = slots[~absent]
         return table, past
