@@ -27,7 +27,7 @@ from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.cache_invariants import CacheParts, violations
 from kvtide.cache.cache_stats import CacheCounts, PageCount, Stats
 from kvtide.cache.hardware import Hardware, space
-from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers
+from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers, explained
 from kvtide.cache.lease import Lease, Match
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.cache.sessions import Sessions
@@ -37,7 +37,6 @@ from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement
 from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
 from kvtide.spec import ALL, ModelMemory, Slots, Tier
-from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfers, TransferState
 
@@ -291,7 +290,7 @@ class TieredCache:
                 if transfer in lease.transfers:
                     settled[lease.number] = lease
                     if transfer.state is not TransferState.LANDED:
-                        lease.fail(_explained(transfer))
+                        lease.fail(explained(transfer))
         landed = [lease for lease in settled.values() if not lease.failed and not lease.loading]
         for lease in landed:
             self._settled(lease)
@@ -468,7 +467,10 @@ class TieredCache:
 
     def _commit(self, lease: Lease, tokens: int, without: Collection[str]) -> None:
         if self._full_pages(tokens) > lease._index_lease.boundary:
-            self.index.commit(lease._index_lease, tokens, without)
+            moves = self.index.commit(lease._index_lease, tokens, without)
+            if moves:  # Backups wait for these copies, too.
+                self.hardware.copy_on_device(moves)
+                self._in_flight.drop_fence()
             self._writing.committed(lease._index_lease)
 
     def _full_pages(self, tokens: int) -> int:
@@ -485,9 +487,3 @@ class TieredCache:
         return all(
             pages <= self.index.free_pages(Tier.DEVICE, name) for name, pages in needs.items()
         )
-
-
-def _explained(transfer: ArrivalTransfer) -> TransferError:
-    """Why a load failed, or is late."""
-    elsewhere = "it missed its deadline" if transfer.late else "it failed on another rank"
-    return TransferError(f"the prefix could not be loaded: {transfer.error or elsewhere}")

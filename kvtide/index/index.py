@@ -13,7 +13,7 @@ releasing what another index leased, pinning a stale hit) is a programmer's erro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,15 @@ from kvtide.index import index_invariants
 from kvtide.index.events import Listener
 from kvtide.index.evict.allocation import Allocator
 from kvtide.index.evict.policies import DEFAULT_POLICY
-from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
+from kvtide.index.keys import (
+    DEFAULT_NAMESPACE,
+    SCRATCH,
+    Namespace,
+    PageKey,
+    Prompt,
+    Tokens,
+    page_keys,
+)
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
 from kvtide.index.leases.leasing import Leasing
@@ -32,7 +40,7 @@ from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
 from kvtide.index.tree.tree import Tree
-from kvtide.spec import ModelMemory, Slots, Tier
+from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
 
 class Index:
@@ -149,14 +157,18 @@ class Index:
         """Give back the slots of pages beyond `tokens`; as many stay promised as `growth`."""
         self._leasing.shrink(lease, -(-tokens // self.memory.page_tokens))
 
-    def commit(self, lease: IndexLease, tokens: int, without: Collection[str] = ()) -> None:
+    def commit(
+        self, lease: IndexLease, tokens: int, without: Collection[str] = ()
+    ) -> Sequence[PageMove]:
         """The tokens up to `tokens` are computed: their full pages become readable.
 
         The lease then covers them. Pages that another lease committed meanwhile are shared, and
         the slots taken for them go back: `page_table` has the slots in use. `without` names
-        optional sidecars (a draft's KV) that were not written for these pages.
+        optional sidecars (a draft's KV) that were not written for these pages. Shared pages that
+        lack sidecars get those of the lease: the caller makes the moves that are returned, on the
+        device, before any slot is taken.
         """
-        self._leasing.commit(lease, tokens, without)
+        return self._leasing.commit(lease, tokens, without)
 
     @property
     def has_checkpoints(self) -> bool:
@@ -202,7 +214,7 @@ class Index:
     def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
         """Begin a load or fetch (upwards) or a backup or store (downwards) of the lease's path.
 
-        None when the target has no room. An arrival without parts has nothing to move.
+        None when the target has no room. An arrival without moves has nothing to move.
         """
         return self._arrivals.copy(lease, source, target)
 
@@ -258,9 +270,11 @@ class Index:
         """A departure was written, or dropped: its host pages are unpinned."""
         self._imports_exports.departed(departure)
 
-    def prompt_key(self, prompt: Prompt) -> bytes:
-        """The key from which the keys of the prompt's pages are chained (`keys.chain`)."""
-        return self.tree.name_key((prompt.namespace, prompt.head))
+    def page_keys(self, prompt: Prompt, pages: int | None = None) -> Iterator[PageKey]:
+        """The keys of the prompt's whole pages, or of its first `pages`, computed as asked for."""
+        size, after = self.tree.page_bytes, self.tree.after_bytes
+        tokens = prompt.packed if pages is None else prompt.packed[: pages * size + after]
+        return page_keys(self.tree.namespace_key(prompt.namespace), tokens, size, after)
 
     # -- freeing slots ----------------------------------------------------------------------
 
@@ -282,7 +296,7 @@ class Index:
         """
         return quarantine(self.tree, prompt)
 
-    def keys_below(self, prompt: Prompt) -> list[bytes]:
+    def keys_below(self, prompt: Prompt) -> list[PageKey]:
         """The keys of all pages known that share the prompt's first page."""
         return keys_below(self.tree, prompt)
 

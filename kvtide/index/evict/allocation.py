@@ -57,8 +57,13 @@ class Allocator:
         return self._evict(cell, pages, lambda node, cell: False)
 
     def evict_copied(self, cell: int, pages: int) -> int:
-        """Like `evict`, but ends at the first victim whose only useful copy is in this cell."""
-        return self._evict(cell, pages, self.would_be_lost)
+        """Like `evict`, but ends at the first victim whose only useful copy is in this cell.
+
+        Also at one whose copy may lack a sidecar.
+        """
+        return self._evict(
+            cell, pages, lambda node, cell: node.ahead or self.would_be_lost(node, cell)
+        )
 
     def _evict(self, cell: int, pages: int, spares: Callable[[Node, int], bool]) -> int:
         """Drop victims until `pages` are gone, none is left, or the next one is spared.

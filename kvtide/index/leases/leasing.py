@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kvtide.index.placement.placement import Placement, PlannedSegment, plan
 from kvtide.index.tree.holds import IndexLease, Pin, Segment
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import MAX_NODE_PAGES, Tree
-from kvtide.spec import ModelMemory, Slots, Tier
+from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
 _TIERS = tuple(Tier)
 
@@ -50,6 +50,7 @@ class Leasing:
         self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
         self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
         self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
+        self._added: list[PageMove] = []
         self._finite = frozenset(reach for reach in self._reaches if reach is not None)
 
     def owns(self, lease: IndexLease) -> bool:
@@ -230,7 +231,10 @@ class Leasing:
 
     # -- committing -------------------------------------------------------------------------
 
-    def commit(self, lease: IndexLease, tokens: int, without: Collection[str]) -> None:
+    def commit(
+        self, lease: IndexLease, tokens: int, without: Collection[str]
+    ) -> Sequence[PageMove]:
+        """Returns the sidecars to copy on the device, from slots that are free now."""
         tree = self._tree
         upto = (tokens - self._holdback) // self._page
         assert lease.live and self.owns(lease), "committing with a lease that is not this index's"
@@ -238,8 +242,9 @@ class Leasing:
         assert tokens <= lease.prompt.tokens, "committing pages whose tokens are not known"
         assert self.on_device(lease), "committing on top of pages that are not on the device"
         if upto <= lease.boundary:
-            return
+            return ()
         tree.tick += 1
+        self._added = []
         self._find_root(lease)
         before, stood = lease.node, lease.boundary
         while lease.boundary < upto:
@@ -259,6 +264,7 @@ class Leasing:
         if lease.running:
             self._pass_on(lease, stood)
         sweep(tree, hidden_roots([lease.node]))
+        return self._added
 
     def _find_root(self, lease: IndexLease) -> None:
         """A prompt shorter than the holdback has no root of its own until it has grown."""
@@ -330,25 +336,39 @@ class Leasing:
         return node.resident == cells
 
     def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
-        """Give the node these pages where it has none; duplicates go back."""
-        node.last = self._tree.tick
+        """Give the node these pages where it has none; duplicates go back.
+
+        Sidecars that only the duplicates carry are added to the node's pages: leases and transfers
+        use its slots, and read no sidecar that was absent.
+        """
+        tree = self._tree
+        node.last = tree.tick
         for cell, taken in slots.items():
             mine = taken[: node.pages]
-            if node.resident >> cell & 1:
-                self._tree.cells[cell].slots.free(mine)
-            else:
+            if not node.resident >> cell & 1:
                 self._hold(node, cell, mine.copy())
+                continue
+            if tree.presence.needed:
+                name, theirs = tree.anchor_names[cell], node.resident_slots(cell)
+                added = tree.presence.additions(name, Tier.DEVICE, mine, Tier.DEVICE, theirs)
+                tree.presence.add(added)
+                self._added += added
+                node.ahead = node.ahead or bool(added)
+            tree.cells[cell].slots.free(mine)
 
     def _hold(self, node: Node, cell: int, slots: Slots) -> None:
         """Make the pages resident: `_move_pins` pins a history later, checkpoints are evictable.
 
         Leases that waited for an arrival of these pages have them now, and pin them.
         """
+        tree = self._tree
         coming = node.arrivals.get(cell) if node.arrivals else None
-        self._tree.hold(node, cell, slots)
+        tree.hold(node, cell, slots)
+        if tree.presence.needed and (node.resident | node.arriving) >> cell + tree.anchors & 1:
+            node.ahead = True
         if self._reaches[cell] is not None:
-            self._tree.cells[cell].queue.offer(node)
-        for lease in self._tree.arrivals[coming].leases if coming is not None else ():
+            tree.cells[cell].queue.offer(node)
+        for lease in tree.arrivals[coming].leases if coming is not None else ():
             if lease.live:
                 self.repin(lease)
 
