@@ -26,6 +26,7 @@ class NaiveIndex:
         }
         self._expected: set[tuple[Where, bytes]] = set()
         self._unwanted: set[tuple[Where, bytes]] = set()
+        self.carried: dict[tuple[Where, bytes], frozenset[str]] = {}
         self._first: dict[bytes, bytes] = {}
         self.complaints: list[str] = []
 
@@ -99,6 +100,19 @@ class NaiveIndex:
         """From now on these pages may be stored there, and by the end of the step must be."""
         self._expected |= {((tier, anchor), key) for key in keys}
 
+    def bring(
+        self, tier: Tier, anchor: str, key: bytes, sidecars: frozenset[str], *, add: bool = False
+    ) -> None:
+        """A page comes with these optional sidecars; what the tier has of it stays as it is.
+
+        `add`: a commit, or a copy of sidecars alone. What the tier has gets them as well.
+        """
+        where = (tier, anchor)
+        if key not in self.readable[where]:
+            self.carried[where, key] = sidecars
+        elif add:
+            self.carried[where, key] |= sidecars
+
     def quarantine(self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """All that shares the first page must not be readable at the end of the step: how much."""
         first = self.stored_keys(tokens, namespace)[:1]
@@ -119,6 +133,7 @@ class NaiveIndex:
                 if key not in readable:
                     self.complaints.append(f"{where}: removed a page that was not readable")
                 readable.discard(key)
+                self.carried.pop((where, key), None)
             else:
                 if (where, key) not in self._expected:
                     self.complaints.append(

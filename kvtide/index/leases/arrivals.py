@@ -153,6 +153,7 @@ class Arrivals:
         """Pin what the arrival brought: a history with all pages above, which must stay too."""
         tree = self._tree
         departure = Departure(tree.next_number(), [], [])
+        brought = {(m.anchor, slot) for m in arrival.moves for slot in m.target_slots.tolist()}
         for part in (*arrival.parts, *arrival.additions):
             for node, slots in self._slices(part):
                 if node.hidden or node.slots[part.cell] is None:
@@ -160,7 +161,8 @@ class Arrivals:
                 if not np.array_equal(node.resident_slots(part.cell), slots):
                     continue
                 departure.pins.append(self._pin_whole(part.cell, node))
-                departure.pages += self._departing(node, part.cell % tree.anchors, slots)
+                pages = self._departing(node, part.cell % tree.anchors, slots)
+                departure.pages += [page for page in pages if (page.anchor, page.slot) in brought]
         if not departure.pages:
             return None
         tree.departures[departure.number] = departure
