@@ -84,6 +84,7 @@ class TieredCache:
             placement=placement,
             fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
+            copy_on_device=self.hardware.copy_on_device,
         )
         transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
         self._in_flight = InFlightTransfers(self.index, transfers)
@@ -460,17 +461,14 @@ class TieredCache:
     def _settled(self, lease: Lease) -> None:
         """The lease's load has landed: make the commits that waited for it."""
         pending, lease.pending = lease.pending, []
-        if pending:  # A commit frees duplicate pages, which a running step may still use.
-            self._in_flight.drop_fence(Way.LOAD)
+        if pending:  # It frees duplicate pages, which a running step uses, or copies from them.
+            self._in_flight.drop_fence()
         for tokens, without in pending:
             self._commit(lease, tokens, without)
 
     def _commit(self, lease: Lease, tokens: int, without: Collection[str]) -> None:
         if self._full_pages(tokens) > lease._index_lease.boundary:
-            moves = self.index.commit(lease._index_lease, tokens, without)
-            if moves:  # Backups wait for these copies, too.
-                self.hardware.copy_on_device(moves)
-                self._in_flight.drop_fence()
+            self.index.commit(lease._index_lease, tokens, without)
             self._writing.committed(lease._index_lease)
 
     def _full_pages(self, tokens: int) -> int:

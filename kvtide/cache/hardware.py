@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtide.cache.cache_config import CacheConfig
@@ -52,11 +52,10 @@ class Hardware:
             Tier.HOST: self.host.arrangement.slots,
         }
 
-    def copy_on_device(self, moves: Iterable[PageMove]) -> None:
-        """Copy sidecars between device slots, behind the work that is queued now."""
-        for move in moves:
-            assert move.source is move.target is Tier.DEVICE and move.sidecar is not None
-            self.device.copy_rows(move.sidecar, move.source_slots, move.target_slots)
+    def copy_on_device(self, move: PageMove) -> None:
+        """Copy a sidecar between device slots, behind the work that is queued now."""
+        assert move.source is move.target is Tier.DEVICE and move.sidecar is not None
+        self.device.copy_rows(move.sidecar, move.source_slots, move.target_slots)
 
     def close(self, timeout_s: float) -> None:
         """Free the memory, unless a copy is still running."""

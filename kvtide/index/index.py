@@ -13,7 +13,7 @@ releasing what another index leased, pinning a stale hit) is a programmer's erro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class Index:
 
     A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
     fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
+    `copy_on_device` copies a sidecar between device slots, at once.
     """
 
     def __init__(
@@ -59,14 +60,16 @@ class Index:
         placement: Placement | None = None,
         fingerprint: bytes = b"",
         keeps: Collection[Tier] = (),
+        copy_on_device: Callable[[PageMove], None] = lambda move: None,
     ) -> None:
         self.memory = memory
         self.tree = Tree(memory, capacity_pages, eviction, fingerprint)
         kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
         self._allocator = Allocator(self.tree, frozenset(kept))
         self._matcher = Matcher(memory, self.tree)
+        chosen = placement or CostBased()
         self._leasing = Leasing(
-            memory, self.tree, self._matcher, self._allocator, placement or CostBased()
+            memory, self.tree, self._matcher, self._allocator, chosen, copy_on_device
         )
         self._arrivals = Arrivals(self.tree, self._allocator, self._leasing)
         self._imports_exports = ImportsExports(
@@ -157,18 +160,15 @@ class Index:
         """Give back the slots of pages beyond `tokens`; as many stay promised as `growth`."""
         self._leasing.shrink(lease, -(-tokens // self.memory.page_tokens))
 
-    def commit(
-        self, lease: IndexLease, tokens: int, without: Collection[str] = ()
-    ) -> Sequence[PageMove]:
+    def commit(self, lease: IndexLease, tokens: int, without: Collection[str] = ()) -> None:
         """The tokens up to `tokens` are computed: their full pages become readable.
 
         The lease then covers them. Pages that another lease committed meanwhile are shared, and
         the slots taken for them go back: `page_table` has the slots in use. `without` names
         optional sidecars (a draft's KV) that were not written for these pages. Shared pages that
-        lack sidecars get those of the lease: the caller makes the moves that are returned, on the
-        device, before any slot is taken.
+        lack sidecars get those that the lease wrote (`copy_on_device`).
         """
-        return self._leasing.commit(lease, tokens, without)
+        self._leasing.commit(lease, tokens, without)
 
     @property
     def has_checkpoints(self) -> bool:

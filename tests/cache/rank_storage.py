@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from kvtide.cache import Fetch, FetchPatience, Ratio, Tier, Tokens
 from kvtide.index import EveryPages, Prompt
-from kvtide.index.keys import chain
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse, with_draft
 from kvtide.storage import Store, StoreError, open_store
+from kvtide.storage.objects import object_key
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
-from kvtide.transfer.store_link import object_key
 from kvtide.transfer.strided import Way
 from tests.cache.rank_stand import PAGE, WHOLE, Stand, World
 from tests.cache.rank_worker import RandomRun
@@ -66,10 +65,7 @@ class Storing:
         return open_store(self.url, self.cache.storage.space)
 
     def keys(self, prompt: Prompt, anchor: str = "kv") -> list[bytes]:
-        size = self.cache.index.tree.page_bytes
-        body = prompt.body[: len(prompt.body) // size * size]
-        pages = chain(self.cache.index.prompt_key(prompt), body, size)
-        return [object_key(page, anchor) for page in pages]
+        return [object_key(page.key, anchor) for page in self.cache.index.page_keys(prompt)]
 
     def fetch(self, tokens=TEXT, token_s: float = 0.0) -> Fetch:
         fetch = self.cache.storage.fetch(self.stand.prompt(tokens), token_s)

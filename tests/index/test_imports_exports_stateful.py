@@ -76,9 +76,9 @@ class OutsideMachine(IndexMachine):
             if page < held.lease.boundary and not held.hidden:
                 self._doubled(Tier.DEVICE, name, keys[page])
 
-    def added(self, moves):
-        super().added(moves)
-        self._add(moves)
+    def copy_on_device(self, move):
+        super().copy_on_device(move)
+        self._add([move])
 
     def _add(self, moves):
         for move in (move for move in moves if move.sidecar):

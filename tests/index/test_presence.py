@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtide.spec import Tier
+from kvtide.spec import PageMove, Tier
 from tests.index.building import build, compute, keep, lease_for
 from tests.index.memories import DRAFTED, DRAFTED_TWICE, FULL, PAGE
 
@@ -66,14 +66,17 @@ def test_presence_travels_down_and_up_again() -> None:
     assert index.carries(lease, "draft").tolist() == [False, True, True, True]
 
 
-def _computed_twice(index, first: tuple[str, ...], second: tuple[str, ...]):
+def _computed_twice(memory, first: tuple[str, ...], second: tuple[str, ...]):
     """Two leases compute the same pages; the moves that the second one's commit asks for."""
+    moves: list[PageMove] = []
+    index = build(memory, copy_on_device=moves.append)
     one, two = lease_for(index, TEXT), lease_for(index, TEXT)
     for lease in (one, two):
         index.reserve(lease, len(TEXT))
-    assert not index.commit(one, len(TEXT), without=first)
+    index.commit(one, len(TEXT), without=first)
     slots = index.page_table(two, "kv").tolist()
-    return one, two, slots, index.commit(two, len(TEXT), without=second)
+    index.commit(two, len(TEXT), without=second)
+    return index, (one, two), slots, moves
 
 
 def _pages(moves, sidecar: str = "draft", anchor: str = "kv") -> tuple[list[int], list[int]]:
@@ -84,28 +87,25 @@ def _pages(moves, sidecar: str = "draft", anchor: str = "kv") -> tuple[list[int]
 
 
 def test_a_commit_adds_the_draft_that_shared_pages_lack() -> None:
-    index = build(DRAFTED)
-    one, two, slots, moves = _computed_twice(index, ("draft",), ())
+    index, leases, slots, moves = _computed_twice(DRAFTED, ("draft",), ())
     assert all(move.source is move.target is Tier.DEVICE for move in moves)
     sources, targets = _pages(moves)
     assert sources == slots[:4], "from the slots that the second one wrote"
-    assert targets == index.page_table(one, "kv").tolist()[:4], "tables stay"
-    for lease in (one, two):
+    assert targets == index.page_table(leases[0], "kv").tolist()[:4], "tables stay"
+    for lease in leases:
         assert index.carries(lease, "draft").tolist() == [True] * 4
     assert index.validate() == []
 
 
 def test_a_commit_adds_nothing_that_is_there_or_that_it_lacks() -> None:
     for first, second in (((), ()), ((), ("draft",)), (("draft",), ("draft",))):
-        index = build(DRAFTED)
-        _, two, _, moves = _computed_twice(index, first, second)
+        index, leases, _, moves = _computed_twice(DRAFTED, first, second)
         assert not moves
-        assert index.carries(two, "draft").tolist() == ["draft" not in first] * 4
+        assert index.carries(leases[1], "draft").tolist() == ["draft" not in first] * 4
 
 
 def test_sidecars_of_one_page_are_added_each_for_itself() -> None:
-    index = build(DRAFTED_TWICE)
-    _, two, _, moves = _computed_twice(index, ("draft_kv",), ("draft_swa",))
+    index, (_, two), _, moves = _computed_twice(DRAFTED_TWICE, ("draft_kv",), ("draft_swa",))
     assert len(_pages(moves, "draft_kv")[0]) == 4
     assert index.carries(two, "draft_kv").all() and index.carries(two, "draft_swa")[-1]
 

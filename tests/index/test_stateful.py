@@ -94,6 +94,7 @@ class IndexMachine(RuleBasedStateMachine):
             eviction=eviction,
             placement=placement(),
             fingerprint=b"model",
+            copy_on_device=lambda move: self.copy_on_device(move),
         )
         self.naive = NaiveIndex(memory, b"model")
         self.index.subscribe(self.naive.hear)
@@ -225,16 +226,15 @@ class IndexMachine(RuleBasedStateMachine):
                 sidecars = frozenset(self.memory.optional_sidecars(name)) - {*without}
                 for number in pages_in:
                     self.naive.bring(Tier.DEVICE, name, keys[number], sidecars, add=True)
-        self.added(self.index.commit(lease, upto * page + holdback, without))
+        self.index.commit(lease, upto * page + holdback, without)
         assert lease.boundary == upto
         for pool in self.memory.anchors:
             table = self.index.page_table(lease, pool.name)
             if pool.reuse.reach_pages(page) is None and pool.reuse.required:
                 assert (table >= 0).all()
 
-    def added(self, moves):
-        """Sidecars are copied on the device."""
-        assert all(move.source is move.target is Tier.DEVICE and move.sidecar for move in moves)
+    def copy_on_device(self, move):
+        assert move.source is move.target is Tier.DEVICE and move.sidecar
 
     @rule(held=consumes(leases))
     def release(self, held):

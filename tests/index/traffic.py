@@ -61,7 +61,8 @@ class Traffic:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(f"{self.memory.model} {self.policy} {self.seed}")
-        self.index = build(self.memory, 16, 12, 8, eviction=self.policy, placement=self.placement)
+        options = {"eviction": self.policy, "placement": self.placement}
+        self.index = build(self.memory, 16, 12, 8, copy_on_device=self._add_drafts, **options)
         self.naive = NaiveIndex(self.memory)
         self.index.subscribe(self.naive.hear)
         self.running: list[Running] = []
@@ -173,8 +174,7 @@ class Traffic:
                     self.naive.expect(Tier.DEVICE, name, here)
                 written = zip(slots.tolist(), here, strict=False)
                 self.bytes[Tier.DEVICE, name] |= {s: (key, not without) for s, key in written}
-        for move in index.commit(lease, pages * PAGE + holdback, without):
-            self._add_drafts(move)
+        index.commit(lease, pages * PAGE + holdback, without)
 
     def _add_drafts(self, move: PageMove) -> None:
         """Pages that lack a draft get it from a copy of the same page."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class Leasing:
         matcher: Matcher,
         allocator: Allocator,
         placement: Placement,
+        copy_on_device: Callable[[PageMove], None],
     ) -> None:
         self._tree = tree
         self._matcher = matcher
@@ -50,7 +51,7 @@ class Leasing:
         self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
         self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
         self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
-        self._added: list[PageMove] = []
+        self._copy_on_device = copy_on_device
         self._finite = frozenset(reach for reach in self._reaches if reach is not None)
 
     def owns(self, lease: IndexLease) -> bool:
@@ -231,10 +232,7 @@ class Leasing:
 
     # -- committing -------------------------------------------------------------------------
 
-    def commit(
-        self, lease: IndexLease, tokens: int, without: Collection[str]
-    ) -> Sequence[PageMove]:
-        """Returns the sidecars to copy on the device, from slots that are free now."""
+    def commit(self, lease: IndexLease, tokens: int, without: Collection[str]) -> None:
         tree = self._tree
         upto = (tokens - self._holdback) // self._page
         assert lease.live and self.owns(lease), "committing with a lease that is not this index's"
@@ -242,9 +240,8 @@ class Leasing:
         assert tokens <= lease.prompt.tokens, "committing pages whose tokens are not known"
         assert self.on_device(lease), "committing on top of pages that are not on the device"
         if upto <= lease.boundary:
-            return ()
+            return
         tree.tick += 1
-        self._added = []
         self._find_root(lease)
         before, stood = lease.node, lease.boundary
         while lease.boundary < upto:
@@ -264,7 +261,6 @@ class Leasing:
         if lease.running:
             self._pass_on(lease, stood)
         sweep(tree, hidden_roots([lease.node]))
-        return self._added
 
     def _find_root(self, lease: IndexLease) -> None:
         """A prompt shorter than the holdback has no root of its own until it has grown."""
@@ -351,8 +347,9 @@ class Leasing:
             if tree.presence.needed:
                 name, theirs = tree.anchor_names[cell], node.resident_slots(cell)
                 added = tree.presence.additions(name, Tier.DEVICE, mine, Tier.DEVICE, theirs)
+                for move in added:
+                    self._copy_on_device(move)
                 tree.presence.add(added)
-                self._added += added
                 node.ahead = node.ahead or bool(added)
             tree.cells[cell].slots.free(mine)
 
