@@ -204,11 +204,12 @@ class StoreLink:
         objects = self._objects(reading.pages[batch.start : batch.end])
         targets, staged = self._memory(objects, staging)
         whole = [True] * (batch.end - batch.start)
-        began, size = self.read_speed.begin(), 0
+        began, size, restored = self.read_speed.begin(), 0, 0
         try:
             lengths: list[int] = self._answers("read", [one.key for one in objects], targets)
             for one, target, copied, length in zip(objects, targets, staged, lengths, strict=True):
                 there = self._checked(one, target, length)
+                restored += there
                 if there and copied:
                     self._host_pages.scatter(one.format.pool, one.slot, target)
                 elif not there and one.format.is_sidecar:
@@ -218,7 +219,7 @@ class StoreLink:
             size = sum(length for length in lengths if length > 0)
         finally:
             self.read_speed.end(began, size)
-        self._count(read=sum(whole))
+        self._count(read=restored)
         return whole
 
     def _checked(self, one: PageObject, memory: memoryview, length: int) -> bool:
