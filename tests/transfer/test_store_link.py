@@ -19,7 +19,7 @@ from kvtide.transfer.breaker import MAX_FAILURES, REST_S
 from kvtide.transfer.read_speed import EWMA_DECAY
 from kvtide.transfer.storage_requests import Lookup, Paging, Reading, StoredPage
 from kvtide.transfer.store_link import READERS, STUCK_S
-from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Clock, Desk, until
+from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Clock, Desk, key, until
 
 LONG_S = 1e6
 
