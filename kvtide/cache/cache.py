@@ -36,7 +36,7 @@ from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
-from kvtide.spec import ALL, ModelMemory, Slots, Tier
+from kvtide.spec import ALL, ModelMemory, PageMove, Slots, Tier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfers, TransferState
 
@@ -84,7 +84,7 @@ class TieredCache:
             placement=placement,
             fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
-            copy_on_device=self.hardware.copy_on_device,
+            copy_on_device=self._copy_on_device,
         )
         transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
         self._in_flight = InFlightTransfers(self.index, transfers)
@@ -461,8 +461,8 @@ class TieredCache:
     def _settled(self, lease: Lease) -> None:
         """The lease's load has landed: make the commits that waited for it."""
         pending, lease.pending = lease.pending, []
-        if pending:  # It frees duplicate pages, which a running step uses, or copies from them.
-            self._in_flight.drop_fence()
+        if pending:  # A commit frees duplicate pages, which a running step may still use.
+            self._in_flight.drop_fence(Way.LOAD)
         for tokens, without in pending:
             self._commit(lease, tokens, without)
 
@@ -470,6 +470,11 @@ class TieredCache:
         if self._full_pages(tokens) > lease._index_lease.boundary:
             self.index.commit(lease._index_lease, tokens, without)
             self._writing.committed(lease._index_lease)
+
+    def _copy_on_device(self, move: PageMove) -> None:
+        """Give a page a sidecar from another slot; backups wait for that, too."""
+        self.hardware.copy_on_device(move)
+        self._in_flight.drop_fence()
 
     def _full_pages(self, tokens: int) -> int:
         return (tokens - self.memory.holdback) // self.memory.page_tokens
