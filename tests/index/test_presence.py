@@ -187,6 +187,25 @@ def test_a_demoted_page_gives_its_draft_to_the_copy_below() -> None:
     assert index.carries(lease, "draft").tolist() == [True] * 4
 
 
+def test_a_demotion_takes_along_the_drafts_of_its_own_anchor_alone() -> None:
+    index = build(DRAFTED_TWICE)
+    absent = ("draft_kv", "draft_swa")
+    one, two = lease_for(index, TEXT), lease_for(index, TEXT)
+    for lease in (one, two):
+        index.reserve(lease, len(TEXT))
+    index.commit(one, len(TEXT), without=absent)
+    index.land(index.copy(one, Tier.DEVICE, Tier.HOST))
+    index.commit(two, len(TEXT))
+    for lease in (one, two):
+        index.release(lease)
+    arrival = index.demote(Tier.DEVICE, Tier.HOST, "kv", 4)
+    _pages(arrival.moves, "draft_kv")
+    index.land(arrival)
+    assert index.validate() == [] and index.resident_pages(Tier.DEVICE, "swa") == 2
+    arrival = index.demote(Tier.DEVICE, Tier.HOST, "swa", 4)
+    assert len(_pages(arrival.moves, "draft_swa", "swa")[1]) == 2
+
+
 def test_pages_that_are_not_on_the_device_carry_nothing_there() -> None:
     index = build(DRAFTED)
     lease = compute(index, TEXT)

@@ -6,7 +6,7 @@ slots and pins the source. Either end is a walk over what it recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -51,8 +51,8 @@ class Arrivals:
                 # No lease waits for a copy downwards, and it does not change what leases pin.
                 arrival.leases.append(lease)
                 arrival.behind = self._awaited(lease, arrival)
-            elif not lease.hidden:
-                self._add_sidecars(arrival, tree.path(lease.node))
+            elif tree.presence.needed and not lease.hidden:
+                self._add_sidecars(arrival, tree.path(lease.node), range(tree.anchors))
         for pin in guards:
             tree.pins.unpin(pin)
         return arrival
@@ -84,7 +84,7 @@ class Arrivals:
         if found and self._allocator.reserve({there: sum(node.pages for node in lost)}):
             arrival = self._begin({anchor: [[n] for n in lost]} if lost else {}, source, target)
             arrival.leaves_source = True
-            self._add_sidecars(arrival, nodes)
+            self._add_sidecars(arrival, nodes, (anchor,))
         for pin in victims:
             tree.pins.unpin(pin)
         return arrival
@@ -153,8 +153,9 @@ class Arrivals:
         """Pin what the arrival brought: a history with all pages above, which must stay too."""
         tree = self._tree
         departure = Departure(tree.next_number(), [], [])
-        brought = {(m.anchor, slot) for m in arrival.moves for slot in m.target_slots.tolist()}
-        for part in (*arrival.parts, *arrival.additions):
+        added = [move for move in arrival.moves if move.sidecar is not None]
+        drafted = {(move.anchor, slot) for move in added for slot in move.target_slots.tolist()}
+        for number, part in enumerate((*arrival.parts, *arrival.additions)):
             for node, slots in self._slices(part):
                 if node.hidden or node.slots[part.cell] is None:
                     continue
@@ -162,7 +163,9 @@ class Arrivals:
                     continue
                 departure.pins.append(self._pin_whole(part.cell, node))
                 pages = self._departing(node, part.cell % tree.anchors, slots)
-                departure.pages += [page for page in pages if (page.anchor, page.slot) in brought]
+                if number >= len(arrival.parts):
+                    pages = [page for page in pages if (page.anchor, page.slot) in drafted]
+                departure.pages += pages
         if not departure.pages:
             return None
         tree.departures[departure.number] = departure
@@ -175,7 +178,9 @@ class Arrivals:
             for page, slot in zip(self._tree.page_keys(node), slots.tolist(), strict=True)
         ]
 
-    def _add_sidecars(self, arrival: Arrival, nodes: Iterable[Node]) -> None:
+    def _add_sidecars(
+        self, arrival: Arrival, nodes: Iterable[Node], anchors: Collection[int]
+    ) -> None:
         """Let a backup bring the sidecars that the device carries and the host's copies lack.
 
         They go to the slots that the host has: readers of these use no sidecar that is absent.
@@ -189,7 +194,10 @@ class Arrivals:
             node.ahead = False
             for anchor in range(tree.anchors):
                 here, there = tree.cell(arrival.source, anchor), tree.cell(arrival.target, anchor)
-                if moves := self._missed(node, here, there):
+                moves = self._missed(node, here, there)
+                if moves and anchor not in anchors:
+                    node.ahead = True
+                elif moves:
                     slots = node.resident_slots(there)
                     arrival.moves += tuple(moves)
                     arrival.additions.append(ArrivalPart(there, node, node.depth, node.end, slots))
