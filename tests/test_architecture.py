@@ -48,11 +48,12 @@ MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 16
 """In a folder, beside its `__init__.py`."""
-CROWDED = {"models", "layers", "layers/kernels", "storage/file"}
+CROWDED = {"models"}
 """Folders that may have more: `models` has one file per family."""
-NAMESAKES = ({"layers", "layers/kernels"}, {"models", "spec/families"})
-"""Folders whose modules of one name belong together: a kernel and its reference in torch; a
-family's model and its memory."""
+KERNELS = {"layers/kernels", "layers/kernels/attention", "layers/kernels/recurrent"}
+NAMESAKES = (({"layers"}, {"layers/reference"}, KERNELS), ({"models"}, {"spec/families"}))
+"""Folders whose modules of one name belong together, one of each set: a layer, its reference in
+torch and its kernel; a family's model and its memory."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -219,7 +220,20 @@ def test_modules_of_one_name_are_declared_pairs() -> None:
         if path.stem != "__init__":
             folders[path.stem].add(path.relative_to(PACKAGE).parent.as_posix())
     alike = {name: found for name, found in folders.items() if len(found) > 1}
-    assert {name: found for name, found in alike.items() if found not in NAMESAKES} == {}
+    assert {name: found for name, found in alike.items() if not _belong_together(found)} == {}
+
+
+def _belong_together(folders: set[str]) -> bool:
+    return any(
+        folders <= set().union(*kinds) and all(len(folders & kind) <= 1 for kind in kinds)
+        for kinds in NAMESAKES
+    )
+
+
+def test_two_kernels_of_one_name_do_not_belong_together() -> None:
+    assert _belong_together({"layers", "layers/reference", "layers/kernels/attention"})
+    assert not _belong_together({"layers", "layers/kernels", "layers/kernels/recurrent"})
+    assert not _belong_together({"layers", "models"})
 
 
 def test_no_folder_shows_more_modules_than_a_reader_takes_in() -> None:
@@ -232,7 +246,8 @@ def test_no_folder_shows_more_modules_than_a_reader_takes_in() -> None:
 
 # -- files ---------------------------------------------------------------------------------------
 
-SEEN_BY_KERNELS = {"elementwise", "forward", "kernel_args", "packing", "step"}
+LAYERS = PACKAGE / "layers"
+SEEN_BY_KERNELS = {"backend/kernel_args", "elementwise", "forward", "packing", "step"}
 """The modules of `layers/` that kernels may import: none of them imports a layer or a kernel."""
 
 
@@ -267,24 +282,26 @@ def test_files_form_no_cycle() -> None:
 
 
 def test_kernels_import_no_layer() -> None:
-    layers = PACKAGE / "layers"
-    allowed = {layers / f"{name}.py" for name in SEEN_BY_KERNELS}
-    for path in sorted((layers / "kernels").glob("*.py")):
-        seen = {file for file in imported_files(path) if file.parent == layers}
+    allowed = {LAYERS / f"{name}.py" for name in SEEN_BY_KERNELS}
+    kernels = {path for path in MODULES if LAYERS / "kernels" in path.parents}
+    assert {path.parent.relative_to(PACKAGE).as_posix() for path in kernels} == KERNELS
+    for path in sorted(kernels):
+        seen = {file for file in imported_files(path) if LAYERS in file.parents} - kernels
         assert seen <= allowed, f"{_name(path)} imports {sorted(map(_name, seen - allowed))}"
     for path in allowed:
-        outside = {file for file in imported_files(path) if file.parent.name == "kernels"}
+        outside = imported_files(path) & kernels
         assert not outside, f"{_name(path)} imports {sorted(map(_name, outside))}"
 
 
 def test_triton_is_imported_by_kernels_alone() -> None:
-    kernels, triton_ops = PACKAGE / "layers" / "kernels", PACKAGE / "layers" / "triton_ops.py"
+    kernels, triton_ops = LAYERS / "kernels", LAYERS / "backend" / "triton_ops.py"
+    choice = LAYERS / "backend" / "choice.py"
     offers = {triton_ops, PACKAGE / "engine" / "device_kernels.py"}
     for path in (path for path in MODULES if _room(path) in ("layers", "models", "engine")):
-        if path.parent == kernels:
+        if kernels in path.parents:
             continue
         named = {name.split(".")[0] for name in _imports(_parse(path), _package(path))}
         assert "triton" not in named, f"{_name(path)} imports triton"
-        seen = {file for file in imported_files(path) if file.parent == kernels}
+        seen = {file for file in imported_files(path) if kernels in file.parents}
         assert path in offers or not seen, f"{_name(path)} imports {sorted(map(_name, seen))}"
-    assert not any(triton_ops in imported_files(path) for path in MODULES if path.stem != "backend")
+    assert {path for path in MODULES if triton_ops in imported_files(path)} == {choice}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtide.layers.backend.kernel_args import AttentionParams, Norm, QKVParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams, Norm, QKVParams
-from kvtide.layers.kernels import attention_decode, attention_prefill, attention_tiles
-from kvtide.layers.kernels.attention_prefill import paged_attention
+from kvtide.layers.kernels.attention import attention_decode, attention_prefill, attention_tiles
+from kvtide.layers.kernels.attention.attention_prefill import paged_attention
 from kvtide.layers.kernels.qkv import qkv_write
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step

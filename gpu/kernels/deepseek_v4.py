@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.kernel_args import CompressedStream, Norm, StreamMixing
+from kvtide.layers.backend.kernel_args import CompressedStream, Norm, StreamMixing
 from kvtide.layers.kernels import compressor, hyper_connections, kv_write, rope
 from kvtide.layers.rope import Rope
 from kvtide.spec import ModelMemory, PoolSpec, Reuse

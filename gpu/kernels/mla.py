@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels import indexer
-from kvtide.layers.kernels.indexer import select_entries
-from kvtide.layers.kernels.mla import block_attention, mla_attention
+from kvtide.layers.kernels.attention import indexer
+from kvtide.layers.kernels.attention.indexer import select_entries
+from kvtide.layers.kernels.attention.mla import block_attention, mla_attention
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, packed, scaled

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.arithmetic import Deterministic
-from kvtide.layers.elementwise import sigmoid, softmax
-from kvtide.layers.kernel_args import (
+from kvtide.layers.backend.arithmetic import Deterministic
+from kvtide.layers.backend.kernel_args import (
     ExpertActivation,
     ExpertGroup,
     ExpertStack,
@@ -19,9 +18,10 @@ from kvtide.layers.kernel_args import (
     Routing,
     RoutingRule,
 )
+from kvtide.layers.elementwise import sigmoid, softmax
 from kvtide.layers.kernels import moe_experts as kernels
 from kvtide.layers.kernels import moe_routing as routes
-from kvtide.layers.moe_routing import route
+from kvtide.layers.reference.moe_routing import route
 from kvtide.layers.tensor_ranks import ALONE
 
 Timed = tuple[Callable[[], object], float, float]

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import ConvWeights, DeltaGates, GatedNorm, ScanParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import ConvWeights, DeltaGates, GatedNorm, ScanParams
-from kvtide.layers.kernels import ssd_scan as ssd_scan_kernels
-from kvtide.layers.kernels.causal_conv import causal_conv
-from kvtide.layers.kernels.gated_delta import gated_delta
-from kvtide.layers.kernels.gated_norm import gated_norm
-from kvtide.layers.kernels.ssd_scan import ssd_scan
+from kvtide.layers.kernels.recurrent import ssd_scan as ssd_scan_kernels
+from kvtide.layers.kernels.recurrent.causal_conv import causal_conv
+from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
+from kvtide.layers.kernels.recurrent.gated_norm import gated_norm
+from kvtide.layers.kernels.recurrent.ssd_scan import ssd_scan
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import DType, Entry, Field, PoolSpec
 

@@ -11,6 +11,8 @@ decode graphs  one token per sequence, for a number of sequences; they give logi
 mixed graphs   prefill chunks beside decode tokens, up to 1,024 tokens; they give hidden states.
                Each layer is a graph of its own: a step runs while its prefixes still load
 
+Where a draft captures hidden states of the target, both kinds give these beside the hidden states.
+
 Loads and backups run on streams of their own beside a replay: a layer reads no loading page before
 it has waited for it.
 """
@@ -22,6 +24,7 @@ from itertools import chain, count, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvtide.engine.graph_capture import GraphCapture, Wait, no_wait
@@ -29,6 +32,7 @@ from kvtide.engine.page_tables import Table, TableVersion
 from kvtide.layers import Step
 from kvtide.layers.step import Batch, Bounds
 from kvtide.models import Model
+from kvtide.models.draft import CapturedStates
 
 MIN_LENGTH = 4096
 """Sequence length of the first graphs; the next ones take four times as many tokens each."""
@@ -92,10 +96,19 @@ def lengths() -> Iterator[int]:
 
 
 class StepGraph:
-    """The captured pass of one size; its output buffer holds `max_rows` rows."""
+    """The captured pass of one size; its output buffer holds `max_rows` rows.
+
+    captures  layers of the model whose inputs a draft takes
+    """
 
     def __init__(
-        self, model: Model, view: View, capture: GraphCapture, size: GraphSize, max_rows: int
+        self,
+        model: Model,
+        view: View,
+        capture: GraphCapture,
+        size: GraphSize,
+        max_rows: int,
+        captures: tuple[int, ...] = (),
     ) -> None:
         memory, self._size, self._capture = model.memory, size, capture
         # Padding of a mixed graph is one more sequence.
@@ -117,10 +130,14 @@ class StepGraph:
         def forward(wait: Wait) -> Tensor:
             at = positions.long()
             step = Step(tokens.long(), at, (), memory.page_tokens, view, wait, batch)
+            if captures:
+                return self._forward_captured(model, step, captures)
             hidden = model.forward(step)
             return model.logits(hidden) if size.decode else hidden
 
-        self._output = "logits" if size.decode else "hidden"
+        self._captured_shape: torch.Size | None = None
+        kind = "decode" if size.decode else "mixed"
+        self._output = f"{kind} captured" if captures else kind
         self._graph = capture.capture(forward, self._output, max_rows, per_layer=not size.decode)
 
     def _parts(self, flat: Any, names: Sequence[str]) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -130,6 +147,20 @@ class StepGraph:
         rows = rest[: 3 * sequences].reshape(sequences, 3)
         tables = rest[3 * sequences :].reshape(len(names), sequences, -1)
         return *each, rows, {name: tables[i] for i, name in enumerate(names)}
+
+    def _forward_captured(self, model: Model, step: Step, captures: tuple[int, ...]) -> Tensor:
+        captured = CapturedStates(captures)
+        hidden = model.forward(step, None, captured)
+        joined = captured.joined
+        self._captured_shape = joined.shape[1:]
+        return torch.cat([joined.flatten(1), hidden], dim=1)
+
+    def parts(self, result: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of a replay's result: logits or hidden states, and captured states if there are any."""
+        if self._captured_shape is None:
+            return result, None
+        width = self._captured_shape.numel()
+        return result[:, width:], result[:, :width].unflatten(1, self._captured_shape)
 
     @property
     def decode(self) -> bool:
@@ -218,8 +249,10 @@ class StepGraphs:
         capture: GraphCapture,
         max_sequences: int,
         max_step_tokens: int,
+        captures: tuple[int, ...] = (),
     ) -> None:
         self._model, self._view, self._capture = model, view, capture
+        self._captures = captures
         self._max_sequences = max_sequences
         self._batches = sorted(set(decode_batches(max_sequences)))
         enough = next((size for size in MIXED_TOKENS if size >= max_step_tokens), MIXED_TOKENS[-1])
@@ -266,5 +299,7 @@ class StepGraphs:
     def _graph(self, size: GraphSize) -> StepGraph:
         if size not in self._captured:
             max_rows = self._max_sequences if size.decode else self._tokens[-1]
-            self._captured[size] = StepGraph(self._model, self._view, self._capture, size, max_rows)
+            self._captured[size] = StepGraph(
+                self._model, self._view, self._capture, size, max_rows, self._captures
+            )
         return self._captured[size]

@@ -10,7 +10,11 @@ order (`topology`): what a rank learns by itself decides nothing before all have
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.oracle import Oracle
@@ -33,6 +37,9 @@ from kvtide.engine.sampler import (
     warm_up_sampling,
 )
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.speculation.accept_lengths import AcceptLengths
+from kvtide.engine.speculation.drafter import Drafter
+from kvtide.engine.speculation.speculation import Speculation
 from kvtide.engine.staging import Staging
 from kvtide.engine.state_check import check_declared_state
 from kvtide.engine.text import OutputText
@@ -43,6 +50,8 @@ from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
 
 _ALONE = RankTopology()
+DRAFT_TOKENS = 3
+"""Drafts of a request in a step, unless said otherwise."""
 SCORED = 512
 """Prompt tokens scored at a time: each needs a row of logits."""
 
@@ -71,6 +80,8 @@ class Engine:
         oracle: Oracle | None = None,
         topology: RankTopology = _ALONE,
         cuda_graphs: bool = True,
+        drafter: Drafter | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
         check_declared_state(model, cache.config.torch_device)
         self.model = model
@@ -82,12 +93,20 @@ class Engine:
         )
         self._staging = Staging(cache.config.torch_device)
         self._runner = Runner(
-            model, cache, topology, max_running, chunk_tokens, self._staging, cuda_graphs
+            model,
+            cache,
+            topology,
+            max_running,
+            chunk_tokens,
+            self._staging,
+            cuda_graphs,
+            drafter.captures if drafter is not None else (),
         )
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.has_graphs)
         self._overlap = Overlap(cache, self._runner)
-        # The forward pass runs the model's own layers, and no draft's.
-        self._unwritten = cache.memory.draft_sidecars
+        self._speculation: Speculation | None = None
+        if drafter is not None:
+            self._speculation = Speculation(cache, self.scheduler, drafter, draft_tokens)
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -110,6 +129,11 @@ class Engine:
     @property
     def overlap_state(self) -> OverlapState:
         return self._overlap.state
+
+    @property
+    def accept_lengths(self) -> AcceptLengths | None:
+        """What verify steps gave; None without speculation."""
+        return None if self._speculation is None else self._speculation.lengths
 
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels, so that no request waits for them."""
@@ -150,6 +174,8 @@ class Engine:
         self.computed = step.tokens
         if not step.chunks:
             return []
+        if self._speculation is not None:
+            self._speculation.before(step.chunks)
         try:
             output = step.launch()
         except TransferError:
@@ -158,7 +184,10 @@ class Engine:
             self.scheduler.admit_without_preemption()
         self._overlap_copies(step.chunks)
         self._commit(step.chunks, output)
-        return self._sample(step.chunks, output)
+        updates, checks = self._sample(step.chunks, output)
+        self._settle(step.chunks, output)
+        self._end(updates)
+        return [update for update in updates if update.request not in checks]
 
     def _prompt(self, checked: CheckedRequest) -> Prompt:
         if checked.params.alone:
@@ -214,15 +243,29 @@ class Engine:
             self.scheduler.retract(request)
 
     def _commit(self, chunks: list[ScheduledChunk], output: StepOutput) -> None:
-        """Put the computed pages into the cache, and score prompt tokens if asked to."""
+        """Put the computed pages into the cache, and score prompt tokens if asked to.
+
+        Where there are drafts, or a draft's own state to write, acceptance comes first.
+        """
         for number, chunk in enumerate(chunks):
             self._score(chunk, number, output)
-            chunk.request.computed = chunk.end
-            self.cache.commit(chunk.request.held, chunk.end, without=self._unwritten)
+            if not chunk.drafts:
+                chunk.request.computed = chunk.end
+                if not self._written_late(chunk.request):
+                    self._commit_computed(chunk.request)
+
+    def _written_late(self, request: Request) -> tuple[str, ...]:
+        """The sidecars that a drafter writes for the request once its tokens are accepted."""
+        return () if self._speculation is None else self._speculation.writes(request)
+
+    def _commit_computed(self, request: Request) -> None:
+        written = self._written_late(request)
+        absent = [name for name in self.cache.memory.draft_sidecars if name not in written]
+        self.cache.commit(request.held, request.computed, without=absent)
 
     def _score(self, chunk: ScheduledChunk, number: int, output: StepOutput) -> None:
         """Log-probabilities of the prompt's tokens that follow the chunk's."""
-        request, end = chunk
+        request, end = chunk.request, chunk.end
         prompt, count = request.params.tokens, request.params.score
         if count is not None:
             following = prompt[request.computed + 1 : end + 1]
@@ -231,25 +274,77 @@ class Engine:
                 rows = output.rows(number, first, len(some))
                 request.scores += score(rows, some, count, self._staging)
 
-    def _sample(self, chunks: list[ScheduledChunk], output: StepOutput) -> list[Update]:
-        """Sample the next token of each request whose tokens are all computed.
+    def _sample(
+        self, chunks: list[ScheduledChunk], output: StepOutput
+    ) -> tuple[list[Update], Collection[Request]]:
+        """Sample the next token of each request whose tokens are all computed, and one after each
+        of its drafts; also returns which requests are an oracle's.
 
         The device samples; before the host reads the tokens, it works on the next step.
         """
-        rows = [number for number, chunk in enumerate(chunks) if chunk.completes]
-        if not rows:
-            return []
-        requests = [chunks[number].request for number in rows]
-        logits = output.last(rows)
-        checks = self.oracle.look(requests, logits, self.submit) if self.oracle else ()
-        inputs = [SamplingInput(r.params.sampling, r.params.tokens, r.tokens) for r in requests]
+        numbers = [number for number, chunk in enumerate(chunks) if chunk.completes]
+        if not numbers:
+            return [], ()
+        chunks = [chunks[number] for number in numbers]
+        requests = [chunk.request for chunk in chunks]
+        counts = [1 + len(chunk.drafts) for chunk in chunks]
+        firsts = list(accumulate(counts, initial=0))
+        logits = output.last(numbers, counts)
+        checks = self._look(requests, self._runner.select(logits, firsts[:-1]))
+        inputs = [row for chunk in chunks for row in _sampling_inputs(chunk)]
         sampling = SamplingBatch(logits, inputs, self._staging)
-        self._overlap_next(requests, sampling, output)
+        if not self._speculates(requests):
+            self._overlap_next(requests, sampling, output)
         sampled = sampling.read()
-        for row in sampling.resampled:
-            self._overlap.drop(requests[row])
-        updates = [self._advance(*pair) for pair in zip(requests, sampled, strict=True)]
-        return [update for update in updates if update.request not in checks]
+        if self._overlap.state is OverlapState.LAUNCHED:
+            for row in sampling.resampled:
+                self._overlap.drop(requests[row])
+        of_chunks = [sampled[first:end] for first, end in pairwise(firsts)]
+        return self._accept(chunks, of_chunks), checks
+
+    def _look(self, requests: list[Request], logits: Tensor) -> Collection[Request]:
+        """Show the oracle these logits; returns its own requests."""
+        return self.oracle.look(requests, logits, self.submit) if self.oracle else ()
+
+    def _speculates(self, requests: list[Request]) -> bool:
+        """Drafts depend on the sampled tokens: the next step is not planned before these."""
+        wants = self._speculation.wants if self._speculation is not None else None
+        return wants is not None and any(wants(request) for request in requests)
+
+    def _accept(
+        self, chunks: list[ScheduledChunk], sampled: list[list[SampledToken]]
+    ) -> list[Update]:
+        """Append what was sampled, as far as it was drafted and no request ends before."""
+        updates: list[Update] = []
+        verified = []
+        for chunk, tokens in zip(chunks, sampled, strict=True):
+            if chunk.drafts:
+                assert self._speculation is not None, "no drafts without speculation"
+                tokens = list(self._speculation.accepted(chunk, tokens))
+            own = self._append(chunk.request, tokens)
+            updates += own
+            if chunk.drafts:
+                verified.append((chunk, len(own) - 1))
+        if self._speculation is not None:
+            self._speculation.verified(verified)
+        return updates
+
+    def _settle(self, chunks: list[ScheduledChunk], output: StepOutput) -> None:
+        """Commit what waited for acceptance, drafts' own state with it."""
+        if self._speculation is None:
+            return
+        self._speculation.extend(chunks, output)
+        for chunk in chunks:
+            if chunk.drafts or self._written_late(chunk.request):
+                self._commit_computed(chunk.request)
+
+    def _end(self, updates: list[Update]) -> None:
+        """Finish requests that had their last token, and draft for the others."""
+        for update in updates:
+            if update.finish is not None:
+                self._finish(update.request, update.finish)
+        if self._speculation is not None:
+            self._speculation.propose(list({update.request: None for update in updates}))
 
     def _overlap_next(
         self, requests: list[Request], sampling: SamplingBatch, output: StepOutput
@@ -272,27 +367,16 @@ class Engine:
             sampling.keep_logits()
             self._overlap.launch(requests, sampling.tokens)
 
-    def _advance(self, request: Request, sampled: SampledToken) -> Update:
-        """Append the sampled token, and finish the request if that was its last."""
+    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> list[Update]:
+        """Append the sampled tokens up to the request's last."""
         if not request.params.max_tokens:
-            return self._close(request, Finish.LENGTH)
-        request.append(sampled)
-        if sampled.token in request.params.stop_ids:
-            return self._close(request, Finish.STOP, sampled)
-        text = request.text.feed(sampled.token) if request.text else ""
-        if request.text and request.text.stopped:
-            return self._close(request, Finish.STOP, sampled, text)
-        if len(request.output) == request.params.max_tokens:
-            return self._close(request, Finish.LENGTH, sampled, text)
-        return Update(request, sampled, text, None)
-
-    def _close(
-        self, request: Request, finish: Finish, sampled: SampledToken | None = None, text: str = ""
-    ) -> Update:
-        """Finish it; text that might have been the start of a stop string follows."""
-        self._finish(request, finish)
-        rest = request.text.finish() if request.text else ""
-        return Update(request, sampled, text + rest, finish)
+            return [_closed(request, Finish.LENGTH)]
+        updates: list[Update] = []
+        for sampled in tokens:
+            updates.append(_appended(request, sampled))
+            if updates[-1].finish is not None:
+                break
+        return updates
 
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
@@ -345,3 +429,34 @@ class Engine:
         if not known:
             raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}", param="prompt")
         return packed
+
+
+def _sampling_inputs(chunk: ScheduledChunk) -> list[SamplingInput]:
+    """Of the row after the chunk's last token, and of a row after every draft."""
+    request, drafts = chunk.request, chunk.drafts
+    sampling, prompt = request.params.sampling, request.params.tokens
+    return [
+        SamplingInput(sampling, prompt, request.tokens, drafts[:count])
+        for count in range(len(drafts) + 1)
+    ]
+
+
+def _appended(request: Request, sampled: SampledToken) -> Update:
+    """One more token of output; `finish` says if it is the last."""
+    request.append(sampled)
+    if sampled.token in request.params.stop_ids:
+        return _closed(request, Finish.STOP, sampled)
+    text = request.text.feed(sampled.token) if request.text else ""
+    if request.text and request.text.stopped:
+        return _closed(request, Finish.STOP, sampled, text)
+    if len(request.output) == request.params.max_tokens:
+        return _closed(request, Finish.LENGTH, sampled, text)
+    return Update(request, sampled, text, None)
+
+
+def _closed(
+    request: Request, finish: Finish, sampled: SampledToken | None = None, text: str = ""
+) -> Update:
+    """The last update; text that might have been the start of a stop string follows."""
+    rest = request.text.finish() if request.text else ""
+    return Update(request, sampled, text + rest, finish)

@@ -55,6 +55,7 @@ class RequestParams:
     score      log-probabilities of all prompt tokens, with so many top tokens each; this recomputes
                the prompt
     session    pins the conversation's prefix until its next turn
+    speculate  tokens may be drafted, if the engine speculates
     """
 
     tokens: tuple[int, ...]
@@ -67,6 +68,7 @@ class RequestParams:
     namespace: Namespace = DEFAULT_NAMESPACE
     priority: int = 0
     session: str | None = None
+    speculate: bool = True
 
     @property
     def pin(self) -> str | None:
@@ -100,7 +102,7 @@ class PrefixOwner(NamedTuple):
         return lease is None or lease.hidden or lease.committed_pages >= self.end
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """`computed` of its tokens have their state in the lease's pages.
 
@@ -115,6 +117,8 @@ class Request:
     by_tier       where the first admission found the prompt's tokens
     why           per pool, what kept the match from going deeper
     reported      those two are final
+    drafts        proposed tokens that the next step verifies; the lease has slots for them
+    accepted_drafts, rejected_drafts  of all steps
     """
 
     number: int
@@ -136,6 +140,9 @@ class Request:
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
     reported: bool = False
+    drafts: tuple[int, ...] = ()
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     @property
     def length(self) -> int:

@@ -26,6 +26,7 @@ from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models import Model
+from kvtide.models.draft import CapturedStates
 
 WARM_UP_PAST = 4096
 """Tokens before a warm-up pass: kernels are compiled alike for any longer context."""
@@ -34,11 +35,14 @@ WARM_UP_PAST = 4096
 class StepOutput(Protocol):
     """The output of a step that was launched; the device may still compute it."""
 
-    def last(self, numbers: Sequence[int]) -> Tensor:
-        """Logits after the last tokens of these chunks, a row each."""
+    def last(self, numbers: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Logits after the last tokens of these chunks: of each chunk as many rows as `counts`."""
 
     def rows(self, number: int, first: int, count: int) -> Tensor:
         """Logits after `count` tokens of a chunk, from its token `first` on."""
+
+    def captured(self, number: int) -> tuple[int, Tensor]:
+        """What a draft takes of a chunk's tokens, and the position of the first of them."""
 
     def wait_until_late(self) -> bool:
         """Block until most of the step is done; False where the step cannot tell or is short."""
@@ -48,22 +52,36 @@ class HiddenOutput:
     """Hidden states of every token; logits are computed for the rows that are asked for."""
 
     def __init__(
-        self, runner: Runner, hidden: Tensor, spans: Numbers, graph: StepGraph | None = None
+        self,
+        runner: Runner,
+        hidden: Tensor,
+        spans: Numbers,
+        captured: Tensor | None = None,
+        graph: StepGraph | None = None,
     ) -> None:
         self._runner, self._hidden, self._spans, self._graph = runner, hidden, spans, graph
+        self._captured = captured
 
-    def last(self, numbers: Sequence[int]) -> Tensor:
-        rows = [int(self._spans[number, 1]) - 1 for number in numbers]
+    def last(self, numbers: Sequence[int], counts: Sequence[int]) -> Tensor:
+        ends = [int(self._spans[number, 1]) for number in numbers]
+        spans = zip(ends, counts, strict=True)
+        rows = [row for end, count in spans for row in range(end - count, end)]
         return self._runner.logits(self._runner.select(self._hidden, rows))
 
     def rows(self, number: int, first: int, count: int) -> Tensor:
         start = int(self._spans[number, 0]) + first
         return self._runner.logits(self._hidden[start : start + count])
 
+    def captured(self, number: int) -> tuple[int, Tensor]:
+        assert self._captured is not None, "the runner was made without captures"
+        first, end, past = self._spans[number].tolist()
+        return past, self._captured[first:end]
+
     def wait_until_late(self) -> bool:
-        if self._graph is not None:
-            self._graph.wait_until_late()
-        return self._graph is not None
+        if self._graph is None or self._graph.decode:
+            return False
+        self._graph.wait_until_late()
+        return True
 
 
 class DecodeOutput:
@@ -72,12 +90,16 @@ class DecodeOutput:
     def __init__(self, runner: Runner, logits: Tensor, rows_of: Sequence[int]) -> None:
         self._runner, self._logits, self._rows_of = runner, logits, rows_of
 
-    def last(self, numbers: Sequence[int]) -> Tensor:
+    def last(self, numbers: Sequence[int], counts: Sequence[int]) -> Tensor:
+        assert all(count == 1 for count in counts), "a decode graph has one row per sequence"
         return self._runner.select(self._logits, [self._rows_of[number] for number in numbers])
 
     def rows(self, number: int, first: int, count: int) -> Tensor:
         row = self._rows_of[number] + first
         return self._logits[row : row + count]
+
+    def captured(self, number: int) -> tuple[int, Tensor]:
+        raise AssertionError("a decode graph gives logits where nothing is captured")
 
     def wait_until_late(self) -> bool:
         return False
@@ -130,6 +152,7 @@ class Runner:
 
     Small steps run as CUDA graphs where one rank has the whole model and the model runs kernels;
     all others run eagerly. `launched` counts steps by kind: decode_graph, mixed_graph, eager.
+    `captures`: the layers of the model whose inputs a draft takes.
     """
 
     def __init__(
@@ -141,7 +164,9 @@ class Runner:
         max_step_tokens: int,
         staging: Staging,
         cuda_graphs: bool = True,
+        captures: tuple[int, ...] = (),
     ) -> None:
+        self._captures = captures
         self._model = model
         self._cache = cache
         self._topology = topology
@@ -154,7 +179,9 @@ class Runner:
         self._graphs: StepGraphs | None = None
         if cuda_graphs and topology.ranks == 1 and model.uses_kernels:
             capture = graph_capture(self._device)
-            self._graphs = StepGraphs(model, cache.view, capture, max_sequences, max_step_tokens)
+            self._graphs = StepGraphs(
+                model, cache.view, capture, max_sequences, max_step_tokens, captures
+            )
 
     @property
     def has_graphs(self) -> bool:
@@ -206,10 +233,11 @@ class Runner:
         before = None
         if not self._model.memory.is_first_stage:
             before = self._topology.receive_hidden(self._model.carried(step.tokens))
-        hidden = self._model.forward(step, before)
+        captured = CapturedStates(self._captures) if self._captures else None
+        hidden = self._model.forward(step, before, captured)
         self._topology.send_hidden(hidden)
         loads.check()
-        return HiddenOutput(self, hidden, spans)
+        return HiddenOutput(self, hidden, spans, None if captured is None else captured.joined)
 
     def prepare(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep | None:
         """Write the inputs of the next step into a graph, None if no graph fits.
@@ -267,7 +295,7 @@ class Runner:
     def _graph_row(self, chunk: ScheduledChunk) -> GraphRow:
         """With token 0 in place of one that is not sampled yet."""
         request, lease = chunk.request, chunk.request.held
-        tokens = request.tokens[request.computed : chunk.end] or (0,)
+        tokens = chunk.new or (0,)
         version, table = self._tables.of(lease)
         return GraphRow(tokens, request.computed, lease.number, version, table)
 
@@ -275,14 +303,18 @@ class Runner:
         self.launched["decode_graph" if graph.decode else "mixed_graph"] += 1
 
     def _graph_output(self, graph: StepGraph, result: Tensor, spans: Numbers) -> StepOutput:
-        if graph.decode:
-            return DecodeOutput(self, result, spans[:, 0].tolist())
-        return HiddenOutput(self, result, spans, graph)
+        found, captured = graph.parts(result)
+        if graph.decode and captured is None:
+            return DecodeOutput(self, found, spans[:, 0].tolist())
+        return HiddenOutput(self, found, spans, captured, graph)
 
     def _eager_step(self, chunks: Sequence[ScheduledChunk], rows: Numbers, loads: Loads) -> Step:
         tables = [self._tables.of(chunk.request.held)[1] for chunk in chunks]
-        new = [chunk.request.tokens[chunk.request.computed : chunk.end] for chunk in chunks]
-        positions = [np.arange(chunk.request.computed, chunk.end) for chunk in chunks]
+        new = [chunk.new for chunk in chunks]
+        positions = [
+            np.arange(chunk.request.computed, chunk.request.computed + chunk.tokens)
+            for chunk in chunks
+        ]
         both = np.stack([np.concatenate(new), np.concatenate(positions)])
         return self._step(both, rows, tables, loads.wait)
 

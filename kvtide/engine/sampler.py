@@ -83,11 +83,24 @@ class SampledToken:
 
 
 class SamplingInput(NamedTuple):
-    """What a sample depends on besides the logits: parameters, the prompt, all tokens so far."""
+    """What a sample depends on besides the logits: parameters, the prompt, all tokens so far.
+
+    drafted  drafts behind `tokens`, which the row follows
+    """
 
     sampling: SamplingParams
     prompt: Sequence[int]
     tokens: Sequence[int]
+    drafted: Sequence[int] = ()
+
+    @property
+    def number(self) -> int:
+        """How many tokens of output come before."""
+        return len(self.tokens) + len(self.drafted) - len(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return [*self.tokens[len(self.prompt) :], *self.drafted]
 
 
 class SamplingBatch:
@@ -109,7 +122,7 @@ class SamplingBatch:
 
     def keep_logits(self) -> None:
         """Keep them for `read`: a step launched before it overwrites the output buffer."""
-        if not all(_is_greedy(each.sampling) for each in self._inputs):
+        if not all(is_greedy(each.sampling) for each in self._inputs):
             self._logits = self._logits.clone()
 
     def read(self) -> list[SampledToken]:
@@ -157,7 +170,7 @@ def _sampled(
 ) -> Tensor:
     """Facts as of `_greedy` with the sampled token, or `_UNDECIDED`."""
     facts = _greedy(logits, None, staging.kernels)
-    sampled = [row for row, each in enumerate(inputs) if not _is_greedy(each.sampling)]
+    sampled = [row for row, each in enumerate(inputs) if not is_greedy(each.sampling)]
     if sampled:
         rows = staging.indices(sampled)
         tokens = _sampled_tokens(
@@ -168,7 +181,7 @@ def _sampled(
     return facts
 
 
-def _is_greedy(sampling: SamplingParams) -> bool:
+def is_greedy(sampling: SamplingParams) -> bool:
     """Greedy, without penalties."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
@@ -263,13 +276,13 @@ def _sampled_tokens(
 
 def _settings(each: SamplingInput, vocabulary: int) -> tuple[float, ...]:
     """As `Limits` has them."""
-    sampling, prompt, tokens = each
+    sampling = each.sampling
     return (
         1 / sampling.temperature if sampling.temperature >= COLDEST else 1.0,
         sampling.top_k if sampling.top_k < vocabulary else 0,
         sampling.top_p if sampling.top_p < 1 else math.inf,
         sampling.min_p,
-        _uniform(sampling.seed, len(tokens) - len(prompt)),
+        _uniform(sampling.seed, each.number),
     )
 
 
@@ -315,12 +328,13 @@ def _penalise(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging)
     tokens: list[int] = []
     factors: list[float] = []
     costs: list[float] = []
-    for row, (sampling, prompt, tokens_so_far) in enumerate(inputs):
+    for row, each in enumerate(inputs):
+        sampling = each.sampling
         factor, presence = sampling.repetition_penalty, sampling.presence_penalty
         times: Counter[int] = Counter()
         if presence or sampling.frequency_penalty:
-            times = Counter(tokens_so_far[len(prompt) :])
-        seen = set(times) if factor == 1.0 else {*prompt, *tokens_so_far}
+            times = Counter(each.output)
+        seen = set(times) if factor == 1.0 else {*each.prompt, *each.tokens, *each.drafted}
         rows += [row] * len(seen)
         tokens += seen
         factors += [factor] * len(seen)

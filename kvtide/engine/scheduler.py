@@ -16,6 +16,7 @@ compute waits until it finds them, or until they will not come from there.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,15 +37,21 @@ third would serve requests one by one."""
 
 
 class ScheduledChunk(NamedTuple):
-    """A request's tokens from `computed` up to `end`, in one step."""
+    """A request's tokens from `computed` up to `end`, in one step, and drafts behind them."""
 
     request: Request
     end: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """How many, until they are computed."""
-        return self.end - self.request.computed
+        """How many, drafts included, until they are computed."""
+        return self.end - self.request.computed + len(self.drafts)
+
+    @property
+    def new(self) -> list[int]:
+        """The tokens themselves, as far as they are sampled; then the drafts."""
+        return [*self.request.tokens[self.request.computed : self.end], *self.drafts]
 
     @property
     def completes(self) -> bool:
@@ -220,7 +227,7 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self._cache.release(request.held)
-            request.lease = None
+            request.lease, request.drafts = None, ()
         else:
             self._unqueue(request)
 
@@ -268,7 +275,7 @@ class Scheduler:
                 end = self._cut_at_checkpoint(request, end)
             left -= end - request.computed
             chunks.append(ScheduledChunk(request, end))
-        return sorted(chunks, key=_batch_order)
+        return sorted(_with_drafts(chunks, left), key=_batch_order)
 
     def _token_budget(self, decoding: int) -> int:
         """Tokens of a step in which so many requests decode."""
@@ -315,6 +322,25 @@ class Scheduler:
         if end < wanted:
             self._cache.shrink(request.held, end)
         return end
+
+    def slots_for_drafts(self, request: Request, count: int) -> int:
+        """Take slots for up to `count` drafts behind a request's tokens; for how many there are.
+
+        None is drafted beyond the request's last token, so that admission has counted all. Pages
+        are taken one by one: windows are then kept before every one of them, wherever acceptance
+        ends. A running state is written where a step ends, so that drafts end with the page.
+        """
+        page = self._cache.memory.page_tokens
+        last = min(request.length + count, request.max_length - 1)
+        if self._states:
+            last = min(last, -(-request.length // page) * page)
+        end = request.length
+        while end < last:
+            page_end = min(last, (end // page + 1) * page)
+            if not self._cache.grow(request.held, page_end):
+                break
+            end = page_end
+        return max(0, end - request.length)
 
     # -- the step after it ------------------------------------------------------------------
 
@@ -384,6 +410,14 @@ class Scheduler:
         for chunk in chunks:
             if chunk.tokens > 1:
                 self._cache.shrink(chunk.request.held, chunk.request.computed)
+
+
+def _with_drafts(chunks: list[ScheduledChunk], left: int) -> Iterator[ScheduledChunk]:
+    """Chunks that all decode, with as many drafts as the step has tokens left."""
+    for chunk in chunks:
+        drafts = chunk.request.drafts[:left] if chunk.completes else ()
+        left -= len(drafts)
+        yield chunk._replace(drafts=drafts)
 
 
 def _is_computed(request: Request) -> bool:

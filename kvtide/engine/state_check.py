@@ -4,7 +4,8 @@ Such a tensor would be missing from every restored prefix, and the output would 
 serves, a model runs three tiny steps over memory of their own. In the first two it may build
 constant tables. The third has a prefill, a continued prefill and a decode; it must add no tensor to
 what the model references, and change none. All steps may view declared pools only, and must view
-each of them: a pool without a writer is declared wrongly.
+each of them: a pool without a writer is declared wrongly. A draft runs beside its target and is
+checked alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvtide.engine.reachable_tensors import Sighting, tensors
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
+from kvtide.models.draft import DraftModel
 from kvtide.spec import ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout
 
@@ -28,17 +30,20 @@ class EngineError(ValueError):
     """A model that cannot be served. The message names the remedy."""
 
 
-def check_declared_state(model: Model, device: torch.device) -> None:
-    """Raise `EngineError` if the model keeps other state than it declares."""
+def check_declared_state(
+    model: Model, device: torch.device, draft: DraftModel | None = None
+) -> None:
+    """Raise `EngineError` if the model, or its draft, keeps other state than it declares."""
     # Long enough to complete an entry of every pool.
     prompt = 2 + max(pool.tokens_per_entry for pool in model.memory.pools)
-    probe = Probe(model, device, prompt + 3)
+    probe = Probe(model, device, prompt + 3, draft)
     probe.step((prompt, 1))
     probe.step((1, 2))
-    before = tensors(model, "model")
+    before = tensors(draft, "draft") | tensors(model, "model")
     probe.step((2, 1, prompt))
-    _refuse_strays(model.memory.model, before, tensors(model, "model"))
-    _refuse_unused(model.memory, probe.asked)
+    after = tensors(draft, "draft") | tensors(model, "model")
+    _refuse_strays(model.memory.model, before, after)
+    _refuse_unused(model.memory, probe.asked, draft is not None)
 
 
 class Probe:
@@ -47,8 +52,11 @@ class Probe:
     `asked`: the pools that the model has asked for, and for which of its layers.
     """
 
-    def __init__(self, model: Model, device: torch.device, tokens: int) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, tokens: int, draft: DraftModel | None = None
+    ) -> None:
         self.asked: set[tuple[str, int]] = set()
+        self._draft = draft
         self._model, self._memory, self._device = model, model.memory, device
         self._pages = -(-tokens // self._memory.page_tokens)
         self._past = [0] * _SEQUENCES
@@ -85,6 +93,14 @@ class Probe:
         hidden = self._model.forward(step, before)
         if self._memory.is_last_stage:
             self._model.logits(hidden[-1:])
+        if self._draft is not None:
+            self._draft_pass(self._draft, step)
+
+    def _draft_pass(self, draft: DraftModel, step: Step) -> None:
+        """What the target's layers would give is as good as any."""
+        captured = [self._model.carried(step.tokens).fill_(1) for _ in draft.captures]
+        hidden = draft.forward(step, draft.features(torch.cat(captured, dim=-1)))
+        draft.logits(hidden[-1:])
 
     def _slots(self, sequence: int) -> Mapping[str, Tensor]:
         first = sequence * self._pages
@@ -129,11 +145,12 @@ def _refuse_strays(
         )
 
 
-def _refuse_unused(memory: ModelMemory, asked: set[tuple[str, int]]) -> None:
-    """A draft's pools are not required and are another model's to fill."""
+def _refuse_unused(memory: ModelMemory, asked: set[tuple[str, int]], drafts: bool) -> None:
+    """A draft's pools are not required and are the draft's to fill, where it runs."""
     for pool in memory.pools:
         unused = [layer for layer in pool.layers if (pool.name, layer) not in asked]
-        if unused and pool.reuse.required and pool.row_bytes(memory.page_tokens):
+        wanted = pool.reuse.required or drafts
+        if unused and wanted and pool.row_bytes(memory.page_tokens):
             raise EngineError(
                 f"{memory.model}: pool {pool.name} is declared for layers {unused}, and the "
                 "forward pass never asked for it there; take them out of the declaration, or keep "

@@ -5,37 +5,30 @@
 `packing`       what layers see of an entry, and how a pool stores it
 `blueprint`     what layers are built from: weights by name, the config, the declared memory
 `tensor_ranks`  tensor parallelism
-
-Which implementation runs
-`ops`           the operations that layers call
-`torch_ops`     each of them by its torch reference
-`triton_ops`    each of them by its kernel
-`backend`       chooses one of the two, once per model
-`kernel_args`   what operations take beside tensors
-`arithmetic`    the order of sums in references: batched, or deterministic to the bit
-`kernels`       Triton kernels
-
-Torch references, named as their kernels
-`attention` (`kernels/attention_*`), `mla`, `indexer`, `compressor`, `qkv`, `rope`, `kv_write`,
-`causal_conv`, `ssd_scan`, `gated_delta`, `gated_norm`, `moe_routing`, `moe_experts`,
-`hyper_connections`, `elementwise`
+`elementwise`   functions of rows: activations and norms
 
 Layers
 `dense`             projections, norms, the gated MLP
 `self_attention`    attention by head
+`rope`              rotary position embeddings
 `mla`               latent attention
 `compressor`        compressed streams
 `mamba`             Mamba2; `causal_conv` has the short convolution
 `linear_attention`  gated delta and KDA
 `moe`               routers and experts
 `hyper_connections` residual streams around a sublayer
+
+The operations that layers call, in three folders
+`backend`    the operations, and which implementation of them runs
+`reference`  each operation as a torch reference
+`kernels`    each operation as a Triton kernel, under the file name of its reference
 """
 
-from kvtide.layers.arithmetic import Arithmetic, Batched, Deterministic
-from kvtide.layers.backend import choose
+from kvtide.layers.backend.arithmetic import Arithmetic, Batched, Deterministic
+from kvtide.layers.backend.choice import choose
+from kvtide.layers.backend.ops import Ops
 from kvtide.layers.blueprint import Blueprint, Weights
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.ops import Ops
 from kvtide.layers.self_attention import Attention
 from kvtide.layers.step import Rows, Step
 

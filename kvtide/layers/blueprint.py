@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.ops import Ops
 from kvtide.layers.dense import GatedMLP, Linear, RMSNorm
 from kvtide.layers.elementwise import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
-from kvtide.layers.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.spec import ModelMemory
 from kvtide.spec.config import Config

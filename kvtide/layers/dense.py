@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import Norm
+from kvtide.layers.backend.ops import Ops
 from kvtide.layers.elementwise import Activation, split_bf16
-from kvtide.layers.kernel_args import Norm
-from kvtide.layers.ops import Ops
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import DeltaGates, GatedNorm
 from kvtide.layers.blueprint import Blueprint, WeightPart
 from kvtide.layers.causal_conv import conv_weights
 from kvtide.layers.dense import Linear, RMSNorm
 from kvtide.layers.elementwise import Activation, sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernel_args import DeltaGates, GatedNorm
 
 
 class GatedDeltaState:

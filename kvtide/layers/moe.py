@@ -17,10 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvtide.layers.blueprint import Blueprint
-from kvtide.layers.dense import Linear, WideLinear
-from kvtide.layers.elementwise import Activation, sigmoid
-from kvtide.layers.kernel_args import (
+from kvtide.layers.backend.kernel_args import (
     ExpertActivation,
     ExpertGroup,
     ExpertStack,
@@ -29,7 +26,10 @@ from kvtide.layers.kernel_args import (
     Routing,
     RoutingRule,
 )
-from kvtide.layers.ops import Ops
+from kvtide.layers.backend.ops import Ops
+from kvtide.layers.blueprint import Blueprint
+from kvtide.layers.dense import Linear, WideLinear
+from kvtide.layers.elementwise import Activation, sigmoid
 
 CORRECTION_BIAS = "e_score_correction_bias"
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import AttentionParams, QKVParams
 from kvtide.layers.blueprint import Blueprint
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import sigmoid
 from kvtide.layers.forward import ForwardPass
-from kvtide.layers.kernel_args import AttentionParams, QKVParams
 from kvtide.layers.rope import Rope
 
 

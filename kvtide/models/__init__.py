@@ -7,6 +7,9 @@ Families: `bamba`, `deepseek`, `deepseek_dsa`, `deepseek_v4`, `falcon_h1`, `gemm
 `gpt_oss`, `granite_hybrid`, `kimi_linear`, `lfm2`, `llama`, `mixtral`, `nemotron_h`, `qwen3_moe`,
 `qwen3_next`, `smollm3`
 `model`               the interface of models, and the decoder that families build on
+`draft`               the interface of drafts, and the hidden states of a target that they take
+`eagle3`              EAGLE3 drafts; `draft_checkpoint` opens one and refuses what does not fit
+`mtp`                 drafts that a checkpoint has beside the model: its next-token layer
 `checkpoint`          a model on disk: `safetensors_folder`, or a file that `gguf` reads
 `quantized_weights`   published weights in few bits, read as numbers: `fp8`, `mxfp4`
 `deepseek_v4_names`, `multimodal`   other names of the same weights
@@ -21,9 +24,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtide.models.family_registry import FAMILIES, Model, build
+    from kvtide.models.family_registry import FAMILIES, Model, build, build_mtp, has_mtp
 
-__all__ = ["FAMILIES", "Model", "build"]
+__all__ = ["FAMILIES", "Model", "build", "build_mtp", "has_mtp"]
 
 
 def __getattr__(name: str) -> Any:

@@ -87,6 +87,20 @@ class Checkpoint:
         return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """A checkpoint's weights, copied to the device of the model."""
+
+    weights: Weights
+    device: torch.device
+
+    def get(self, name: str) -> torch.Tensor:
+        return self.weights.get(name).to(self.device)
+
+    def has(self, name: str) -> bool:
+        return self.weights.has(name)
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The model in this folder or GGUF file."""
     place = Path(path)

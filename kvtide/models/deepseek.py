@@ -1,8 +1,8 @@
 """DeepSeek-V2 and V3, and GLM-4 MoE lite: latent attention, and experts after the first layers.
 
 They differ in how experts are scored and selected, which is in their configs, and in their
-checkpoints: a layer has experts where there is a router. MTP layers, which published
-checkpoints number after the last layer, are not read.
+checkpoints: a layer has experts where there is a router. A next-token layer, numbered after the
+last, is the draft's and built like any other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.backend.kernel_args import RoutingRule
 from kvtide.layers.elementwise import Activation, sigmoid, softmax
-from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.mla import LatentAttention, Rotation
 from kvtide.layers.moe import CORRECTION_BIAS, Mixture, Router
 from kvtide.layers.rope import (
@@ -26,7 +26,9 @@ from kvtide.layers.rope import (
     softmax_gain,
 )
 from kvtide.models.model import Decoder, Layer
+from kvtide.models.mtp import NextTokenDraft
 from kvtide.spec.config import Config
+from kvtide.spec.families import layer_count
 
 
 def _experts(blueprint: Blueprint) -> Mixture:
@@ -83,6 +85,13 @@ class DeepSeekLayer:
         return x + self.mlp(normed)
 
 
+def latent_layer(
+    blueprint: Blueprint, number: int, rotation: Rotation, scale: float
+) -> DeepSeekLayer:
+    attention = LatentAttention(blueprint.under("self_attn"), number, rotation, scale)
+    return DeepSeekLayer(blueprint, attention)
+
+
 class DeepSeek3(Decoder):
     DEFAULTS: ClassVar[Mapping[str, object]] = {
         "n_group": 8,
@@ -97,10 +106,7 @@ class DeepSeek3(Decoder):
 
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
         rotation, scale = rotation_of(base.config), scale_of(base.config)
-        return [
-            DeepSeekLayer(each, LatentAttention(each.under("self_attn"), number, rotation, scale))
-            for number, each in base.layers()
-        ]
+        return [latent_layer(each, number, rotation, scale) for number, each in base.layers()]
 
 
 class DeepSeek2(DeepSeek3):
@@ -130,6 +136,17 @@ class Glm4MoeLite(DeepSeek3):
         "routed_scaling_factor": 1.8,
         "topk_group": 1,
     }
+
+
+class DeepSeekNextToken(NextTokenDraft):
+    """A layer as the model's own. The embedding and head beside it are copies, and not read."""
+
+    @classmethod
+    def under(cls, config: Config) -> str:
+        return f"model.layers.{layer_count(config)}"
+
+    def build_layer(self, base: Blueprint) -> Layer:
+        return latent_layer(base, self.number, rotation_of(base.config), scale_of(base.config))
 
 
 def rope_of(config: Config) -> Rope:

@@ -1,7 +1,8 @@
 """DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer selects (DSA).
 
 An indexer scores all tokens by keys of its own, and a query sees the best of them. Some layers of
-GLM models have no indexer and take the selection of the layer before them.
+GLM models have no indexer and take the selection of the layer before them. A next-token layer has
+an indexer of its own, and selects anew for every token that it drafts.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
+from kvtide.layers.backend.ops import Selection
 from kvtide.layers.dense import LayerNorm, Linear
 from kvtide.layers.mla import LatentAttention, Rotation
-from kvtide.layers.ops import Selection
 from kvtide.models.deepseek import (
     DeepSeek3,
     DeepSeekLayer,
+    DeepSeekNextToken,
     rotation_of,
     rotation_style,
     scale_of,
 )
 from kvtide.models.model import Layer
+from kvtide.spec.config import Config
 
 _SELECTED = "tokens that an indexer selected"
 
@@ -76,6 +79,22 @@ class SparseLatentAttention(LatentAttention):
         return self.attended(x, narrow, run, run.left_by_layers[_SELECTED])
 
 
+class SparseLayers:
+    """Builds layers, with an indexer or without, that rotate by the same frequencies."""
+
+    def __init__(self, config: Config) -> None:
+        self.rotation, self.scale = rotation_of(config), scale_of(config)
+        style = rotation_style(config, "indexer_rope_interleave")
+        self.of_indexer = Rotation(self.rotation.rope, style)
+
+    def __call__(self, blueprint: Blueprint, number: int, indexed: bool) -> DeepSeekLayer:
+        beneath = blueprint.under("self_attn")
+        attention = SparseLatentAttention(beneath, number, self.rotation, self.scale)
+        if indexed:
+            attention.indexer = TokenIndexer(beneath.under("indexer"), number, self.of_indexer)
+        return DeepSeekLayer(blueprint, attention)
+
+
 class DeepSeek32(DeepSeek3):
     DEFAULTS: ClassVar[Mapping[str, object]] = {
         **DeepSeek3.DEFAULTS,
@@ -90,16 +109,8 @@ class DeepSeek32(DeepSeek3):
                 f"layer {first} takes the selection of an indexer before it, and begins a stage "
                 "without one; use another number of stages, so that each begins with an indexer"
             )
-        rotation, scale = rotation_of(config), scale_of(config)
-        rotated = Rotation(rotation.rope, rotation_style(config, "indexer_rope_interleave"))
-        layers = []
-        for number, each in base.layers():
-            beneath = each.under("self_attn")
-            attention = SparseLatentAttention(beneath, number, rotation, scale)
-            if number in indexed:
-                attention.indexer = TokenIndexer(beneath.under("indexer"), number, rotated)
-            layers.append(DeepSeekLayer(each, attention))
-        return layers
+        build = SparseLayers(config)
+        return [build(each, number, number in indexed) for number, each in base.layers()]
 
 
 class GlmMoeDsa(DeepSeek32):
@@ -110,6 +121,11 @@ class GlmMoeDsa(DeepSeek32):
         "rms_norm_eps": 1e-5,
         "topk_group": 1,
     }
+
+
+class SparseNextToken(DeepSeekNextToken):
+    def build_layer(self, base: Blueprint) -> Layer:
+        return SparseLayers(base.config)(base, self.number, indexed=True)
 
 
 def _indexed(base: Blueprint) -> frozenset[int]:

@@ -4,7 +4,7 @@ Every layer attends to its last tokens. Most also have one entry for every block
 of 4, of which an indexer selects a few for each query, or of 128, which are all seen. One vector
 is key and value of a token or block, for all heads. The first layers look experts up by token id.
 
-The parts are in `layers/`: `hyper_connections`, `compressor`, `indexer`, `mla`.
+The parts are in `layers/`: `hyper_connections`, `compressor`, and of `reference/` `indexer`, `mla`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Place, Step
+from kvtide.layers.backend.kernel_args import AttentionParams, RoutingRule
+from kvtide.layers.backend.ops import Selection
 from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
 from kvtide.layers.elementwise import sqrt_softplus
 from kvtide.layers.hyper_connections import HyperConnection, HyperHead
-from kvtide.layers.kernel_args import AttentionParams, RoutingRule
 from kvtide.layers.moe import Mixture, Router
-from kvtide.layers.ops import Selection
 from kvtide.layers.rope import Rope, rope
 from kvtide.models.deepseek_v4_names import DeepSeekV4Weights
 from kvtide.models.model import Decoder, Layer
+from kvtide.models.mtp import NextTokenDraft
 from kvtide.spec.config import Config
 from kvtide.spec.families.deepseek_v4 import rotary_dims
 
@@ -170,39 +170,6 @@ class DeepSeekV4Layer:
         return self.around_experts.spread(given, streams, weights)
 
 
-class NextToken:
-    """Multi-token prediction: one more layer, which also sees the next token.
-
-    Its input are the streams after the model's last layer, or after an earlier call of this layer.
-    Its window is a draft's pool: a prefix restored without it is correct, and drafted worse.
-    """
-
-    def __init__(self, blueprint: Blueprint, layer: int, embedding: Tensor) -> None:
-        near, _ = _rotations(blueprint.config)
-        self.number = layer
-        self.embedding = embedding
-        self.layer = DeepSeekV4Layer(blueprint, layer, None, near)
-        self.of_token = blueprint.linear("e_proj")
-        self.of_streams = blueprint.linear("h_proj")
-        self.token_norm = blueprint.norm("enorm")
-        self.stream_norm = blueprint.norm("hnorm")
-        self.joined = HyperHead(blueprint, "hc_head.hc_")
-        self.norm = blueprint.norm("norm")
-
-    @torch.no_grad()
-    def __call__(self, step: Step, streams: Tensor, following: Tensor) -> Tensor:
-        """Streams that predict the token after each of the `following` ones."""
-        token = self.of_token(self.token_norm(functional.embedding(following, self.embedding)))
-        carried = self.of_streams(self.stream_norm(streams).flatten(0, 1)).view_as(streams)
-        step.wait(self.number)
-        return self.layer(token[:, None] + carried, ForwardPass(step))
-
-    @torch.no_grad()
-    def closed(self, streams: Tensor) -> Tensor:
-        """The hidden states that the model's `logits` takes."""
-        return self.norm(self.joined(streams))
-
-
 class DeepSeekV4(Decoder):
     """Layers and stages pass all streams of every token on."""
 
@@ -235,12 +202,6 @@ class DeepSeekV4(Decoder):
     def close(self, base: Blueprint) -> None:
         super().close(base)
         self.joined = HyperHead(base, "hc_head.hc_")
-        layers = range(self.memory.layers, self.memory.end_layer)
-        root = replace(base, prefix="")
-        self.next_tokens = [
-            NextToken(root.under(f"mtp.{number}"), layer, self.embedding)
-            for number, layer in enumerate(layers)
-        ]
 
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens)[:, None].repeat(1, self.streams, 1)
@@ -250,6 +211,46 @@ class DeepSeekV4(Decoder):
 
     def closed(self, x: Tensor) -> Tensor:
         return super().closed(self.joined(x))
+
+
+class DeepSeekV4NextToken(NextTokenDraft):
+    """A layer with a window only, over the model's residual streams.
+
+    The feature of a token are its streams: after the target's last layer, or after this one. Both
+    are joined and normed for the head alone, here by weights of the draft's own.
+    """
+
+    NORM = "norm"
+
+    def __init__(self, target: Decoder, blueprint: Blueprint) -> None:
+        weights = DeepSeekV4Weights(blueprint.weights)
+        super().__init__(target, replace(blueprint, weights=weights))
+
+    @classmethod
+    def under(cls, config: Config) -> str:
+        return "mtp.0"
+
+    def build_projections(self, base: Blueprint) -> None:
+        self.of_token, self.of_streams = base.linear("e_proj"), base.linear("h_proj")
+        self.joined = HyperHead(base, "hc_head.hc_")
+
+    def build_layer(self, base: Blueprint) -> Layer:
+        near, _ = _rotations(base.config)
+        return DeepSeekV4Layer(base, self.number, None, near)
+
+    def features(self, captured: Tensor) -> Tensor:
+        return captured
+
+    @torch.no_grad()
+    def forward(self, step: Step, features: Tensor) -> Tensor:
+        token = self.of_token(self.embed(step.tokens))
+        streams = self.of_streams(self.feature_norm(features).flatten(0, 1)).view_as(features)
+        step.wait(self.number)
+        return self.layer(token[:, None] + streams, ForwardPass(step))
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(self.norm(self.joined(hidden)))
 
 
 def _window(blueprint: Blueprint, layer: int) -> Place:

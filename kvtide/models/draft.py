@@ -7,6 +7,10 @@ numbered after the target's and keep their KV in the optional pools of the targe
 A row of a draft's pass stands at position t: its token is the one at t + 1, its feature is what the
 target computed at t, or what the draft itself did where the target has not been there. It predicts
 the token at t + 2.
+
+A draft and its target share one memory, so they are built in three steps: the draft is opened
+(`draft_checkpoint.open_draft`), the target is built with it (`build(..., draft=...)`), then the
+draft itself is built beside the target, with whose embedding it may work.
 """
 
 from __future__ import annotations
@@ -19,12 +23,16 @@ from torch import Tensor
 
 from kvtide.layers import Step
 from kvtide.spec import ModelMemory
+from kvtide.spec.config import Config
+from kvtide.spec.families import KVDType
 
 
 class CapturedStates:
     """Hidden states of every token of a step that enter some of the target's layers.
 
     layers  numbers of layers; the target's number of layers stands for its last layer's output
+
+    States are not copied: no layer writes over its input.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -40,6 +48,16 @@ class CapturedStates:
     def joined(self) -> Tensor:
         """(tokens, …, layers · width): of every token, the states side by side."""
         return torch.cat([self._states[layer] for layer in self.layers], dim=-1)
+
+
+class DraftSource(Protocol):
+    """A draft that is opened and not built."""
+
+    def declare(self, target: Config, memory: ModelMemory, kv_dtype: KVDType | None) -> ModelMemory:
+        """What the draft keeps, for `with_draft`; `memory` is the target's alone.
+
+        Refuses a target that it does not fit, before the target's weights are read.
+        """
 
 
 class DraftModel(Protocol):

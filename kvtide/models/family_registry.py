@@ -1,21 +1,25 @@
 """The table of families: a config's `model_type` → the class of its forward pass.
 
 `build` looks a config up, declares its memory and builds the model from a checkpoint's tensors.
+`build_mtp` builds the draft that some checkpoints have beside the model (`models.mtp`).
 `docs/ADDING_A_MODEL.md` says how to add a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from kvtide.layers import Blueprint, Weights, choose
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.models.bamba import Bamba
-from kvtide.models.deepseek import DeepSeek2, DeepSeek3, Glm4MoeLite
-from kvtide.models.deepseek_dsa import DeepSeek32, GlmMoeDsa
-from kvtide.models.deepseek_v4 import DeepSeekV4
+from kvtide.models.checkpoint import OnDevice
+from kvtide.models.deepseek import DeepSeek2, DeepSeek3, DeepSeekNextToken, Glm4MoeLite
+from kvtide.models.deepseek_dsa import DeepSeek32, GlmMoeDsa, SparseNextToken
+from kvtide.models.deepseek_v4 import DeepSeekV4, DeepSeekV4NextToken
+from kvtide.models.draft import DraftSource
 from kvtide.models.falcon_h1 import FalconH1
 from kvtide.models.gemma2 import Gemma2
 from kvtide.models.gemma3 import Gemma3
@@ -26,16 +30,17 @@ from kvtide.models.lfm2 import Lfm2
 from kvtide.models.llama import Llama
 from kvtide.models.mixtral import Mixtral
 from kvtide.models.model import Decoder, Model
+from kvtide.models.mtp import NextTokenDraft
 from kvtide.models.multimodal import LanguageModelWeights
 from kvtide.models.nemotron_h import NemotronH
 from kvtide.models.qwen3_moe import Qwen3Moe
-from kvtide.models.qwen3_next import Qwen3Next
+from kvtide.models.qwen3_next import Qwen3Next, Qwen3NextToken
 from kvtide.models.smollm3 import SmolLM3
 from kvtide.spec import with_draft
 from kvtide.spec.config import Config
-from kvtide.spec.families import KVDType, declare, declare_mtp, language_model
+from kvtide.spec.families import KVDType, declare, declare_mtp, language_model, mtp_layers
 
-__all__ = ["FAMILIES", "Model", "build"]
+__all__ = ["FAMILIES", "MTP", "Model", "build", "build_mtp", "has_mtp"]
 
 FAMILIES: dict[str, type[Decoder]] = {
     "bamba": Bamba,
@@ -65,6 +70,62 @@ FAMILIES: dict[str, type[Decoder]] = {
     "smollm3": SmolLM3,
 }
 
+MTP: dict[str, type[NextTokenDraft]] = {
+    "deepseek_v3": DeepSeekNextToken,
+    "deepseek_v32": SparseNextToken,
+    "deepseek_v4": DeepSeekV4NextToken,
+    "glm4_moe_lite": DeepSeekNextToken,
+    "glm_moe_dsa": SparseNextToken,
+    "qwen3_5_moe_text": Qwen3NextToken,
+    "qwen3_5_text": Qwen3NextToken,
+    "qwen3_next": Qwen3NextToken,
+}
+"""Families whose checkpoints may have a layer for multi-token prediction, and its draft."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """A language model as it was published: alone, or in a multimodal checkpoint.
+
+    `weights` are its own under a language model's names, `fields` its config, completed.
+    """
+
+    name: str
+    fields: Config
+    weights: Weights
+    family: type[Decoder]
+
+    @classmethod
+    def of(cls, config: Mapping[str, object], weights: Weights) -> _Published:
+        name = str(config.get("model_type"))
+        whole = Config(name, config)
+        fields = language_model(whole)
+        model_type = fields.find("model_type")
+        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if family is None:
+            raise fields.refusal(
+                f"model_type {model_type!r} has no forward pass here; use one of "
+                f"{', '.join(FAMILIES)}"
+            )
+        if fields is not whole:
+            weights = LanguageModelWeights(weights)
+        return cls(name, fields.beneath(family.DEFAULTS), weights, family)
+
+    def find_draft(self) -> type[NextTokenDraft]:
+        """The class of its MTP draft; a checkpoint without one is refused."""
+        draft = MTP.get(str(self.fields.find("model_type")))
+        if draft is None:
+            raise self.fields.refusal(
+                "its family has no layer for multi-token prediction here; use --speculate ngram or "
+                f"eagle3, or one of {', '.join(MTP)}"
+            )
+        if not self.weights.has(name := draft.first_tensor(self.fields)):
+            raise self.fields.refusal(
+                f"the checkpoint has no tensor {name}, and so no layer for multi-token prediction; "
+                "use --speculate ngram or eagle3"
+            )
+        return draft
+
 
 def build(
     config: Mapping[str, object],
@@ -76,40 +137,76 @@ def build(
     dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
     mtp: bool = False,
+    draft: DraftSource | None = None,
     stage: int = 0,
     stages: int = 1,
     ranks: TensorRanks = ALONE,
-) -> Model:
+) -> Decoder:
     """The model that this `config.json` describes, with these weights.
 
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
-    with, None for the family's own. Of a multimodal model it is the language model. `mtp`: with its
-    layers for multi-token prediction. It may be one of several stages, and have one of several
-    ranks' share of every layer. It computes on torch's default device, where weights are: call
-    this under `with device`.
+    with, None for the family's own. Of a multimodal model it is the language model. `mtp`, `draft`:
+    its memory also has the pools of the draft that `build_mtp` gives, or of this one; a draft is
+    built afterwards. It may be one of several stages, and have one of several ranks' share of
+    every layer. It computes on torch's default device, where weights are: call this under
+    `with device`.
     """
-    name = str(config.get("model_type"))
-    whole = Config(name, config)
-    fields = language_model(whole)
-    model_type = fields.find("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise fields.refusal(
-            f"model_type {model_type!r} has no forward pass here; use one of {', '.join(FAMILIES)}"
-        )
+    published = _Published.of(config, weights)
     memory = declare(
         config,
-        model=name,
+        model=published.name,
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,
     )
+    if mtp and draft is not None:
+        raise published.fields.refusal(
+            "multi-token prediction and a draft are two drafts; use one of them"
+        )
     if mtp:
+        published.find_draft()
         memory = with_draft(memory, declare_mtp(config, memory=memory, kv_dtype=kv_dtype))
-    if fields is not whole:
-        weights = LanguageModelWeights(weights)
+    if draft is not None:
+        memory = with_draft(memory, draft.declare(published.fields, memory, kv_dtype))
     if (stages, ranks.count) != (1, 1):
         memory = list(memory.stages(stages, ranks.rank, ranks.count))[stage]
     ops = choose(deterministic, torch.get_default_device())
-    fields = fields.beneath(family.DEFAULTS)
-    return family(Blueprint(fields, weights, memory, ops, dtype, ranks=ranks))
+    return published.family(
+        Blueprint(published.fields, published.weights, memory, ops, dtype, ranks=ranks)
+    )
+
+
+def has_mtp(config: Mapping[str, object], weights: Weights) -> bool:
+    """Whether `build_mtp` finds a draft in this checkpoint."""
+    published = _Published.of(config, weights)
+    draft = MTP.get(str(published.fields.find("model_type")))
+    if draft is None or not mtp_layers(config):
+        return False
+    return published.weights.has(draft.first_tensor(published.fields))
+
+
+def build_mtp(config: Mapping[str, object], weights: Weights, target: Decoder) -> NextTokenDraft:
+    """The draft that the checkpoint of this target has: its layer for multi-token prediction.
+
+    `target` is what `build(config, weights, mtp=True)` gives, whole or the last of its stages. The
+    draft has its embedding and head, and is on its device, in its dtype and arithmetic, on its
+    ranks.
+    """
+    published = _Published.of(config, weights)
+    draft = published.find_draft()
+    if target.memory.end_layer - target.memory.layers != 1 or not target.is_last:
+        raise published.fields.refusal(
+            f"the memory of {target.memory.model} has no pools for its layer for multi-token "
+            "prediction; build the target with mtp=True, and the draft beside its last stage"
+        )
+    device = target.head.weight.device
+    blueprint = Blueprint(
+        published.fields,
+        OnDevice(published.weights, device),
+        target.memory,
+        target.ops,
+        target.dtype,
+        ranks=target.ranks,
+    )
+    with device:
+        return draft(target, blueprint)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
+from kvtide.layers.backend.kernel_args import ExpertActivation, ExpertGroup, ExpertWeights
 from kvtide.layers.dense import Linear
-from kvtide.layers.kernel_args import ExpertActivation, ExpertGroup, ExpertWeights
 from kvtide.layers.moe import Experts, stack_experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer

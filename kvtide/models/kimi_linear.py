@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Blueprint, ForwardPass
-from kvtide.layers.kernel_args import RoutingRule
+from kvtide.layers.backend.kernel_args import RoutingRule
 from kvtide.layers.linear_attention import KimiDelta
 from kvtide.layers.mla import LatentAttention
 from kvtide.layers.moe import Mixture, Router

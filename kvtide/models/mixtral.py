@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from kvtide.layers import Blueprint
-from kvtide.layers.kernel_args import RoutingRule
+from kvtide.layers.backend.kernel_args import RoutingRule
 from kvtide.layers.rope import rope, rope_parameters
 from kvtide.models.model import Decoder, Layer
 from kvtide.models.qwen3_moe import SparseLayer, SparseMLP

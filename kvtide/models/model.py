@@ -58,6 +58,7 @@ class Decoder:
     def __init__(self, blueprint: Blueprint) -> None:
         config, base = blueprint.config, blueprint.under(self.BASE)
         self.memory = blueprint.memory
+        self.ops, self.ranks = blueprint.ops, blueprint.ranks
         self.arithmetic, self.uses_kernels = blueprint.arithmetic, blueprint.ops.uses_kernels
         self.max_positions = config.count("max_position_embeddings", "model_max_length")
         self.vocabulary = config.count("vocab_size")

@@ -15,6 +15,7 @@ from kvtide.layers import Weights
 _PREFIXES = {
     "model.": ("language_model.model.", "model.language_model."),
     "lm_head.": ("language_model.lm_head.", "lm_head."),
+    "mtp.": ("mtp.",),
 }
 """Prefixes of names, and those that stand for them in a multimodal checkpoint."""
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
-from kvtide.layers.arithmetic import Arithmetic
+from kvtide.layers.backend.arithmetic import Arithmetic
+from kvtide.layers.backend.kernel_args import Routing, RoutingRule
 from kvtide.layers.dense import Linear
 from kvtide.layers.elementwise import Activation
-from kvtide.layers.kernel_args import Routing, RoutingRule
 from kvtide.layers.mamba import Mamba2
 from kvtide.layers.moe import Experts, Mixture, Router
 from kvtide.models.model import Decoder, Layer

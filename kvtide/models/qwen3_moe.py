@@ -11,8 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtide.layers import Attention, Blueprint, ForwardPass
+from kvtide.layers.backend.kernel_args import RoutingRule
 from kvtide.layers.elementwise import softmax
-from kvtide.layers.kernel_args import RoutingRule
 from kvtide.layers.moe import Experts
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.model import Decoder, Layer

@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta layers, and gated attention every few layers.
 
 MLPs are plain, or experts beside a shared MLP with a gate of its own. Norms have weights around
-zero.
+zero. The next-token layer has gated attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kvtide.layers.linear_attention import GatedDelta
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.layers.self_attention import GatedAttention
 from kvtide.models.model import Decoder, Layer
+from kvtide.models.mtp import NextTokenDraft
 from kvtide.models.qwen3_moe import SparseMLP, routing_rule
+from kvtide.spec.config import Config
 
 
 class SharedSparseMLP:
@@ -64,3 +66,26 @@ class Qwen3Next(Decoder):
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
         rotation = rope(rope_parameters(base.config), base.head_dim)
         return [Qwen3NextLayer(each, number, rotation) for number, each in base.layers()]
+
+
+class Qwen3NextToken(NextTokenDraft):
+    TOKEN_NORM = "pre_fc_norm_embedding"
+    FEATURE_NORM = "pre_fc_norm_hidden"
+    PROJECTION = "fc"
+    NORM = "norm"
+
+    def __init__(self, target: Decoder, blueprint: Blueprint) -> None:
+        if blueprint.config.flag("mtp_use_dedicated_embeddings"):
+            raise blueprint.config.refusal(
+                "`mtp_use_dedicated_embeddings` is set, and a draft here has the model's own "
+                "embedding; use --speculate ngram or eagle3"
+            )
+        super().__init__(target, replace(blueprint, norm_offset=1.0))
+
+    @classmethod
+    def under(cls, config: Config) -> str:
+        return "mtp"
+
+    def build_layer(self, base: Blueprint) -> Layer:
+        rotation = rope(rope_parameters(base.config), base.head_dim)
+        return Qwen3NextLayer(base.under("layers.0"), self.number, rotation)

@@ -7,15 +7,13 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
 from kvtide.engine import Engine, EngineError, RankTopology
 from kvtide.engine.oracle import Oracle, bounds_of
-from kvtide.layers import Weights
 from kvtide.models import Model, build
-from kvtide.models.checkpoint import Checkpoint, open_checkpoint
+from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
@@ -221,17 +219,3 @@ def _build(
             stages=topology.stages,
             ranks=topology.tensor,
         )
-
-
-class OnDevice:
-    """A checkpoint's weights, copied to the device of the model."""
-
-    def __init__(self, weights: Weights, device: torch.device) -> None:
-        self._weights = weights
-        self._device = device
-
-    def get(self, name: str) -> Tensor:
-        return self._weights.get(name).to(self._device)
-
-    def has(self, name: str) -> bool:
-        return self._weights.has(name)

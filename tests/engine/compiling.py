@@ -29,7 +29,7 @@ from kvtide.engine.graph_capture import CapturedGraph, Wait
 from kvtide.engine.page_tables import batch_tables
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
-from kvtide.layers.triton_ops import TritonOps
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.models import Model, build, family_registry
 from tests.models import tiny
 from tests.models.with_kernels import FEW

@@ -27,6 +27,7 @@ import torch
 
 from kvtide.cache import CacheConfig, Hardware, Lease, Match, Progress, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SampledToken, SamplingParams
+from kvtide.engine.speculation.drafter import Drafter
 from kvtide.index import Placement
 from kvtide.index.events import Event, EventKind
 from kvtide.index.keys import TOKEN_BYTES
@@ -154,12 +155,14 @@ def text(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 @cached
-def alone(family: str, tokens: tuple[int, ...], count: int) -> tuple[SampledToken, ...]:
+def alone(
+    family: str, tokens: tuple[int, ...], count: int, sampling: SamplingParams = SAMPLING
+) -> tuple[SampledToken, ...]:
     """The answer of an engine that has never seen anything, and computes the prompt at once."""
     model = model_of(family)
     cache = TieredCache(model.memory, CacheConfig(Tokens(1024), None, tokens_per_checkpoint=16))
     engine = Engine(model, cache, chunk_tokens=1024)
-    request = engine.submit(RequestParams(tokens, count, SAMPLING))
+    request = engine.submit(RequestParams(tokens, count, sampling))
     while not engine.idle:
         engine.step()
     assert request.by_tier == {}
@@ -448,6 +451,8 @@ class Stand:
         tokens_per_checkpoint: int | None = None,
         placement: Placement | None = None,
         watched: type[WatchedCache] = WatchedCache,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 1,
         **options: Any,
     ) -> None:
         self.family = family
@@ -475,7 +480,13 @@ class Stand:
             if cell.tier in TIERS:
                 anchor = model.memory.anchors[cell.anchor].name
                 cell.slots = PoisonedSlots(cell.slots.capacity, self._rows[cell.tier], anchor)
-        self.engine = Engine(model, self.cache, chunk_tokens=chunk_tokens)
+        self.engine = Engine(
+            model,
+            self.cache,
+            chunk_tokens=chunk_tokens,
+            drafter=drafter,
+            draft_tokens=draft_tokens,
+        )
         self.served: list[Request] = []
         self.max_running = 0
 

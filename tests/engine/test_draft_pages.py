@@ -10,14 +10,14 @@ from kvtide.cache import CacheConfig, Lease, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
 from kvtide.models.deepseek_v4 import DeepSeekV4
 from kvtide.spec import Tier
-from tests.models.test_deepseek_v4 import guessing
+from tests.models.tiny_mtp import V4, pair
 
 PROMPT = tuple(range(1, 70))
 
 
 @pytest.fixture(scope="module")
 def model() -> DeepSeekV4:
-    return guessing(list(PROMPT), deterministic=False).model
+    return pair(V4)[0]
 
 
 @pytest.fixture

@@ -802,7 +802,7 @@ def test_nothing_is_foreseen_of_a_prefix_that_has_not_landed(stand, monkeypatch)
     assert complete(request)
 
 
-@pytest.mark.parametrize("where", ["_sample", "_advance"])
+@pytest.mark.parametrize("where", ["_sample", "_accept"])
 def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch, where):
     at = stand()
     request = at.submit(words(1, 9), 6)

@@ -32,7 +32,7 @@ from kvtide.engine import Engine, Request, RequestParams, cuda_graphs, scheduler
 from kvtide.engine.graph_capture import Wait, graph_capture
 from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.models import Model
-from kvtide.server.engine_setup import OnDevice
+from kvtide.models.checkpoint import OnDevice
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from kvtide.storage import open_store

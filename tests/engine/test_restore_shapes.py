@@ -18,8 +18,9 @@ from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from kvtide.storage import open_store
 from tests.engine.restoring import SAMPLING, text
-from tests.models.test_deepseek_v4 import REAL, guessing
+from tests.models.test_deepseek_v4 import REAL
 from tests.models.tiny import ours
+from tests.models.tiny_mtp import guessing
 
 PATIENT = FetchPatience("wait_complete", min_tokens=1)
 _NUMBERS = count()

@@ -91,7 +91,7 @@ class Desk:
         self.scheduler.admit()
         step = self.overlap.take(self.scheduler)
         chunks = step.chunks if step is not None else self.scheduler.schedule()
-        for request, end in chunks:
+        for request, end, _ in chunks:
             self.check(request, end)
             request.computed = end
             self.cache.commit(request.held, end)
@@ -99,7 +99,7 @@ class Desk:
         self.planned = plans[ahead]() if ahead in plans else None
         if self.planned is not None:
             self.overlap.plan(self.planned)
-        for request, end in chunks:
+        for request, end, _ in chunks:
             if end == request.length:
                 request.append(SampledToken(7, 0.0))
                 if request.length == request.max_length:
@@ -536,7 +536,7 @@ def test_no_step_computes_more_than_a_chunk(desk, memory, chunk_tokens):
         chunks = at.scheduler.schedule()
         counts = [chunk.end - before[chunk.request.number] for chunk in chunks]
         assert all(count > 0 for count in counts) and 0 < sum(counts) <= chunk_tokens
-        for request, end in chunks:
+        for request, end, _ in chunks:
             request.computed = end
             at.cache.commit(request.held, end)
             if end == request.length:
@@ -603,7 +603,7 @@ def test_a_step_ends_where_a_state_is_kept(desk):
     request = at.queue(5, extra=2)
     ends = []
     while request.computed < len(request.params.tokens):
-        ((_, end),) = at.step()
+        ((_, end, _),) = at.step()
         ends.append(end)
     assert ends == [2 * PAGE, 4 * PAGE, 5 * PAGE, 5 * PAGE + 2]
 
@@ -616,7 +616,7 @@ def test_no_step_passes_a_page_with_a_state(desk):
     for _ in range(60):
         before = {request: request.computed for request in at.requests}
         at.scheduler.admit()
-        for request, end in at.scheduler.schedule():
+        for request, end, _ in at.scheduler.schedule():
             table = at.cache.page_table(request.held, "state")
             inside = range(before[request] // PAGE, (end - 1) // PAGE)
             assert all(table[page] < 0 for page in inside)

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.arithmetic import (
+from kvtide.layers.backend.arithmetic import (
     TILE_ROWS,
     Batched,
     Deterministic,
     product_rows_stand_alone,
     rows_stand_alone,
 )
-from kvtide.layers.attention import attend
+from kvtide.layers.backend.kernel_args import AttentionParams, ExpertGroup, Routing
 from kvtide.layers.elementwise import gelu_tanh, rms_norm, softplus, swish
-from kvtide.layers.kernel_args import AttentionParams, ExpertGroup, Routing
-from kvtide.layers.moe_experts import mix
-from kvtide.layers.ssd_scan import ScanInput, scan_chunks, scan_tokens
+from kvtide.layers.reference.attention import attend
+from kvtide.layers.reference.moe_experts import mix
+from kvtide.layers.reference.ssd_scan import ScanInput, scan_chunks, scan_tokens
 from kvtide.layers.tensor_ranks import ALONE
 
 

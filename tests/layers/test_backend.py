@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvtide.layers import choose
-from kvtide.layers.arithmetic import Batched, Deterministic
-from kvtide.layers.torch_ops import TorchOps
+from kvtide.layers.backend.arithmetic import Batched, Deterministic
+from kvtide.layers.backend.torch_ops import TorchOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

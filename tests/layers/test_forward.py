@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.kv_write import kv_write
+from kvtide.layers.reference.kv_write import kv_write
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError
 from kvtide.tiers import Arrangement, Buffers, Layout
 

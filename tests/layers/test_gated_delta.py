@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.gated_delta import DeltaInput, delta_chunks, delta_tokens
+from kvtide.layers.reference.gated_delta import DeltaInput, delta_chunks, delta_tokens
 
 HEADS, KEYS, VALUES = 3, 8, 5
 

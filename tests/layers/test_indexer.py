@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtide.layers.indexer import select, top_k
+from kvtide.layers.reference.indexer import select, top_k
 
 COUNT = 5
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from kvtide.layers.arithmetic import Batched
-from kvtide.layers.kernel_args import Routing, RoutingRule
-from kvtide.layers.moe_routing import route_scores
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.kernel_args import Routing, RoutingRule
+from kvtide.layers.reference.moe_routing import route_scores
 
 TOKENS, EXPERTS, WIDTH = 200, 12, 16
 

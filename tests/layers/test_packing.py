@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers.kv_write import kv_write
 from kvtide.layers.packing import Packing, packing, stored
+from kvtide.layers.reference.kv_write import kv_write
 from kvtide.spec import DType, Encoding, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError
 from kvtide.spec.config import Config
 from kvtide.spec.families.pool_parts import KVDType, latent_entry, packed, scaled

@@ -1,15 +1,12 @@
-"""DeepSeek-V4 beyond what every family is tried with: real blocks, packed entries, MTP, ranks."""
+"""DeepSeek-V4 beyond what every family is tried with: real blocks, packed entries."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 from kvtide.layers import ForwardPass, Step
@@ -22,9 +19,9 @@ from kvtide.spec.families import KVDType
 from kvtide.spec.families.pool_parts import packed, scaled
 from tests.models.playing import Player
 from tests.models.test_logits import assert_close
-from tests.models.tiny import Tensors, checkpoint, config_of, expected, oracle, ours, prompt
+from tests.models.tiny import Tensors, checkpoint, expected, oracle, ours, prompt
 
-REAL, MTP, TINY = "deepseek_v4-blocks-of-128", "deepseek_v4-mtp", "deepseek_v4"
+REAL, TINY = "deepseek_v4-blocks-of-128", "deepseek_v4"
 TOKENS = 600
 
 
@@ -196,107 +193,3 @@ def test_packed_entries_give_the_same_bits_however_a_prompt_is_cut() -> None:
     model = ours(TINY, kv_dtype=KVDType.FP8, deterministic=True)
     whole, cut = (Player(model).prefill(prompt(150), size) for size in (150, 13))
     assert torch.equal(whole, cut)
-
-
-# -- multi-token prediction --------------------------------------------------------------------
-
-NEW = ("e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight")
-
-
-@functools.cache
-def _mtp_weights() -> dict[str, Tensor]:
-    """The last layer of the saved model as `mtp.0`, with what such a layer has besides."""
-    saved = checkpoint(MTP)
-    last = config_of(MTP).num_hidden_layers - 1
-    weights = {}
-    for name in saved.weights.names():
-        mtp = name.replace(f"model.layers.{last}.", "mtp.0.")
-        weights[mtp] = saved.weights.get(name)
-    for name in ("norm.weight", "hc_head.hc_fn", "hc_head.hc_base", "hc_head.hc_scale"):
-        weights[f"mtp.0.{name}"] = saved.weights.get(f"model.{name}")
-    generator = torch.Generator().manual_seed(3)
-    for name in NEW:
-        shape = (96, 96) if "proj" in name else (96,)
-        noise = torch.randn(shape, generator=generator) * 0.1
-        weights[f"mtp.0.{name}"] = noise if "proj" in name else 1 + noise
-    return weights
-
-
-@functools.cache
-def _mtp_expectation(tokens: int) -> Tensor:
-    """The oracle with all its layers; what enters the last one is what enters an MTP layer."""
-    model, weights = oracle(MTP), _mtp_weights()
-    ids = torch.tensor([prompt(tokens + 1)])
-    following = model.model.embed_tokens(ids[:, 1:])
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(x, (96,), weights[f"mtp.0.{name}.weight"], 1e-6)
-
-    def entered(module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        token = norm(following, "enorm") @ weights["mtp.0.e_proj.weight"].T
-        streams = norm(args[0], "hnorm") @ weights["mtp.0.h_proj.weight"].T
-        return (token[:, :, None] + streams, *args[1:])
-
-    handle = model.model.layers[-1].register_forward_pre_hook(entered)
-    with torch.no_grad():
-        logits: Tensor = model(ids[:, :-1], use_cache=False).logits[0]
-    handle.remove()
-    return logits
-
-
-class Guessing:
-    """The model and its MTP layer, as one model that says what the token after next is."""
-
-    def __init__(self, model: DeepSeekV4, tokens: list[int]) -> None:
-        self.model, self.tokens, self.memory = model, torch.tensor(tokens), model.memory
-        self.vocabulary, self.max_positions = model.vocabulary, model.max_positions
-        self.uses_kernels = model.uses_kernels
-
-    def forward(
-        self, step: Step, before: Tensor | None = None, captured: CapturedStates | None = None
-    ) -> Tensor:
-        (layer,) = self.model.next_tokens
-        streams = self.model.through(step, before, captured)
-        return layer.closed(layer(step, streams, self.tokens[step.positions + 1]))
-
-    def carried(self, tokens: Tensor) -> Tensor:
-        return self.model.carried(tokens)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
-
-
-def guessing(tokens: list[int], *, deterministic: bool) -> Guessing:
-    """For sequences that begin with these tokens, and are one shorter at the most."""
-    config = dict(checkpoint(MTP).config)
-    layers = config["num_hidden_layers"] - 1
-    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
-    model = build(
-        config,
-        Tensors(_mtp_weights()),
-        page_tokens=16,
-        kv_dtype=KVDType.FP32,
-        deterministic=deterministic,
-        mtp=True,
-    )
-    assert isinstance(model, DeepSeekV4)
-    assert model.memory.pool("draft").layers == (layers,)
-    assert model.memory.pool("draft").follows == "swa" and model.memory.holdback == 1
-    return Guessing(model, tokens)
-
-
-@pytest.mark.parametrize("chunks", [(120,), (50, 1, 1, 3)], ids=str)
-@pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "determined"])
-def test_the_layer_for_multi_token_prediction(chunks: tuple[int, ...], deterministic: bool) -> None:
-    model = guessing(prompt(121), deterministic=deterministic)
-    # The player counts a draft's layer as the model's: it is waited for, too.
-    model.memory = replace(model.memory, layers=model.memory.end_layer)
-    logits = Player(model).prefill(prompt(121)[:120], *chunks)
-    assert_close(logits, _mtp_expectation(120))
-
-
-def test_mtp_layers_that_compress_are_refused() -> None:
-    config = {**checkpoint(MTP).config, "layer_types": None}
-    config |= {"num_hidden_layers": 2, "compress_ratios": [4, 16, 4], "compress_rates": None}
-    with pytest.raises(SpecError, match="use 0 for them: they attend to a window only"):
-        build(config, Tensors(_mtp_weights()), page_tokens=16, mtp=True)

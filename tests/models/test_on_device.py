@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from kvtide.server.engine_setup import OnDevice
+from kvtide.models.checkpoint import OnDevice
 from kvtide.spec.families import KVDType
 from tests.engine.restoring import ALL_NAMES
 from tests.models.playing import Player

@@ -289,6 +289,14 @@ class Tensors:
         return name in self.tensors
 
 
+_ATTENTION_LAST = ["linear_attention", "full_attention", "full_attention"]
+
+
+def _three_layers(name: str, **fields: object) -> tuple[str, Fields]:
+    family, known = CONFIGS[name]
+    return family, {**known, "num_hidden_layers": 3, **fields}
+
+
 LONG: dict[str, tuple[str, Fields]] = {
     "deepseek_v4-blocks-of-128": _config("DeepseekV4", **_V4, layer_types=_V4_LAYERS),
     "deepseek_v4-mtp": _config(
@@ -297,8 +305,16 @@ LONG: dict[str, tuple[str, Fields]] = {
         layer_types=[*_V4_LAYERS[1:3], "sliding_attention"],
         compress_rates=_SMALL_BLOCKS,
     ),
+    "deepseek_v3-mtp": _three_layers("deepseek_v3"),
+    "deepseek_v32-mtp": _three_layers("deepseek_v32"),
+    "glm4_moe_lite-mtp": _three_layers("glm4_moe_lite"),
+    "glm_moe_dsa-mtp": _three_layers("glm_moe_dsa-shared", index_topk_pattern="FSF"),
+    "qwen3_next-mtp": _three_layers("qwen3_next", layer_types=_ATTENTION_LAST),
+    "qwen3_5-mtp": _three_layers("qwen3_5", layer_types=_ATTENTION_LAST),
+    "qwen3_5_moe-mtp": _three_layers("qwen3_5_moe", layer_types=_ATTENTION_LAST),
 }
-"""Models that ordinary pages do not fit; they have tests of their own."""
+"""Models with tests of their own: ordinary pages do not fit them, or their last layer is a draft's.
+"""
 
 
 def config_of(name: str) -> transformers.PreTrainedConfig:

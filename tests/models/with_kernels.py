@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.layers.triton_ops import TritonOps
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.models import Model, build
 from kvtide.spec.families import KVDType
 from tests.models.tiny import checkpoint

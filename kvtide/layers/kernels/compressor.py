@@ -1,7 +1,7 @@
 """Compressed KV entries (DeepSeek-V4): gated means over blocks of tokens, for a whole step.
 
-Torch reference: `layers/compressor.py`, `compress`. A token that completes a block writes the
-block's entry: normed, rotated, packed. The last token of a sequence or of a page saves the
+Torch reference: `layers/reference/compressor.py`, `compress`. A token that completes a block writes
+the block's entry: normed, rotated, packed. The last token of a sequence or of a page saves the
 incomplete means. Positions alone decide this.
 
 `_compress`  grid (tokens,): most CTAs exit at once
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import CompressedStream
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import CompressedStream
 from kvtide.layers.kernels.grid import power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.kv_write import bits, entry_fields, entry_shape, store_entry

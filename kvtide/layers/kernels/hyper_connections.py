@@ -1,6 +1,6 @@
 """Hyper-connections: mixing of residual streams around a sublayer, fused.
 
-Torch reference: `layers/hyper_connections.py`, `gather`, `spread` and `join`.
+Torch reference: `layers/reference/hyper_connections.py`, `gather`, `spread` and `join`.
 
 `_project`         grid (token tiles, splits): logits of all streams of a token, a GEMM with few
                    columns and a long inner dimension, which is split (split-K). The sum of squares
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import Norm, StreamMixing
 from kvtide.layers.elementwise import split_bf16
-from kvtide.layers.kernel_args import Norm, StreamMixing
 from kvtide.layers.kernels.elementwise import sigmoid
 from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import kernel

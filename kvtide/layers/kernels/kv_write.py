@@ -1,7 +1,7 @@
 """KV write: entries packed and stored into pages, for all tokens of a step.
 
-Torch reference: `layers/kv_write.py`, `kv_write`; the bytes are identical. Conversions work on
-bits, so that they are the same on every device and in the interpreter.
+Torch reference: `layers/reference/kv_write.py`, `kv_write`; the bytes are identical. Conversions
+work on bits, so that they are the same on every device and in the interpreter.
 
 `_write_vectors`  grid (tokens, 1 or 2 vectors): plain vectors, or e4m3 with a scale per group
 `_write_joined`   grid (tokens,): DeepSeek-V4's joined key and value

@@ -1,8 +1,8 @@
 """Mixture-of-experts layers: a grouped GEMM over all experts of this rank at once.
 
-Torch reference: `layers/moe_experts.py`, `mix_experts`. A pair is a token and one of its experts.
-Pairs are sorted by expert (those of other ranks left out), and each expert's pairs are cut into
-blocks of rows. A CTA multiplies one block by some columns of its expert's weight.
+Torch reference: `layers/reference/moe_experts.py`, `mix_experts`. A pair is a token and one of its
+experts. Pairs are sorted by expert (those of other ranks left out), and each expert's pairs are cut
+into blocks of rows. A CTA multiplies one block by some columns of its expert's weight.
 
 `_sort_pairs`       grid (experts,): pairs in order of expert, and their blocks
 `_grouped_gemm`     grid (blocks * column tiles,): gate and up with the activation; then down, back
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvtide.layers.kernel_args import ExpertActivation, ExpertStack, ExpertWeights, Routing
+from kvtide.layers.backend.kernel_args import ExpertActivation, ExpertStack, ExpertWeights, Routing
 from kvtide.layers.kernels.elementwise import activated
 from kvtide.layers.kernels.grid import divided_up, power_of_two, sm_count
 from kvtide.layers.kernels.jit import kernel

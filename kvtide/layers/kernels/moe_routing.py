@@ -1,7 +1,7 @@
 """MoE routing in one kernel: from router logits to the top-k experts of a token and their weights.
 
-Torch reference: `layers/moe_routing.py`, `route` and `route_by_top_softmax`; of equal scores the
-first expert wins, as in `layers/indexer.py`, `top_k`.
+Torch reference: `layers/reference/moe_routing.py`, `route` and `route_by_top_softmax`; of equal
+scores the first expert wins, as in `layers/reference/indexer.py`, `top_k`.
 
 `_route`  grid (tokens,): top-k by repeated maximum
 
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtide.layers import elementwise
+from kvtide.layers.backend.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.elementwise import Activation
-from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.kernels.elementwise import sigmoid, softplus
 from kvtide.layers.kernels.grid import power_of_two
 

@@ -1,6 +1,7 @@
 """QKV preparation and KV write, fused: norms, key gain, rope, and the write into pages.
 
-Torch reference: `layers/qkv.py`, `split_heads`, then `layers/kv_write.py`, with the same roundings.
+Torch reference: `layers/reference/qkv.py`, `split_heads`, then `layers/reference/kv_write.py`, with
+the same roundings.
 
 `_prepare_qkv`  grid (token tiles, head tiles): one head after another
 """
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import QKVParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import QKVParams
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.packing import Fields

@@ -23,7 +23,7 @@ from kvtide.spec.families import attention_families as att
 from kvtide.spec.families import recurrent_families as rec
 from kvtide.spec.families.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 from kvtide.spec.families.layer_kinds import language_model, layer_count
-from kvtide.spec.families.pool_parts import Choices, KVDType, by_head
+from kvtide.spec.families.pool_parts import Choices, KVDType, attention_entry, by_head, history
 from kvtide.spec.memory import ModelMemory
 from kvtide.spec.pool import NOTHING, DType, PoolSpec, SpecError
 
@@ -32,9 +32,12 @@ __all__ = [
     "Family",
     "KVDType",
     "declare",
+    "declare_eagle3",
     "declare_mtp",
     "draft_for",
     "language_model",
+    "layer_count",
+    "mtp_layers",
     "supported",
 ]
 
@@ -45,7 +48,7 @@ PAGE_TOKENS = 64
 class Family:
     """A row of the table: how to read a config, and the defaults of the caller's settings.
 
-    `mtp` reads what the model's layers for multi-token prediction keep.
+    `mtp` reads what the first of the model's layers for multi-token prediction keeps.
     """
 
     pools: Callable[[Config, Choices], list[PoolSpec]]
@@ -76,13 +79,43 @@ def declare(
 def declare_mtp(
     config: Mapping[str, object], *, memory: ModelMemory, kv_dtype: KVDType | None = None
 ) -> ModelMemory:
-    """What this model's layers for multi-token prediction keep, as a draft for `with_draft`."""
+    """What the first of this model's layers for multi-token prediction keeps, for `with_draft`.
+
+    Other such layers are not used: the first one drafts every token.
+    """
     fields, family = _family(Config(memory.model, config))
     if family.mtp is None:
-        raise fields.refusal("its layers for multi-token prediction are not known here; leave them")
+        raise fields.refusal(
+            f"model_type {fields.find('model_type')!r} has no layer for multi-token prediction "
+            "that is known here; use --speculate ngram or eagle3"
+        )
+    if not mtp_layers(config):
+        names = " or ".join(f"`{name}`" for name in _MTP_LAYERS)
+        raise fields.refusal(
+            f"config.json gives it no layer for multi-token prediction ({names} of at least 1); "
+            "use --speculate ngram or eagle3"
+        )
     choices = Choices(memory.page_tokens, kv_dtype or family.kv, memory.page_tokens)
-    pools = family.mtp(fields, choices)
-    return ModelMemory("MTP", memory.page_tokens, tuple(pools), len(pools[0].layers))
+    return ModelMemory("MTP", memory.page_tokens, tuple(family.mtp(fields, choices)), 1)
+
+
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""As DeepSeek and GLM name their number, and as Qwen does."""
+
+
+def mtp_layers(config: Mapping[str, object]) -> int:
+    """How many layers for multi-token prediction the model has, of those known here."""
+    fields, family = _family(Config(str(config.get("model_type")), config))
+    return 0 if family.mtp is None else fields.count(*_MTP_LAYERS, default=0, least=0)
+
+
+def declare_eagle3(
+    config: Config, *, memory: ModelMemory, kv_dtype: KVDType | None = None
+) -> ModelMemory:
+    """What an EAGLE3 draft with this config keeps beside its target, for `with_draft`."""
+    layers, entry = layer_count(config), attention_entry(config, kv_dtype or KVDType.BF16)
+    pool = history(range(layers), entry)
+    return ModelMemory("EAGLE3", memory.page_tokens, (pool,), layers)
 
 
 def _family(config: Config) -> tuple[Config, Family]:
@@ -107,7 +140,7 @@ def draft_for(memory: ModelMemory, layers: int) -> ModelMemory:
     """An EAGLE3-style draft of so many layers, for `with_draft`, when no draft config is at hand.
 
     Its heads are the target's where the target keeps K and V by head; beside latents it has 8 KV
-    heads of 128 in bf16. A real draft is declared from its own config, as any model is.
+    heads of 128 in bf16. `declare_eagle3` reads a real draft's config.
     """
     if layers < 1:
         raise SpecError(f"draft: {layers} layers; use at least 1, or no draft")
@@ -119,7 +152,7 @@ def draft_for(memory: ModelMemory, layers: int) -> ModelMemory:
 
 # -- the table -------------------------------------------------------------------------------
 
-_GATED_DELTA = Family(rec.gated_delta)
+_GATED_DELTA = Family(rec.gated_delta, mtp=rec.gated_delta_mtp)
 _FULL_ATTENTION = Family(att.attention(att.all_full))
 _GEMMA3 = Family(att.attention(att.by_window_pattern))
 _ALTERNATING = Family(att.attention(att.alternating))
@@ -127,15 +160,15 @@ _ALTERNATING = Family(att.attention(att.alternating))
 _FAMILIES: dict[str, Family] = {
     "bamba": Family(rec.bamba),
     "deepseek_v2": Family(att.mla),
-    "deepseek_v3": Family(att.mla),
-    "deepseek_v32": Family(att.dsa),
+    "deepseek_v3": Family(att.mla, mtp=att.mla_mtp),
+    "deepseek_v32": Family(att.dsa, mtp=att.dsa_mtp),
     "deepseek_v4": Family(deepseek_v4, 256, KVDType.FP8, deepseek_v4_mtp),
     "falcon_h1": Family(rec.falcon_h1),
     "gemma2": _ALTERNATING,
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
-    "glm4_moe_lite": Family(att.mla),
-    "glm_moe_dsa": Family(att.dsa),
+    "glm4_moe_lite": Family(att.mla, mtp=att.mla_mtp),
+    "glm_moe_dsa": Family(att.dsa, mtp=att.dsa_mtp),
     "gpt_oss": _ALTERNATING,
     "granitemoehybrid": Family(rec.granite_hybrid),
     "kimi_linear": Family(rec.kimi_linear),
@@ -157,10 +190,16 @@ _FAMILIES: dict[str, Family] = {
 
 # Published configs of these families leave fields to the family's defaults.
 _GEMMA_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_QWEN_MTP = {"mtp_num_hidden_layers": 1}
 _LEFT_OUT: dict[str, Mapping[str, object]] = {
     "gemma2": _GEMMA_HEADS,
     "gemma3": _GEMMA_HEADS,
     "gemma3_text": _GEMMA_HEADS,
     "mistral": {"sliding_window": 4096},
     "qwen3": {"head_dim": 128},
+    "qwen3_5": _QWEN_MTP,
+    "qwen3_5_moe": _QWEN_MTP,
+    "qwen3_5_moe_text": _QWEN_MTP,
+    "qwen3_5_text": _QWEN_MTP,
+    "qwen3_next": _QWEN_MTP,
 }

@@ -87,6 +87,16 @@ def dsa(config: Config, choices: Choices) -> list[PoolSpec]:
     return [*mla(config, choices), PoolSpec("index", _indexed(config), keys, follows="kv")]
 
 
+def mla_mtp(config: Config, choices: Choices) -> list[PoolSpec]:
+    return [history([0], latent_entry(config, choices.kv))]
+
+
+def dsa_mtp(config: Config, choices: Choices) -> list[PoolSpec]:
+    """With an indexer of its own, whatever the layers before it have."""
+    keys = scaled("index_key", config.count("index_head_dim"), choices.kv)
+    return [*mla_mtp(config, choices), PoolSpec("index", (0,), keys, follows="kv")]
+
+
 def _indexed(config: Config) -> tuple[int, ...]:
     """The layers with an indexer of their own; the others reuse an earlier selection."""
     layers = layer_count(config)

@@ -4,10 +4,10 @@ A ratio is how many tokens one entry stands for. The sparse kind (4) compresses 
 and has an indexer; the heavy kind (128, and any other ratio) does neither.
 
 An entry is a weighted mean of its block's tokens. A compressor's state is the unfinished mean:
-three numbers a channel (`layers/compressor.py`), whatever the ratio. Pages hold whole blocks, so at
-a page's end all blocks are closed. Where blocks overlap, the sums of the last block for the next
-one remain: `c4_state` and `c4_index_state`. Means within a page are `…_open`, and never leave the
-device.
+three numbers a channel (`layers/reference/compressor.py`), whatever the ratio. Pages hold whole
+blocks, so at a page's end all blocks are closed. Where blocks overlap, the sums of the last block
+for the next one remain: `c4_state` and `c4_index_state`. Means within a page are `…_open`, and
+never leave the device.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def deepseek_v4(config: Config, choices: Choices) -> list[PoolSpec]:
 
 
 def deepseek_v4_mtp(config: Config, choices: Choices) -> list[PoolSpec]:
-    """The layers that predict a token further on: windows only, whatever the model's own have."""
-    first, count = layer_count(config), config.count("num_nextn_predict_layers")
-    listed = (config.listing("compress_ratios") or [])[first : first + count]
+    """Its next-token layer has a window only, whatever the layers before it have."""
+    first = layer_count(config)
+    listed = (config.listing("compress_ratios") or [])[first : first + 1]
     if any(ratio != 0 for ratio in listed):
         raise config.refusal(
-            f"`compress_ratios` gives the layers past {first} {listed}; use 0 for them: they "
-            "attend to a window only"
+            f"`compress_ratios` gives layer {first}, which is for multi-token prediction, "
+            f"{listed[0]}; use 0: it attends to a window only"
         )
     head_dim = config.count("head_dim")
     entry = packed(head_dim, rotary_dims(config), choices.kv)
-    return windowed(config, range(count), entry)
+    return windowed(config, range(1), entry)
 
 
 def _v4_index(ratio: int, layers: tuple[int, ...], width: int, kv: KVDType) -> PoolSpec:

@@ -156,6 +156,11 @@ def gated_delta(config: Config, choices: Choices) -> list[PoolSpec]:
     return _attention_or(kinds, config, fields, choices)
 
 
+def gated_delta_mtp(config: Config, choices: Choices) -> list[PoolSpec]:
+    """Its next-token layer has attention, whatever the layers before it have."""
+    return [history([0], attention_entry(config, choices.kv))]
+
+
 def kimi_linear(config: Config, choices: Choices) -> list[PoolSpec]:
     """KDA layers, and latent attention every few layers."""
     linear = config.nested("linear_attn_config")

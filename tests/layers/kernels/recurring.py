@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import ConvWeights
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import ConvWeights
 from kvtide.layers.packing import Fields
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import Entry, Field, ModelMemory, PoolSpec, Reuse

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers.attention import attend
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels import (
+from kvtide.layers.kernels.attention import (
     attention_cascade,
     attention_decode,
     attention_prefill,
     attention_tiles,
     prefill_schedule,
 )
-from kvtide.layers.kernels.attention_prefill import paged_attention
-from kvtide.layers.kv_write import kv_write
+from kvtide.layers.kernels.attention.attention_prefill import paged_attention
 from kvtide.layers.packing import plain
+from kvtide.layers.reference.attention import attend
+from kvtide.layers.reference.kv_write import kv_write
 from kvtide.layers.step import Batch, Bounds, Rows, Step
 from kvtide.spec import ALL, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, by_head

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtide.layers.causal_conv import convolve as one_sequence
 from kvtide.layers.elementwise import swish
-from kvtide.layers.kernels.causal_conv import causal_conv
+from kvtide.layers.kernels.recurrent.causal_conv import causal_conv
+from kvtide.layers.reference.causal_conv import convolve as one_sequence
 from kvtide.spec import DType, Field
 from kvtide.tiers import Layout
 from tests.layers.kernels.recurring import STEPS, convolution, drawn, world

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Rows, Step, choose
-from kvtide.layers.arithmetic import Batched
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.compressor import Compressor
 from kvtide.layers.dense import WideLinear
 from kvtide.layers.packing import packing
 from kvtide.layers.rope import Rope
-from kvtide.layers.torch_ops import TorchOps
-from kvtide.layers.triton_ops import TritonOps
 from kvtide.spec import Entry, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.config import Config
 from kvtide.spec.families.deepseek_v4 import _v4_means

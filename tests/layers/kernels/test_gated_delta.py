@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import DeltaGates
 from kvtide.layers.elementwise import sigmoid, softplus, unit_length
-from kvtide.layers.gated_delta import DeltaInput, delta_tokens
-from kvtide.layers.kernel_args import DeltaGates
-from kvtide.layers.kernels.gated_delta import gated_delta
+from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
+from kvtide.layers.reference.gated_delta import DeltaInput, delta_tokens
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
 

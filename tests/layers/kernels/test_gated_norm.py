@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtide.layers.backend.kernel_args import GatedNorm
 from kvtide.layers.elementwise import rms_norm, sigmoid, swish
-from kvtide.layers.kernel_args import GatedNorm
-from kvtide.layers.kernels.gated_norm import gated_norm
+from kvtide.layers.kernels.recurrent.gated_norm import gated_norm
 
 CASES = {
     "no norm": (4, 24, None, True, True),

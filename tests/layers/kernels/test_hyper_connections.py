@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Blueprint, Ops
-from kvtide.layers.arithmetic import Batched
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.dense import RMSNorm
 from kvtide.layers.hyper_connections import HyperConnection, HyperHead
 from kvtide.layers.kernels import hyper_connections as kernels
-from kvtide.layers.torch_ops import TorchOps
-from kvtide.layers.triton_ops import TritonOps
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.config import Config
 from kvtide.spec.pool import NOTHING

@@ -1,4 +1,4 @@
-"""What an indexer chooses as kernels is what `layers.indexer.choose` chooses."""
+"""What an indexer chooses as kernels is what `layers.reference.indexer.select` chooses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.forward import Place
-from kvtide.layers.indexer import select
-from kvtide.layers.kernels import indexer
-from kvtide.layers.kernels.indexer import select_entries
+from kvtide.layers.kernels.attention import indexer
+from kvtide.layers.kernels.attention.indexer import select_entries
+from kvtide.layers.reference.indexer import select
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, scaled
 from tests.layers.kernels.filled import Filled, Sequences, written

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import ForwardPass, Place, Rows, Step
-from kvtide.layers import kv_write as reference
 from kvtide.layers.kernels.kv_write import kv_write, kv_write_only
+from kvtide.layers.reference import kv_write as reference
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, by_head, packed, scaled
 from kvtide.tiers import Arrangement, Buffers, Layout

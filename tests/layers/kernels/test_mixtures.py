@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kvtide.layers import Blueprint, Ops
-from kvtide.layers.arithmetic import Deterministic
+from kvtide.layers.backend.arithmetic import Deterministic
+from kvtide.layers.backend.kernel_args import ExpertActivation, RoutingRule
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.elementwise import sqrt_softplus
-from kvtide.layers.kernel_args import ExpertActivation, RoutingRule
 from kvtide.layers.kernels.moe_experts import arrange, mix_experts, tiles_for
 from kvtide.layers.moe import Experts, Mixture, Router, SharedMLP, experts_of_mlp
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
-from kvtide.layers.torch_ops import TorchOps
-from kvtide.layers.triton_ops import TritonOps
 from kvtide.models.nemotron_h import PlainMLP
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.config import Config

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.attention import attend_masked
+from kvtide.layers.backend.kernel_args import AttentionParams
 from kvtide.layers.forward import Place
-from kvtide.layers.kernel_args import AttentionParams
-from kvtide.layers.kernels import mla_tiles
-from kvtide.layers.kernels.mla import block_attention, mla_attention
+from kvtide.layers.kernels.attention import mla_tiles
+from kvtide.layers.kernels.attention.mla import block_attention, mla_attention
+from kvtide.layers.reference.attention import attend_masked
 from kvtide.spec import Field, ModelMemory, PoolSpec, Reuse
 from kvtide.spec.families.pool_parts import KVDType, packed, scaled
 from tests.layers.kernels.filled import Filled, Sequences, written

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers import moe_experts as reference
-from kvtide.layers.arithmetic import Batched
-from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
-from kvtide.layers.kernel_args import (
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.kernel_args import (
     ExpertActivation,
     ExpertGroup,
     ExpertWeights,
     Routing,
     RoutingRule,
 )
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.backend.triton_ops import TritonOps
+from kvtide.layers.elementwise import gelu_tanh, relu_squared, softmax
 from kvtide.layers.kernels import moe_experts as kernels
 from kvtide.layers.kernels.moe_experts import arrange, mix_experts
 from kvtide.layers.moe import Experts
+from kvtide.layers.reference import moe_experts as reference
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
-from kvtide.layers.torch_ops import TorchOps
-from kvtide.layers.triton_ops import TritonOps
 from tests.layers.kernels.repeating import same_again
 
 SWISH = ExpertActivation()

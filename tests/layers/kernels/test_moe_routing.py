@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Deterministic
+from kvtide.layers.backend.arithmetic import Deterministic
+from kvtide.layers.backend.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.elementwise import Activation, sigmoid, softmax, sqrt_softplus
-from kvtide.layers.indexer import top_k
-from kvtide.layers.kernel_args import FixedExperts, Routing, RoutingRule
 from kvtide.layers.kernels import moe_routing
-from kvtide.layers.moe_routing import route, route_by_top_softmax
+from kvtide.layers.reference.indexer import top_k
+from kvtide.layers.reference.moe_routing import route, route_by_top_softmax
 
 PLAIN = Deterministic()
 """Runs no kernels, wherever it is."""

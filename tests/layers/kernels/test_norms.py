@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtide.layers import Ops
-from kvtide.layers.arithmetic import Deterministic
+from kvtide.layers.backend.arithmetic import Deterministic
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.dense import GatedMLP, LayerNorm, Linear, RMSNorm
 from kvtide.layers.elementwise import (
     Activation,
@@ -21,8 +23,6 @@ from kvtide.layers.elementwise import (
 )
 from kvtide.layers.kernels import norms
 from kvtide.layers.kernels.norms import gated
-from kvtide.layers.torch_ops import TorchOps
-from kvtide.layers.triton_ops import TritonOps
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 

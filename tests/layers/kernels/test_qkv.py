@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.layers.arithmetic import Batched
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.kernel_args import Norm, QKVParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernel_args import Norm, QKVParams
 from kvtide.layers.kernels import qkv as kernels
 from kvtide.layers.kernels.qkv import qkv_write
-from kvtide.layers.kv_write import kv_write
-from kvtide.layers.qkv import split_heads
+from kvtide.layers.reference.kv_write import kv_write
+from kvtide.layers.reference.qkv import split_heads
 from kvtide.layers.rope import Rope
 from kvtide.layers.step import Rows, Step
 from kvtide.spec import ModelMemory, PoolSpec

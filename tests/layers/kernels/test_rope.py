@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.elementwise import rms_norm
 from kvtide.layers.kernels.rope import norm_rope_write, rope
-from kvtide.layers.kv_write import kv_write
+from kvtide.layers.reference.kv_write import kv_write
 from kvtide.layers.rope import Rope, rotate_interleaved
 from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.families.pool_parts import KVDType, packed

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtide.layers.backend.kernel_args import ScanParams
 from kvtide.layers.elementwise import softplus
-from kvtide.layers.kernel_args import ScanParams
-from kvtide.layers.kernels.ssd_scan import ssd_scan
-from kvtide.layers.ssd_scan import ScanInput, scan_tokens
+from kvtide.layers.kernels.recurrent.ssd_scan import ssd_scan
+from kvtide.layers.reference.ssd_scan import ScanInput, scan_tokens
 from kvtide.spec import DType, Field
 from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
 

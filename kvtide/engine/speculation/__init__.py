@@ -1,0 +1,17 @@
+"""Speculative decoding: a request's next tokens are drafted, verified in one step, and accepted as
+far as they are what the target samples.
+
+    propose ─▶ schedule ─▶ verify: the last token and k drafts, k + 1 rows ─▶ accept ─▶ commit
+       ▲                                                                                  │
+       └──────────────────── extend the draft over accepted tokens ◀──────────────────────┘
+
+The target samples every row with the request's own random numbers, which depend on its seed and on
+the position alone. A draft is accepted if it equals the sampled token. So the output is that of an
+engine without speculation, at any temperature.
+
+`drafter`         what proposes drafts
+`ngram`           prompt lookup: drafts from the request's own tokens
+`draft_length`    how many drafts a request gets
+`saved_states`    running states as they were before the drafts
+`speculation`     the parts together, as the engine calls them
+"""

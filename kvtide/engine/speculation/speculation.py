@@ -1,0 +1,93 @@
+"""Speculation as the engine calls it: `before` a step, `accept` after sampling, then `propose`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtide.cache import TieredCache
+from kvtide.engine.request import Request, RequestState
+from kvtide.engine.runner import StepOutput
+from kvtide.engine.sampler import SampledToken
+from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.speculation.accept_lengths import AcceptLengths
+from kvtide.engine.speculation.draft_length import DraftLength
+from kvtide.engine.speculation.drafter import Drafter, DraftWish
+from kvtide.engine.speculation.saved_states import SavedStates
+
+MAX_DRAFTS = 16
+"""Drafts of a request in a step, at the most."""
+
+
+class Speculation:
+    """`lengths`: what verify steps gave."""
+
+    def __init__(
+        self, cache: TieredCache, scheduler: Scheduler, drafter: Drafter, draft_tokens: int
+    ) -> None:
+        assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
+        self.lengths = AcceptLengths()
+        self._scheduler = scheduler
+        self._drafter = drafter
+        self._draft_length = DraftLength(draft_tokens, drafter.cost)
+        self._states = SavedStates(cache)
+
+    def wants(self, request: Request) -> bool:
+        """The request may get drafts after this step, so that the next step cannot be planned."""
+        return request.params.speculate and self._draft_length.of(request) > 0
+
+    def writes(self, request: Request) -> tuple[str, ...]:
+        """The sidecar pools that are written for this request."""
+        return self._drafter.writes if request.params.speculate else ()
+
+    def before(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """A step is about to run: keep the states that its drafts change."""
+        self._states.save([chunk.request for chunk in chunks if chunk.drafts])
+
+    def accepted(
+        self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]
+    ) -> Sequence[SampledToken]:
+        """The sampled tokens up to the first that was not drafted.
+
+        `sampled` has the token after the chunk's last one, and one after every draft.
+        """
+        count = 0
+        while count < len(chunk.drafts) and sampled[count].token == chunk.drafts[count]:
+            count += 1
+        return sampled[: count + 1]
+
+    def verified(self, chunks: Sequence[tuple[ScheduledChunk, int]]) -> None:
+        """These chunks' drafts are verified, so many of each accepted: the requests' computed
+        tokens end with the last accepted one, or where their states are put back to."""
+        rejected = []
+        for chunk, accepted in chunks:
+            request, drafts = chunk.request, len(chunk.drafts)
+            self.lengths.verified(request, drafts, accepted)
+            self._draft_length.verified(request, drafts, accepted)
+            if accepted == drafts or not self._states.needed:
+                request.computed = chunk.end + accepted
+            else:
+                rejected.append(request)
+        self._states.restore(rejected)
+
+    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+        """A step's tokens are sampled and accepted: the drafter may write its own state of them."""
+        self._drafter.extend(chunks, output)
+
+    def propose(self, requests: Sequence[Request]) -> None:
+        """These requests have new tokens: drafts behind the old ones are void. Draft for those that
+        decode next."""
+        wishes = []
+        for request in requests:
+            request.drafts = ()
+            if request.state is RequestState.RUNNING and request.params.speculate:
+                wanted = self._wanted(request)
+                if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
+                    wishes.append(DraftWish(request, count))
+        if wishes:
+            for wish, drafts in zip(wishes, self._drafter.propose(wishes), strict=True):
+                wish.request.drafts = drafts
+
+    def _wanted(self, request: Request) -> int:
+        """None while more tokens are to be computed again than drafts could win."""
+        again = request.length - request.computed - 1
+        return self._draft_length.of(request) if again <= self._draft_length.longest else 0

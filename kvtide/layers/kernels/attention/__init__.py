@@ -1,0 +1,1 @@
+"""Triton kernels of attention over pages: prefill, decode and cascade by head; MLA; the indexer."""

@@ -1,0 +1,335 @@
+"""The indexer of sparse attention: scores of all visible entries, and the top-k of each query.
+
+`select_entries` gives what `layers/reference/indexer.py`, `select`, gives (the torch reference), as
+indices in place of a mask. Scores are written to memory, for as many queries at a time as
+MAX_SCORES allows. Top-k runs tile by tile, then among the winners of all tiles, until one tile is
+left.
+
+`_score_decode`   grid (splits, tokens): one query over a split of its entries
+`_score_prefill`  grid (entry tiles, query blocks): one tile of entries, all queries of a block
+`_select_tile`    grid (tokens, tiles): top-k of a tile by radix selection
+
+What always holds:
+- Of equal scores the first entry wins. Ties may differ from torch's in the last bits of sums.
+- Indices are at the front of a row in ascending order, then -1 where a query sees fewer.
+- Where no query can see more than top-k entries, nothing is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.kernels.grid import MIN_ROWS, divided_up, power_of_two, sm_count
+from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.query_blocks import query_blocks
+from kvtide.spec import Encoding
+from kvtide.spec.pool import SCALED_GROUP
+
+MAX_SCORES = 1 << 26
+"""Scores in memory at a time."""
+QUERY_BLOCK = 32
+"""Queries of a prefill chunk per CTA."""
+CTAS_PER_SM = 4
+"""CTAs that the grid of a decode batch has per SM, at most."""
+_TILE_KEYS = 128
+"""Keys per tile (BLOCK_N)."""
+TILE = 4096
+"""Scores per tile of the selection, or MIN_TILES_OF_TOP_K times top-k if that is more."""
+MIN_TILES_OF_TOP_K = 4
+_MIN_TILE = 1024
+"""Scores per tile where no query sees more."""
+
+
+def select_entries(
+    run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, count: int
+) -> Tensor:
+    """The indices of each query's top-k entries, (tokens, count) int32.
+
+    Of the first (p + 1) // ratio entries, a query at position p selects up to `count` with the
+    highest Σ over heads of weight · relu(query · key). Queries are (tokens, heads, dim), weights
+    (tokens, heads) with any row stride.
+    """
+    batch, ratio = run.batch, place.pool.tokens_per_entry
+    max_visible = (batch.bounds.max_past + batch.bounds.longest) // ratio
+    selected = batch.rows.new_empty((len(queries), count))
+    if max_visible <= count:
+        _select(
+            run, selected.new_empty((1, 1), dtype=torch.float32), selected, ratio, max_visible, 0
+        )
+        return selected
+    queries = queries.contiguous()
+    queries_at_once = (
+        len(queries) if batch.bounds.longest == 1 else max(1, MAX_SCORES // max_visible)
+    )
+    assert weights.stride(1) == 1
+    scores = weights.new_empty(
+        (min(queries_at_once, len(queries)), max_visible), dtype=torch.float32
+    )
+    for first in range(0, len(queries), queries_at_once):
+        score_entries(run, place, queries, weights, scores, first)
+        rows = selected[first : first + queries_at_once]
+        _select(run, scores, rows, ratio, max_visible, first)
+    return selected
+
+
+def score_entries(
+    run: ForwardPass, place: Place, queries: Tensor, weights: Tensor, scores: Tensor, first: int
+) -> None:
+    """Scores of the queries from row `first` on, as many as `scores` (queries, entries) has rows.
+
+    Scores of entries that a query does not see are left unwritten.
+    """
+    batch, ratio = run.batch, place.pool.tokens_per_entry
+    _, heads, dim = queries.shape
+    view = run.step.view(place.pool.name, place.layer)
+    keys, scales = view["index_key"], view.get("index_key_scale")
+    assert (scales is not None) == (place.pool.entry.encoding is Encoding.SCALED)
+    assert scales is None or dim <= SCALED_GROUP, "a key has one scale"
+    table = batch.slots[place.anchor]
+    tile_keys = _TILE_KEYS if queries.element_size() == 2 else 2 * MIN_ROWS
+    block_heads = max(MIN_ROWS, power_of_two(heads))
+    last = min(len(queries), first + len(scores))
+    tiles, decode = divided_up(scores.shape[1], tile_keys), batch.bounds.longest == 1
+    if decode:
+        ctas = CTAS_PER_SM * sm_count(queries.device)
+        blocks, query_tiles = batch.owners, len(queries)
+        splits = max(1, min(ctas // query_tiles, tiles))
+    else:
+        blocks = query_blocks(run, QUERY_BLOCK, rows=(first, last)).table
+        query_tiles, splits = len(blocks), tiles
+    (_score_decode if decode else _score_prefill)[(splits, query_tiles)](
+        *(queries, weights, keys, keys if scales is None else scales, scores),
+        *(batch.rows, blocks, table, table.stride(0), weights.stride(0), scores.stride(0), first),
+        STRIDE_SLOT=keys.stride(0),
+        STRIDE_ENTRY=keys.stride(1),
+        SCALED=scales is not None,
+        PAGE=run.step.page_tokens // ratio,
+        RATIO=ratio,
+        HEADS=heads,
+        BLOCK_H=block_heads,
+        HEAD_DIM=dim,
+        BLOCK_D=max(MIN_ROWS, power_of_two(dim)),
+        BLOCK_N=tile_keys,
+        TOKENS=max(1, tile_keys // block_heads),
+        num_warps=4 if decode else 8,
+        num_stages=3 if decode else 2,
+    )
+
+
+def _select(
+    run: ForwardPass, scores: Tensor, selected: Tensor, ratio: int, max_visible: int, first: int
+) -> None:
+    """Fills `selected`, whose first row is row `first` of the step, with the top-k indices.
+
+    If no query can see more than top-k entries, scores are not read.
+    """
+    tokens, count = selected.shape
+    tile = max(TILE, power_of_two(MIN_TILES_OF_TOP_K * count))
+    if max_visible <= _MIN_TILE:
+        tile = min(tile, _MIN_TILE)
+    numbers, width = selected, max_visible
+    for tiles in _tiles_per_round(max_visible, tile, count):
+        last = tiles == 1
+        found = selected if last else selected.new_empty((tokens, tiles * count))
+        values = scores if last else scores.new_empty(found.shape)
+        _select_tile[(tokens, tiles)](
+            *(scores, numbers, found, values, run.batch.rows, run.batch.owners),
+            *(scores.stride(0), first, count, width),
+            RATIO=ratio,
+            FIRST=numbers is selected,
+            LAST=last,
+            SCORED=max_visible > count,
+            BLOCK=tile,
+            BLOCK_K=power_of_two(count),
+            num_warps=max(4, min(16, tile // 512)),
+        )
+        numbers, scores, width = found, values, tiles * count
+
+
+def _tiles_per_round(entries: int, tile: int, count: int) -> Iterator[int]:
+    """Tiles of each round of the selection; `count` winners of every tile enter the next round."""
+    while (tiles := divided_up(entries, tile)) > 1:
+        yield tiles
+        entries = tiles * count
+    yield 1
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+# fmt: off
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_keys(  # type: ignore[no-untyped-def]
+    keys, scales, slot, within, queries,
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """A tile of keys, one per row, and the scales of their scores."""
+    offsets = slot.to(tl.int64) * STRIDE_SLOT + within * STRIDE_ENTRY
+    dim, valid = tl.arange(0, BLOCK_D), slot >= 0
+    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    key = tl.load(keys + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
+    factor = tl.full(slot.shape, 1.0, tl.float32)
+    if SCALED:
+        # Scales have four bytes, elements of keys one.
+        factor = tl.load(scales + offsets // 4, mask=valid, other=0.0)
+    return key.to(queries.dtype.element_ty), factor
+
+
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "owners", "block_tables", "stride_table", "stride_scores", "first"
+)
+def _score_decode(  # type: ignore[no-untyped-def]
+    queries, weights, keys, scales, scores, rows, owners, block_tables, stride_table,
+    stride_weights, stride_scores, first,
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Scores of one decode token over a split of its entries."""
+    token, splits = tl.program_id(1), tl.num_programs(0)
+    sequence = tl.load(owners + token)
+    visible = (tl.load(rows + 3 * sequence + 2) + 1) // RATIO
+    head, dim, cols = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    query_row = token.to(tl.int64) * HEADS + head
+    mask = (head < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = tl.load(queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    weight = weights + token.to(tl.int64) * stride_weights + head
+    weight = tl.load(weight, mask=head < HEADS, other=0.0).to(tl.float32)
+    split_entries = tl.cdiv(tl.cdiv(visible, BLOCK_N), splits) * BLOCK_N
+    begin = tl.program_id(0) * split_entries
+    pages, entry = block_tables + sequence * stride_table, begin + cols
+    slot = tl.load(pages + entry // PAGE, mask=entry < visible, other=-1)
+    for start_n in range(begin, tl.minimum(begin + split_entries, visible), BLOCK_N):
+        entry = start_n + cols
+        key, factor = _load_keys(
+            keys, scales, slot, entry % PAGE, queries, STRIDE_SLOT, STRIDE_ENTRY, SCALED, HEAD_DIM,
+            BLOCK_D)
+        # Prefetch: the slots of the next tile, before this one is used.
+        slot = tl.load(pages + (entry + BLOCK_N) // PAGE, mask=entry + BLOCK_N < visible, other=-1)
+        qk = tl.dot(key, tl.trans(query), input_precision="ieee")
+        score = tl.sum(tl.maximum(qk, 0.0) * weight[None, :], 1) * factor
+        tl.store(scores + token.to(tl.int64) * stride_scores + entry, score, mask=entry < visible)
+
+
+@kernel(  # type: ignore[untyped-decorator]
+    "rows", "block_tables", "stride_table", "stride_scores", "first"
+)
+def _score_prefill(  # type: ignore[no-untyped-def]
+    queries, weights, keys, scales, scores, rows, blocks, block_tables, stride_table,
+    stride_weights, stride_scores, first,
+    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Scores of a block of queries, some at a time, over one tile of entries."""
+    block = blocks + 3 * tl.program_id(1)
+    sequence, lo, hi = tl.load(block), tl.load(block + 1), tl.load(block + 2)
+    if sequence < 0:
+        return
+    position_offset = tl.load(rows + 3 * sequence + 2) - tl.load(rows + 3 * sequence)
+    first_entry, visible = tl.program_id(0) * BLOCK_N, (position_offset + hi) // RATIO
+    if first_entry >= visible:
+        return
+    row = tl.arange(0, TOKENS * BLOCK_H)
+    dim, entry = tl.arange(0, BLOCK_D), first_entry + tl.arange(0, BLOCK_N)
+    token, head, next_tokens = row // BLOCK_H, row % BLOCK_H, tl.arange(0, TOKENS)
+    slot = tl.load(
+        block_tables + sequence * stride_table + entry // PAGE, mask=entry < visible, other=-1)
+    key, factor = _load_keys(
+        keys, scales, slot, entry % PAGE, queries, STRIDE_SLOT, STRIDE_ENTRY, SCALED, HEAD_DIM,
+        BLOCK_D)
+    # The first query that sees an entry of this tile.
+    lo = tl.maximum(lo, (first_entry + 1) * RATIO - 1 - position_offset)
+    for at in range(lo, hi, TOKENS):
+        query_row = ((at + token) * HEADS + head).to(tl.int64)
+        row_valid = (head < HEADS) & (at + token < hi)
+        mask = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
+        query = tl.load(
+            queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        weight = weights + (at + token).to(tl.int64) * stride_weights + head
+        weight = tl.load(weight, mask=row_valid, other=0.0).to(tl.float32)
+        qk = tl.dot(key, tl.trans(query), input_precision="ieee")
+        qk = tl.maximum(qk, 0.0) * weight[None, :]
+        score = tl.sum(tl.reshape(qk, [BLOCK_N, TOKENS, BLOCK_H]), 2) * factor[:, None]
+        offsets = (at + next_tokens - first)[None, :] * stride_scores + entry[:, None]
+        visible_mask = entry[:, None] < ((position_offset + at + next_tokens + 1) // RATIO)[None, :]
+        tl.store(scores + offsets, score, mask=visible_mask & (at + next_tokens < hi)[None, :])
+
+
+@triton.jit
+def _sortable_bits(scores, valid):  # type: ignore[no-untyped-def]
+    """Scores as unsigned integers of the same order; 0 where invalid.
+
+    +0 and -0 never occur together: a sum is -0 only if all weights are negative, and then none is
+    +0.
+    """
+    bits = tl.load(scores, mask=valid, other=0.0).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF) ^ -2147483648
+    return tl.where(valid, bits, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _top_k(bits, valid, count):  # type: ignore[no-untyped-def]
+    """A mask of the top `count` of a tile; of ties at the threshold, the first ones.
+
+    Radix selection: the threshold is found bit by bit, with one sum over the tile per bit, until
+    exactly `count` scores reach it.
+    """
+    threshold, above = tl.full([], 0, tl.uint32), tl.sum(valid.to(tl.int32), 0)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    while (bit > 0) & (above > count):
+        higher = threshold | bit
+        at_least = tl.sum((bits >= higher).to(tl.int32), 0)
+        threshold = tl.where(at_least >= count, higher, threshold)
+        above = tl.where(at_least >= count, at_least, above)
+        bit = bit >> 1
+    selected = valid & (bits >= threshold)
+    if above > count:
+        ties = (selected & (bits == threshold)).to(tl.int32)
+        ties_wanted = count - above + tl.sum(ties, 0)
+        selected = selected & ((ties == 0) | (tl.cumsum(ties, 0) <= ties_wanted))
+    return selected
+
+
+@kernel("rows", "owners", "stride_scores", "first", "width")  # type: ignore[untyped-decorator]
+def _select_tile(  # type: ignore[no-untyped-def]
+    scores, indices, out, values, rows, owners, stride_scores, first, count, width,
+    RATIO: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, SCORED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """The top-k of a tile of a row, in ascending order of index, then -1.
+
+    In the first round indices are those of entries; later they are the `indices` of the round
+    before.
+    """
+    row, tile = tl.program_id(0), tl.program_id(1)
+    row64, entry = row.to(tl.int64), tile * BLOCK + tl.arange(0, BLOCK)
+    if FIRST:
+        seq = rows + 3 * tl.load(owners + first + row)
+        visible = (tl.load(seq + 2) + first + row - tl.load(seq) + 1) // RATIO
+        index, valid = entry, entry < visible
+    else:
+        index = tl.load(indices + row64 * width + entry, mask=entry < width, other=-1)
+        valid = index >= 0
+    selected = valid
+    if SCORED:
+        scores += row64 * stride_scores
+        selected = _top_k(_sortable_bits(scores + entry, valid), valid, count)
+    rank = tl.cumsum(selected.to(tl.int32), 0) - 1
+    out_offset = (row64 * tl.num_programs(1) + tile) * count
+    tl.store(out + out_offset + rank, index, mask=selected)
+    if not LAST:
+        tl.store(
+            values + out_offset + rank, tl.load(scores + entry, mask=selected, other=0.0),
+            mask=selected)
+    lane = tl.arange(0, BLOCK_K)
+    rest = (lane > tl.max(rank, 0)) & (lane < count)
+    tl.store(out + out_offset + lane, lane * 0 - 1, mask=rest)
+# fmt: on

@@ -1,0 +1,1 @@
+"""Triton kernels of recurrent layers: convolution, selective scan, gated delta, output norm."""

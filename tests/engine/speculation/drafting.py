@@ -1,0 +1,46 @@
+"""Drafters for tests: right as often as they are told to be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from kvtide.engine.runner import StepOutput
+from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.speculation.drafter import DraftWish
+from tests.models.tiny import VOCABULARY
+
+Answers = Mapping[tuple[int, ...], Sequence[int]]
+"""The answer to each prompt."""
+
+
+class ErringDrafter:
+    """Knows the answers, and drafts each token of one with the chance of an error."""
+
+    cost = 0.0
+    captures: tuple[int, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def __init__(self, answers: Answers, errors: float, seed: int = 0) -> None:
+        self._answers, self._errors = answers, errors
+        self._random = random.Random(seed)
+        self.proposed = 0
+
+    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+        pass
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        drafts = [self._proposed(wish) for wish in wishes]
+        self.proposed += sum(map(len, drafts))
+        return drafts
+
+    def _proposed(self, wish: DraftWish) -> tuple[int, ...]:
+        request = wish.request
+        done = request.length - len(request.params.tokens)
+        rest = self._answers[request.params.tokens][done : done + wish.limit]
+        count = self._random.randint(0, wish.limit)
+        return tuple(self._drafted(token) for token in rest[:count])
+
+    def _drafted(self, token: int) -> int:
+        wrong = self._random.random() < self._errors
+        return (token + self._random.randrange(1, VOCABULARY)) % VOCABULARY if wrong else token
