@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.index import Arrival, Departure, Index
 from kvtide.index import IndexLease as IndexLease
-from kvtide.spec import PageMove, Tier
+from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfer, Transfers, TransferState, Verdict
@@ -37,6 +37,13 @@ class InFlightTransfers:
         self._transfers = transfers
         self._by_arrival: dict[int, ArrivalTransfer] = {}
         self._departing: set[int] = set()
+        memory = index.memory.at_rest
+        self._page_bytes = {
+            pool.name: memory.slot_bytes(pool.name)
+            if pool.is_anchor
+            else pool.page_bytes(memory.page_tokens)
+            for pool in memory.pools
+        }
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -198,14 +205,9 @@ class InFlightTransfers:
             return
         self.moved_pages[transfer.way] += transfer.pages
         self.moved_bytes[transfer.way] += sum(
-            len(move.source_slots) * self._page_bytes(move) for move in transfer.moves
+            len(move.source_slots) * self._page_bytes[move.sidecar or move.anchor]
+            for move in transfer.moves
         )
-
-    def _page_bytes(self, move: PageMove) -> int:
-        memory = self._index.memory.at_rest
-        if move.sidecar is None:
-            return memory.slot_bytes(move.anchor)
-        return memory.pool(move.sidecar).page_bytes(memory.page_tokens)
 
 
 def explained(transfer: ArrivalTransfer) -> TransferError:

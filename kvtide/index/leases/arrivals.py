@@ -51,8 +51,8 @@ class Arrivals:
                 # No lease waits for a copy downwards, and it does not change what leases pin.
                 arrival.leases.append(lease)
                 arrival.behind = self._awaited(lease, arrival)
-            elif tree.presence.needed and not lease.hidden:
-                self._add_sidecars(arrival, tree.path(lease.node), range(tree.anchors))
+            elif tree.presence.uneven and not lease.hidden:
+                self._add_sidecars(arrival, _ahead(lease.node), range(tree.anchors))
         for pin in guards:
             tree.pins.unpin(pin)
         return arrival
@@ -383,6 +383,16 @@ class Arrivals:
         for node in nodes:
             if queue.evictable(node):
                 self._tree.drop(node, cell)
+
+
+def _ahead(node: Node) -> list[Node]:
+    """The nodes on the path that may carry sidecars which the host's copies lack, top down."""
+    found, above = [], node
+    while above.parent is not None:
+        if above.ahead:
+            found.append(above)
+        above = above.parent
+    return found[::-1]
 
 
 def _pages(runs: list[Run]) -> int:

@@ -198,7 +198,7 @@ class ImportsExports:
             tree.hold(node, cell, mine.copy())
             tree.cells[cell].queue.offer(node)
             if tree.presence.needed and node.resident >> cell - tree.anchors & 1:
-                node.ahead = True
+                tree.presence.note_ahead(node)
             # Leases that waited for an arrival of these pages have them now, and pin them.
             for lease in tree.arrivals[coming].leases if coming is not None else ():
                 if lease.live:

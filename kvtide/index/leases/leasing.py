@@ -350,7 +350,8 @@ class Leasing:
                 for move in added:
                     self._copy_on_device(move)
                 tree.presence.add(added)
-                node.ahead = node.ahead or bool(added)
+                if added:
+                    tree.presence.note_ahead(node)
             tree.cells[cell].slots.free(mine)
 
     def _hold(self, node: Node, cell: int, slots: Slots) -> None:
@@ -362,7 +363,7 @@ class Leasing:
         coming = node.arrivals.get(cell) if node.arrivals else None
         tree.hold(node, cell, slots)
         if tree.presence.needed and (node.resident | node.arriving) >> cell + tree.anchors & 1:
-            node.ahead = True
+            tree.presence.note_ahead(node)
         if self._reaches[cell] is not None:
             tree.cells[cell].queue.offer(node)
         for lease in tree.arrivals[coming].leases if coming is not None else ():
