@@ -22,6 +22,7 @@ class ErringDrafter:
     cost = 0.0
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model = None
 
     def __init__(self, answers: Answers, errors: float, seed: int = 0) -> None:
         self._answers, self._errors = answers, errors
@@ -55,6 +56,7 @@ class ConsistentDrafter:
     def __init__(self, inner: Drafter, seen: Seen) -> None:
         self._inner, self.seen = inner, seen
         self.cost, self.captures, self.writes = 0.0, inner.captures, inner.writes
+        self.model = inner.model
         self.compared = 0
 
     def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:

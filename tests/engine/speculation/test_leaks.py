@@ -25,6 +25,7 @@ class GuessingDrafter:
     cost = 0.0
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model = None
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng
