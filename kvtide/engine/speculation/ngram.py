@@ -62,6 +62,7 @@ class NgramDrafter:
     cost = 0.05
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model = None
 
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Request, list[_Occurrences]] = WeakKeyDictionary()
