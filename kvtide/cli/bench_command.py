@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvtide.bench import draft_cost, hitrate, index_cost, step_cost
-from kvtide.cli import bench_gpu, bench_replay, bench_serve, bench_storage, bench_transfer
+from kvtide.cli.bench import (
+    bench_gpu,
+    bench_replay,
+    bench_serve,
+    bench_storage,
+    bench_transfer,
+)
 from kvtide.cli.console import CommandError, progress, table
 from kvtide.engine import EngineError
 from kvtide.models.model_errors import CheckpointError
