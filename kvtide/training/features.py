@@ -17,6 +17,7 @@ from kvtide.engine import Engine, RequestParams
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.models.draft import DraftModel
 from kvtide.models.model import Decoder
 from kvtide.training.generate import CHUNK_TOKENS, Answered, Report, open_training_cache
 
@@ -30,6 +31,7 @@ class StateRecorder:
 
     cost = 0.0
     writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
 
     def __init__(self, captures: tuple[int, ...]) -> None:
         self.captures = captures

@@ -59,7 +59,7 @@ def _measured(
     at_once = min(plan.at_once, len(file.prompts))
     longest = max(map(len, file.prompts)) + plan.max_tokens + 2 * target.memory.page_tokens
     cache = open_training_cache(target, (at_once + 1) * longest)
-    drafter = ModelDrafter(draft, cache, target.vocabulary)
+    drafter = ModelDrafter(draft, draft.captures, cache, target.vocabulary)
     drafter.cost = 0.0  # So that the number of drafts never falls.
     engine = Engine(
         target,

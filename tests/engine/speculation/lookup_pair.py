@@ -71,7 +71,8 @@ def alone(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What verify steps gave, and the requests."""
+    """What verify steps gave, and the requests. Steps at an answer's end have fewer drafts and do
+    not count."""
 
     steps: int
     tokens: int
@@ -91,13 +92,18 @@ class LookupServer:
     """An engine with the pair. `store`: a folder that outlives it."""
 
     def __init__(self, store: Path | None = None, *, drafts: int = 3) -> None:
-        target = pair().target
-        sizes = Tokens(4096), Tokens(8192)
-        config = CacheConfig(*sizes, patience=PATIENT, fingerprint=b"lookup")
+        target, draft, self._drafts = pair().target, pair().draft, drafts
+        config = CacheConfig(
+            Tokens(4096),
+            Tokens(8192),
+            patience=PATIENT,
+            fingerprint=b"lookup",
+            draft_fingerprint=pair().source.fingerprint(),
+        )
         self.cache = TieredCache(target.memory, config)
         if store is not None:
             self.cache.storage.attach(open_store(f"file://{store}", self.cache.storage.space))
-        drafter = ModelDrafter(pair().draft, self.cache, target.vocabulary)
+        drafter = ModelDrafter(draft, draft.captures, self.cache, target.vocabulary)
         drafter.cost = 0.0  # So that every verify step has all its drafts.
         self.engine = Engine(
             target, self.cache, chunk_tokens=256, drafter=drafter, draft_tokens=drafts
@@ -112,25 +118,20 @@ class LookupServer:
         between: Callable[[Request], None] | None = None,
     ) -> Served:
         """Answer the prompts one after another; `between` is called after every step."""
-        before, requests = self._given(), []
+        steps, tokens, requests = 0, 0, []
         for prompt in prompts:
             params = RequestParams(tuple(prompt), count, speculate=speculate)
             request = self.engine.submit(params)
             while not self.engine.idle:
-                self.engine.step()
+                whole = len(request.drafts) == self._drafts
+                given = len(self.engine.step())
+                steps, tokens = steps + whole, tokens + given * whole
                 if between is not None:
                     between(request)
             assert self.cache.validate() == []
             assert tuple(one.token for one in request.output) == alone(params.tokens, count)
             requests.append(request)
-        steps, tokens = self._given()
-        return Served(steps - before[0], tokens - before[1], requests)
-
-    def _given(self) -> tuple[int, int]:
-        lengths = self.engine.accept_lengths
-        assert lengths is not None
-        steps = sum(counts.total() for counts in lengths.steps.values())
-        return steps, steps + lengths.accepted
+        return Served(steps, tokens, requests)
 
     def settle(self) -> None:
         assert self.cache.drain(30)
