@@ -87,6 +87,12 @@ class PaddedBatch:
         """The tokens so many positions further on; 0 beyond the end."""
         return functional.pad(self.tokens[:, by:], (0, min(by, self.tokens.shape[1])))
 
+    @property
+    def before_answers(self) -> Tensor:
+        """Positions whose next token is in an answer."""
+        following = torch.arange(self.tokens.shape[1], device=self.tokens.device) + 1
+        return (following >= self.prompts[:, None]) & (following < self.ends[:, None])
+
     def counted(self, step: int) -> Tensor:
         """Rows of a recurrent step whose predicted token is in an answer."""
         predicted = torch.arange(self.tokens.shape[1], device=self.tokens.device) + 2 + step
@@ -95,8 +101,8 @@ class PaddedBatch:
 
 @dataclass(frozen=True, slots=True)
 class SoftTargets:
-    """What the target says after every position: probabilities of the draft's tokens, and the
-    greedy token's number among them, -1 where the draft lacks it."""
+    """What the target says after positions before an answer's tokens: probabilities of the draft's
+    tokens, and the greedy token's number among them, -1 where the draft lacks it."""
 
     probabilities: Tensor
     greedy: Tensor
@@ -104,18 +110,22 @@ class SoftTargets:
     @classmethod
     def of(cls, target: Decoder, batch: PaddedBatch, vocabulary: Tensor | None) -> SoftTargets:
         """`vocabulary`: the target's token of each of the draft's."""
-        probabilities, greedy = [], []
-        for logits in target_logits(target, batch.last.flatten(0, 1)):
+        rows, width = batch.before_answers, len(target.head.weight)
+        width = width if vocabulary is None else len(vocabulary)
+        device = batch.tokens.device
+        probabilities = torch.zeros(*rows.shape, width, device=device)
+        greedy = torch.full(rows.shape, -1, device=device)
+        found, chosen = [], []
+        for logits in target_logits(target, batch.last[rows]):
             best = logits.argmax(-1)
             if vocabulary is not None:
                 logits = logits[:, vocabulary]
-                found = torch.searchsorted(vocabulary, best).clamp(max=len(vocabulary) - 1)
-                best = torch.where(vocabulary[found] == best, found, -1)
-            probabilities.append(logits.softmax(-1))
-            greedy.append(best)
-        shape = batch.tokens.shape
-        whole = torch.cat(probabilities).unflatten(0, shape)
-        return cls(whole, torch.cat(greedy).unflatten(0, shape))
+                near = torch.searchsorted(vocabulary, best).clamp(max=len(vocabulary) - 1)
+                best = torch.where(vocabulary[near] == best, near, -1)
+            found.append(logits.softmax(-1))
+            chosen.append(best)
+        probabilities[rows], greedy[rows] = torch.cat(found), torch.cat(chosen)
+        return cls(probabilities, greedy)
 
 
 class DraftTraining:
@@ -155,7 +165,7 @@ class DraftTraining:
                 known = (greedy >= 0).float()
                 entropy = -(wanted * logits.log_softmax(-1)).sum(-1)
                 losses.append(STEP_WEIGHT**step * (entropy * known).sum() / known.sum().clamp(1))
-                right.append((logits.argmax(-1) == greedy).float().mean())
+                right.append((logits.argmax(-1) == greedy).sum() / max(1, len(greedy)))
         return torch.stack(losses).sum(), torch.stack(right).detach()
 
     def run(

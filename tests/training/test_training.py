@@ -20,7 +20,7 @@ from kvtide.training.draft_training import (
     train_draft,
 )
 from kvtide.training.draft_vocabulary import choose_vocabulary
-from kvtide.training.eagle3_training import PaddedBatch, TrainingPlan
+from kvtide.training.eagle3_training import DraftTraining, PaddedBatch, TrainingPlan
 from kvtide.training.features import TargetStates, target_logits, target_states
 from kvtide.training.generate import (
     Answered,
@@ -32,6 +32,7 @@ from kvtide.training.generate import (
 )
 from kvtide.training.held_out import HeldOutPlan, measure_held_out
 from kvtide.training.prompts import EncodedPrompts, TrainingError
+from kvtide.training.trainable_eagle3 import TrainableEagle3
 from tests.engine.speculation.lookup_pair import pair, walks
 from tests.models.test_eagle3 import target_states as oracle_states
 from tests.models.tiny import VOCABULARY, checkpoint, oracle, prompt
@@ -138,6 +139,9 @@ def test_rows_count_whose_predicted_token_is_in_an_answer() -> None:
     # A row at t predicts the token at t + 2 + step: those of answers are at 4..6, and at 1..3.
     assert batch.counted(0).nonzero().tolist() == [[0, 2], [0, 3], [0, 4], [1, 0], [1, 1]]
     assert batch.counted(1).nonzero().tolist() == [[0, 1], [0, 2], [0, 3], [1, 0]]
+    assert batch.before_answers.nonzero().tolist() == [
+        [0, 3], [0, 4], [0, 5], [1, 0], [1, 1], [1, 2],
+    ]  # fmt: skip
     assert batch.ahead(2).tolist() == [[3, 4, 5, 6, 7, 0, 0], [3, 4, 0, 0, 0, 0, 0]]
 
 
@@ -200,6 +204,45 @@ def test_a_model_that_says_nothing_is_refused(saved: Path, tmp_path: Path) -> No
     mute = replace(text(), stop_ids=frozenset(range(VOCABULARY)))
     with pytest.raises(TrainingError, match="ends every answer at once"):
         train_draft(target, mute, options(1), tmp_path, silent)
+
+
+@pytest.mark.parametrize("known", [None, 64], ids=["all-tokens", "some-tokens"])
+def test_the_loss_is_that_of_a_count_by_hand(
+    known: int | None, target: TrainingTarget, answered: list[Answered]
+) -> None:
+    """Cross-entropy at rows whose greedy token the draft has; a step on, 0.8 of it."""
+    model, some = target.model, answered[:3]
+    vocabulary = choose_vocabulary(answered, known, VOCABULARY)
+    tokens = torch.arange(VOCABULARY) if vocabulary is None else vocabulary.tokens
+    shape = replace(target.shape, vocabulary=known)
+    torch.manual_seed(1)
+    draft = TrainableEagle3(shape)
+    states = target_states(model, shape.captures, some, silent)
+    given = None if vocabulary is None else vocabulary.tokens
+    loss, right = DraftTraining(draft, model, given, TrainingPlan(recurrent=2)).loss(
+        PaddedBatch.of(states)
+    )
+    wanted, hits = [0.0, 0.0], [0, 0]
+    counts, rows = [0, 0], [0, 0]
+    for one in states:
+        (logits,) = target_logits(model, one.last)
+        ahead = [torch.tensor([*one.tokens.tolist()[1 + s :], *[0] * (1 + s)]) for s in (0, 1)]
+        with torch.no_grad():
+            hidden = draft(one.captured[None], [model.embedding[a][None] for a in ahead])
+            said = [draft.logits(step)[0].log_softmax(-1) for step in hidden]
+        for step in (0, 1):
+            for predicted in range(max(one.prompt, 2 + step), len(one.tokens)):
+                row, best = predicted - 2 - step, int(logits[predicted - 1].argmax())
+                rows[step] += 1
+                hits[step] += int(tokens[said[step][row].argmax()]) == best
+                if best in tokens:
+                    share = logits[predicted - 1][tokens].softmax(-1)
+                    wanted[step] -= float((share * said[step][row]).sum())
+                    counts[step] += 1
+    assert min(counts) > 0 and (known is None) == (counts == rows)
+    by_hand = wanted[0] / counts[0] + 0.8 * wanted[1] / counts[1]
+    assert loss.item() == pytest.approx(by_hand, rel=1e-5)
+    assert right.tolist() == pytest.approx([hits[s] / rows[s] for s in (0, 1)])
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
