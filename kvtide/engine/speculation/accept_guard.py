@@ -17,8 +17,8 @@ Means that are equal in truth raise no alarm: they lie a tenth apart from what d
 errors more. Texts that are harder to draft do raise one, if they come from one origin alone. One
 window for all origins keeps both sides of the same hour.
 
-An origin that has raised an alarm raises the next one after its mean was back at 0.9 of the
-computed one's.
+An alarm forgets the requests that raised it. The origin raises the next one after enough others had
+a mean of at least 0.9 of the computed one's.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ class AcceptGuard:
                 self._raised.add(origin)
                 self.alarms[origin] += 1
                 self._warn(origin, by_origin[origin], restored.mean, computed.mean)
+                others = (tally for tally in self._window if tally.origin is not origin)
+                self._window = deque(others, maxlen=WINDOW)
 
     def _warn(
         self, origin: PrefixOrigin, tallies: Sequence[_Tally], restored: float, computed: float

@@ -92,7 +92,7 @@ def test_the_warning_names_origin_means_pools_and_prefix(
 def test_an_alarm_is_raised_again_after_it_recovered() -> None:
     traffic = Traffic(2)
     traffic.mixed(600, 0.3)
-    traffic.mixed(accept_guard.WINDOW, 0.7)
+    traffic.mixed(400, 0.7)
     assert traffic.alarms == 3
     traffic.mixed(accept_guard.WINDOW, 0.3)
     assert traffic.alarms == 6
