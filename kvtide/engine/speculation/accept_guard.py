@@ -17,8 +17,8 @@ Means that are equal in truth raise no alarm: they lie a tenth apart from what d
 errors more. Texts that are harder to draft do raise one, if they come from one origin alone. One
 window for all origins keeps both sides of the same hour.
 
-An alarm forgets the requests that raised it. The origin raises the next one after enough others had
-a mean of at least 0.9 of the computed one's.
+An alarm stands until as many new requests of its origin, `MIN_REQUESTS` at a time, have a mean of at
+least 0.9 of the computed one's. While it stands the origin raises no other.
 """
 
 from __future__ import annotations
@@ -112,18 +112,30 @@ class AcceptGuard:
         if computed is None:
             return
         for origin in RESTORED:
-            restored = MeanLength.of(by_origin[origin])
-            if restored is None:
-                continue
-            if origin in self._raised:
-                if restored.mean >= FRACTION * computed.mean:
-                    self._raised.remove(origin)
-            elif restored.falls_short_of(computed):
-                self._raised.add(origin)
-                self.alarms[origin] += 1
-                self._warn(origin, by_origin[origin], restored.mean, computed.mean)
-                others = (tally for tally in self._window if tally.origin is not origin)
-                self._window = deque(others, maxlen=WINDOW)
+            if (restored := MeanLength.of(by_origin[origin])) is not None:
+                self._judge(origin, by_origin[origin], restored, computed)
+
+    def _judge(
+        self,
+        origin: PrefixOrigin,
+        tallies: Sequence[_Tally],
+        restored: MeanLength,
+        computed: MeanLength,
+    ) -> None:
+        stands = origin in self._raised
+        if stands and restored.mean >= FRACTION * computed.mean:
+            self._raised.remove(origin)
+        elif stands:
+            self._forget(origin)
+        elif restored.falls_short_of(computed):
+            self._raised.add(origin)
+            self.alarms[origin] += 1
+            self._warn(origin, tallies, restored.mean, computed.mean)
+            self._forget(origin)
+
+    def _forget(self, origin: PrefixOrigin) -> None:
+        others = (tally for tally in self._window if tally.origin is not origin)
+        self._window = deque(others, maxlen=WINDOW)
 
     def _warn(
         self, origin: PrefixOrigin, tallies: Sequence[_Tally], restored: float, computed: float
