@@ -17,8 +17,8 @@ Means that are equal in truth raise no alarm: they lie a tenth apart from what d
 errors more. Texts that are harder to draft do raise one, if they come from one origin alone. One
 window for all origins keeps both sides of the same hour.
 
-An alarm stands until as many new requests of its origin, `MIN_REQUESTS` at a time, have a mean of at
-least 0.9 of the computed one's. While it stands the origin raises no other.
+An alarm stands until `MIN_REQUESTS` new requests of its origin have a mean of at least 0.9 of the
+computed one's. While it stands the origin raises no other.
 """
 
 from __future__ import annotations
