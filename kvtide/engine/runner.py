@@ -73,7 +73,7 @@ class HiddenOutput:
         return self._runner.logits(self._hidden[start : start + count])
 
     def captured(self, number: int) -> tuple[int, Tensor]:
-        assert self._captured is not None, "the runner was made without captures"
+        assert self._captured is not None, "nothing is captured, or on the last stage alone"
         first, end, past = self._spans[number].tolist()
         return past, self._captured[first:end]
 
@@ -230,14 +230,25 @@ class Runner:
             return output
         self.launched["eager"] += 1
         step = self._eager_step(chunks, spans, loads)
+        captured = CapturedStates(self._captures)
         before = None
         if not self._model.memory.is_first_stage:
-            before = self._topology.receive_hidden(self._model.carried(step.tokens))
-        captured = CapturedStates(self._captures) if self._captures else None
+            before = self._receive(step.tokens, captured)
         hidden = self._model.forward(step, before, captured)
         self._topology.send_hidden(hidden)
+        for state in captured.states.values():
+            self._topology.send_hidden(state)
         loads.check()
-        return HiddenOutput(self, hidden, spans, None if captured is None else captured.joined)
+        whole = bool(self._captures) and self._model.memory.is_last_stage
+        return HiddenOutput(self, hidden, spans, captured.joined if whole else None)
+
+    def _receive(self, tokens: Tensor, captured: CapturedStates) -> Tensor:
+        """The output of the stage before, and what was captured up to there."""
+        before = self._topology.receive_hidden(self._model.carried(tokens))
+        first = self._model.memory.own_layers.start
+        for layer in sorted({layer for layer in self._captures if layer < first}):
+            captured.enter(layer, self._topology.receive_hidden(self._model.carried(tokens)))
+        return before
 
     def prepare(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep | None:
         """Write the inputs of the next step into a graph, None if no graph fits.

@@ -45,6 +45,11 @@ class CapturedStates:
             self._states[layer] = x
 
     @property
+    def states(self) -> dict[int, Tensor]:
+        """What entered so far, by layer in ascending order."""
+        return {layer: self._states[layer] for layer in sorted(self._states)}
+
+    @property
     def joined(self) -> Tensor:
         """(tokens, …, layers · width): of every token, the states side by side."""
         return torch.cat([self._states[layer] for layer in self.layers], dim=-1)

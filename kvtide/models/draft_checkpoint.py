@@ -55,8 +55,7 @@ class DraftCheckpoint:
         _check_target(self.config, target)
         _check_layers(self.checkpoint, self.config, draft.layers)
         _check_vocabulary(self.config, self.weights, target)
-        captures = captured_layers(self.config, memory.layers)
-        _check_shapes(self, target, len(captures), draft)
+        _check_shapes(self, target, len(self.captures(memory)), draft)
         return draft
 
     def build(self, target: Decoder) -> Eagle3:
@@ -80,8 +79,11 @@ class DraftCheckpoint:
             ranks=target.ranks,
         )
         with device:
-            captures = captured_layers(self.config, target.memory.layers)
-            return Eagle3(blueprint, captures, target.embedding)
+            return Eagle3(blueprint, self.captures(target.memory), target.embedding)
+
+    def captures(self, memory: ModelMemory) -> tuple[int, ...]:
+        """The layers of the target with this memory whose inputs the draft takes."""
+        return captured_layers(self.config, memory.layers)
 
 
 def open_draft(path: str | os.PathLike[str]) -> DraftCheckpoint:

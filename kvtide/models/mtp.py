@@ -6,7 +6,7 @@ own embedding and head. Where a checkpoint has several, the first is applied aga
 is where there is one: of the others no weight is read and nothing is kept.
 
 The feature of a token is what the head takes there: of the target, its output after the final norm;
-of the draft, its output after the layer's own norm. vLLM, SGLang and `transformers` do so for
+of the draft, its output after the layer's own norm. vLLM and SGLang do so for
 DeepSeek-V3 and V3.2, GLM, Qwen3-Next and Qwen3.5. DeepSeek-V4 differs: its file says how.
 """
 

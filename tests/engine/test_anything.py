@@ -1,8 +1,8 @@
 """Anything at once: whatever is asked of a small engine ends, and its answers are right.
 
 Priorities, sessions, aborts, retractions, scored and recomputed prompts, checks of restores and
-flushes, drawn from a seed, on a device of a few pages. A run whose requests neither speak nor end
-for a long time has lost one.
+flushes, drawn from a seed, on a device of a few pages; every other seed has drafts too. A run whose
+requests neither speak nor end for a long time has lost one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from kvtide.engine import Engine, Request, RequestParams, SamplingParams
 from kvtide.engine.oracle import Oracle
 from kvtide.models import Model
 from kvtide.spec import Tier
+from tests.engine.speculation.drafting import ErringDrafter
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
 SHOWN = SamplingParams(logprobs=2)
 SEEDS = range(8)
+MAX_ANSWER = 20
 FAMILIES = ("llama", "gemma3", "gpt_oss", "falcon_h1")
 Words = tuple[int, ...]
 
@@ -50,6 +52,17 @@ def alone(family: str, ask: RequestParams) -> Request:
     return request
 
 
+class Answers(dict[Words, list[int]]):
+    """Of any prompt, from the reference."""
+
+    def __init__(self, family: str) -> None:
+        self._family = family
+
+    def __missing__(self, tokens: Words) -> list[int]:
+        answer = alone(self._family, RequestParams(tokens, MAX_ANSWER)).output
+        return self.setdefault(tokens, [one.token for one in answer])
+
+
 class Run:
     """One engine with settings of its own, and three conversations that branch."""
 
@@ -74,6 +87,8 @@ class Run:
             chunk_tokens=rng.choice((1, 5, 16, 37, 64, 257)),
             max_running=rng.choice((1, 2, 4, 16)),
             oracle=self.oracle,
+            drafter=ErringDrafter(Answers(family), 0.2, seed) if seed % 2 else None,
+            draft_tokens=1 + seed % 7,
         )
         self.patience = 400 + 32 * pages * PAGE // self.engine.scheduler.chunk_tokens
         self.talks = [self._words(rng.randrange(1, pages * PAGE)) for _ in range(3)]
@@ -88,7 +103,7 @@ class Run:
         tokens = (self.talks[talk] + self._words(rng.randrange(20)))[:most]
         ask = RequestParams(
             tokens,
-            min(rng.choice((0, 1, 3, 8, 20)), most - len(tokens)),
+            min(rng.choice((0, 1, 3, 8, MAX_ANSWER)), most - len(tokens)),
             SHOWN,
             recompute=rng.random() < 0.1,
             score=rng.choice((*[None] * 6, 0, 2)),

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.engine.speculation.drafter import Drafter, DraftWish
 from tests.models.tiny import VOCABULARY
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
 """The answer to each prompt."""
+Seen = dict[tuple[int, ...], tuple[int, ...]]
+"""The drafts behind each run of tokens."""
 
 
 class ErringDrafter:
@@ -44,3 +46,25 @@ class ErringDrafter:
     def _drafted(self, token: int) -> int:
         wrong = self._random.random() < self._errors
         return (token + self._random.randrange(1, VOCABULARY)) % VOCABULARY if wrong else token
+
+
+class ConsistentDrafter:
+    """Passes drafts on, and asserts that equal tokens always get equal ones, wherever their pages
+    came from. `compared`: how often there were some to compare with."""
+
+    def __init__(self, inner: Drafter, seen: Seen) -> None:
+        self._inner, self.seen = inner, seen
+        self.cost, self.captures, self.writes = 0.0, inner.captures, inner.writes
+        self.compared = 0
+
+    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+        self._inner.extend(chunks, output)
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        proposed = self._inner.propose(wishes)
+        for wish, drafts in zip(wishes, proposed, strict=True):
+            before = self.seen.setdefault(tuple(wish.request.tokens), drafts)
+            self.compared += before is not drafts
+            common = min(len(before), len(drafts))
+            assert drafts[:common] == before[:common], "another draft of the same tokens"
+        return proposed

@@ -1,0 +1,110 @@
+"""What every rank of `test_rank_drafts` plays: an engine that drafts, beside a single rank's.
+
+Checkpoints lie in the world's folder: nothing here needs `transformers`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Engine, Request, RequestParams, SamplingParams
+from kvtide.engine.speculation.drafter import Drafter
+from kvtide.engine.speculation.model_drafter import ModelDrafter
+from kvtide.engine.speculation.ngram import NgramDrafter
+from kvtide.models import build, build_mtp
+from kvtide.models.checkpoint import open_checkpoint
+from kvtide.models.draft import DraftModel
+from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.model import Decoder
+from kvtide.spec import Tier
+from kvtide.spec.families import KVDType
+from tests.engine.rank_serving import Grid, Place, Solo, text
+from tests.engine.speculation.drafting import ConsistentDrafter, Seen
+from tests.worlds import Scenario
+
+PAGE, ANSWER = 16, 10
+ASKED = (text(5, 2 * PAGE), text(6, PAGE + 7), text(7, 5) * 6)
+"""The last repeats itself, so that n-grams find something."""
+SAMPLING = SamplingParams(logprobs=1)
+DRAFTERS = ("ngram", "eagle3", "mtp")
+
+Said = list[list[tuple[int, float]]]
+
+
+def drafting(place: Place, kind: str) -> tuple[Decoder, DraftModel | None, tuple[int, ...]]:
+    """The target's part on this rank, its draft if it is here, and what the draft captures."""
+    saved = open_checkpoint(place.folder / "models" / kind)
+    draft = open_draft(place.folder / "models" / "draft") if kind == "eagle3" else None
+    target = build(
+        saved.config,
+        saved.weights,
+        page_tokens=PAGE,
+        kv_dtype=KVDType.FP32,
+        deterministic=True,
+        mtp=kind == "mtp",
+        draft=draft,
+        stage=place.topology.stage,
+        stages=place.topology.stages,
+        ranks=place.topology.tensor,
+    )
+    if draft is not None:
+        captures = draft.captures(target.memory)
+        return target, draft.build(target) if target.is_last else None, captures
+    if kind == "mtp":
+        model = build_mtp(saved.config, saved.weights, target) if target.is_last else None
+        return target, model, (target.memory.layers,)
+    return target, None, ()
+
+
+def served(place: Place, kind: str) -> tuple[Said, Seen]:
+    """Answers cold, from the device and from the host, and all drafts."""
+    target, draft, captures = drafting(place, kind)
+    sizes = Tokens(640), Tokens(2560)
+    config = CacheConfig(*sizes, device="cpu", tokens_per_checkpoint=32)
+    cache = TieredCache(target.memory, config, agreement=place.agreement())
+    (vocabulary,) = cache.agreement.all_min([target.vocabulary])
+    inner: Drafter = NgramDrafter()
+    if kind != "ngram":
+        inner = ModelDrafter(draft, captures, cache, vocabulary, place.topology)
+    drafter = ConsistentDrafter(inner, {})
+    engine = Engine(
+        target, cache, chunk_tokens=32, topology=place.topology, drafter=drafter, draft_tokens=3
+    )
+    said: Said = []
+    for number in range(3):
+        requests = [engine.submit(RequestParams(one, ANSWER, SAMPLING)) for one in ASKED]
+        while not engine.idle:
+            engine.step()
+        said += [_said(request) for request in requests]
+        assert cache.drain(20) and cache.validate() == []
+        if number == 1:
+            cache.flush(Tier.DEVICE)
+    assert sum(one.by_tier.get(Tier.HOST, 0) for one in requests) > 0
+    assert drafter.seen, "nothing was drafted"
+    cache.close()
+    return said, drafter.seen
+
+
+def _said(request: Request) -> list[tuple[int, float]]:
+    return [(one.token, one.logprob) for one in request.output]
+
+
+def every_rank_accepts_the_same(grid: Grid, kind: str) -> None:
+    said, seen = served(grid, kind)
+    grid.same(([[token for token, _ in each] for each in said], sorted(seen.items())))
+    expected, expected_drafts = grid.expected[kind]
+    if grid.exact:
+        assert said == expected and seen == expected_drafts
+    else:
+        assert [[t for t, _ in one] for one in said] == [[t for t, _ in one] for one in expected]
+
+
+def expected(folder: Path) -> dict[str, object]:
+    """What one rank says and drafts."""
+    return {kind: served(Solo(folder), kind) for kind in DRAFTERS}
+
+
+def scenarios() -> dict[str, Scenario]:
+    return {kind: partial(every_rank_accepts_the_same, kind=kind) for kind in DRAFTERS}
