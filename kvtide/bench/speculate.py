@@ -138,7 +138,7 @@ def _wrong(bed: ModelBed, cache: TieredCache) -> Drafter:
 
 def _model(bed: ModelBed, cache: TieredCache) -> Drafter:
     assert bed.draft is not None, "a draft's case needs the draft"
-    return ModelDrafter(bed.draft, cache, bed.model.vocabulary)
+    return ModelDrafter(bed.draft, bed.draft.captures, cache, bed.model.vocabulary)
 
 
 CASES = {

@@ -92,7 +92,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         max_running=settings.max_running,
         oracle=_oracle(settings, cache),
         topology=topology,
-        drafter=make_drafter(choice, draft, model, cache),
+        drafter=make_drafter(choice, draft, model, cache, topology),
         draft_tokens=settings.draft_tokens,
     )
     try:

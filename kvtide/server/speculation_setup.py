@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtide.cache import TieredCache
+from kvtide.engine import RankTopology
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NgramDrafter
@@ -52,13 +53,7 @@ def choose_speculation(settings: Settings, checkpoint: Checkpoint) -> Speculatio
     named = settings.speculate
     if named is None and settings.draft is not None:
         named = EAGLE3
-    choice = _found(checkpoint) if named is None else _named(named, settings, checkpoint)
-    if settings.ranks > 1 and choice.method in (EAGLE3, MTP):
-        problem = f"{choice.method} drafts on one rank, and there are {settings.ranks}"
-        if named is not None:
-            raise SettingsError(f"{problem}; use --speculate ngram or none, or one rank")
-        return SpeculationChoice(note=problem)
-    return choice
+    return _found(checkpoint) if named is None else _named(named, settings, checkpoint)
 
 
 def _named(method: str, settings: Settings, checkpoint: Checkpoint) -> SpeculationChoice:
@@ -96,7 +91,9 @@ def draft_folder(checkpoint: Checkpoint) -> Path:
 def build_draft(
     choice: SpeculationChoice, checkpoint: Checkpoint, target: Decoder
 ) -> DraftModel | None:
-    """The draft model beside its target, whose memory has its pools."""
+    """The draft model, beside the last stage of a target whose memory has its pools."""
+    if not target.is_last:
+        return None
     if choice.draft is not None:
         return choice.draft.build(target)
     if choice.method == MTP:
@@ -105,8 +102,18 @@ def build_draft(
 
 
 def make_drafter(
-    choice: SpeculationChoice, draft: DraftModel | None, target: Decoder, cache: TieredCache
+    choice: SpeculationChoice,
+    draft: DraftModel | None,
+    target: Decoder,
+    cache: TieredCache,
+    topology: RankTopology,
 ) -> Drafter | None:
-    if draft is not None:
-        return ModelDrafter(draft, cache, target.vocabulary)
-    return NgramDrafter() if choice.method == NGRAM else None
+    """What drafts on this rank; `draft` is what `build_draft` gave."""
+    if choice.method == NO_SPECULATION:
+        return None
+    if choice.method == NGRAM:
+        return NgramDrafter()
+    memory = target.memory
+    captures = (memory.layers,) if choice.draft is None else choice.draft.captures(memory)
+    (vocabulary,) = cache.agreement.all_min([target.vocabulary])
+    return ModelDrafter(draft, captures, cache, vocabulary, topology)

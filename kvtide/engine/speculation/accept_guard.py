@@ -84,7 +84,7 @@ class AcceptGuard:
 
     def __init__(self, pools: Sequence[str]) -> None:
         self.alarms: Counter[PrefixOrigin] = Counter(dict.fromkeys(RESTORED, 0))
-        self._pools = ", ".join(pools)
+        self._pools = ", ".join(pools) or "on the last stage"
         self._window: deque[_Tally] = deque(maxlen=WINDOW)
         self._tallies: WeakKeyDictionary[Request, _Tally] = WeakKeyDictionary()
         self._raised: set[PrefixOrigin] = set()

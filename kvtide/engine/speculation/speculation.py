@@ -20,15 +20,15 @@ MAX_DRAFTS = 16
 
 
 class Speculation:
-    """`lengths`: what verify steps gave. `guard`: compares them by origin, where a drafter keeps
-    state in pages."""
+    """`lengths`: what verify steps gave. `guard`: compares them by origin, where a draft
+    model keeps state in pages: here, or on the last stage."""
 
     def __init__(
         self, cache: TieredCache, scheduler: Scheduler, drafter: Drafter, draft_tokens: int
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
         self.lengths = AcceptLengths()
-        self.guard = AcceptGuard(drafter.writes) if drafter.writes else None
+        self.guard = AcceptGuard(drafter.writes) if drafter.captures else None
         self._scheduler = scheduler
         self._drafter = drafter
         self._draft_length = DraftLength(draft_tokens, drafter.cost)
