@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index import DEFAULT_POLICY, Branches, CostBased, Index, IndexLease, Placement, Prompt
-from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, Tier
+from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, Tier, with_draft
 
 _now = time.perf_counter_ns if os.environ.get("KVBENCH_CLOCK") == "wall" else time.thread_time_ns
 _ENTRY = Entry((Field("kv", (1,), DType.UINT8),))
@@ -48,13 +48,15 @@ class Contestant:
 
     def __init__(self, capacity: int, page_size: int, eviction: str | None = None) -> None:
         self.page = self.page_tokens or page_size
-        memory = ModelMemory("bench", self.page, self.pools(), layers=1)
         self.index = Index(
-            memory,
+            self.memory(),
             {Tier.DEVICE: self.slots(capacity)},
             eviction=eviction or self.eviction,
             placement=self.placement(),
         )
+
+    def memory(self) -> ModelMemory:
+        return ModelMemory("bench", self.page, self.pools(), layers=1)
 
     def pools(self) -> tuple[PoolSpec, ...]:
         raise NotImplementedError
@@ -104,6 +106,13 @@ class Full(Contestant):
 
     def slots(self, capacity: int) -> dict[str, int]:
         return {"kv": capacity // self.page}
+
+
+class Drafted(Full):
+    """Full attention, and a draft whose pages follow."""
+
+    def memory(self) -> ModelMemory:
+        return with_draft(super().memory(), super().memory())
 
 
 class Default(Full):

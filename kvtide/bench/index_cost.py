@@ -22,6 +22,7 @@ from kvtide.bench.contestants import (
     DeepSeekV4Default,
     DeepSeekV4Index,
     Default,
+    Drafted,
     Full,
     Recurrent,
     Timings,
@@ -31,6 +32,7 @@ from kvtide.planner.traces import Trace
 
 CONTESTANTS: dict[str, type[Any]] = {
     "full": Full,
+    "drafted": Drafted,
     "default": Default,
     "window": Window,
     "recurrent": Recurrent,

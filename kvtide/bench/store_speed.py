@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtide.spec import catalog
-from kvtide.storage import ObjectFormat, Store, StoreError
+from kvtide.storage import Store, StoreError, object_formats
 from kvtide.storage.store import SPACE_BYTES
 from kvtide.storage.trial import new_keys
 
@@ -137,9 +137,8 @@ def cases(models: Sequence[str], total_bytes: int) -> list[StoreCase]:
     sizes: dict[str, int] = {}
     for name in models:
         memory = catalog.resolve(name).at_rest
-        for anchor in memory.anchors:
-            found = ObjectFormat(memory, anchor.name, bytes(SPACE_BYTES)).bytes
-            sizes[f"{name} {anchor.name}"] = -(-found // ALIGN) * ALIGN
+        for pool, found in object_formats(memory, bytes(SPACE_BYTES)).items():
+            sizes[f"{name} {pool}"] = -(-found.bytes // ALIGN) * ALIGN
     sizes |= {"64 KiB": 64 << 10, "1 MiB": 1 << 20}
     return [StoreCase(name, size, max(1, total_bytes // size)) for name, size in sizes.items()]
 

@@ -22,7 +22,7 @@ import torch
 
 from kvtide.bench.link import Link
 from kvtide.spec import ModelMemory, PageMove, Slots, catalog
-from kvtide.storage import ObjectFormat
+from kvtide.storage import object_formats
 from kvtide.storage.store import SPACE_BYTES
 from kvtide.tiers import Arrangement, Buffers, Layout
 from kvtide.transfer.backends import CELLS, DEFAULTS, open_copier
@@ -70,8 +70,7 @@ class TransferCase:
     def on_host(self) -> Arrangement:
         """With the gap behind each page that a cache leaves for its label."""
         kept = self.memory.at_rest
-        formats = {a.name: ObjectFormat(kept, a.name, _SPACE) for a in kept.anchors}
-        return Arrangement(kept, self.slots, self.layout, tails(formats))
+        return Arrangement(kept, self.slots, self.layout, tails(object_formats(kept, _SPACE)))
 
 
 @dataclass(frozen=True, slots=True)

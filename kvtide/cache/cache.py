@@ -27,7 +27,7 @@ from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.cache_invariants import CacheParts, violations
 from kvtide.cache.cache_stats import CacheCounts, PageCount, Stats
 from kvtide.cache.hardware import Hardware, space
-from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers
+from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers, explained
 from kvtide.cache.lease import Lease, Match
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.cache.sessions import Sessions
@@ -36,8 +36,7 @@ from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
 from kvtide.index import IndexLease as IndexLease
 from kvtide.index.keys import Tokens
-from kvtide.spec import ALL, ModelMemory, Slots, Tier
-from kvtide.transfer.lane import TransferError
+from kvtide.spec import ALL, ModelMemory, PageMove, Slots, Tier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfers, TransferState
 
@@ -85,6 +84,7 @@ class TieredCache:
             placement=placement,
             fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
+            copy_on_device=self._copy_on_device,
         )
         transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
         self._in_flight = InFlightTransfers(self.index, transfers)
@@ -291,7 +291,7 @@ class TieredCache:
                 if transfer in lease.transfers:
                     settled[lease.number] = lease
                     if transfer.state is not TransferState.LANDED:
-                        lease.fail(_explained(transfer))
+                        lease.fail(explained(transfer))
         landed = [lease for lease in settled.values() if not lease.failed and not lease.loading]
         for lease in landed:
             self._settled(lease)
@@ -471,6 +471,11 @@ class TieredCache:
             self.index.commit(lease._index_lease, tokens, without)
             self._writing.committed(lease._index_lease)
 
+    def _copy_on_device(self, move: PageMove) -> None:
+        """Give a page a sidecar from another slot; backups wait for that, too."""
+        self.hardware.copy_on_device(move)
+        self._in_flight.drop_fence()
+
     def _full_pages(self, tokens: int) -> int:
         return (tokens - self.memory.holdback) // self.memory.page_tokens
 
@@ -485,9 +490,3 @@ class TieredCache:
         return all(
             pages <= self.index.free_pages(Tier.DEVICE, name) for name, pages in needs.items()
         )
-
-
-def _explained(transfer: ArrivalTransfer) -> TransferError:
-    """Why a load failed, or is late."""
-    elsewhere = "it missed its deadline" if transfer.late else "it failed on another rank"
-    return TransferError(f"the prefix could not be loaded: {transfer.error or elsewhere}")

@@ -79,6 +79,7 @@ class CacheConfig:
     transfer_timeout_s  the deadline of a transfer
     patience            how long requests wait for storage, once one is attached
     fingerprint         digest of the weights and their precision, for keys in storage
+    draft_fingerprint   the same of a draft: pages that another draft wrote count as absent
     """
 
     device_size: TierSize
@@ -95,6 +96,7 @@ class CacheConfig:
     transfer_timeout_s: float = 30.0
     patience: FetchPatience = _PATIENT
     fingerprint: bytes = b""
+    draft_fingerprint: bytes = b""
 
     def __post_init__(self) -> None:
         if self.write_policy not in POLICIES:

@@ -27,11 +27,11 @@ import numpy as np
 from kvtide.cache.cache_config import FetchPatience
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.index import Import, Index, Outline, Prompt, WantedPages
-from kvtide.index.keys import chain
+from kvtide.index.keys import PageKey
 from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
-from kvtide.transfer.store_link import StoreLink, object_key
+from kvtide.transfer.store_link import StoreLink
 from kvtide.transfer.transfers import Verdict
 
 MAX_OPEN, MAX_LEAVING = 16, 8
@@ -72,7 +72,7 @@ class Fetch:
     stopped: bool = False
     tokens: int = 0
     looks: int = 1
-    keys: list[bytes] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=list)
     asked: Mapping[str, Pages] = field(default_factory=dict)
     lookup: Lookup | None = None
     leader: Fetch | None = None
@@ -159,15 +159,14 @@ class Fetches:
     def _look(self, fetch: Fetch, outline: Outline) -> None:
         fetch.stage, fetch.leader = Stage.LOOKING, None
         fetch.asked = {name: np.flatnonzero(~held) for name, held in outline.held.items()}
-        root, limit, asked = self._index.prompt_key(fetch.prompt), outline.limit, fetch.asked
-        size = self._index.page_bytes
-        body = fetch.prompt.body[: limit * size]
-        of_pages = fetch.keys = list[bytes]()
+        asked, link = fetch.asked, self._link
+        computed = self._index.page_keys(fetch.prompt, outline.limit)
+        of_pages = fetch.keys = list[PageKey]()
 
         def keys() -> list[bytes]:
-            of_pages.extend(chain(root, body, size))
+            of_pages.extend(computed)
             return [
-                object_key(of_pages[page], anchor)
+                link.page_key(of_pages[page].key, anchor)
                 for anchor, pages in asked.items()
                 for page in pages.tolist()
             ]
@@ -238,11 +237,8 @@ class Fetches:
 
     def discard(self, prompt: Prompt) -> None:
         """End all fetches of prompts with this first page; none of their pages is adopted."""
-        size = self._index.page_bytes
-        shared = (prompt.namespace, prompt.head, prompt.body[:size])
         for fetch in list(self._open):
-            its = fetch.prompt
-            if len(shared[2]) == size and (its.namespace, its.head, its.body[:size]) == shared:
+            if fetch.prompt.same_first_page(prompt, self._index.page_bytes):
                 self._end(fetch, "discarded")
 
     # -- what was found ---------------------------------------------------------------------
@@ -320,16 +316,16 @@ class Fetches:
             self._end(fetch, "no_room")
             return
         fetch.stage, fetch.order, fetch.arriving = Stage.READING, order, arriving
-        pages = [
-            StoredPage(want.anchor, fetch.keys[want.page], taken.slot)
-            for want, taken in zip(order.pages, arriving.taken, strict=True)
-        ]
+        pages = []
+        for want, taken in zip(order.pages, arriving.taken, strict=True):
+            key, after = fetch.keys[want.page]
+            pages.append(StoredPage(want.anchor, key, taken.slot, after=after))
         self._coming.update(dict.fromkeys(keys, fetch))
         fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()))
 
     @staticmethod
     def _keys(fetch: Fetch, pages: Sequence[WantedPages]) -> list[bytes]:
-        return [fetch.keys[page] + anchor.encode() for anchor, page in pages]
+        return [fetch.keys[page].key + anchor.encode() for anchor, page in pages]
 
     # -- what came --------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.rank_agreement import Agreement
-from kvtide.spec import ModelMemory, Tier
-from kvtide.storage import ObjectFormat
+from kvtide.spec import ModelMemory, PageMove, Tier
+from kvtide.storage import ObjectFormat, object_formats
 from kvtide.tiers import Arena, Arrangement, Buffers, capacity_pages, device_arena, host_arena
 from kvtide.transfer.backends import open_copier
 from kvtide.transfer.copier import Copier
@@ -52,6 +52,11 @@ class Hardware:
             Tier.HOST: self.host.arrangement.slots,
         }
 
+    def copy_on_device(self, move: PageMove) -> None:
+        """Copy a sidecar between device slots, behind the work that is queued now."""
+        assert move.source is move.target is Tier.DEVICE and move.sidecar is not None
+        self.device.copy_rows(move.sidecar, move.source_slots, move.target_slots)
+
     def close(self, timeout_s: float) -> None:
         """Free the memory, unless a copy is still running."""
         if self.copier.close(timeout_s):
@@ -60,14 +65,17 @@ class Hardware:
 
 
 def space(memory: ModelMemory, config: CacheConfig) -> bytes:
-    """The prefix of all keys in storage: different weights or pools never share one."""
-    return hashlib.sha256(config.fingerprint + memory.at_rest.schema_digest()).digest()
+    """The prefix of all keys in storage: different weights or pools never share one.
+
+    It is the same with any draft and without one.
+    """
+    schema = memory.at_rest.without_draft.schema_digest()
+    return hashlib.sha256(config.fingerprint + schema).digest()
 
 
 def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:
-    """The storage format of pages, by anchor."""
-    within = space(memory, config)
-    return {a.name: ObjectFormat(memory.at_rest, a.name, within) for a in memory.anchors}
+    """The storage formats of pages, by pool."""
+    return object_formats(memory.at_rest, space(memory, config), config.draft_fingerprint)
 
 
 def _slots(

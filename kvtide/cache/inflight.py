@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtide.index import Arrival, Departure, Index
 from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
+from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
 from kvtide.transfer.transfers import Transfer, Transfers, TransferState, Verdict
 
@@ -36,6 +37,13 @@ class InFlightTransfers:
         self._transfers = transfers
         self._by_arrival: dict[int, ArrivalTransfer] = {}
         self._departing: set[int] = set()
+        memory = index.memory.at_rest
+        self._page_bytes = {
+            pool.name: memory.slot_bytes(pool.name)
+            if pool.is_anchor
+            else pool.page_bytes(memory.page_tokens)
+            for pool in memory.pools
+        }
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -82,17 +90,15 @@ class InFlightTransfers:
         begun = self._begin(
             Way.BACKUP, lambda: self._index.demote(Tier.DEVICE, Tier.HOST, anchor, pages)
         )
-        return None if begun is None else begun.pages
+        if begun is None:
+            return None
+        return begun.holds.pages if begun.holds is not None else 0
 
     def leaving(self, anchor: str) -> int:
         """Device pages of an anchor that demotions in flight will free when they land."""
-        transfers = (
-            transfer
-            for transfer in self._transfers
-            if transfer.holds is not None and transfer.holds.leaves_source and not transfer.late
-        )
-        moves = (move for transfer in transfers for move in transfer.moves if move.anchor == anchor)
-        return sum(len(move.source_slots) for move in moves)
+        held = (transfer.holds for transfer in self._transfers if not transfer.late)
+        leaving = (one for one in held if one is not None and one.leaves_source)
+        return sum(one.pages for one in leaving if one.moves[0].anchor == anchor)
 
     def _stuck(self) -> bool:
         """Whether a copy to the host is past its deadline."""
@@ -104,7 +110,7 @@ class InFlightTransfers:
         if arrival is None:
             self._end(transfer, None, TransferState.FAILED)
             return None
-        if not arrival.parts:
+        if not arrival.moves:
             self._end(transfer, arrival, TransferState.LANDED)
             return transfer
         self._transfers.reserve(transfer, arrival, arrival.moves)
@@ -199,6 +205,12 @@ class InFlightTransfers:
             return
         self.moved_pages[transfer.way] += transfer.pages
         self.moved_bytes[transfer.way] += sum(
-            len(move.source_slots) * self._index.memory.at_rest.slot_bytes(move.anchor)
+            len(move.source_slots) * self._page_bytes[move.sidecar or move.anchor]
             for move in transfer.moves
         )
+
+
+def explained(transfer: ArrivalTransfer) -> TransferError:
+    """Why a load failed, or is late."""
+    elsewhere = "it missed its deadline" if transfer.late else "it failed on another rank"
+    return TransferError(f"the prefix could not be loaded: {transfer.error or elsewhere}")

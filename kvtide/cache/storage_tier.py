@@ -24,7 +24,7 @@ from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
 from kvtide.cache.write_behind import WriteBehind
 from kvtide.index import Departure, Index, Prompt
-from kvtide.index.keys import Hidden
+from kvtide.index.keys import Hidden, PageKey
 from kvtide.storage import Store, StoreError
 from kvtide.tiers import TierError
 from kvtide.transfer.store_link import StoreLink
@@ -332,7 +332,7 @@ class Attachment:
         self._closer.join(timeout_s)
         return self.gone and self._ended
 
-    def remove(self, prompt: Prompt, known: list[bytes]) -> None:
+    def remove(self, prompt: Prompt, known: list[PageKey]) -> None:
         """Remove the prompt's pages, and those known by key; end their fetches and writes."""
         if self.state is AttachmentState.CLOSING:
             return

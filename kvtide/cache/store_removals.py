@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvtide.index import Index, Prompt
-from kvtide.index.keys import chain
+from kvtide.index.keys import PageKey
 from kvtide.storage import Store
-from kvtide.transfer.store_link import StoreLink, object_key
+from kvtide.transfer.store_link import StoreLink
 from kvtide.transfer.transfers import Verdict
 
 MAX_REMOVALS = 4
@@ -25,13 +25,8 @@ class Removal:
     """The pages behind a prompt's first page. `answer` is None once a rank failed."""
 
     prompt: Prompt
-    keys: list[bytes]
+    keys: list[PageKey]
     answer: Future[int] | None = None
-
-    def forbids(self, prompt: Prompt, page_bytes: int) -> bool:
-        mine, its = self.prompt, prompt
-        same_root = (mine.namespace, mine.head) == (its.namespace, its.head)
-        return same_root and mine.body[:page_bytes] == its.body[:page_bytes]
 
 
 class Removals:
@@ -46,21 +41,19 @@ class Removals:
         """How many removals the store is working on."""
         return len(self._open())
 
-    def begin(self, prompt: Prompt, known: list[bytes]) -> list[bytes]:
+    def begin(self, prompt: Prompt, known: Sequence[PageKey]) -> list[bytes]:
         """Remove the prompt's pages, and those known by key; the keys of all these pages."""
-        root, size = self._index.prompt_key(prompt), self._index.page_bytes
-        body = prompt.body[: len(prompt.body) // size * size]
-        keys = list(dict.fromkeys([*chain(root, body, size), *known]))
+        keys = list(dict.fromkeys([*self._index.page_keys(prompt), *known]))
         if keys:
-            copy = Prompt(prompt.head + prompt.body, prompt.namespace, prompt.holdback)
+            copy = Prompt(prompt.packed, prompt.namespace, prompt.holdback)
             self._removals.append(Removal(copy, keys))
             self._ask(self._removals[-1])
-        return keys
+        return [page.key for page in keys]
 
     def forbid(self, prompt: Prompt) -> bool:
         """Whether the store may still hold quarantined pages of the prompt."""
         size = self._index.page_bytes
-        against = [one for one in self._removals if one.forbids(prompt, size)]
+        against = [one for one in self._removals if one.prompt.same_first_page(prompt, size)]
         for one in against:
             if one.answer is None:
                 self._ask(one)
@@ -86,8 +79,7 @@ class Removals:
         return [one for one in self._removals if one.answer is not None]
 
     def _ask(self, removal: Removal) -> None:
-        anchors = self._index.anchor_names
-        objects = [object_key(key, anchor) for key in removal.keys for anchor in anchors]
+        objects = [key for page in removal.keys for key in self._link.object_keys(*page)]
 
         def remove(store: Store) -> int:
             return store.remove(objects)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtide.bench import hitrate, index_cost, speculate, step_cost
+from kvtide.bench import draft_cost, hitrate, index_cost, speculate, step_cost
 from kvtide.cli import bench_gpu, bench_replay, bench_serve, bench_storage, bench_transfer
 from kvtide.cli.console import CommandError, progress, table
 from kvtide.engine import EngineError
@@ -87,6 +87,11 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
         help="cached pages at which the cost of a request is measured; empty for none",
     )
     parser.add_argument("--growth-requests", type=int, default=2000)
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help="measure instead what a draft's pages cost in index and cache",
+    )
     parser.set_defaults(run=_run_index)
 
 
@@ -137,7 +142,20 @@ def _numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
 # -- index ----------------------------------------------------------------------------------
 
 
+def _run_draft(args: argparse.Namespace) -> int:
+    found = draft_cost.measure(16, 64, 4 * args.repetitions + 1, progress)
+    if args.json:
+        print(json.dumps({"draft": found.as_json()}, indent=2))
+        return 0
+    row = (f"{found.plain_us:.1f}", f"{found.drafted_us:.1f}", f"{found.ratio:.2f}×")
+    goal = f"≤ {draft_cost.GOAL:.2f}×" + ("" if found.reached else ", missed")
+    print(table(("µs/page without", "µs/page with a draft", "ratio", "goal"), [(*row, goal)]))
+    return 0
+
+
 def _run_index(args: argparse.Namespace) -> int:
+    if args.draft:
+        return _run_draft(args)
     names = args.contestants.split(",")
     sizes = _numbers(args.growth, "--growth", int)
     for name in names:

@@ -1,7 +1,7 @@
 """Events: which pages became readable in which tier, and which were removed.
 
-Events are made only while a listener is subscribed. They name pages by key, which is the same in
-every process that serves the same model.
+Events are made only while a listener is subscribed. They name pages (`PageKey.name`) as every
+process does that serves the same model with the same holdback.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ releasing what another index leased, pinning a stale hit) is a programmer's erro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,15 @@ from kvtide.index import index_invariants
 from kvtide.index.events import Listener
 from kvtide.index.evict.allocation import Allocator
 from kvtide.index.evict.policies import DEFAULT_POLICY
-from kvtide.index.keys import DEFAULT_NAMESPACE, SCRATCH, Namespace, Prompt, Tokens
+from kvtide.index.keys import (
+    DEFAULT_NAMESPACE,
+    SCRATCH,
+    Namespace,
+    PageKey,
+    Prompt,
+    Tokens,
+    page_keys,
+)
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
 from kvtide.index.leases.leasing import Leasing
@@ -32,7 +40,7 @@ from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
 from kvtide.index.tree.tree import Tree
-from kvtide.spec import ModelMemory, Slots, Tier
+from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
 
 class Index:
@@ -40,6 +48,7 @@ class Index:
 
     A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
     fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
+    `copy_on_device` copies a sidecar between device slots, at once.
     """
 
     def __init__(
@@ -51,14 +60,16 @@ class Index:
         placement: Placement | None = None,
         fingerprint: bytes = b"",
         keeps: Collection[Tier] = (),
+        copy_on_device: Callable[[PageMove], None] = lambda move: None,
     ) -> None:
         self.memory = memory
         self.tree = Tree(memory, capacity_pages, eviction, fingerprint)
         kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
         self._allocator = Allocator(self.tree, frozenset(kept))
         self._matcher = Matcher(memory, self.tree)
+        chosen = placement or CostBased()
         self._leasing = Leasing(
-            memory, self.tree, self._matcher, self._allocator, placement or CostBased()
+            memory, self.tree, self._matcher, self._allocator, chosen, copy_on_device
         )
         self._arrivals = Arrivals(self.tree, self._allocator, self._leasing)
         self._imports_exports = ImportsExports(
@@ -154,7 +165,8 @@ class Index:
 
         The lease then covers them. Pages that another lease committed meanwhile are shared, and
         the slots taken for them go back: `page_table` has the slots in use. `without` names
-        optional sidecars (a draft's KV) that were not written for these pages.
+        optional sidecars (a draft's KV) that were not written for these pages. Shared pages that
+        lack sidecars get those that the lease wrote (`copy_on_device`).
         """
         self._leasing.commit(lease, tokens, without)
 
@@ -202,7 +214,7 @@ class Index:
     def copy(self, lease: IndexLease, source: Tier, target: Tier) -> Arrival | None:
         """Begin a load or fetch (upwards) or a backup or store (downwards) of the lease's path.
 
-        None when the target has no room. An arrival without parts has nothing to move.
+        None when the target has no room. An arrival without moves has nothing to move.
         """
         return self._arrivals.copy(lease, source, target)
 
@@ -258,9 +270,11 @@ class Index:
         """A departure was written, or dropped: its host pages are unpinned."""
         self._imports_exports.departed(departure)
 
-    def prompt_key(self, prompt: Prompt) -> bytes:
-        """The key from which the keys of the prompt's pages are chained (`keys.chain`)."""
-        return self.tree.name_key((prompt.namespace, prompt.head))
+    def page_keys(self, prompt: Prompt, pages: int | None = None) -> Iterator[PageKey]:
+        """The keys of the prompt's whole pages, or of its first `pages`, computed as asked for."""
+        size, after = self.tree.page_bytes, self.tree.after_bytes
+        tokens = prompt.packed if pages is None else prompt.packed[: pages * size + after]
+        return page_keys(self.tree.namespace_key(prompt.namespace), tokens, size, after)
 
     # -- freeing slots ----------------------------------------------------------------------
 
@@ -282,7 +296,7 @@ class Index:
         """
         return quarantine(self.tree, prompt)
 
-    def keys_below(self, prompt: Prompt) -> list[bytes]:
+    def keys_below(self, prompt: Prompt) -> list[PageKey]:
         """The keys of all pages known that share the prompt's first page."""
         return keys_below(self.tree, prompt)
 

@@ -13,6 +13,7 @@ from kvtide.index.keys import Hidden
 from kvtide.index.tree.holds import Pin
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
+from kvtide.spec import Tier
 
 
 def violations(tree: Tree) -> list[str]:
@@ -185,6 +186,24 @@ def hidden_pages_are_needed(tree: Tree) -> Iterator[str]:
                 yield f"{_name(node)}: hidden, and in cell {number} although nothing pins it"
 
 
+def sidecars_the_host_lacks_are_noted(tree: Tree) -> Iterator[str]:
+    coming = {
+        (part.cell, slot)
+        for arrival in tree.arrivals.values()
+        for part in arrival.additions
+        for slot in part.slots.tolist()
+    }
+    for node in tree.walk() if tree.presence.needed else ():
+        for anchor, name in enumerate(tree.anchor_names):
+            ours, there = node.slots[anchor], tree.cell(Tier.HOST, anchor)
+            theirs = node.slots[there]
+            if node.ahead or ours is None or theirs is None:
+                continue
+            for move in tree.presence.additions(name, Tier.DEVICE, ours, Tier.HOST, theirs):
+                if not coming.issuperset((there, slot) for slot in move.target_slots.tolist()):
+                    yield f"{_name(node)}: the host lacks {move.sidecar}, and nothing notes it"
+
+
 Check = Callable[[Tree], Iterator[str]]
 
 CHECKS: tuple[Check, ...] = (
@@ -201,4 +220,5 @@ CHECKS: tuple[Check, ...] = (
     leases_stand_at_their_boundary,
     hidden_trees_hang_on_roots_without_a_name,
     hidden_pages_are_needed,
+    sidecars_the_host_lacks_are_noted,
 )

@@ -7,7 +7,8 @@ computed only when something leaves the process (storage, events), and from the 
 With a holdback of h tokens (see `ModelMemory`) a page is whole only together with the h tokens
 after it. The tree therefore runs over the prompt without its first h tokens, which go into the
 root instead: page i then stands for positions [i·P, (i+1)·P) and is compared by tokens
-[i·P + h, (i+1)·P + h). No other module depends on this.
+[i·P + h, (i+1)·P + h). Keys do not depend on the holdback: page i's key is chained over tokens
+[i·P, (i+1)·P), and `PageKey` has the h tokens after it beside the key.
 """
 
 from __future__ import annotations
@@ -124,6 +125,16 @@ class Prompt:
         self.tokens += len(packed) // TOKEN_BYTES
 
     @property
+    def packed(self) -> bytes:
+        """All tokens, the head's included."""
+        return self.head + self.body if self.head else self.body
+
+    def same_first_page(self, other: Prompt, page_bytes: int) -> bool:
+        """Whether both begin with the same whole page, whatever comes after it."""
+        mine, its = self.packed[:page_bytes], other.packed[:page_bytes]
+        return self.namespace == other.namespace and mine == its and len(mine) == page_bytes
+
+    @property
     def beginning(self) -> bytes:
         """The first bytes of `body`; fewer while appended tokens are not joined to it."""
         return self._body[:BEGINNING_BYTES]
@@ -140,6 +151,29 @@ def unlike_any_prompt(tokens: bytes) -> bytes:
     """The same run under a first page that no prompt has: its first token is below zero."""
     sign = TOKEN_BYTES - 1
     return tokens[:sign] + bytes((tokens[sign] ^ 0x80,)) + tokens[TOKEN_BYTES:]
+
+
+class PageKey(NamedTuple):
+    """A page as other processes know it. `after`: the packed tokens of the holdback behind it."""
+
+    key: bytes
+    after: bytes = b""
+
+    @property
+    def name(self) -> bytes:
+        """The page as this tree tells it apart: by the tokens after it, too."""
+        return hashlib.sha256(self.key + self.after).digest() if self.after else self.key
+
+
+def page_keys(key: bytes, tokens: bytes, page_bytes: int, after_bytes: int) -> Iterator[PageKey]:
+    """The whole pages in `tokens`, following a page whose key is `key`.
+
+    The last one's `after` is short if the tokens end early.
+    """
+    whole = tokens[: len(tokens) // page_bytes * page_bytes]
+    for number, of_page in enumerate(chain(key, whole, page_bytes), 1):
+        end = number * page_bytes
+        yield PageKey(of_page, tokens[end : end + after_bytes])
 
 
 def chain(key: bytes, tokens: bytes, page_bytes: int) -> Iterator[bytes]:

@@ -82,7 +82,11 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
-    config = replace(sized(config, settings, model), fingerprint=fingerprint)
+    config = replace(
+        sized(config, settings, model),
+        fingerprint=fingerprint,
+        draft_fingerprint=choice.fingerprint(fingerprint),
+    )
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,

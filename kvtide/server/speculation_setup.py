@@ -40,6 +40,12 @@ class SpeculationChoice:
     draft: DraftCheckpoint | None = None
     note: str = ""
 
+    def fingerprint(self, target: bytes) -> bytes:
+        """The fingerprint of the draft's stored pages; those of MTP are the target's own."""
+        if self.draft is not None:
+            return self.draft.fingerprint()
+        return target if self.method == MTP else b""
+
     def sentence(self, draft_tokens: int) -> str:
         """The line about speculation that a starting server prints."""
         if self.method == NO_SPECULATION:

@@ -78,6 +78,19 @@ class ModelMemory:
         optional = (pool for pool in self.pools if pool.follows and not pool.reuse.required)
         return tuple(p.name for p in optional if all(x >= self.layers for x in p.layers))
 
+    def object_pools(self, name: str) -> tuple[PoolSpec, ...]:
+        """The pools of one stored object: an optional sidecar alone, an anchor with the others."""
+        return tuple(p for p in self.group(name) if p.name == name or p.reuse.required)
+
+    @property
+    def without_draft(self) -> ModelMemory:
+        """The pools that every page has: what a server without a draft keeps of the same model."""
+        pools = tuple(p for p in self.pools if p.is_anchor or p.reuse.required)
+        part = self.part
+        if part is not None:
+            part = replace(part, end_layer=min(part.end_layer, self.layers))
+        return replace(self, pools=pools, holdback=0, part=part)
+
     @property
     def at_rest(self) -> ModelMemory:
         """The pools of a whole page, without those that hold state within a page.

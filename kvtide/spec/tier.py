@@ -24,13 +24,17 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageMove:
-    """Copy these pages of one anchor, with its sidecars, from one tier to another."""
+    """Copy these pages of one anchor, with its sidecars, from one tier to another.
+
+    `sidecar`: copy this sidecar alone, to slots that have the rest of the page.
+    """
 
     anchor: str
     source: Tier
     target: Tier
     source_slots: Slots
     target_slots: Slots
+    sidecar: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@
 `redis`, `s3_store`, `mooncake`   servers that people already run
 """
 
-from kvtide.storage.objects import CorruptObjectError, ObjectFormat
+from kvtide.storage.objects import CorruptObjectError, ObjectFormat, object_formats
 from kvtide.storage.store import Removed, Store, StoreError, StoreStatus
 from kvtide.storage.store_registry import open_store
 
@@ -21,5 +21,6 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreStatus",
+    "object_formats",
     "open_store",
 ]

@@ -2,8 +2,8 @@
 
     ┌────────────────────────────┬─────────────────────────────────────────────┬─────────┐
     │ payload                    │ label                                       │ padding │
-    │ the anchor's rows and its  │ version, lengths, fingerprint, key, what is │ zeros   │
-    │ sidecars', canonical order │ absent, pool table, checksum of all before  │         │
+    │ the anchor's rows and its  │ version, lengths, fingerprint, key,         │ zeros   │
+    │ sidecars', canonical order │ pool table, checksum of all before          │         │
     └────────────────────────────┴─────────────────────────────────────────────┴─────────┘
 
 The canonical order is by layer, then by pool, whatever the host's layout. All objects of an anchor
@@ -11,15 +11,19 @@ are equally long, and their length is known before one is read. So the label, wh
 header holds, stands behind the payload. A host page with a gap for a label behind it is then
 an object in place, and goes to and from a store without being copied.
 
+An optional sidecar (a draft's KV) is an object of its own: the anchor's is the same whether there
+is a draft or not. The sidecar's fingerprint covers the draft's weights, and its key the tokens
+after the page, on which its last entry depends.
+
 An object is believed only if everything in its label is what the reader expects, its own key
 included: a store that mixed up two objects, or wrote half of one, is found out.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Collection
 
 import xxhash
 
@@ -34,7 +38,7 @@ DIRECT_ALIGN = 4096
 SMALL_ALIGN = 16
 
 _FIXED = struct.Struct(f"<8sIIQQ{SPACE_BYTES}s{KEY_BYTES}s")
-"""Magic, version, absent sidecars (bits), payload bytes, label bytes, fingerprint, key."""
+"""Magic, version, zeros, payload bytes, label bytes, fingerprint, key."""
 _CHECKSUM_BYTES = 16
 
 
@@ -42,61 +46,93 @@ class CorruptObjectError(ValueError):
     """Bytes that are not the expected object; the message names the difference."""
 
 
-class ObjectFormat:
-    """The objects of one anchor in one space.
+def object_key(page_key: bytes, pool: str, more: bytes = b"") -> bytes:
+    """The key of a page's object that is named after this pool."""
+    return hashlib.sha256(page_key + pool.encode() + more).digest()
 
-    payload_bytes  what a slot of the anchor holds
+
+class ObjectFormat:
+    """The objects of one anchor, or of one optional sidecar, in one space.
+
+    pool           the anchor, or the sidecar; `anchor` owns the slots
+    payload_bytes  what a slot holds of it
     bytes          the whole object, padding included
     """
 
-    def __init__(self, memory: ModelMemory, anchor: str, space: bytes) -> None:
+    def __init__(
+        self, memory: ModelMemory, pool: str, space: bytes, draft_fingerprint: bytes = b""
+    ) -> None:
         assert len(space) == SPACE_BYTES
-        group = memory.group(anchor)
-        self.anchor = anchor
-        self.payload_bytes = memory.slot_bytes(anchor)
-        self.optional = memory.optional_sidecars(anchor)
+        spec, pools = memory.pool(pool), memory.object_pools(pool)
+        self.pool = pool
+        self.anchor = spec.follows or pool
+        self.pools = tuple(p.name for p in pools)
+        self.payload_bytes = sum(p.page_bytes(memory.page_tokens) for p in pools)
         self._space = space
+        if self.is_sidecar:
+            parts = (space, hashlib.sha256(draft_fingerprint).digest(), repr(spec).encode())
+            self._space = hashlib.sha256(b"".join(parts)).digest()
         self._table = json.dumps(
-            [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in group],
+            [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in pools],
             separators=(",", ":"),
         ).encode()
         self._label_bytes = _FIXED.size + len(self._table) + _CHECKSUM_BYTES
         align = DIRECT_ALIGN if self.payload_bytes >= DIRECT_BYTES else SMALL_ALIGN
         self.bytes = -(-(self.payload_bytes + self._label_bytes) // align) * align
 
-    def seal(self, memory: memoryview, key: bytes, absent: Collection[str] = ()) -> None:
-        """Write the label behind the payload. `absent`: optional sidecars that are not there."""
-        assert len(memory) == self.bytes and set(absent) <= set(self.optional)
+    @property
+    def is_sidecar(self) -> bool:
+        return self.pool != self.anchor
+
+    def key(self, page_key: bytes, after: bytes = b"") -> bytes:
+        """The key of a page's object. `after`: the packed tokens of the holdback behind it."""
+        return object_key(page_key, self.pool, self._space + after if self.is_sidecar else b"")
+
+    def seal(self, memory: memoryview, key: bytes) -> None:
+        """Write the label behind the payload."""
+        assert len(memory) == self.bytes
         payload, end = self.payload_bytes, self.payload_bytes + self._label_bytes
-        bits = sum(1 << n for n, name in enumerate(self.optional) if name in absent)
-        label = self._fixed(bits, key) + self._table
-        memory[payload : end - _CHECKSUM_BYTES] = label
+        memory[payload : end - _CHECKSUM_BYTES] = self._fixed(key) + self._table
         memory[end - _CHECKSUM_BYTES : end] = _checksum(memory[: end - _CHECKSUM_BYTES])
         memory[end:] = bytes(self.bytes - end)
 
-    def check(self, memory: memoryview, key: bytes) -> tuple[str, ...]:
-        """Raise unless this is the object of that key, whole; what is absent from it."""
+    def check(self, memory: memoryview, key: bytes) -> None:
+        """Raise unless this is the object of that key, whole."""
         assert len(memory) == self.bytes
         payload, end = self.payload_bytes, self.payload_bytes + self._label_bytes
         fixed = bytes(memory[payload : payload + _FIXED.size])
-        magic, version, bits, *_, found_key = _FIXED.unpack(fixed)
+        magic, version, *_, found_key = _FIXED.unpack(fixed)
         if magic != MAGIC:
             raise CorruptObjectError("no label where one should be")
         if version != VERSION:
             raise CorruptObjectError(f"version {version}, not {VERSION}")
         if found_key != key:
             raise CorruptObjectError("the object of another key")
-        if fixed != self._fixed(bits, key) or bits >> len(self.optional):
+        if fixed != self._fixed(key):
             raise CorruptObjectError("lengths or fingerprint of another declaration")
         if memory[payload + _FIXED.size : end - _CHECKSUM_BYTES] != self._table:
             raise CorruptObjectError("the pool table of another declaration")
         if memory[end - _CHECKSUM_BYTES : end] != _checksum(memory[: end - _CHECKSUM_BYTES]):
             raise CorruptObjectError("the checksum does not match")
-        return tuple(name for n, name in enumerate(self.optional) if bits >> n & 1)
 
-    def _fixed(self, bits: int, key: bytes) -> bytes:
+    def _fixed(self, key: bytes) -> bytes:
         payload, label = self.payload_bytes, self._label_bytes
-        return _FIXED.pack(MAGIC, VERSION, bits, payload, label, self._space, key)
+        return _FIXED.pack(MAGIC, VERSION, 0, payload, label, self._space, key)
+
+
+def object_formats(
+    memory: ModelMemory, space: bytes, draft_fingerprint: bytes = b""
+) -> dict[str, ObjectFormat]:
+    """The objects of a page, by pool: of anchors, and of optional sidecars with layers.
+
+    Sidecars come behind their anchor.
+    """
+    return {
+        name: ObjectFormat(memory, name, space, draft_fingerprint)
+        for anchor in memory.anchors
+        for name in (anchor.name, *memory.optional_sidecars(anchor.name))
+        if name == anchor.name or memory.pool(name).layers
+    }
 
 
 def _checksum(memory: memoryview) -> bytes:

@@ -26,6 +26,7 @@ class NaiveIndex:
         }
         self._expected: set[tuple[Where, bytes]] = set()
         self._unwanted: set[tuple[Where, bytes]] = set()
+        self.carried: dict[tuple[Where, bytes], frozenset[str]] = {}
         self._first: dict[bytes, bytes] = {}
         self.complaints: list[str] = []
 
@@ -34,20 +35,34 @@ class NaiveIndex:
     def page_keys(
         self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE
     ) -> list[bytes]:
-        """The keys of all whole pages of a prompt, hashed from the start each time."""
-        packed = pack(list(tokens))
-        page, held = 4 * self._memory.page_tokens, 4 * self._memory.holdback
-        root = namespace.fingerprint(self._fingerprint)
-        key = hashlib.sha256(root + (packed[:held] or b"\0")).digest()
+        """The names of all pages of a prompt in events, hashed from the start each time.
+
+        A page is known with the tokens of the holdback after it.
+        """
+        packed, held = pack(list(tokens)), 4 * self._memory.holdback
+        page, names = 4 * self._memory.page_tokens, []
+        stored = self.stored_keys(tokens, namespace)
+        for number in range(max(0, len(packed) - held) // page):
+            after = packed[(number + 1) * page :][:held]
+            key = stored[number]
+            names.append(hashlib.sha256(key + after).digest() if held else key)
+        self._first |= dict.fromkeys(names, stored[0] if stored else b"")
+        return names
+
+    def stored_keys(
+        self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE
+    ) -> list[bytes]:
+        """The keys of all whole pages of a prompt, which do not depend on what comes after."""
+        packed, page = pack(list(tokens)), 4 * self._memory.page_tokens
+        key = hashlib.sha256(namespace.fingerprint(self._fingerprint) + b"\0").digest()
         keys = []
-        for start in range(held, len(packed) - page + 1, page):
+        for start in range(0, len(packed) - page + 1, page):
             key = hashlib.sha256(key + packed[start : start + page]).digest()
             keys.append(key)
-        self._first |= dict.fromkeys(keys, keys[0] if keys else b"")
         return keys
 
     def first_of(self, key: bytes) -> bytes:
-        """The key of the first page of the prompts that have this page."""
+        """The stored key of the first page of the prompts that have this page."""
         return self._first[key]
 
     # -- the rule, by definition ------------------------------------------------------------
@@ -85,9 +100,22 @@ class NaiveIndex:
         """From now on these pages may be stored there, and by the end of the step must be."""
         self._expected |= {((tier, anchor), key) for key in keys}
 
+    def bring(
+        self, tier: Tier, anchor: str, key: bytes, sidecars: frozenset[str], *, add: bool = False
+    ) -> None:
+        """A page comes with these optional sidecars; what the tier has of it stays as it is.
+
+        `add`: a commit, or a copy of sidecars alone. What the tier has gets them as well.
+        """
+        where = (tier, anchor)
+        if key not in self.readable[where]:
+            self.carried[where, key] = sidecars
+        elif add:
+            self.carried[where, key] |= sidecars
+
     def quarantine(self, tokens: Iterable[int], namespace: Namespace = DEFAULT_NAMESPACE) -> int:
         """All that shares the first page must not be readable at the end of the step: how much."""
-        first = self.page_keys(tokens, namespace)[:1]
+        first = self.stored_keys(tokens, namespace)[:1]
         gone = {
             (where, key)
             for where, readable in self.readable.items()
@@ -105,6 +133,7 @@ class NaiveIndex:
                 if key not in readable:
                     self.complaints.append(f"{where}: removed a page that was not readable")
                 readable.discard(key)
+                self.carried.pop((where, key), None)
             else:
                 if (where, key) not in self._expected:
                     self.complaints.append(

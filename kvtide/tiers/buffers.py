@@ -61,6 +61,15 @@ class Buffers:
         start = self.data.storage_offset() + row.offset
         return self.data.as_strided((slots, row.bytes), (row.stride, 1), start)
 
+    def copy_rows(self, pool: str, sources: Slots, targets: Slots) -> None:
+        """Copy a pool's rows from slot to slot, in all its layers."""
+        ours, theirs = (
+            torch.from_numpy(slots).long().to(self.data.device) for slots in (sources, targets)
+        )
+        for layer in self.arrangement.memory.pool(pool).layers:
+            rows = self.rows(pool, layer)
+            rows[theirs] = rows[ours]
+
     def pages(self, anchor: str, slots: Slots) -> torch.Tensor:
         """A copy of whole pages in canonical order: (pages, bytes behind a slot)."""
         picked = torch.from_numpy(slots).long().to(self.data.device)

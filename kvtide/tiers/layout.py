@@ -7,12 +7,13 @@ three layouts differ in these two numbers alone.
     layer_first         pool ▸ layer ▸ slot     a layer's rows side by side, as attention reads them
     page_first          pool ▸ slot ▸ layer     a page of one pool in one run
     page_first_direct   anchor ▸ slot ▸ layer ▸ pool     all of a page in one run: the anchor's rows
-                        and its sidecars', in the order in which a forward pass needs them
+                        and its sidecars', in the order in which a forward pass needs them; then
+                        each optional sidecar's
 
 In the last one any range of layers is a single run per page, whatever pools a model has, so that
 a copy engine is given few large copies where the others give it many small ones. The same order is
-the canonical one in which a page leaves the process; a *tail* behind every page keeps room for what
-goes with it then.
+the canonical one in which a page leaves the process; a *tail* behind every page, and behind every
+optional sidecar of it, keeps room for what goes with it then.
 
 `pieces` compares two arrangements and joins what is contiguous in both: the one strided copy that
 all backends implement.
@@ -49,10 +50,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Whole pages of an anchor with their tails: slot s lies at `offset + s · stride`."""
+    """What an object holds of a page, with its tail: `bytes` from `offset + s · stride` on."""
 
     offset: int
     stride: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class Piece:
 class Arrangement:
     """All rows of a tier with so many slots per anchor, laid out one way.
 
-    `tails`: bytes to leave free behind every page of an anchor, where a page is one run.
+    `tails`: bytes to leave free behind every page of an anchor, and behind optional sidecars, where
+    a page is one run.
     """
 
     def __init__(
@@ -85,19 +88,26 @@ class Arrangement:
         rows_of = _ROWS_OF[layout]
         self._rows: dict[str, dict[tuple[int, str], Row]] = {}
         self._runs: dict[str, Run] = {}
+        tails = tails if tails and layout is Layout.PAGE_FIRST_DIRECT else {}
         start = 0
         for anchor, count in self.slots.items():
-            tail = tails.get(anchor, 0) if tails and layout is Layout.PAGE_FIRST_DIRECT else 0
-            stride = memory.slot_bytes(anchor) + tail
-            found = sorted(rows_of(memory, anchor, count, start, tail), key=lambda row: row.layer)
+            stride = stride_bytes(memory, anchor, tails)
+            found = sorted(rows_of(memory, anchor, count, start, tails), key=lambda row: row.layer)
             self._rows[anchor] = {(row.layer, row.pool): row for row in found}
-            self._runs[anchor] = Run(start, stride)
+            at = start
+            for name, pools in _object_parts(memory, anchor):
+                size = sum(pool.page_bytes(memory.page_tokens) for pool in pools)
+                self._runs[name] = Run(at, stride, size + tails.get(name, 0))
+                at += self._runs[name].bytes
             start += stride * count
         self.bytes = start
 
-    def run(self, anchor: str) -> Run | None:
-        """Where whole pages lie, each with its tail; None where a page is not one run."""
-        return self._runs[anchor] if self.layout is Layout.PAGE_FIRST_DIRECT else None
+    def run(self, pool: str) -> Run | None:
+        """Where an anchor's pages lie, or an optional sidecar's, each with its tail.
+
+        None where they are not one run.
+        """
+        return self._runs[pool] if self.layout is Layout.PAGE_FIRST_DIRECT else None
 
     def row(self, pool: PoolSpec, layer: int) -> Row:
         """A pool's row by its global layer number."""
@@ -110,16 +120,30 @@ class Arrangement:
         return tuple(self._rows[anchor].values())
 
 
+def stride_bytes(memory: ModelMemory, anchor: str, tails: Mapping[str, int]) -> int:
+    """A page of an anchor with all its tails."""
+    behind = (tails.get(pool, 0) for pool in (anchor, *memory.optional_sidecars(anchor)))
+    return memory.slot_bytes(anchor) + sum(behind)
+
+
 def pieces(
-    source: Arrangement, target: Arrangement, anchor: str, layers: Container[int]
+    source: Arrangement,
+    target: Arrangement,
+    anchor: str,
+    layers: Container[int],
+    sidecar: str | None = None,
 ) -> tuple[Piece, ...]:
     """How to copy pages of an anchor, these layers of them, in the fewest contiguous runs.
 
-    Rows that only one side has stay there.
+    Rows that only one side has stay there; with a `sidecar`, all but its own.
     """
     there = {(row.layer, row.pool): row for row in target.rows(anchor)}
     pairs = ((row, there.get((row.layer, row.pool))) for row in source.rows(anchor))
-    wanted = [(a, b) for a, b in pairs if b is not None and a.layer in layers]
+    wanted = [
+        (a, b)
+        for a, b in pairs
+        if b is not None and a.layer in layers and sidecar in (None, a.pool)
+    ]
     joined: list[Piece] = []
     for a, b in sorted(wanted, key=lambda pair: pair[0].offset):
         piece = Piece(a.offset, a.stride, b.offset, b.stride, a.bytes)
@@ -160,7 +184,7 @@ def _adjoins(before: Piece, piece: Piece) -> bool:
 
 
 def _layer_first(
-    memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
+    memory: ModelMemory, anchor: str, slots: int, start: int, tails: Mapping[str, int]
 ) -> Iterator[Row]:
     for pool in memory.group(anchor):
         size = pool.row_bytes(memory.page_tokens)
@@ -170,7 +194,7 @@ def _layer_first(
 
 
 def _page_first(
-    memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
+    memory: ModelMemory, anchor: str, slots: int, start: int, tails: Mapping[str, int]
 ) -> Iterator[Row]:
     for pool in memory.group(anchor):
         size, page = pool.row_bytes(memory.page_tokens), pool.page_bytes(memory.page_tokens)
@@ -180,18 +204,25 @@ def _page_first(
 
 
 def _page_first_direct(
-    memory: ModelMemory, anchor: str, slots: int, start: int, tail: int
+    memory: ModelMemory, anchor: str, slots: int, start: int, tails: Mapping[str, int]
 ) -> Iterator[Row]:
-    group, page = memory.group(anchor), memory.slot_bytes(anchor) + tail
+    page = stride_bytes(memory, anchor, tails)
     # What stays on the device lies behind the rest, so that what moves is one run.
-    for within_page in (False, True):
-        part = [pool for pool in group if (pool.reuse.reach == 0) is within_page]
-        for layer in sorted({layer for pool in part for layer in pool.layers}):
-            for pool in part:
+    within_page = [pool for pool in memory.group(anchor) if pool.reuse.reach == 0]
+    for name, pools in (*_object_parts(memory, anchor), ("", within_page)):
+        for layer in sorted({layer for pool in pools for layer in pool.layers}):
+            for pool in pools:
                 if layer in pool.layers:
                     size = pool.row_bytes(memory.page_tokens)
                     yield Row(pool.name, layer, start, page, size)
                     start += size
+        start += tails.get(name, 0)
+
+
+def _object_parts(memory: ModelMemory, anchor: str) -> Iterator[tuple[str, list[PoolSpec]]]:
+    """The pools of each object that a page becomes, by the pool that names it."""
+    for name in (anchor, *memory.optional_sidecars(anchor)):
+        yield name, [pool for pool in memory.object_pools(name) if pool.reuse.reach != 0]
 
 
 _ROWS_OF = {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvtide.spec import ModelMemory, SpecError
 from kvtide.spec.sizing import TOKENS_PER_CHECKPOINT, bytes_for, pages_for, pages_per_anchor
 from kvtide.tiers.arena import TierError
+from kvtide.tiers.layout import stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,7 @@ def capacity_pages(
 
 
 def _with_tails(memory: ModelMemory, pages: Mapping[str, int], tails: Mapping[str, int]) -> int:
-    return sum(
-        (memory.slot_bytes(anchor) + tails.get(anchor, 0)) * count
-        for anchor, count in pages.items()
-    )
+    return sum(stride_bytes(memory, anchor, tails) * count for anchor, count in pages.items())
 
 
 def tier_bytes(

@@ -61,9 +61,10 @@ class Copier:
         self._blocks = (device.data, host.data)
         self._memory = memory
         self._tables = {
-            (way, anchor.name): self._page_table(way, anchor.name)
+            (way, anchor.name, sidecar): self._page_table(way, anchor.name, sidecar)
             for way in Way
             for anchor in memory.anchors
+            for sidecar in (None, *memory.optional_sidecars(anchor.name))
         }
         self._entry_tables: dict[tuple[Way, str], PieceTable] = {}
 
@@ -82,17 +83,17 @@ class Copier:
         self, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Event = None
     ) -> Ticket:
         """Copy whole pages, after a fence, or after all that is queued now."""
-        joined: dict[str, list[PageMove]] = {}
+        joined: dict[tuple[str, str | None], list[PageMove]] = {}
         for move in moves:
             assert (move.source, move.target) == way.value, f"{move} does not go {way.name}"
-            joined.setdefault(move.anchor, []).append(move)
+            joined.setdefault((move.anchor, move.sidecar), []).append(move)
         works = []
-        for anchor, of_anchor in joined.items():
-            source = np.concatenate([move.source_slots for move in of_anchor], dtype=np.int64)
-            target = np.concatenate([move.target_slots for move in of_anchor], dtype=np.int64)
+        for (anchor, sidecar), of_pages in joined.items():
+            source = np.concatenate([move.source_slots for move in of_pages], dtype=np.int64)
+            target = np.concatenate([move.target_slots for move in of_pages], dtype=np.int64)
             self._check(way.source, anchor, source, len(target))
             self._check(way.target, anchor, target, len(source))
-            table = self._tables[way, anchor]
+            table = self._tables[way, anchor, sidecar]
             if len(table) and len(source):
                 works.append(Strided(table, source, target))
         return self._submit(way, works, len(self._legs(way)), timeout_s, after)
@@ -133,10 +134,10 @@ class Copier:
         lane.submit(Job(ticket, works, legs, after or self.fence(way), self._blocks))
         return ticket
 
-    def _page_table(self, way: Way, anchor: str) -> PieceTable:
+    def _page_table(self, way: Way, anchor: str, sidecar: str | None) -> PieceTable:
         source, target = self._buffers[way.source], self._buffers[way.target]
         found = [
-            pieces(source.arrangement, target.arrangement, anchor, layers)
+            pieces(source.arrangement, target.arrangement, anchor, layers, sidecar)
             for layers in self._legs(way)
         ]
         return PieceTable.of(way, source, target, found)

@@ -21,14 +21,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def tails(formats: Mapping[str, ObjectFormat]) -> dict[str, int]:
-    """Bytes to leave free behind a host page so that a store can use it in place.
+    """Bytes to leave free behind a host page, by pool, so that a store can use it in place.
 
-    Small pages are copied instead: the tail would be large beside them.
+    Small pages are copied instead: the tail would be large beside them. A sidecar of a large page
+    takes whole blocks, so that the next page begins with one.
     """
     return {
-        anchor: one.bytes - one.payload_bytes
-        for anchor, one in formats.items()
-        if one.payload_bytes >= DIRECT_BYTES
+        pool: -(-one.bytes // DIRECT_ALIGN) * DIRECT_ALIGN - one.payload_bytes
+        for pool, one in formats.items()
+        if formats[one.anchor].payload_bytes >= DIRECT_BYTES
     }
 
 
@@ -60,37 +61,39 @@ class BounceBuffers:
 
 
 class HostPages:
-    """The host's pages, by anchor and slot. `block` is all of the host's memory."""
+    """The host's pages, by pool of their object and slot. `block` is all of the host's memory."""
 
     def __init__(self, host: Buffers, formats: Mapping[str, ObjectFormat]) -> None:
         self._data: Bytes = host.data.numpy()
         self.block = memoryview(self._data)  # type: ignore[arg-type]
         self._arrangement = host.arrangement
-        self._formats = formats
-        self._rows = {anchor: host.arrangement.rows(anchor) for anchor in formats}
+        self._rows = {
+            pool: [row for row in host.arrangement.rows(one.anchor) if row.pool in one.pools]
+            for pool, one in formats.items()
+        }
 
-    def in_place(self, anchor: str, slot: int) -> memoryview | None:
+    def in_place(self, one: ObjectFormat, slot: int) -> memoryview | None:
         """The page with its tail, if that can hold an object."""
-        run, size = self._arrangement.run(anchor), self._formats[anchor].bytes
-        if run is None or run.stride < size:
+        run = self._arrangement.run(one.pool)
+        if run is None or run.bytes < one.bytes:
             return None
         start = run.offset + slot * run.stride
-        return self.block[start : start + size]
+        return self.block[start : start + one.bytes]
 
-    def gather(self, anchor: str, slot: int, target: memoryview) -> None:
+    def gather(self, pool: str, slot: int, target: memoryview) -> None:
         """Copy a page's rows, in canonical order, to the beginning of `target`."""
         there: Bytes = np.frombuffer(target, np.uint8)
         at = 0
-        for row in self._rows[anchor]:
+        for row in self._rows[pool]:
             start = row.offset + slot * row.stride
             there[at : at + row.bytes] = self._data[start : start + row.bytes]
             at += row.bytes
 
-    def scatter(self, anchor: str, slot: int, source: memoryview) -> None:
+    def scatter(self, pool: str, slot: int, source: memoryview) -> None:
         """Copy a payload in canonical order to a page's rows."""
         here: Bytes = np.frombuffer(source, np.uint8)
         at = 0
-        for row in self._rows[anchor]:
+        for row in self._rows[pool]:
             start = row.offset + slot * row.stride
             self._data[start : start + row.bytes] = here[at : at + row.bytes]
             at += row.bytes

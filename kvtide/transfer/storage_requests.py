@@ -12,16 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvtide.storage.objects import ObjectFormat
-
 
 class StoredPage(NamedTuple):
-    """One page of one anchor: its key, and its slot on the host."""
+    """One page of one anchor: its key, and its slot on the host.
+
+    absent  optional sidecars that are not written
+    after   the packed tokens of the holdback behind the page: part of its sidecars' keys
+    """
 
     anchor: str
     key: bytes
     slot: int
     absent: tuple[str, ...] = ()
+    after: bytes = b""
 
 
 class StorageRequest:
@@ -88,6 +91,7 @@ class PageBatch(NamedTuple):
 class Paging(StorageRequest):
     """Pages to read or to write, in batches that several workers take.
 
+    sizes   the bytes of each page's objects together
     ready   how many pages, from the first on, are done and whole
     absent  of every page that was read, the optional sidecars it came without
     """
@@ -95,17 +99,16 @@ class Paging(StorageRequest):
     def __init__(
         self,
         pages: Sequence[StoredPage],
-        formats: Sequence[ObjectFormat],
+        sizes: Sequence[int],
         batch_bytes: int,
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline, clock)
         self.pages = pages
-        self.formats = formats
         self.ready = 0
         self.absent: list[tuple[str, ...]] = [()] * len(pages)
-        self.batches = _batches(formats, batch_bytes)
+        self.batches = _batches(sizes, batch_bytes)
         self._next = 0
         self._done: list[bool | None] = [None] * len(pages)
 
@@ -164,12 +167,12 @@ class Writing(Paging):
         self.unwanted |= keys
 
 
-def _batches(formats: Sequence[ObjectFormat], max_bytes: int) -> list[PageBatch]:
+def _batches(sizes: Sequence[int], max_bytes: int) -> list[PageBatch]:
     batches: list[PageBatch] = []
-    start = size = 0
-    for number, one in enumerate(formats):
-        if number > start and size + one.bytes > max_bytes:
+    start = total = 0
+    for number, size in enumerate(sizes):
+        if number > start and total + size > max_bytes:
             batches.append(PageBatch(start, number))
-            start, size = number, 0
-        size += one.bytes
-    return [*batches, PageBatch(start, len(formats))] if formats else []
+            start, total = number, 0
+        total += size
+    return [*batches, PageBatch(start, len(sizes))] if sizes else []

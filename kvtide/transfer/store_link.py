@@ -7,11 +7,13 @@
 Workers are supervised: an exception of the store fails the storage request and is counted, and the
 worker continues. A store whose calls fail repeatedly, or do not return, is left alone for a while
 (`breaker`). A corrupt object is counted and removed from the store.
+
+A page is an object for its anchor and one for each optional sidecar. It is whole with the anchor's;
+a sidecar whose object is missing or corrupt is absent from it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import threading
@@ -20,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
 from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
@@ -44,9 +46,13 @@ class _SparedError(StoreError):
     """A call that was not made, since the breaker is open."""
 
 
-def object_key(page_key: bytes, anchor: str) -> bytes:
-    """The key of one anchor's object of a page."""
-    return hashlib.sha256(page_key + anchor.encode()).digest()
+class PageObject(NamedTuple):
+    """One object of page number `page` of a batch."""
+
+    page: int
+    format: ObjectFormat
+    slot: int
+    key: bytes
 
 
 class StoreLink:
@@ -54,6 +60,7 @@ class StoreLink:
 
     read, written, known    objects: restored, stored, there already
     missing, corrupt        objects that were expected and not there, or not what they should be
+    draftless               pages that came without a sidecar's object
     refused                 objects the store would not take
     errors                  calls that failed
     spared                  calls that were not made, since others had failed
@@ -73,7 +80,11 @@ class StoreLink:
         self.last_error = ""
         self.read_speed = ReadSpeed(clock)
         self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
-        self._formats = formats
+        self._formats = {
+            name: [one for one in formats.values() if one.anchor == name]
+            for name in formats
+            if not formats[name].is_sidecar
+        }
         self._host_pages = HostPages(host, formats)
         self._batch_bytes = batch_bytes
         self._clock = clock
@@ -105,7 +116,7 @@ class StoreLink:
     def read(self, pages: Sequence[StoredPage], timeout_s: float) -> Reading:
         """Read pages into their host slots, in this order."""
         deadline = self._clock() + timeout_s
-        reading = Reading(pages, self._of(pages), self._batch_bytes, deadline, self._clock)
+        reading = Reading(pages, self._sizes(pages), self._batch_bytes, deadline, self._clock)
         for _ in range(min(READERS, len(reading.batches))):
             self._readers.put(partial(self._turn, reading, partial(self._read, reading)))
         return reading
@@ -113,9 +124,18 @@ class StoreLink:
     def write(self, pages: Sequence[StoredPage], timeout_s: float) -> Writing:
         """Store pages from their host slots."""
         deadline = self._clock() + timeout_s
-        writing = Writing(pages, self._of(pages), self._batch_bytes, deadline, self._clock)
+        writing = Writing(pages, self._sizes(pages), self._batch_bytes, deadline, self._clock)
         self._writer.put(partial(self._turn, writing, partial(self._write, writing)))
         return writing
+
+    def page_key(self, page_key: bytes, anchor: str) -> bytes:
+        """The key of the object without which a page is not found."""
+        return self._formats[anchor][0].key(page_key)
+
+    def object_keys(self, page_key: bytes, after: bytes) -> list[bytes]:
+        """The keys of all objects of a page, in all anchors."""
+        formats = (one for of_anchor in self._formats.values() for one in of_anchor)
+        return [one.key(page_key, after) for one in formats]
 
     def ask(self, function: Callable[[Store], T]) -> Future[T]:
         """Run a function of the store on the writer, after the writes submitted so far."""
@@ -181,80 +201,89 @@ class StoreLink:
         return True
 
     def _read(self, reading: Reading, batch: PageBatch, staging: BounceBuffers) -> list[bool]:
-        pages = reading.pages[batch.start : batch.end]
-        formats = reading.formats[batch.start : batch.end]
-        keys = [object_key(page.key, page.anchor) for page in pages]
-        targets, staged = self._memory(pages, formats, staging)
-        began, size = self.read_speed.begin(), 0
+        objects = self._objects(reading.pages[batch.start : batch.end])
+        targets, staged = self._memory(objects, staging)
+        whole = [True] * (batch.end - batch.start)
+        began, size, restored = self.read_speed.begin(), 0, 0
         try:
-            lengths: list[int] = self._answers("read", keys, targets)
-            whole = []
-            for number, (page, one) in enumerate(zip(pages, formats, strict=True)):
-                absent = self._checked(one, targets[number], keys[number], lengths[number])
-                if absent is not None:
-                    reading.absent[batch.start + number] = absent
-                    if staged[number]:
-                        self._host_pages.scatter(page.anchor, page.slot, targets[number])
-                whole.append(absent is not None)
+            lengths: list[int] = self._answers("read", [one.key for one in objects], targets)
+            for one, target, copied, length in zip(objects, targets, staged, lengths, strict=True):
+                there = self._checked(one, target, length)
+                restored += there
+                if there and copied:
+                    self._host_pages.scatter(one.format.pool, one.slot, target)
+                elif not there and one.format.is_sidecar:
+                    reading.absent[batch.start + one.page] += (one.format.pool,)
+                elif not there:
+                    whole[one.page] = False
             size = sum(length for length in lengths if length > 0)
         finally:
             self.read_speed.end(began, size)
-        self._count(read=sum(whole))
+        self._count(read=restored)
         return whole
 
-    def _checked(
-        self, one: ObjectFormat, memory: memoryview, key: bytes, length: int
-    ) -> tuple[str, ...] | None:
-        """The sidecars absent from an object; None if it is corrupt, and then it is removed."""
+    def _checked(self, one: PageObject, memory: memoryview, length: int) -> bool:
+        """Whether the memory has the object; one that is corrupt is removed from the store."""
         if length == MISSING:
-            self._count(missing=1)
-            return None
+            self._count(**{"draftless" if one.format.is_sidecar else "missing": 1})
+            return False
         try:
-            if length != one.bytes:
-                raise CorruptObjectError(f"{length:,} bytes, not {one.bytes:,}")
-            return one.check(memory, key)
+            if length != one.format.bytes:
+                raise CorruptObjectError(f"{length:,} bytes, not {one.format.bytes:,}")
+            one.format.check(memory, one.key)
+            return True
         except CorruptObjectError as error:
             self._count(corrupt=1)
             log.warning("%s: a corrupt object, to be removed (%s)", self.store.name, error)
         try:
-            self._call("remove", [key])
+            self._call("remove", [one.key])
         except Exception as error:  # The other objects of the batch are not affected.
             self._note(error)
-        return None
+        return False
 
     def _write(self, writing: Writing, batch: PageBatch, staging: BounceBuffers) -> list[bool]:
         pages = writing.pages[batch.start : batch.end]
-        keys = [object_key(page.key, page.anchor) for page in pages]
-        known: list[bool] = self._answers("exists", keys)
-        unwanted = writing.unwanted
-        new = [n for n, there in enumerate(known) if not there and pages[n].key not in unwanted]
+        objects, stored = self._objects(pages), [True] * len(pages)
+        known: list[bool] = self._answers("exists", [one.key for one in objects])
         self._count(known=sum(known))
+        unwanted = [page.key in writing.unwanted for page in pages]
+        missing = [one for one, there in zip(objects, known, strict=True) if not there]
+        for one in missing:
+            stored[one.page] = stored[one.page] and not unwanted[one.page]
+        new = [one for one in missing if not unwanted[one.page]]
         if not new:
-            return known
-        pages, keys = [pages[n] for n in new], [keys[n] for n in new]
-        formats = [writing.formats[batch.start + n] for n in new]
-        sources, staged = self._memory(pages, formats, staging)
-        for page, key, one, source, copied in zip(
-            pages, keys, formats, sources, staged, strict=True
-        ):
+            return stored
+        sources, staged = self._memory(new, staging)
+        for one, source, copied in zip(new, sources, staged, strict=True):
             if copied:
-                self._host_pages.gather(page.anchor, page.slot, source)
-            one.seal(source, key, page.absent)
-        stored: list[bool] = self._answers("write", keys, sources)
-        self._count(written=sum(stored), refused=len(stored) - sum(stored))
-        for number, done in zip(new, stored, strict=True):
-            known[number] = done
-        return known
+                self._host_pages.gather(one.format.pool, one.slot, source)
+            one.format.seal(source, one.key)
+        done: list[bool] = self._answers("write", [one.key for one in new], sources)
+        self._count(written=sum(done), refused=len(done) - sum(done))
+        for one, written in zip(new, done, strict=True):
+            stored[one.page] = stored[one.page] and written
+        return stored
 
     # -- the steps --------------------------------------------------------------------------
 
+    def _objects(self, pages: Sequence[StoredPage]) -> list[PageObject]:
+        """The objects of these pages, those of sidecars that are not absent included."""
+        return [
+            PageObject(number, one, page.slot, one.key(page.key, page.after))
+            for number, page in enumerate(pages)
+            for one in self._formats[page.anchor]
+            if one.pool not in page.absent
+        ]
+
     def _memory(
-        self, pages: Sequence[StoredPage], formats: Sequence[ObjectFormat], staging: BounceBuffers
+        self, objects: Sequence[PageObject], staging: BounceBuffers
     ) -> tuple[list[memoryview], list[bool]]:
         """The memory of each object: its host page, or else the staging buffer."""
-        found = [self._host_pages.in_place(page.anchor, page.slot) for page in pages]
+        found = [self._host_pages.in_place(one.format, one.slot) for one in objects]
         staged = [place is None for place in found]
-        sizes = [one.bytes for one, copied in zip(formats, staged, strict=True) if copied]
+        sizes = [
+            one.format.bytes for one, place in zip(objects, found, strict=True) if place is None
+        ]
         parts = iter(staging.parts(sizes))
         return [next(parts) if place is None else place for place in found], staged
 
@@ -295,8 +324,9 @@ class StoreLink:
         with self._lock:
             self.counts.update(counts)
 
-    def _of(self, pages: Sequence[StoredPage]) -> list[ObjectFormat]:
-        return [self._formats[page.anchor] for page in pages]
+    def _sizes(self, pages: Sequence[StoredPage]) -> list[int]:
+        sizes = {anchor: sum(one.bytes for one in found) for anchor, found in self._formats.items()}
+        return [sizes[page.anchor] for page in pages]
 
 
 Turn = Callable[[BounceBuffers], bool]

@@ -59,6 +59,7 @@ class Rows:
 
     def __init__(self, buffers: Buffers) -> None:
         memory = buffers.arrangement.memory
+        self._held_bytes = memory.holdback * TOKEN_BYTES
         self._of: dict[tuple[str, int], npt.NDArray[np.uint8]] = {
             (pool.name, layer): buffers.rows(pool.name, layer).numpy()
             for pool in memory.pools
@@ -73,11 +74,19 @@ class Rows:
 
     def holds(self, pool: PoolSpec, layer: int, slot: int, page: PageName) -> bool:
         row = self._of[pool.name, layer][slot]
-        return row.tobytes() == content(*page, pool.name, layer, len(row))
+        return row.tobytes() == content(*self._known_by(pool, page), pool.name, layer, len(row))
 
     def write(self, pool: PoolSpec, layer: int, slot: int, page: PageName) -> None:
         row = self._of[pool.name, layer][slot]
-        row[:] = np.frombuffer(content(*page, pool.name, layer, len(row)), np.uint8)
+        row[:] = np.frombuffer(
+            content(*self._known_by(pool, page), pool.name, layer, len(row)), np.uint8
+        )
+
+    def _known_by(self, pool: PoolSpec, page: PageName) -> PageName:
+        """The tokens after a page change nothing but what a draft makes of them."""
+        namespace, prefix = page
+        drafted = pool.follows is not None and not pool.reuse.required
+        return namespace, prefix if drafted else prefix[: len(prefix) - self._held_bytes]
 
     def poison(self, anchor: str, slots: Slots) -> None:
         for name in self._anchors[anchor]:
@@ -296,8 +305,14 @@ class Rig:
         """All slots, by cell, of pages that share the prompt's first one, and of those coming."""
         tree = self.cache.index.tree
         root = tree.roots.get((prompt.namespace, prompt.head))
-        top = root.children.get(prompt.body[: tree.page_bytes]) if root else None
-        nodes = [] if top is None else [top, *tree.below(top)]
+        first = prompt.packed[: tree.page_bytes]
+        whole = root is not None and len(first) == tree.page_bytes
+        tops = [
+            top
+            for top in (root.children.values() if root is not None and whole else ())
+            if (prompt.head + top.tokens).startswith(first)
+        ]
+        nodes = [node for top in tops for node in (top, *tree.below(top))]
         for node in nodes:
             yield from ((cell, slots) for cell, slots in enumerate(node.slots) if slots is not None)
         for arrival in tree.arrivals.values():

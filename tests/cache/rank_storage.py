@@ -15,12 +15,11 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from kvtide.cache import Fetch, FetchPatience, Ratio, Tier, Tokens
+from kvtide.cache.hardware import formats
 from kvtide.index import EveryPages, Prompt
-from kvtide.index.keys import chain
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse, with_draft
 from kvtide.storage import Store, StoreError, open_store
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
-from kvtide.transfer.store_link import object_key
 from kvtide.transfer.strided import Way
 from tests.cache.rank_stand import PAGE, WHOLE, Stand, World
 from tests.cache.rank_worker import RandomRun
@@ -66,10 +65,9 @@ class Storing:
         return open_store(self.url, self.cache.storage.space)
 
     def keys(self, prompt: Prompt, anchor: str = "kv") -> list[bytes]:
-        size = self.cache.index.tree.page_bytes
-        body = prompt.body[: len(prompt.body) // size * size]
-        pages = chain(self.cache.index.prompt_key(prompt), body, size)
-        return [object_key(page, anchor) for page in pages]
+        """Of an anchor's objects, or of an optional sidecar's."""
+        one = formats(self.cache.memory, self.cache.config)[anchor]
+        return [one.key(*page) for page in self.cache.index.page_keys(prompt)]
 
     def fetch(self, tokens=TEXT, token_s: float = 0.0) -> Fetch:
         fetch = self.cache.storage.fetch(self.stand.prompt(tokens), token_s)
@@ -266,20 +264,18 @@ def a_draft_that_one_rank_has_not_nobody_has(world: World) -> None:
     """Ranks that went different ways with a draft would not find together again."""
     memory = DRAFTED.slice(tensor_rank=world.rank, tensor_ranks=world.ranks)
     (draft,) = (p.name for p in memory.pools if p.follows and not p.reuse.required)
-    urls = [_url(), _url()]
-    for url, without in zip(urls, ((), (draft,)), strict=True):
-        storing = Storing(world, url, memory)
-        lease = storing.stand.leased(storing.stand.prompt(TEXT))
-        storing.stand.compute(lease, 0)
-        storing.cache.commit(lease, 33, without)
-        storing.stand.release(lease)
-        storing.settle()
-        prompt = storing.stand.prompts[0]
-        storing.close()
-    whole = Storing(world, urls[0], memory)
-    key = whole.keys(prompt)[3]
+    url = _url()
+    storing = Storing(world, url, memory)
+    lease = storing.stand.leased(storing.stand.prompt(TEXT))
+    storing.stand.compute(lease, 0)
+    storing.cache.commit(lease, 33)
+    storing.stand.release(lease)
+    storing.settle()
+    prompt = storing.stand.prompts[0]
+    storing.close()
+    whole = Storing(world, url, memory)
     if world.odd_one:
-        whole.inner._objects[key] = storing.inner._objects[key]
+        del whole.inner._objects[whole.keys(prompt, draft)[3]]
     fetch = whole.fetch()
     whole.settle()
     assert fetch.outcome == "fetched"

@@ -9,11 +9,10 @@ from typing import Any
 
 from kvtide.cache import FetchPatience
 from kvtide.cache.fetching import Fetch
-from kvtide.index.keys import chain
+from kvtide.cache.hardware import formats
 from kvtide.spec import ModelMemory
 from kvtide.storage import Store, open_store
 from kvtide.testing.faulty_store import FaultyStore
-from kvtide.transfer.store_link import object_key
 from tests.cache.building import Rig
 from tests.cache.memories import FULL
 
@@ -92,11 +91,9 @@ def readable(rig: Rig, tokens: list[int]) -> int:
 
 
 def keys_of(rig: Rig, tokens: list[int], anchor: str = "kv") -> list[bytes]:
-    """The keys under which a store has the whole pages of a prompt."""
-    prompt, size = rig.cache.prompt(tokens), rig.cache.index.page_bytes
-    body = prompt.body[: len(prompt.body) // size * size]
-    pages = chain(rig.cache.index.prompt_key(prompt), body, size)
-    return [object_key(page, anchor) for page in pages]
+    """The keys under which a store has the whole pages of a prompt; `anchor` may be a sidecar."""
+    one = formats(rig.memory, rig.cache.config)[anchor]
+    return [one.key(*page) for page in rig.cache.index.page_keys(rig.cache.prompt(tokens))]
 
 
 def in_store(rig: Rig, url: str, tokens: list[int], anchor: str = "kv") -> list[bool]:

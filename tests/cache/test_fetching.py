@@ -11,16 +11,15 @@ import pytest
 from kvtide.cache import FetchPatience
 from kvtide.cache.fetching import MAX_OPEN, Stage
 from kvtide.index import WantedPages
-from kvtide.index.keys import TOKEN_BYTES, chain
 from kvtide.spec import Tier
 from kvtide.storage import Store, StoreError, open_store
 from kvtide.storage.memory_store import _SHARED
 from kvtide.transfer.storage_requests import Reading
-from kvtide.transfer.store_link import StoreLink, object_key
+from kvtide.transfer.store_link import StoreLink
 from tests.cache.building import Rig, text
 from tests.cache.gated import Gated
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT
-from tests.cache.stores import WAIT, fetched, opened, settle, stored, until
+from tests.cache.stores import WAIT, fetched, keys_of, opened, settle, stored, until
 
 
 def test_a_history_that_was_on_the_host_is_not_storage_s_when_its_state_comes_from_there(
@@ -109,8 +108,8 @@ def test_what_is_in_line_for_the_store_does_not_outlive_its_quarantine(
     rig.quarantine(rig.cache.prompt(text(1, 8)))
     store.gate.set()
     objects = left_in(rig, url)
-    assert all(objects.exists(chain_of(rig, text(3, 8))))
-    assert not any(objects.exists(chain_of(rig, text(1, 8))))
+    assert all(objects.exists(keys_of(rig, text(3, 8))))
+    assert not any(objects.exists(keys_of(rig, text(1, 8))))
 
 
 def test_of_pages_that_leave_the_device_together_only_those_in_quarantine_are_not_stored(
@@ -125,8 +124,8 @@ def test_of_pages_that_leave_the_device_together_only_those_in_quarantine_are_no
     rig.quarantine(rig.cache.prompt(text(1, 8)))
     store.gate.set()
     objects = left_in(rig, url)
-    assert all(objects.exists(chain_of(rig, text(4, 8))))
-    assert not any(objects.exists(chain_of(rig, text(1, 8))))
+    assert all(objects.exists(keys_of(rig, text(4, 8))))
+    assert not any(objects.exists(keys_of(rig, text(1, 8))))
 
 
 def test_what_comes_while_it_is_quarantined_is_found_by_nobody(url: str, rigs: list[Rig]) -> None:
@@ -153,8 +152,8 @@ def test_branches_that_are_known_leave_the_store_with_what_they_share(
         stored(rig, tokens)
     rig.quarantine(rig.cache.prompt(text(1, 8)))
     objects = left_in(rig, url)
-    assert all(objects.exists(chain_of(rig, text(3, 8))))
-    assert not any(objects.exists(chain_of(rig, text(1, 8)) + chain_of(rig, branch)))
+    assert all(objects.exists(keys_of(rig, text(3, 8))))
+    assert not any(objects.exists(keys_of(rig, text(1, 8)) + keys_of(rig, branch)))
 
 
 def test_what_other_engines_stored_of_a_prompt_leaves_the_store_with_it(
@@ -165,7 +164,7 @@ def test_what_other_engines_stored_of_a_prompt_leaves_the_store_with_it(
     stored(rig, text(1, 4))
     rig.quarantine(rig.cache.prompt(text(1, 12)))
     objects = left_in(rig, url)
-    assert not any(objects.exists(chain_of(rig, text(1, 12))))
+    assert not any(objects.exists(keys_of(rig, text(1, 12))))
 
 
 def test_sidecars_that_were_not_computed_are_not_there_after_a_fetch(
@@ -201,7 +200,7 @@ def test_a_store_that_is_too_slow_is_not_waited_for_with_half_of_the_host(
     stats = rig.cache.storage.stats()
     assert stats is not None and (stats.stored_pages, stats.waiting_pages) == (30, 0)
     objects = open_store(url, rig.cache.storage.space)
-    whole = [number for number in range(6) if all(objects.exists(chain_of(rig, text(number, 10))))]
+    whole = [number for number in range(6) if all(objects.exists(keys_of(rig, text(number, 10))))]
     assert whole == [0, 1, 5]
 
 
@@ -222,7 +221,7 @@ def test_a_corrupt_page_that_cannot_be_removed_costs_no_other(
     first = opened(rigs, url)
     stored(first, text(1, 8))
     again, store = gated(rigs, url, ())
-    (key,) = chain_of(again, text(1, 8))[5:6]
+    (key,) = keys_of(again, text(1, 8))[5:6]
     objects = _SHARED[url.partition(":")[2], again.cache.storage.space]
     objects[key] = bytes(reversed(objects[key]))
     monkeypatch.setattr(store, "remove", _refuse)
@@ -242,14 +241,6 @@ def test_a_store_that_fails_to_read_is_not_asked_again(
 
 def _refuse(keys: Sequence[bytes]) -> int:
     raise StoreError("nothing is removed here")
-
-
-def chain_of(rig: Rig, tokens: list[int], anchor: str = "kv") -> list[bytes]:
-    """The keys of a prompt's objects."""
-    prompt, size = rig.cache.prompt(tokens), PAGE * TOKEN_BYTES
-    body = prompt.body[: len(prompt.body) // size * size]
-    pages = chain(rig.cache.index.prompt_key(prompt), body, size)
-    return [object_key(page, anchor) for page in pages]
 
 
 def test_a_read_that_ends_while_it_is_looked_at_has_brought_everything(

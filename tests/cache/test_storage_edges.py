@@ -18,7 +18,6 @@ from kvtide.transfer.strided import Way
 from tests.cache.building import Rig, text
 from tests.cache.memories import (
     ALL_MEMORIES,
-    DRAFTED,
     FULL,
     PAGE,
     RECURRENT,
@@ -415,16 +414,6 @@ def test_what_a_draft_did_not_compute_is_absent_through_a_store_and_back(url, ri
         assert lease.cached_tokens > 0 and again.misread(lease) == []
         assert again.cache.carries(lease, draft).tolist() == [carried] * lease.committed_pages
         again.cache.release(lease)
-
-
-def test_a_draft_s_holdback_is_part_of_who_a_page_is(url, rigs):
-    assert DRAFTED.holdback
-    stored(opened(rigs, url, DRAFTED), text(1, 4, extra=DRAFTED.holdback))
-    rig = opened(rigs, url, DRAFTED)
-    other = text(1, 4, extra=DRAFTED.holdback)
-    other[0] += 1
-    assert fetched(rig, other).outcome == "nothing"
-    assert fetched(rig, text(1, 4, extra=DRAFTED.holdback)).outcome == "fetched"
 
 
 # -- attaching and detaching ----------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 from kvtide.cache import FetchPatience, Match, Namespace
 from kvtide.cache.fetching import Fetch
 from kvtide.index import Prompt
-from kvtide.index.keys import Hidden, chain
+from kvtide.index.keys import Hidden
 from kvtide.spec import ModelMemory
 from kvtide.storage import open_store
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
@@ -99,21 +99,20 @@ class StoredTraffic(Traffic):
         """Quarantine; what neither the prompt has nor a tier knows of the branch, a store keeps."""
         if isinstance(prompt.namespace, Hidden):
             return self._quarantine(prompt)
-        known = set(self.cache.index.keys_below(prompt)) | set(self._keys(prompt)[1:])
-        gone = [name for name in self.committed if self._keys(name)[1:2] == self._keys(prompt)[1:2]]
+        known = {page.key for page in self.cache.index.keys_below(prompt)}
+        known |= set(self._keys(prompt))
+        gone = [name for name in self.committed if self._keys(name)[:1] == self._keys(prompt)[:1]]
         self.loose |= set(gone)
         self.loose -= {name for name in self.loose if self._keys(name)[-1] in known}
         return self._quarantine(prompt)
 
     def _keys(self, page: PageName | Prompt) -> list[bytes]:
-        """The keys of the prompt's root and of all its pages, or of those up to a page."""
+        """The keys of all pages of a prompt, or of those up to a page."""
         if not isinstance(page, Prompt):
             namespace, packed = page
             assert isinstance(namespace, Namespace)
             page = self.cache.prompt(packed, namespace)
-        index = self.cache.index
-        root, size = index.prompt_key(page), index.page_bytes
-        return [root, *chain(root, page.body[: len(page.body) // size * size], size)]
+        return [key for key, _ in self.cache.index.page_keys(page)]
 
     def _committed(self, running) -> None:
         pending = list(running.pending)

@@ -46,6 +46,17 @@ def test_index_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -
     assert result["capacity_tokens"] > 0
 
 
+def test_index_with_draft_prints_what_a_committed_page_costs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["bench", "index", "--draft", "--repetitions", "0"]
+    assert main(arguments) == 0
+    assert "µs/page with a draft" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["draft"]
+    assert found["plain_us"] > 0 and found["drafted_us"] > 0 and found["ratio"] > 0
+
+
 def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--workload", "chat:users=6,turns=3", "--capacities", "0.3,1.2"]
     assert main(["bench", "hitrate", *arguments]) == 0

@@ -125,10 +125,19 @@ class StoredCache(WatchedCache):
     def _hear(self, event: Event) -> None:
         super()._hear(event)
         if event.kind is EventKind.STORED and event.tier is Tier.HOST:
-            self.past.stored[event.anchor].update(event.page_keys)
+            self.past.stored[event.anchor].update(self._stored_keys(event))
             if self._adopting is not None:
                 brought = self.brought.setdefault(self._adopting, set())
                 brought.update((event.anchor, key) for key in event.page_keys)
+
+    def _stored_keys(self, event: Event) -> list[bytes]:
+        """The keys under which a store has these pages."""
+        if not self.memory.holdback:
+            return list(event.page_keys)
+        tree = self.index.tree
+        nodes = (node for node in tree.walk() if not node.hidden)
+        keys = {page.name: page.key for node in nodes for page in tree.page_keys(node)}
+        return [keys[name] for name in event.page_keys]
 
     def poll(self) -> Progress:
         await_errands(self)

@@ -36,7 +36,7 @@ def first_life(family: str) -> tuple[Past, list[bytes], dict[bytes, bytes]]:
     past = Past(f"memory:losses-{next(_NUMBERS)}")
     life = living(family, past)
     life.answer(TOKENS)
-    keys = life.cache.naive.page_keys(list(TOKENS))
+    keys = life.cache.naive.stored_keys(list(TOKENS))
     life.end()
     pages = [
         stored_page(life.cache, past, key, anchor)
@@ -126,7 +126,7 @@ def test_a_forged_page_is_found_by_the_oracle_and_never_given_out_again(
     tokens = TOKENS[: 6 * PAGE + 3]
     engine = engine_over(family, past)
     first = serve(engine, RequestParams(tokens, 4, SHOWN))
-    key = NaiveIndex(engine.cache.memory, engine.cache.storage.space).page_keys(tokens)[5]
+    key = NaiveIndex(engine.cache.memory, engine.cache.storage.space).stored_keys(tokens)[5]
     stored = stored_page(engine.cache, past, key, anchor)
     assert engine.cache.close()
     computed = stored.read()

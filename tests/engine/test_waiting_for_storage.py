@@ -119,7 +119,7 @@ def keys_from(served_past: Past, family: str, tokens: tuple[int, ...], page: int
     """The keys of a prompt's objects from a page on."""
     memory = model_of(family).memory
     cache = TieredCache(memory, CacheConfig(Tokens(256)))
-    pages = NaiveIndex(memory, cache.storage.space).page_keys(tokens)[page:]
+    pages = NaiveIndex(memory, cache.storage.space).stored_keys(tokens)[page:]
     assert cache.close()
     return {object_key(key, anchor.name) for key in pages for anchor in memory.anchors}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse, with_draft
 
 PAGE = 4
@@ -38,10 +40,12 @@ V4 = _memory(
 )
 OPTIONAL = _memory("optional anchor", _pool("kv"), _pool("draft", required=False))
 DRAFTED = with_draft(WINDOW, FULL)
+DRAFTED_TWICE = with_draft(WINDOW, replace(WINDOW, model="a draft with a window"))
 
 ALL_MEMORIES = {
     memory.model: memory
     for memory in (
         FULL, WINDOW, WINDOW_ONLY, RECURRENT, THREE, TWO_HISTORIES, V4, OPTIONAL, DRAFTED,
+        DRAFTED_TWICE,
     )
 }  # fmt: skip

@@ -16,14 +16,26 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import Bundle, consumes, invariant, multiple, rule
 
-from kvtide.index import POLICIES, Departure, Import, Namespace, WantedPages
+from kvtide.index import POLICIES, Departing, Departure, Import, Namespace, WantedPages
+from kvtide.index.keys import PageKey
 from kvtide.index.leases.imports_exports import Outline
 from kvtide.spec import Tier
 from tests.index.memories import ALL_MEMORIES, PAGE
-from tests.index.test_stateful import LONG, NAMESPACES, PLACEMENTS, IndexMachine, prompts
+from tests.index.test_stateful import (
+    LONG,
+    NAMESPACES,
+    PLACEMENTS,
+    IndexMachine,
+    prompts,
+    without,
+)
 
 Written = tuple[bytes, tuple[str, ...]]
 """A page's key, and the optional sidecars that were not written with it."""
+
+
+def _name(page: Departing) -> bytes:
+    return PageKey(page.key, page.after).name
 
 
 @dataclass(eq=False)
@@ -48,23 +60,44 @@ class OutsideMachine(IndexMachine):
 
     # -- what is in the slots ---------------------------------------------------------------
 
-    @rule(held=leases, share=st.sampled_from([0.3, 0.6, 1.0]))
-    def commit(self, held, share):
+    @rule(held=leases, share=st.sampled_from([0.3, 0.6, 1.0]), without=without)
+    def commit(self, held, share, without=()):
         keys, computed = self.keys(held), []
         for segment in held.lease.segments if held.lease.live else ():
             for anchor, slots in segment.slots.items():
                 name = self.memory.anchors[anchor].name
                 for page, slot in enumerate(slots.tolist(), segment.start):
                     if page < len(keys):
-                        self.written[Tier.DEVICE, name, slot] = keys[page], ()
+                        absent = tuple(n for n in self._optional(name) if n in without)
+                        self.written[Tier.DEVICE, name, slot] = keys[page], absent
                         computed.append((page, name))
-        super().commit(held, share)
+        super().commit(held, share, without)
         for page, name in computed:
             if page < held.lease.boundary and not held.hidden:
                 self._doubled(Tier.DEVICE, name, keys[page])
 
+    def copy_on_device(self, move):
+        super().copy_on_device(move)
+        self._add([move])
+
+    def _add(self, moves):
+        for move in (move for move in moves if move.sidecar):
+            for source, target in zip(
+                move.source_slots.tolist(), move.target_slots.tolist(), strict=True
+            ):
+                key, lacks = self.written[move.source, move.anchor, source]
+                slot = (move.target, move.anchor, target)
+                assert move.sidecar not in lacks and self.written[slot][0] == key
+                absent = tuple(name for name in self.written[slot][1] if name != move.sidecar)
+                self.written[slot] = key, absent
+
+    def expect_landing(self, flying):
+        super().expect_landing(flying)
+        self._add(flying.arrival.moves)
+
     def _flying(self, arrival, hidden):
-        for move in arrival.moves if arrival is not None else ():
+        whole = arrival.moves if arrival is not None else ()
+        for move in (move for move in whole if move.sidecar is None):
             pairs = zip(move.source_slots.tolist(), move.target_slots.tolist(), strict=True)
             for source, target in pairs:
                 found = self.written[move.source, move.anchor, source]
@@ -126,8 +159,10 @@ class OutsideMachine(IndexMachine):
         count = round(share * len(coming.pages))
         here, coming.pages = coming.pages[:count], coming.pages[count:]
         if not coming.arriving.lease.hidden:
-            for want, (key, _) in here:
+            for want, (key, absent) in here:
                 self.naive.expect(Tier.HOST, want.anchor, [key])
+                sidecars = frozenset(self._optional(want.anchor)) - {*absent}
+                self.naive.bring(Tier.HOST, want.anchor, key, sidecars)
                 self._doubled(Tier.HOST, want.anchor, key)
         self.index.adopt(coming.arriving, count, [absent for _, (_, absent) in here])
         assert len(coming.arriving.taken) == len(coming.pages)
@@ -172,11 +207,16 @@ class OutsideMachine(IndexMachine):
         for anchor, keys in flying.brings:
             readable = self.naive.readable[Tier.HOST, anchor]
             new += [(anchor, key) for key in keys if key not in readable]
-            self.naive.expect(Tier.HOST, anchor, keys)
+        new += [
+            (anchor, key)
+            for anchor, key, _ in flying.added
+            if key in self.naive.readable[Tier.HOST, anchor]
+        ]
+        self.expect_landing(flying)
         departure = self.index.land_departing(flying.arrival)
         self.flying.remove(flying)
         leaving = departure.pages if departure is not None else []
-        assert sorted((page.anchor, page.key) for page in leaving) == sorted(new)
+        assert sorted((page.anchor, _name(page)) for page in leaving) == sorted(new)
         if departure is None:
             return multiple()
         self.leaving.append(departure)
@@ -195,7 +235,7 @@ class OutsideMachine(IndexMachine):
             return
         tree = self.index.tree
         for node in (node for node in tree.walk() if not node.hidden):
-            keys = tree.page_keys(node)
+            keys = [key.name for key in tree.page_keys(node)]
             for cell, slots in enumerate(node.slots):
                 if slots is None:
                     continue
@@ -209,7 +249,8 @@ class OutsideMachine(IndexMachine):
         """Readable on the host unless hidden, and in the slots from which they are written."""
         for departure in self.leaving:
             for page in departure.pages:
-                assert self.written[Tier.HOST, page.anchor, page.slot] == (page.key, page.absent)
+                key, absent = self.written[Tier.HOST, page.anchor, page.slot]
+                assert key == _name(page) and {*absent} <= {*page.absent}
             for pin in departure.pins:
                 for node in pin.nodes():
                     assert node.slots[pin.cell] is not None
@@ -280,7 +321,8 @@ class Drive:
         for check in (
             machine.counts_agree, machine.naive_model_agrees, machine.leases_keep_what_they_need,
             machine.slots_hold_what_the_tree_says, machine.departures_stay_where_they_are,
-            machine.imports_own_their_slots, machine.imports_keep_what_they_build_on,
+            machine.sidecars_are_those_that_came, machine.imports_own_their_slots,
+            machine.imports_keep_what_they_build_on,
         ):  # fmt: skip
             check()
 
@@ -291,7 +333,9 @@ class Drive:
         return [t for _ in range(chance.randint(1, 6)) for t in chance.choice(chunks)]
 
     def compute(self) -> None:
-        held = self.machine.compute(self.tokens(), self.chance.choice(NAMESPACES[:2]), 1.0)
+        without = self.chance.choice(((), (), ("draft", "draft_kv"), ("draft_swa",)))
+        namespace = self.chance.choice(NAMESPACES[:2])
+        held = self.machine.compute(self.tokens(), namespace, 1.0, without)
         if self.chance.random() < 0.6:
             self.machine.release(held)
 

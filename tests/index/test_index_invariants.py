@@ -10,9 +10,9 @@ from kvtide.index import Index
 from kvtide.index import index_invariants as checks
 from kvtide.index.keys import SCRATCH
 from kvtide.index.tree.node import Node, Root
-from kvtide.spec import Tier
+from kvtide.spec import Tier, with_draft
 from tests.index.building import build, compute, keep, lease_for
-from tests.index.memories import PAGE, WINDOW
+from tests.index.memories import FULL, PAGE, WINDOW
 
 TEXT = list(range(1, 6 * PAGE + 1))
 Case = tuple[Callable[..., object], Callable[[Index], None], str]
@@ -20,7 +20,7 @@ Case = tuple[Callable[..., object], Callable[[Index], None], str]
 
 def _busy() -> Index:
     """Pages kept, pages leased, pages in flight, slots reserved and promised."""
-    index = build(WINDOW)
+    index = build(with_draft(WINDOW, FULL, holdback=0))
     keep(index, [90] * (2 * PAGE))
     keep(index, TEXT, checkpoints=[3, 6])
     lease = lease_for(index, TEXT[: 3 * PAGE] + [7] * (2 * PAGE))
@@ -173,6 +173,13 @@ def _lease_boundary(index: Index) -> None:
     _lease(index).boundary += 1
 
 
+def _lost_draft(index: Index) -> None:
+    for arrival in list(index.tree.arrivals.values()):
+        index.land(arrival)
+    slots = _flying(index).resident_slots(index.tree.cell(Tier.HOST, 0))
+    index.tree.presence.mark(Tier.HOST, "kv", slots, without=["draft"])
+
+
 CASES: list[Case] = [
     (checks.tree_is_linked_both_ways, _unlink, "does not know it by its first page"),
     (checks.tree_is_linked_both_ways, _shift, "does not begin where its parent ends"),
@@ -204,6 +211,7 @@ CASES: list[Case] = [
     (checks.hidden_trees_hang_on_roots_without_a_name, _renamed_root, "it says otherwise"),
     (checks.hidden_trees_hang_on_roots_without_a_name, _half_hidden, "than the page before"),
     (checks.hidden_pages_are_needed, _hidden_unpinned, "although nothing pins it"),
+    (checks.sidecars_the_host_lacks_are_noted, _lost_draft, "lacks draft, and nothing notes it"),
 ]
 
 

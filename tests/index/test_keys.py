@@ -28,7 +28,7 @@ def _bytes(tokens: list[int]) -> bytes:
 
 def _keys(index, tokens: list[int]) -> list[bytes]:
     nodes = index.match(index.prompt([*tokens, 0])).nodes
-    return [key for node in nodes for key in index.tree.page_keys(node)]
+    return [page.key for node in nodes for page in index.tree.page_keys(node)]
 
 
 def test_a_page_key_is_a_sha256_chained_from_the_namespace() -> None:
@@ -43,12 +43,28 @@ def test_a_page_key_is_a_sha256_chained_from_the_namespace() -> None:
     assert _keys(index, TEXT[:12]) == expected
 
 
-def test_with_holdback_keys_begin_with_the_head_and_are_shifted() -> None:
-    index = build(DRAFTED, fingerprint=b"weights")
-    keep(index, TEXT[:13])
-    root = Namespace().fingerprint(b"weights")
-    first = _sha(_sha(root, _bytes(TEXT[:1])), _bytes(TEXT[1:5]))
-    assert _keys(index, TEXT[:12])[:2] == [first, _sha(first, _bytes(TEXT[5:9]))]
+@pytest.mark.parametrize("holdback", [1, 2, 3])
+def test_keys_are_the_same_with_any_holdback(holdback: int) -> None:
+    """In nodes of one page and of several, and for a prompt that no tree has."""
+    plain, index = build(FULL), build(with_draft(FULL, FULL, holdback))
+    for text in (TEXT[:7], TEXT[:16], [*TEXT[:8], *range(90, 99)]):
+        for each in (plain, index):
+            keep(each, text)
+        pages = (len(text) - holdback) // PAGE
+        assert _keys(index, text)[:pages] == _keys(plain, text)[:pages]
+        found = list(index.page_keys(index.prompt(text)))
+        assert [page.key for page in found] == _keys(plain, text)[: len(text) // PAGE]
+        afters = [_bytes(text[end : end + holdback]) for end in range(PAGE, len(text) + 1, PAGE)]
+        assert [page.after for page in found] == afters
+
+
+def test_the_tokens_after_a_page_tell_its_name_apart_and_not_its_key() -> None:
+    index = build(DRAFTED)
+    one, other = (index.prompt([*TEXT[:PAGE], token]) for token in (1, 2))
+    (a,), (b,) = index.page_keys(one), index.page_keys(other)
+    assert a.key == b.key and a.after != b.after and a.name != b.name
+    (plain,) = build(FULL).page_keys(Prompt(TEXT[:PAGE], Namespace(), 0))
+    assert plain.name == plain.key == a.key
 
 
 def test_namespaces_and_models_have_fingerprints_of_their_own() -> None:
@@ -65,7 +81,8 @@ def test_a_known_key_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
         hashed.append(len(tokens) // page_bytes)
         return chain(key, tokens, page_bytes)
 
-    monkeypatch.setattr("kvtide.index.tree.tree.chain", counting)
+    for module in ("keys", "tree.tree"):
+        monkeypatch.setattr(f"kvtide.index.{module}.chain", counting)
     keep(index, TEXT[:8])
     keep(index, TEXT[:4] + TEXT[12:20])
     (top,) = index.match(index.prompt(TEXT[:5])).nodes

@@ -68,13 +68,22 @@ def test_with_holdback_prompts_that_differ_in_their_head_are_kept_apart() -> Non
     assert found(index, TEXT) == 0 and found(index, other) > 0
 
 
+def test_with_holdback_a_first_page_goes_whatever_comes_after_it() -> None:
+    index = build(DRAFTED)
+    for after in (50, 60):
+        keep(index, [*TEXT[:PAGE], after, *TEXT[PAGE:]])
+    keys = [page.key for page in index.keys_below(index.prompt(TEXT))]
+    assert len(keys) == 12 and len(set(keys)) == 11, "one key for both first pages"
+    assert quarantine(index, TEXT[:PAGE]) > 0 and free(index)
+
+
 @pytest.mark.parametrize("memory", [FULL, DRAFTED], ids=["full", "drafted"])
 @pytest.mark.parametrize("tokens", [0, 1, PAGE - 1])
 def test_a_prompt_without_a_page_quarantines_nothing(memory: ModelMemory, tokens: int) -> None:
     index = build(memory)
     keep(index, TEXT)
     tick = index.tree.tick
-    assert quarantine(index, TEXT[: tokens + memory.holdback]) == 0
+    assert quarantine(index, TEXT[:tokens]) == 0
     assert found(index, TEXT) > 0 and index.tree.tick == tick
 
 

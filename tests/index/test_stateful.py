@@ -50,10 +50,16 @@ class Held:
 
 @dataclass(eq=False)
 class Flying:
-    """An arrival, and what should be readable when it lands: anchor and keys of each part."""
+    """An arrival, and what should be readable when it lands: anchor and keys of each part.
+
+    carried  the optional sidecars of these pages
+    added    those that it brings to pages that are there
+    """
 
     arrival: Arrival
     brings: list[tuple[str, list[bytes]]]
+    carried: dict[tuple[str, bytes], frozenset[str]]
+    added: list[tuple[str, bytes, frozenset[str]]]
 
 
 # Prompts are drawn from few pages, so that they share prefixes and part inside and between pages.
@@ -62,6 +68,7 @@ prompts = st.lists(_chunk, min_size=1, max_size=7).map(
     lambda chunks: [t for c in chunks for t in c]
 )
 capacities = st.integers(4, 14)
+without = st.sampled_from([(), (), ("draft",), ("draft", "draft_kv"), ("draft_swa",)])
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -87,6 +94,7 @@ class IndexMachine(RuleBasedStateMachine):
             eviction=eviction,
             placement=placement(),
             fingerprint=b"model",
+            copy_on_device=lambda move: self.copy_on_device(move),
         )
         self.naive = NaiveIndex(memory, b"model")
         self.index.subscribe(self.naive.hear)
@@ -133,11 +141,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tokens=prompts, namespace=st.sampled_from((*NAMESPACES[:1] * 3, *NAMESPACES)))
     def quarantine(self, tokens, namespace):
-        first = self.naive.page_keys(tokens, namespace)[:1]
+        first = self.naive.stored_keys(tokens, namespace)[:1]
         expected = self.naive.quarantine(tokens, namespace)
         assert self.index.quarantine(self.index.prompt(tokens, namespace)) == expected
         for held in self.held:
-            if held.lease.boundary and self.keys(held)[:1] == first:
+            mine = self.naive.stored_keys(held.tokens, held.namespace)[:1]
+            if held.lease.boundary and mine == first:
                 held.hidden = True
         for flying in self.flying:
             flying.brings = [
@@ -158,12 +167,13 @@ class IndexMachine(RuleBasedStateMachine):
         tokens=prompts,
         namespace=st.sampled_from((*NAMESPACES[:1] * 3, *NAMESPACES)),
         share=st.sampled_from([0.3, 0.6, 1.0]),
+        without=without,
     )
-    def compute(self, tokens, namespace, share):
+    def compute(self, tokens, namespace, share, without=()):
         """The usual course in one step, so that a run of steps has something to work on."""
         held = self.match_and_pin(tokens, namespace, Tier.DEVICE, 0)
         self.reserve(held)
-        self.commit(held, share)
+        self.commit(held, share, without)
         return held
 
     @rule(tokens=prompts, share=st.sampled_from([0.6, 1.0]))
@@ -195,8 +205,8 @@ class IndexMachine(RuleBasedStateMachine):
             held.lease.prompt.extend(more)
             self.seen.append((held.tokens, held.namespace))
 
-    @rule(held=leases, share=st.sampled_from([0.3, 0.6, 1.0]))
-    def commit(self, held, share):
+    @rule(held=leases, share=st.sampled_from([0.3, 0.6, 1.0]), without=without)
+    def commit(self, held, share, without=()):
         lease, page, holdback = held.lease, self.memory.page_tokens, self.memory.holdback
         if not lease.live:
             return
@@ -213,12 +223,18 @@ class IndexMachine(RuleBasedStateMachine):
                 pages_in = range(segment.start, min(segment.end, upto))
                 name = self.memory.anchors[anchor].name
                 self.naive.expect(Tier.DEVICE, name, [keys[p] for p in pages_in])
-        self.index.commit(lease, upto * page + holdback)
+                sidecars = frozenset(self.memory.optional_sidecars(name)) - {*without}
+                for number in pages_in:
+                    self.naive.bring(Tier.DEVICE, name, keys[number], sidecars, add=True)
+        self.index.commit(lease, upto * page + holdback, without)
         assert lease.boundary == upto
         for pool in self.memory.anchors:
             table = self.index.page_table(lease, pool.name)
             if pool.reuse.reach_pages(page) is None and pool.reuse.required:
                 assert (table >= 0).all()
+
+    def copy_on_device(self, move):
+        assert move.source is move.target is Tier.DEVICE and move.sidecar
 
     @rule(held=consumes(leases))
     def release(self, held):
@@ -261,24 +277,49 @@ class IndexMachine(RuleBasedStateMachine):
             return multiple()
         for move in arrival.moves:
             assert len(move.source_slots) == len(move.target_slots) > 0
-        brings = []
+        brings, carried = [], {}
         for part in arrival.parts if not hidden else ():
             anchor = self.memory.anchors[part.cell % len(self.memory.anchors)].name
             brings.append((anchor, self._path_keys(part.node)[part.start : part.end]))
-        self.flying.append(Flying(arrival, brings))
+            for key in brings[-1][1]:
+                carried[anchor, key] = self.naive.carried[(arrival.source, anchor), key]
+        self.flying.append(Flying(arrival, brings, carried, self._additions(arrival)))
         return self.flying[-1]
+
+    def _additions(self, arrival):
+        """What a backup adds: the pages by key, each with sidecars that only the device has."""
+        added = []
+        for part in arrival.additions:
+            anchor = self.memory.anchors[part.cell % len(self.memory.anchors)].name
+            for key in self._path_keys(part.node)[part.start : part.end]:
+                there, here = (
+                    self.naive.carried[(tier, anchor), key] for tier in (Tier.HOST, Tier.DEVICE)
+                )
+                if more := here - there:
+                    added.append((anchor, key, more))
+        count = sum(len(move.target_slots) for move in arrival.moves if move.sidecar)
+        assert count == sum(len(more) for _, _, more in added)
+        return added
 
     @rule(flying=consumes(arrivals))
     def land(self, flying):
-        for anchor, keys in flying.brings:
-            self.naive.expect(flying.arrival.target, anchor, keys)
+        self.expect_landing(flying)
         self.index.land(flying.arrival)
         self.flying.remove(flying)
+
+    def expect_landing(self, flying):
+        for anchor, keys in flying.brings:
+            self.naive.expect(flying.arrival.target, anchor, keys)
+            for key in keys:
+                self.naive.bring(flying.arrival.target, anchor, key, flying.carried[anchor, key])
+        for anchor, key, more in flying.added:
+            if key in self.naive.readable[Tier.HOST, anchor]:
+                self.naive.bring(Tier.HOST, anchor, key, more, add=True)
 
     def _path_keys(self, node):
         keys = []
         while node.parent is not None:
-            keys = self.index.tree.page_keys(node) + keys
+            keys = [key.name for key in self.index.tree.page_keys(node)] + keys
             node = node.parent
         return keys
 
@@ -313,6 +354,20 @@ class IndexMachine(RuleBasedStateMachine):
             for slowest in Tier:
                 hit = self.index.match(self.index.prompt(tokens, namespace), slowest)
                 assert hit.boundary == self.naive.boundary(tokens, namespace, slowest)
+
+    @invariant()
+    def sidecars_are_those_that_came(self):
+        """Of every page that is readable, in every tier: neither stale nor lost."""
+        tree = self.index.tree
+        for node in tree.walk() if tree.presence.needed else ():
+            for cell, slots in enumerate(node.slots if not node.hidden else ()):
+                if slots is None:
+                    continue
+                where = tree.cells[cell].tier, tree.anchor_names[cell % tree.anchors]
+                optional = {*self.memory.optional_sidecars(where[1])}
+                for key, slot in zip(tree.page_keys(node), slots.tolist(), strict=True):
+                    absent = tree.presence.absent(*where, slot)
+                    assert self.naive.carried[where, key.name] == optional - {*absent}
 
     @invariant()
     def leases_keep_what_they_need(self):

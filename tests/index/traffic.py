@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 
 from kvtide.index import Arrival, Branches, Event, IndexLease, Namespace, Placement
-from kvtide.spec import ModelMemory, Tier
+from kvtide.spec import ModelMemory, PageMove, Tier
 from kvtide.testing.naive import NaiveIndex
 from tests.index.building import build
 from tests.index.memories import ALL_MEMORIES, PAGE
@@ -61,7 +61,8 @@ class Traffic:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(f"{self.memory.model} {self.policy} {self.seed}")
-        self.index = build(self.memory, 16, 12, 8, eviction=self.policy, placement=self.placement)
+        options = {"eviction": self.policy, "placement": self.placement}
+        self.index = build(self.memory, 16, 12, 8, copy_on_device=self._add_drafts, **options)
         self.naive = NaiveIndex(self.memory)
         self.index.subscribe(self.naive.hear)
         self.running: list[Running] = []
@@ -113,7 +114,7 @@ class Traffic:
 
     def quarantine(self) -> None:
         tokens, namespace = self._prompt()
-        first = self.naive.page_keys(tokens, namespace)[:1]
+        first = self.naive.stored_keys(tokens, namespace)[:1]
         self._note_quarantined(first)
         expected = self.naive.quarantine(tokens, namespace)
         assert self.index.quarantine(self.index.prompt(tokens, namespace)) == expected
@@ -122,13 +123,13 @@ class Traffic:
         """Which slots nobody may come to read from now on, and who reads them already."""
         names = [pool.name for pool in self.memory.anchors]
         for node in [n for n in self.index.tree.walk() if not n.hidden]:
-            if self.naive.first_of(self.index.tree.page_keys(node)[0]) in first:
+            if self.naive.first_of(self.index.tree.page_keys(node)[0].name) in first:
                 for name, slots in zip(names, node.slots, strict=False):
                     self.quarantined[name].update(() if slots is None else slots.tolist())
         for flying in self.flying:
             flying.hidden |= {key for key, _ in flying.copies if self.naive.first_of(key) in first}
         for running in self.running:
-            keys = self.naive.page_keys(running.tokens, running.namespace)
+            keys = self.naive.stored_keys(running.tokens, running.namespace)
             if running.lease.boundary and keys[:1] == first and not running.hidden:
                 running.hidden = True
             for name in names:
@@ -175,6 +176,16 @@ class Traffic:
                 self.bytes[Tier.DEVICE, name] |= {s: (key, not without) for s, key in written}
         index.commit(lease, pages * PAGE + holdback, without)
 
+    def _add_drafts(self, move: PageMove) -> None:
+        """Pages that lack a draft get it from a copy of the same page."""
+        there = self.bytes[move.target, move.anchor]
+        for source, target in zip(
+            move.source_slots.tolist(), move.target_slots.tolist(), strict=True
+        ):
+            key, drafted = self.bytes[move.source, move.anchor][source]
+            assert drafted and there[target] == (key, False), f"{move.sidecar} is there already"
+            there[target] = (key, True)
+
     def finish(self) -> None:
         if self.running:
             running = self.running.pop(self.chance.randrange(len(self.running)))
@@ -212,10 +223,16 @@ class Traffic:
         if self.flying:
             flying = self.flying.pop(self.chance.randrange(len(self.flying)))
             arrival = flying.arrival
-            assert self._sources(arrival) == flying.copies, "a source was overwritten in flight"
+            for now, was in zip(self._sources(arrival), flying.copies, strict=True):
+                assert now in (was, (was[0], True)), "a source was overwritten in flight"
             bytes_moved = iter(flying.copies)
             for move in arrival.moves:
                 targets = self.bytes[move.target, move.anchor]
+                if move.sidecar is not None:
+                    for _ in move.source_slots:
+                        next(bytes_moved)
+                    self._add_drafts(move)
+                    continue
                 moved = {slot: next(bytes_moved) for slot in move.target_slots.tolist()}
                 targets |= moved
                 keys = [key for key, _ in moved.values() if key not in flying.hidden]
@@ -261,7 +278,7 @@ class Traffic:
         for node in self.index.tree.walk():
             if node.hidden:
                 continue  # Who reads it is asked in `_wrong_tables`.
-            keys = self.index.tree.page_keys(node)
+            keys = [key.name for key in self.index.tree.page_keys(node)]
             for cell, slots in enumerate(node.slots):
                 if slots is not None:
                     tier, anchor = divmod(cell, len(self.memory.anchors))

@@ -214,6 +214,23 @@ def test_a_draft_goes_to_the_last_stage(hybrid):
     assert last.pool("draft").layers == (4, 5, 6)
 
 
+def test_without_its_draft_a_memory_is_that_of_the_target(hybrid):
+    both = with_draft(hybrid, draft(3))
+    assert both.without_draft.schema_digest() == hybrid.schema_digest()
+    for ranks in (1, 2, 4):
+        for ours, theirs in zip(both.stages(ranks), hybrid.stages(ranks), strict=True):
+            assert ours.without_draft.schema_digest() == theirs.schema_digest()
+    sliced = both.slice(tensor_rank=1, tensor_ranks=2).without_draft
+    assert sliced.schema_digest() == hybrid.slice(tensor_rank=1, tensor_ranks=2).schema_digest()
+    assert hybrid.without_draft == hybrid
+
+
+def test_an_object_has_an_anchor_with_what_it_requires_or_an_optional_sidecar(hybrid):
+    both = with_draft(hybrid, draft(1))
+    assert [pool.name for pool in both.object_pools("kv")] == ["kv", "index"]
+    assert [pool.name for pool in both.object_pools("draft")] == ["draft"]
+
+
 def test_drafts_that_cannot_follow_are_refused(hybrid):
     with pytest.raises(SpecError, match="can only follow a target that keeps as much history"):
         with_draft(memory(SWA), draft(1))

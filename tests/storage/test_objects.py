@@ -7,29 +7,29 @@ import itertools
 import pytest
 
 from kvtide.spec import ModelMemory, catalog, with_draft
-from kvtide.storage import CorruptObjectError, ObjectFormat
+from kvtide.storage import CorruptObjectError, ObjectFormat, object_formats
 from kvtide.storage.objects import DIRECT_ALIGN, DIRECT_BYTES, SMALL_ALIGN
-from tests.cache.memories import ALL_MEMORIES, DRAFTED, FULL
+from tests.cache.memories import ALL_MEMORIES, DRAFTED, FULL, V4, V4_DRAFTED, WINDOW
 
 SPACE, KEY = b"s" * 32, b"k" * 32
 
 
-def sealed(one: ObjectFormat, key: bytes = KEY, absent: tuple[str, ...] = ()) -> bytearray:
+def sealed(one: ObjectFormat, key: bytes = KEY) -> bytearray:
     memory = bytearray(one.bytes)
     memory[: one.payload_bytes] = bytes(n * 7 % 256 for n in range(one.payload_bytes))
-    one.seal(memoryview(memory), key, absent)
+    one.seal(memoryview(memory), key)
     return memory
 
 
 def formats(memory: ModelMemory) -> list[ObjectFormat]:
-    return [ObjectFormat(memory, anchor.name, SPACE) for anchor in memory.anchors]
+    return list(object_formats(memory, SPACE).values())
 
 
 @pytest.mark.parametrize("name", ALL_MEMORIES)
 def test_what_was_sealed_is_believed_and_its_payload_is_untouched(name: str) -> None:
     for one in formats(ALL_MEMORIES[name]):
         memory = sealed(one)
-        assert one.check(memoryview(memory), KEY) == ()
+        one.check(memoryview(memory), KEY)
         assert memory[: one.payload_bytes] == bytes(n * 7 % 256 for n in range(one.payload_bytes))
 
 
@@ -73,11 +73,37 @@ def test_other_declarations_and_weights_do_not_believe_it() -> None:
         ObjectFormat(FULL, "kv", b"t" * 32).check(memoryview(sealed(one)), KEY)
 
 
-@pytest.mark.parametrize("absent", [(), ("draft",)])
-def test_what_is_absent_is_said(absent: tuple[str, ...]) -> None:
-    one = ObjectFormat(DRAFTED, "kv", SPACE)
-    assert one.optional == ("draft",)
-    assert one.check(memoryview(sealed(one, absent=absent)), KEY) == absent
+def test_a_draft_changes_nothing_of_the_target_s_objects() -> None:
+    for drafted, plain in ((DRAFTED, WINDOW), (V4_DRAFTED, V4)):
+        ours, theirs = object_formats(drafted, SPACE, b"d"), object_formats(plain, SPACE)
+        assert ours.keys() - theirs.keys() == {"draft"}
+        for anchor, one in theirs.items():
+            assert sealed(ours[anchor]) == sealed(one)
+            assert ours[anchor].key(KEY, b"after") == one.key(KEY)
+
+
+def test_a_sidecar_s_object_is_known_by_its_draft_and_by_the_tokens_after_the_page() -> None:
+    other = with_draft(WINDOW, FULL)
+    kinds = [
+        object_formats(memory, space, fingerprint)["draft"]
+        for memory, space, fingerprint in (
+            (DRAFTED, SPACE, b""),
+            (DRAFTED, SPACE, b"d"),
+            (DRAFTED, SPACE, b"e"),
+            (DRAFTED, b"t" * 32, b"d"),
+            (other, SPACE, b"d"),
+        )
+    ]
+    keys = {one.key(KEY, after) for one in kinds for after in (b"", b"1234", b"4321")}
+    assert len(keys) == 3 * len(kinds) and kinds[0].is_sidecar and kinds[0].anchor == "kv"
+    for mine, its in itertools.permutations(kinds[:4], 2):
+        with pytest.raises(CorruptObjectError, match="another declaration"):
+            its.check(memoryview(sealed(mine)), KEY)
+
+
+def test_a_sidecar_without_layers_has_no_object() -> None:
+    first, last = V4_DRAFTED.stages(2)
+    assert "draft" not in object_formats(first, SPACE) and "draft" in object_formats(last, SPACE)
 
 
 def test_large_objects_are_whole_blocks_of_a_disk_and_small_ones_are_not_blown_up() -> None:
@@ -87,8 +113,3 @@ def test_large_objects_are_whole_blocks_of_a_disk_and_small_ones_are_not_blown_u
             assert one.bytes - one.payload_bytes < 2 * DIRECT_ALIGN
     (small,) = formats(FULL)
     assert small.bytes % SMALL_ALIGN == 0 and small.bytes - small.payload_bytes < 512
-
-
-def test_a_draft_makes_other_objects() -> None:
-    draft = with_draft(FULL, FULL)
-    assert ObjectFormat(draft, "kv", SPACE).bytes > ObjectFormat(FULL, "kv", SPACE).bytes

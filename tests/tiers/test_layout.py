@@ -166,6 +166,39 @@ def test_pieces_are_the_rows_of_the_asked_layers_and_nothing_else(
         assert bytes_copied(placed(piece, here, 1) for piece in found) == bytes_copied(row_by_row)
 
 
+@every_pair
+def test_pieces_of_a_sidecar_are_its_rows_alone(source: Layout, target: Layout) -> None:
+    memory = MEMORIES["gpt_oss_draft"]
+    a, b = (Arrangement(memory, some_slots(memory, 3), layout) for layout in (source, target))
+    (sidecar,) = memory.draft_sidecars
+    anchor = memory.pool(sidecar).follows
+    assert anchor is not None
+    found = pieces(a, b, anchor, range(memory.end_layer), sidecar)
+    rows = zip(a.rows(anchor), b.rows(anchor), strict=True)
+    own = [(old.offset, new.offset, old.bytes) for old, new in rows if old.pool == sidecar]
+    assert bytes_copied(placed(piece, 0, 0) for piece in found) == bytes_copied(own) != {}
+
+
+def test_an_optional_sidecar_lies_behind_the_rest_of_its_page_each_with_its_tail() -> None:
+    memory = MEMORIES["gpt_oss_draft"]
+    (sidecar,) = memory.draft_sidecars
+    anchor = memory.pool(sidecar).follows
+    assert anchor is not None
+    tails = {anchor: 48, sidecar: 16}
+    found = Arrangement(memory, some_slots(memory, 3), Layout.PAGE_FIRST_DIRECT, tails)
+    first, behind = found.run(anchor), found.run(sidecar)
+    assert first is not None and behind is not None
+    assert first.stride == behind.stride == memory.slot_bytes(anchor) + 64
+    assert first.bytes + behind.bytes == first.stride
+    for row in found.rows(anchor):
+        run = behind if row.pool == sidecar else first
+        end = run.offset + run.bytes - tails[sidecar if run is behind else anchor]
+        assert run.offset <= row.offset and row.offset + row.bytes <= end
+    plain = Arrangement(memory.without_draft, some_slots(memory, 3), Layout.PAGE_FIRST_DIRECT)
+    alike = zip(plain.rows(anchor), found.rows(anchor), strict=False)
+    assert all((a.pool, a.layer, a.bytes) == (b.pool, b.layer, b.bytes) for a, b in alike)
+
+
 @every_memory
 def test_direct_on_both_sides_is_one_piece_for_any_range_of_layers(name: str) -> None:
     """Whatever the device keeps beside what moves."""

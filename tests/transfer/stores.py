@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse
-from kvtide.storage import ObjectFormat, open_store
+from kvtide.storage import object_formats, open_store
 from kvtide.storage.objects import DIRECT_BYTES
 from kvtide.testing.faulty_store import FaultyStore
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.storage_requests import StoredPage
-from kvtide.transfer.store_link import StoreLink, object_key
+from kvtide.transfer.store_link import StoreLink
 
 SPACE = bytes(range(32))
 GUARD = 4096
@@ -68,7 +68,7 @@ class Desk:
         store: Any = None,
         **options: Any,
     ) -> None:
-        self.formats = {a.name: ObjectFormat(memory, a.name, SPACE) for a in memory.anchors}
+        self.formats = object_formats(memory, SPACE)
         count = {anchor.name: slots for anchor in memory.anchors}
         arrangement = Arrangement(memory, count, layout, tails(self.formats))
         self.whole = torch.full((arrangement.bytes + 2 * GUARD,), GUARD_BYTE, dtype=torch.uint8)
@@ -112,7 +112,7 @@ class Desk:
         self.host.data.fill_(GUARD_BYTE)
 
     def keys(self, pages: Sequence[StoredPage]) -> list[bytes]:
-        return [object_key(page.key, page.anchor) for page in pages]
+        return [self.formats[page.anchor].key(page.key) for page in pages]
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -19,30 +19,36 @@ def _places(desk: Desk) -> HostPages:
 
 def test_only_large_pages_have_tails(desks) -> None:
     desk = desks(LARGE)
-    assert set(tails(desk.formats)) == {"kv"}
-    for anchor, one in desk.formats.items():
-        assert (one.payload_bytes >= DIRECT_BYTES) == (anchor == "kv")
-        assert one.bytes % (DIRECT_ALIGN if anchor == "kv" else 16) == 0
+    assert set(tails(desk.formats)) == {"kv", "draft"}, "and the sidecars of large pages"
+    for pool, one in desk.formats.items():
+        assert (one.payload_bytes >= DIRECT_BYTES) == (pool == "kv")
+        assert one.bytes % (DIRECT_ALIGN if pool == "kv" else 16) == 0
+    stride = desk.host.arrangement.run("kv").stride
+    assert stride % DIRECT_ALIGN == 0, "pages behind each other begin with a block"
 
 
 @pytest.mark.parametrize("layout", Layout)
 def test_a_page_is_an_object_as_it_lies_where_it_is_one_run_with_a_tail(layout, desks) -> None:
-    places = _places(desks(LARGE, layout))
-    assert (places.in_place("kv", 3) is None) == (layout is not Layout.PAGE_FIRST_DIRECT)
-    assert places.in_place("swa", 3) is None
+    desk = desks(LARGE, layout)
+    there = {pool: _places(desk).in_place(one, 3) for pool, one in desk.formats.items()}
+    for pool in ("kv", "draft"):
+        assert (there[pool] is None) == (layout is not Layout.PAGE_FIRST_DIRECT)
+    assert there["swa"] is None
 
 
 def test_places_in_memory_do_not_overlap_and_stay_within_the_block(desks) -> None:
     desk = desks(LARGE)
     places, base = _places(desk), desk.host.address
-    starts = []
+    ends = [0]
     for slot in range(desk.slots):
-        place = places.in_place("kv", slot)
-        assert place is not None and len(place) == desk.formats["kv"].bytes
-        starts.append(np.frombuffer(place, np.uint8).ctypes.data - base)
-    assert starts == [slot * desk.formats["kv"].bytes for slot in range(desk.slots)]
+        for pool in ("kv", "draft"):
+            place = places.in_place(desk.formats[pool], slot)
+            assert place is not None and len(place) == desk.formats[pool].bytes
+            start = np.frombuffer(place, np.uint8).ctypes.data - base
+            assert ends[-1] <= start and start % DIRECT_ALIGN == 0
+            ends.append(start + len(place))
     swa = desk.host.arrangement.rows("swa")[0]
-    assert starts[-1] + desk.formats["kv"].bytes <= swa.offset
+    assert ends[-1] <= swa.offset
     assert swa.offset + desk.slots * swa.stride <= desk.host.data.numel()
 
 
@@ -52,9 +58,10 @@ def test_a_label_does_not_touch_any_row(desks) -> None:
     before = desk.fill(pages)
     places = _places(desk)
     for slot in range(desk.slots):
-        place = places.in_place("kv", slot)
-        assert place is not None
-        desk.formats["kv"].seal(place, bytes(32))
+        for pool in ("kv", "draft"):
+            place = places.in_place(desk.formats[pool], slot)
+            assert place is not None
+            desk.formats[pool].seal(place, bytes(32))
     assert desk.contents(pages) == before and desk.guarded()
 
 
@@ -65,19 +72,24 @@ def test_gathered_pages_are_in_canonical_order_and_scatter_back(
 ) -> None:
     desk = desks(memory, layout)
     places, staging = _places(desk), BounceBuffers()
-    for anchor, one in desk.formats.items():
-        pages = desk.pages(5, 2, anchor)
+    for anchor in memory.anchors:
+        pages = desk.pages(5, 2, anchor.name)
         contents = desk.fill(pages)
-        parts = staging.parts([one.bytes] * 5)
-        for page, part, content in zip(pages, parts, contents, strict=True):
-            places.gather(anchor, page.slot, part)
-            assert part[: one.payload_bytes] == content
+        objects = [one for one in desk.formats.values() if one.anchor == anchor.name]
+        parts = staging.parts([one.bytes for _ in pages for one in objects])
+        pairs = [(page.slot, one) for page in pages for one in objects]
+        for (slot, one), part in zip(pairs, parts, strict=True):
+            places.gather(one.pool, slot, part)
+        for number, content in enumerate(contents):
+            mine = parts[number * len(objects) :][: len(objects)]
+            payloads = zip(objects, mine, strict=True)
+            assert b"".join(part[: one.payload_bytes] for one, part in payloads) == content
         desk.wipe()
-        for page, part in zip(pages, parts, strict=True):
-            places.scatter(anchor, page.slot, part)
+        for (slot, one), part in zip(pairs, parts, strict=True):
+            places.scatter(one.pool, slot, part)
         assert desk.contents(pages) == contents
-        others = [*desk.pages(2, 0, anchor), *desk.pages(5, 7, anchor)]
-        empty = bytes([GUARD_BYTE]) * one.payload_bytes
+        others = [*desk.pages(2, 0, anchor.name), *desk.pages(5, 7, anchor.name)]
+        empty = bytes([GUARD_BYTE]) * memory.slot_bytes(anchor.name)
         assert desk.contents(others) == [empty] * 7
         desk.wipe()
 
@@ -85,7 +97,7 @@ def test_gathered_pages_are_in_canonical_order_and_scatter_back(
 def test_a_page_without_bytes_is_an_object_all_the_same(desks) -> None:
     desk = desks(STAGE)
     assert desk.formats["kv"].payload_bytes == 0
-    assert _places(desk).in_place("kv", 0) is None
+    assert _places(desk).in_place(desk.formats["kv"], 0) is None
 
 
 def test_staging_gives_separate_aligned_places_and_grows() -> None:

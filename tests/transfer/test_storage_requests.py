@@ -18,7 +18,7 @@ def _request(kind: type[Paging], pages: int, per_batch: int = 1) -> Paging:
     clock = Clock()
     stored = [(str(n)) for n in range(pages)]
     most = per_batch * FORMAT.bytes
-    return kind(stored, [FORMAT] * pages, most, clock.now + 10, clock)  # type: ignore[arg-type]
+    return kind(stored, [FORMAT.bytes] * pages, most, clock.now + 10, clock)  # type: ignore[arg-type]
 
 
 def _claimed(request: Paging) -> PageBatch:
@@ -29,10 +29,10 @@ def _claimed(request: Paging) -> PageBatch:
 
 def test_batches_hold_what_fits_and_a_page_that_does_not_fit_is_one() -> None:
     large, small = ObjectFormat(LARGE, "kv", SPACE), ObjectFormat(LARGE, "swa", SPACE)
-    formats = [small, small, large, small, large, large]
-    request = Writing([None] * 6, formats, large.bytes + small.bytes, 0.0)  # type: ignore[list-item]
+    sizes = [one.bytes for one in (small, small, large, small, large, large)]
+    request = Writing([None] * 6, sizes, large.bytes + small.bytes, 0.0)  # type: ignore[list-item]
     assert request.batches == [(0, 2), (2, 4), (4, 5), (5, 6)]
-    one_by_one = Writing([None] * 6, formats, 1, 0.0)  # type: ignore[list-item]
+    one_by_one = Writing([None] * 6, sizes, 1, 0.0)  # type: ignore[list-item]
     assert one_by_one.batches == [(n, n + 1) for n in range(6)]
 
 

@@ -19,7 +19,7 @@ from kvtide.transfer.breaker import MAX_FAILURES, REST_S
 from kvtide.transfer.read_speed import EWMA_DECAY
 from kvtide.transfer.storage_requests import Lookup, Paging, Reading, StoredPage
 from kvtide.transfer.store_link import READERS, STUCK_S
-from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Clock, Desk, until
+from tests.transfer.stores import GUARD_BYTE, LARGE, SMALL, SPACE, Clock, Desk, key, until
 
 LONG_S = 1e6
 
@@ -71,12 +71,17 @@ class Watching:
 
 def test_large_pages_are_neither_copied_on_the_way_out_nor_in(desks) -> None:
     desk = desks(LARGE, store=Watching())
-    size, base = desk.formats["kv"].bytes, desk.host.address
+    runs, base = [desk.host.arrangement.run(pool) for pool in ("kv", "draft")], desk.host.address
+
+    def places(first: int) -> list[int]:
+        slots = range(first, first + 5)
+        return [base + run.offset + slot * run.stride for slot in slots for run in runs]
+
     before = desk.stored(desk.pages(5, 2))
-    assert desk.store.addresses["write"] == [base + slot * size for slot in range(2, 7)]
+    assert desk.store.addresses["write"] == places(2)
     again = desk.pages(5, 9)
     assert read(desk, again).ready == 5 and desk.contents(again) == before
-    assert sorted(desk.store.addresses["read"]) == [base + slot * size for slot in range(9, 14)]
+    assert sorted(desk.store.addresses["read"]) == places(9)
     assert len(desk.store.block) == desk.host.data.numel()
 
 
@@ -87,7 +92,8 @@ def test_small_pages_and_other_layouts_go_through_memory_of_their_own(desks) -> 
         read(desk, desk.pages(5, 9, anchor))
         within = range(desk.host.address, desk.host.address + desk.host.data.numel())
         for addresses in desk.store.addresses.values():
-            assert len(addresses) == 5 and not any(address in within for address in addresses)
+            assert len(addresses) == (10 if anchor == "kv" else 5), "a draft's besides"
+            assert not any(address in within for address in addresses)
 
 
 @pytest.mark.parametrize("there", Layout)
@@ -110,6 +116,44 @@ def test_what_is_absent_from_a_page_is_said_of_it_when_it_is_read(desks) -> None
     pages = [page._replace(absent=("draft",) * (n % 2)) for n, page in enumerate(desk.pages(4))]
     desk.stored(pages)
     assert read(desk, desk.pages(4)).absent == [(), ("draft",), (), ("draft",)]
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_a_sidecar_whose_object_is_lost_or_corrupt_is_absent_and_its_page_whole(
+    desks, layout: Layout
+) -> None:
+    desk = desks(LARGE, layout)
+    before = desk.stored(desk.pages(4))
+    objects, one = desk.store._store._objects, desk.formats["draft"]
+    del objects[one.key(key(1))]
+    objects[one.key(key(2))] = bytes(one.bytes)
+    reading = read(desk, desk.pages(4))
+    assert reading.ready == 4 and reading.absent == [(), ("draft",), ("draft",), ()]
+    names = ("read", "draftless", "corrupt", "missing")
+    assert [desk.link.counts[name] for name in names] == [6, 1, 1, 0]
+    assert one.key(key(2)) not in objects
+    size = desk.formats["kv"].payload_bytes
+    contents = desk.contents(desk.pages(4))
+    assert [page[:size] for page in contents] == [page[:size] for page in before]
+    assert (contents[0], contents[3]) == (before[0], before[3])
+
+
+def test_a_page_that_gets_its_sidecar_later_is_not_written_again(desks) -> None:
+    desk = desks(LARGE)
+    desk.fill(desk.pages(4))
+    for absent, written in ((("draft",), 4), ((), 8), ((), 8)):
+        writing = desk.link.write([page._replace(absent=absent) for page in desk.pages(4)], 60.0)
+        until(lambda writing=writing: writing.quiet)
+        assert writing.count == 4 and desk.link.counts["written"] == written
+
+
+def test_a_sidecar_is_found_after_the_same_tokens_alone(desks) -> None:
+    desk = desks(LARGE)
+    desk.stored([page._replace(after=b"1234") for page in desk.pages(2)])
+    for after, absent in ((b"1234", ()), (b"4321", ("draft",))):
+        pages = [page._replace(after=after) for page in desk.pages(2)]
+        reading = read(desk, pages)
+        assert reading.ready == 2 and reading.absent == [absent] * 2
 
 
 def test_an_anchor_s_pages_are_not_found_under_another(desks) -> None:
@@ -248,10 +292,11 @@ def test_spoiled_objects_are_misses_and_leave_the_store_if_corrupt(
     desk.store.next("read", fault)
     reading = read(desk, desk.pages(4))
     assert reading.ready == reading.count == 0 and reading.error is None
-    assert desk.link.counts[SPOILING[fault]] == 4 and desk.link.counts["read"] == 0
     corrupt = SPOILING[fault] == "corrupt"
+    counts = desk.link.counts
+    assert counts["read"] == 0 and counts["corrupt" if corrupt else "missing"] == 4 << corrupt
     assert found(desk, desk.pages(4)) == [not corrupt] * 4
-    assert desk.store.calls["remove"] == 4 * corrupt
+    assert desk.store.calls["remove"] == 8 * corrupt, "each with its draft's"
     assert works(desk)
 
 

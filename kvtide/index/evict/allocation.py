@@ -57,8 +57,15 @@ class Allocator:
         return self._evict(cell, pages, lambda node, cell: False)
 
     def evict_copied(self, cell: int, pages: int) -> int:
-        """Like `evict`, but ends at the first victim whose only useful copy is in this cell."""
-        return self._evict(cell, pages, self.would_be_lost)
+        """Like `evict`, but ends at the first victim whose only useful copy is in this cell.
+
+        Also at one whose copy below may lack a sidecar.
+        """
+        return self._evict(cell, pages, self._keeps_something)
+
+    def _keeps_something(self, node: Node, cell: int) -> bool:
+        below = self._below(cell)
+        return (node.ahead and bool(node.resident & below)) or self.would_be_lost(node, cell)
 
     def _evict(self, cell: int, pages: int, spares: Callable[[Node, int], bool]) -> int:
         """Drop victims until `pages` are gone, none is left, or the next one is spared.
@@ -91,10 +98,14 @@ class Allocator:
     def would_be_lost(self, node: Node, cell: int) -> bool:
         """Whether the cell has the only copy of pages that a resume may need."""
         where = self._tree.cells[cell]
-        below = where.anchor_bits & -(where.bit << 1)
-        if node.resident & below:
+        if node.resident & self._below(cell):
             return False
         return where.reach is None or in_reach(node, where.reach)
+
+    def _below(self, cell: int) -> int:
+        """The cells of the same anchor in slower tiers."""
+        where = self._tree.cells[cell]
+        return where.anchor_bits & -(where.bit << 1)
 
     def pages_to_take(self, node: Node, cell: int, pages: int) -> int:
         """How many pages to take off a victim's end when `pages` are wanted.

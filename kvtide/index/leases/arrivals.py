@@ -6,6 +6,8 @@ slots and pins the source. Either end is a walk over what it recorded.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 
 from kvtide.index.evict.allocation import Allocator
@@ -31,7 +33,8 @@ class Arrivals:
 
         Upwards (a load, a fetch) it copies what the lease needs to resume and no faster tier has.
         Downwards (a backup, a store) it copies all that the path has in the source, with all
-        checkpoints, but not what serves only the lease's next step, and no hidden pages.
+        checkpoints, but not what serves only the lease's next step, and no hidden pages. A backup
+        also brings the sidecars that the host's copies lack.
         """
         tree = self._tree
         assert lease.live and self._leasing.owns(lease) and source is not target
@@ -48,6 +51,8 @@ class Arrivals:
                 # No lease waits for a copy downwards, and it does not change what leases pin.
                 arrival.leases.append(lease)
                 arrival.behind = self._awaited(lease, arrival)
+            elif tree.presence.uneven and not lease.hidden:
+                self._add_sidecars(arrival, _ahead(lease.node), range(tree.anchors))
         for pin in guards:
             tree.pins.unpin(pin)
         return arrival
@@ -65,19 +70,21 @@ class Arrivals:
     def demote(self, source: Tier, target: Tier, anchor: int, pages: int) -> Arrival | None:
         """Begin to move the next victims of a cell down, as many of them as fit there.
 
-        Victims with a copy below, or out of every reach, are dropped at once. None when nothing is
-        evictable or the target has no room. Landing frees the source. An arrival without parts has
-        nothing to move.
+        Victims with a copy below, or out of every reach, are dropped at once; those whose copy
+        lacks sidecars give it these first. None when nothing is evictable or the target has no
+        room. Landing frees the source. An arrival without moves has nothing to move.
         """
         tree = self._tree
         tree.tick += 1
         here, there = tree.cell(source, anchor), tree.cell(target, anchor)
         victims, found = self._victims(here, there, pages)
-        runs = {anchor: [[pin.node] for pin in victims]} if victims else {}
+        nodes = [pin.node for pin in victims]
+        lost = [node for node in nodes if not node.resident >> there & 1]
         arrival = None
-        if found and self._allocator.reserve({there: sum(pin.node.pages for pin in victims)}):
-            arrival = self._begin(runs, source, target)
+        if found and self._allocator.reserve({there: sum(node.pages for node in lost)}):
+            arrival = self._begin({anchor: [[n] for n in lost]} if lost else {}, source, target)
             arrival.leaves_source = True
+            self._add_sidecars(arrival, nodes, (anchor,))
         for pin in victims:
             tree.pins.unpin(pin)
         return arrival
@@ -98,6 +105,7 @@ class Arrivals:
         tree = self._tree
         hidden = hidden_roots(pin.node for pin in arrival.pins)
         self._close(arrival)
+        tree.presence.add(arrival.moves)
         for part in arrival.parts:
             for node, slots in self._slices(part):
                 if self._expects(node, part.cell, arrival):
@@ -132,6 +140,9 @@ class Arrivals:
                 tree.cells[part.cell].slots.free(slots)
                 if self._expects(node, part.cell, arrival):
                     tree.give_up(node, part.cell)
+        for part in arrival.additions:
+            for node, _ in self._slices(part):
+                node.ahead = True
         for pin in (*arrival.pins, *arrival.guards):
             tree.pins.unpin(pin)
         sweep(tree, hidden)
@@ -142,20 +153,19 @@ class Arrivals:
         """Pin what the arrival brought: a history with all pages above, which must stay too."""
         tree = self._tree
         departure = Departure(tree.next_number(), [], [])
-        for part in arrival.parts:
-            history, anchor = tree.cells[part.cell].reach is None, part.cell % tree.anchors
+        added = [move for move in arrival.moves if move.sidecar is not None]
+        drafted = {(move.anchor, slot) for move in added for slot in move.target_slots.tolist()}
+        for number, part in enumerate((*arrival.parts, *arrival.additions)):
             for node, slots in self._slices(part):
                 if node.hidden or node.slots[part.cell] is None:
                     continue
                 if not np.array_equal(node.resident_slots(part.cell), slots):
                     continue
-                pins = tree.pins
-                departure.pins.append(
-                    pins.upwards(part.cell, node)
-                    if history
-                    else pins.span(part.cell, node, node.depth)
-                )
-                departure.pages += self._departing(node, anchor, slots)
+                departure.pins.append(self._pin_whole(part.cell, node))
+                pages = self._departing(node, part.cell % tree.anchors, slots)
+                if number >= len(arrival.parts):
+                    pages = [page for page in pages if (page.anchor, page.slot) in drafted]
+                departure.pages += pages
         if not departure.pages:
             return None
         tree.departures[departure.number] = departure
@@ -164,9 +174,52 @@ class Arrivals:
     def _departing(self, node: Node, anchor: int, slots: Slots) -> list[Departing]:
         name, presence = self._tree.anchor_names[anchor], self._tree.presence
         return [
-            Departing(name, key, slot, presence.absent(Tier.HOST, name, slot))
-            for key, slot in zip(self._tree.page_keys(node), slots.tolist(), strict=True)
+            Departing(name, page.key, slot, presence.absent(Tier.HOST, name, slot), page.after)
+            for page, slot in zip(self._tree.page_keys(node), slots.tolist(), strict=True)
         ]
+
+    def _add_sidecars(
+        self, arrival: Arrival, nodes: Iterable[Node], anchors: Collection[int]
+    ) -> None:
+        """Let a backup bring the sidecars that the device carries and the host's copies lack.
+
+        They go to the slots that the host has: readers of these use no sidecar that is absent.
+        """
+        tree = self._tree
+        if (arrival.source, arrival.target) != (Tier.DEVICE, Tier.HOST):
+            return
+        for node in nodes:
+            if not node.ahead or node.arriving >> tree.anchors:
+                continue
+            node.ahead = False
+            for anchor in range(tree.anchors):
+                here, there = tree.cell(arrival.source, anchor), tree.cell(arrival.target, anchor)
+                moves = self._missed(node, here, there)
+                if moves and anchor not in anchors:
+                    node.ahead = True
+                elif moves:
+                    slots = node.resident_slots(there)
+                    arrival.moves += tuple(moves)
+                    arrival.additions.append(ArrivalPart(there, node, node.depth, node.end, slots))
+                    arrival.pins.append(tree.pins.span(here, node, node.depth))
+                    arrival.guards += self._pin_above(here, node)
+                    arrival.guards.append(self._pin_whole(there, node))
+
+    def _missed(self, node: Node, here: int, there: int) -> list[PageMove]:
+        """The moves of sidecars that the node carries in one cell and lacks in another."""
+        tree = self._tree
+        sources, targets = node.slots[here], node.slots[there]
+        if sources is None or targets is None:
+            return []
+        name = tree.anchor_names[here % tree.anchors]
+        source, target = tree.cells[here].tier, tree.cells[there].tier
+        return tree.presence.additions(name, source, sources, target, targets)
+
+    def _pin_whole(self, cell: int, node: Node) -> Pin:
+        """Pin the node; of a history with all pages above, which must stay too."""
+        if self._tree.cells[cell].reach is None:
+            return self._tree.pins.upwards(cell, node)
+        return self._tree.pins.span(cell, node, node.depth)
 
     def _victims(self, here: int, there: int, pages: int) -> tuple[list[Pin], int]:
         """The next victims, pinned, that have to be copied; and how many pages leave in all."""
@@ -186,6 +239,8 @@ class Arrivals:
             found += count
             if lost:
                 fits -= count
+            behind = node.ahead and here < tree.anchors and self._missed(node, here, there)
+            if lost or behind:
                 victims.append(tree.pins.span(here, node, node.depth))
             else:
                 tree.drop(node, here)
@@ -328,6 +383,16 @@ class Arrivals:
         for node in nodes:
             if queue.evictable(node):
                 self._tree.drop(node, cell)
+
+
+def _ahead(node: Node) -> list[Node]:
+    """The nodes on the path that may carry sidecars which the host's copies lack, top down."""
+    found, above = [], node
+    while above.parent is not None:
+        if above.ahead:
+            found.append(above)
+        above = above.parent
+    return found[::-1]
 
 
 def _pages(runs: list[Run]) -> int:

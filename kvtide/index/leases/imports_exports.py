@@ -197,6 +197,8 @@ class ImportsExports:
             coming = node.arrivals.get(cell) if node.arrivals else None
             tree.hold(node, cell, mine.copy())
             tree.cells[cell].queue.offer(node)
+            if tree.presence.needed and node.resident >> cell - tree.anchors & 1:
+                tree.presence.note_ahead(node)
             # Leases that waited for an arrival of these pages have them now, and pin them.
             for lease in tree.arrivals[coming].leases if coming is not None else ():
                 if lease.live:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kvtide.index.placement.placement import Placement, PlannedSegment, plan
 from kvtide.index.tree.holds import IndexLease, Pin, Segment
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import MAX_NODE_PAGES, Tree
-from kvtide.spec import ModelMemory, Slots, Tier
+from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
 _TIERS = tuple(Tier)
 
@@ -40,6 +40,7 @@ class Leasing:
         matcher: Matcher,
         allocator: Allocator,
         placement: Placement,
+        copy_on_device: Callable[[PageMove], None],
     ) -> None:
         self._tree = tree
         self._matcher = matcher
@@ -50,6 +51,7 @@ class Leasing:
         self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
         self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
         self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
+        self._copy_on_device = copy_on_device
         self._finite = frozenset(reach for reach in self._reaches if reach is not None)
 
     def owns(self, lease: IndexLease) -> bool:
@@ -330,25 +332,41 @@ class Leasing:
         return node.resident == cells
 
     def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
-        """Give the node these pages where it has none; duplicates go back."""
-        node.last = self._tree.tick
+        """Give the node these pages where it has none; duplicates go back.
+
+        Sidecars that only the duplicates carry are added to the node's pages: leases and transfers
+        use its slots, and read no sidecar that was absent.
+        """
+        tree = self._tree
+        node.last = tree.tick
         for cell, taken in slots.items():
             mine = taken[: node.pages]
-            if node.resident >> cell & 1:
-                self._tree.cells[cell].slots.free(mine)
-            else:
+            if not node.resident >> cell & 1:
                 self._hold(node, cell, mine.copy())
+                continue
+            if tree.presence.needed:
+                name, theirs = tree.anchor_names[cell], node.resident_slots(cell)
+                added = tree.presence.additions(name, Tier.DEVICE, mine, Tier.DEVICE, theirs)
+                for move in added:
+                    self._copy_on_device(move)
+                tree.presence.add(added)
+                if added:
+                    tree.presence.note_ahead(node)
+            tree.cells[cell].slots.free(mine)
 
     def _hold(self, node: Node, cell: int, slots: Slots) -> None:
         """Make the pages resident: `_move_pins` pins a history later, checkpoints are evictable.
 
         Leases that waited for an arrival of these pages have them now, and pin them.
         """
+        tree = self._tree
         coming = node.arrivals.get(cell) if node.arrivals else None
-        self._tree.hold(node, cell, slots)
+        tree.hold(node, cell, slots)
+        if tree.presence.needed and (node.resident | node.arriving) >> cell + tree.anchors & 1:
+            tree.presence.note_ahead(node)
         if self._reaches[cell] is not None:
-            self._tree.cells[cell].queue.offer(node)
-        for lease in self._tree.arrivals[coming].leases if coming is not None else ():
+            tree.cells[cell].queue.offer(node)
+        for lease in tree.arrivals[coming].leases if coming is not None else ():
             if lease.live:
                 self.repin(lease)
 

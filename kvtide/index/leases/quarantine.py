@@ -10,30 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtide.index.keys import Prompt
+from kvtide.index.keys import PageKey, Prompt
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
 
 
 def quarantine(tree: Tree, prompt: Prompt) -> int:
     """Hide all pages behind the prompt's first page; returns their number over all cells."""
-    root = tree.roots.get((prompt.namespace, prompt.head))
-    top = root.children.get(prompt.body[: tree.page_bytes]) if root is not None else None
-    if top is None:
+    tops = _tops(tree, prompt)
+    if not tops:
         return 0
     tree.tick += 1
-    pages = tree.hide(top)
-    sweep(tree, hidden_roots([top]))
+    pages = sum(tree.hide(top) for top in tops)
+    sweep(tree, hidden_roots(tops))
     return pages
 
 
-def keys_below(tree: Tree, prompt: Prompt) -> list[bytes]:
+def keys_below(tree: Tree, prompt: Prompt) -> list[PageKey]:
     """The keys of all pages known that share the prompt's first page."""
+    return [
+        key
+        for top in _tops(tree, prompt)
+        for node in (top, *tree.below(top))
+        for key in tree.page_keys(node)
+    ]
+
+
+def _tops(tree: Tree, prompt: Prompt) -> list[Node]:
+    """The nodes that begin with the prompt's first page, whatever the tokens after that page.
+
+    A store keeps one object for all of them, so that they are corrupt together.
+    """
     root = tree.roots.get((prompt.namespace, prompt.head))
-    top = root.children.get(prompt.body[: tree.page_bytes]) if root is not None else None
-    if top is None:
+    first = tree.page_bytes - tree.after_bytes
+    if root is None or len(prompt.body) < first:
         return []
-    return [key for node in (top, *tree.below(top)) for key in tree.page_keys(node)]
+    if not tree.after_bytes:
+        top = root.children.get(prompt.body[:first])
+        return [] if top is None else [top]
+    begin = prompt.body[:first]
+    return [top for top in root.children.values() if top.tokens.startswith(begin)]
 
 
 def hidden_roots(nodes: Iterable[Node]) -> list[Node]:

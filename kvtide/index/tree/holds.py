@@ -118,6 +118,7 @@ class Arrival:
     leases         the lease for which it was begun, and later ones that wait for these pages too
     behind         the arrivals that bring the rest of what the lease waits for
     leaves_source  a demotion: landing also drops the source copies that are not pinned by then
+    additions      pages that the target has without optional sidecars, which this arrival brings
     """
 
     number: int
@@ -130,18 +131,19 @@ class Arrival:
     leases: list[IndexLease] = field(default_factory=list)
     behind: tuple[Arrival, ...] = ()
     leaves_source: bool = False
+    additions: list[ArrivalPart] = field(default_factory=list)
     live: bool = True
 
     @property
     def pages(self) -> int:
-        return sum(part.end - part.start for part in self.parts)
+        return sum(part.end - part.start for part in (*self.parts, *self.additions))
 
     @property
     def pointless(self) -> bool:
         """Whether all it brings is hidden and no lease waits for it."""
-        return all(part.node.hidden for part in self.parts) and not any(
-            lease.live for lease in self.leases
-        )
+        brought = (*self.parts, *self.additions)
+        waiting = any(lease.live for lease in self.leases)
+        return all(part.node.hidden for part in brought) and not waiting
 
 
 class Taken(NamedTuple):
@@ -173,12 +175,16 @@ class Import:
 
 
 class Departing(NamedTuple):
-    """A page on the host by its key. `absent`: optional sidecars that it does not carry."""
+    """A page on the host by its key, and the tokens after it (`PageKey`).
+
+    `absent`: optional sidecars that it does not carry.
+    """
 
     anchor: str
     key: bytes
     slot: int
     absent: tuple[str, ...]
+    after: bytes
 
 
 @dataclass(slots=True, eq=False)

@@ -35,12 +35,14 @@ class Node:
     hidden         no match finds it, no event names it, and it is dropped once unpinned
     queued         bit per cell: stands in that cell's eviction queue
     marks          per cell, what its eviction policy remembers; empty if none does
+    ahead          the device may carry optional sidecars that the host's copy of the run lacks
     last … priority  what eviction policies look at
     stop           the page up to which the request that computed the run went on
     key            key of the run's last page, computed on demand
     """
 
     __slots__ = (
+        "ahead",
         "arrivals",
         "arriving",
         "born",
@@ -81,6 +83,7 @@ class Node:
         self.leases = 0
         self.hidden: bool = parent is not None and parent.hidden
         self.queued = 0
+        self.ahead = False
         self.marks: list[int] = _NO_MARKS
         self.last = 0
         self.born = 0

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from kvtide.index.events import Event, EventKind, Listener
-from kvtide.index.keys import TOKEN_BYTES, Hidden, Namespace, Prompt, chain, unlike_any_prompt
+from kvtide.index.keys import (
+    TOKEN_BYTES,
+    Hidden,
+    Namespace,
+    PageKey,
+    Prompt,
+    chain,
+    page_keys,
+    unlike_any_prompt,
+)
 from kvtide.index.tree.cells import cells_of
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
 from kvtide.index.tree.node import Node, Root, RootName
@@ -34,6 +43,7 @@ class Tree:
         fingerprint: bytes,
     ) -> None:
         self.page_bytes = memory.page_tokens * TOKEN_BYTES
+        self.after_bytes = memory.holdback * TOKEN_BYTES
         self.fingerprint = fingerprint
         self.anchor_names = tuple(pool.name for pool in memory.anchors)
         self.anchors = len(self.anchor_names)
@@ -106,6 +116,7 @@ class Tree:
         self._split_cells(upper, node)
         upper.last, upper.born = node.last, node.born
         upper.hits, upper.priority, upper.stop = node.hits, node.priority, node.stop
+        upper.ahead = node.ahead
         self.nodes += 1
         for cell in self.finite_cells:
             self.cells[cell].queue.offer(upper)
@@ -185,6 +196,7 @@ class Tree:
         lower.hits = max(lower.hits, upper.hits)
         lower.priority = max(lower.priority, upper.priority)
         lower.stop = max(lower.stop, upper.stop)
+        lower.ahead = lower.ahead or upper.ahead
         lower.parent = parent
         lower.tokens = upper.tokens + lower.tokens
         lower.pages += upper.pages
@@ -384,7 +396,7 @@ class Tree:
     # -- keys and events --------------------------------------------------------------------
 
     def key(self, node: Node) -> bytes:
-        """The key of the node's last page; for a root, the namespace's fingerprint."""
+        """The key of the node's last page; for a root, what its page keys begin with."""
         path = []
         above = node
         while above.key is None and above.parent is not None:
@@ -392,25 +404,36 @@ class Tree:
             above = above.parent
         key = above.key if above.key is not None else self._root_key(above)
         for below in reversed(path):
-            *_, key = chain(key, below.tokens, self.page_bytes)
-            below.key = key
+            *_, last = self._keys(below, key)
+            key = below.key = last.key
         return key
 
-    def page_keys(self, node: Node) -> list[bytes]:
+    def page_keys(self, node: Node) -> list[PageKey]:
         """The keys of all pages of the node."""
         assert node.parent is not None
-        return list(chain(self.key(node.parent), node.tokens, self.page_bytes))
+        return list(self._keys(node, self.key(node.parent)))
+
+    def _keys(self, node: Node, above: bytes) -> Iterator[PageKey]:
+        """The keys of the node's pages; `above` is that of the page before them."""
+        assert node.parent is not None
+        tokens = self._after(node.parent) + node.tokens
+        return page_keys(above, tokens, self.page_bytes, self.after_bytes)
+
+    def _after(self, node: Node) -> bytes:
+        """The tokens of the holdback behind the node's last page; of a root, its head."""
+        if isinstance(node, Root):
+            return node.name[1]
+        return node.tokens[len(node.tokens) - self.after_bytes :]
 
     def _root_key(self, root: Node) -> bytes:
         assert isinstance(root, Root)
-        root.key = self.name_key(root.name)
+        root.key = self.namespace_key(root.name[0])
         return root.key
 
-    def name_key(self, name: RootName) -> bytes:
-        """What the page keys of a root's prompts begin with."""
-        namespace, head = name
+    def namespace_key(self, namespace: Namespace | Hidden) -> bytes:
+        """What the page keys of a namespace's prompts begin with."""
         assert isinstance(namespace, Namespace), "hidden pages have no key"
-        (key,) = chain(namespace.fingerprint(self.fingerprint), head or b"\0", len(head) or 1)
+        (key,) = chain(namespace.fingerprint(self.fingerprint), b"\0", 1)
         return key
 
     def _notify_stored(self, node: Node, cell: int, first: int) -> None:
@@ -433,14 +456,15 @@ class Tree:
 
     def _emit(self, kind: EventKind, cell: int, node: Node, first: int) -> None:
         assert node.parent is not None
-        keys = [self.key(node.parent), *self.page_keys(node)]
+        above = PageKey(self.key(node.parent), self._after(node.parent))
+        names = [key.name for key in (above, *self.page_keys(node))]
         where = self.cells[cell]
         event = Event(
             kind,
             where.tier,
             self.anchor_names[where.anchor],
-            keys[first],
-            tuple(keys[first + 1 :]),
+            names[first],
+            tuple(names[first + 1 :]),
             node.tokens[first * self.page_bytes :],
         )
         for listener in self.listeners:

@@ -35,7 +35,7 @@ def test_answers_are_those_without(name: str, written: bool) -> None:
     target, draft = pair(name, deterministic=True)
     size = Tokens(64 * target.memory.page_tokens)
     cache = TieredCache(target.memory, CacheConfig(size, host_size=size, device="cpu"))
-    drafter = ModelDrafter(draft, cache, target.vocabulary)
+    drafter = ModelDrafter(draft, draft.captures, cache, target.vocabulary)
     engine = Engine(target, cache, chunk_tokens=64, drafter=drafter, draft_tokens=3)
     wanted = [tuple(one.output) for one in serve(engine, ANSWER, speculate=False)]
     for tier in (Tier.DEVICE, Tier.HOST):

@@ -1,0 +1,55 @@
+"""Steps that run as graphs give a draft what eager ones do. Kernels run in an interpreter here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Engine, RequestParams
+from kvtide.engine.speculation.model_drafter import ModelDrafter
+from kvtide.layers.backend.triton_ops import TritonOps
+from kvtide.models import build
+from kvtide.models.draft_checkpoint import open_draft
+from kvtide.spec.families import KVDType
+from tests.engine.speculation.drafting import ConsistentDrafter, Seen
+from tests.models.tiny import checkpoint, config_of, prompt
+from tests.models.tiny_eagle3 import tiny_eagle3
+
+ANSWER = 5
+
+
+@pytest.mark.full
+def test_graphs_capture_what_eager_steps_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
+    # An interpreter takes long for padding.
+    monkeypatch.setattr("kvtide.engine.cuda_graphs.MIXED_TOKENS", (16, 32))
+    monkeypatch.setattr("kvtide.engine.cuda_graphs.TOKENS_PER_PREFILL", 16)
+    choose = "kvtide.models.family_registry.choose"
+    monkeypatch.setattr(choose, lambda deterministic, device: TritonOps())
+    config = json.loads(config_of("llama").to_json_string())
+    draft = open_draft(tiny_eagle3(config, tmp_path, captures=(0, 1, 1)))
+    saved = checkpoint("llama")
+    target = build(saved.config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32, draft=draft)
+    drafts, seen, kinds = draft.build(target), Seen(), []
+    said = []
+    for graphs in (False, True):
+        cache = TieredCache(target.memory, CacheConfig(Tokens(128), host_size=None, device="cpu"))
+        inner = ModelDrafter(drafts, drafts.captures, cache, target.vocabulary)
+        drafter = ConsistentDrafter(inner, seen)
+        engine = Engine(
+            target, cache, max_running=2, cuda_graphs=graphs, drafter=drafter, draft_tokens=2
+        )
+        request = engine.submit(RequestParams(tuple(prompt(20, seed=1)), ANSWER))
+        while not engine.idle:
+            engine.step()
+        said.append([one.token for one in request.output])
+        kinds.append({kind for kind, count in engine.steps_by_kind.items() if count})
+        cache.close()
+    assert said[0] == said[1] and len(said[0]) == ANSWER
+    assert kinds[0] == {"eager"} and "mixed_graph" in kinds[1] and "eager" not in kinds[1]
+    assert drafter.compared > 0
