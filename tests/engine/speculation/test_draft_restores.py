@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams
+from kvtide.engine.speculation.accept_lengths import PrefixOrigin
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models import build
 from kvtide.models.draft import DraftModel
@@ -22,11 +23,13 @@ from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.model import Decoder
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
+from kvtide.storage import open_store
 from tests.engine.speculation.drafting import ConsistentDrafter, Seen
 from tests.engine.speculation.test_lossless import prompts
 from tests.models import tiny_mtp
 from tests.models.tiny import checkpoint, config_of
 from tests.models.tiny_eagle3 import tiny_eagle3
+from tests.models.tiny_mtp import V4
 
 PAGE, ANSWER = 16, 12
 SAMPLING = SamplingParams(temperature=0.8, seed=5, logprobs=1)
@@ -65,12 +68,22 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
 class Bed:
     """An engine that drafts, over tiers of its own."""
 
-    def __init__(self, pair: Pair, drafts: int, chunk: int, seen: Seen) -> None:
-        target, draft = pair
+    def __init__(
+        self, pair: Pair, drafts: int, chunk: int, seen: Seen, store: str = "", draft: bytes = b""
+    ) -> None:
+        target, model = pair
         sizes = Tokens(640), Tokens(2560)
-        config = CacheConfig(*sizes, device="cpu", tokens_per_checkpoint=32)
+        config = CacheConfig(
+            *sizes,
+            device="cpu",
+            tokens_per_checkpoint=32,
+            patience=FetchPatience("wait_complete", min_tokens=1),
+            draft_fingerprint=draft,
+        )
         self.cache = TieredCache(target.memory, config)
-        inner = ModelDrafter(draft, draft.captures, self.cache, target.vocabulary)
+        if store:
+            self.cache.storage.attach(open_store(store, self.cache.storage.space))
+        inner = ModelDrafter(model, model.captures, self.cache, target.vocabulary)
         self.drafter = ConsistentDrafter(inner, seen)
         self.engine = Engine(
             target, self.cache, chunk_tokens=chunk, drafter=self.drafter, draft_tokens=drafts
@@ -85,12 +98,21 @@ class Bed:
         assert self.cache.drain(10)
         return requests
 
+    def carried(self, asked: tuple[int, ...]) -> bool:
+        """Whether the device has the draft's KV of any page of the prompt."""
+        lease = self.cache.reserve(self.cache.match(self.cache.prompt(asked)))
+        assert lease is not None and lease.cached_tokens == 3 * PAGE
+        found = any(self.cache.carries(lease, pool).any() for pool in self.drafter.writes)
+        self.cache.release(lease)
+        return found
+
 
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return PAIRS[request.param](tmp_path_factory.mktemp("drafts"))
 
 
+@pytest.mark.quick(pair=["eagle3-llama-two-layers", "eagle3-falcon_h1", "qwen3_next-mtp", V4])
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
 def test_drafts_are_the_same_from_every_tier(pair: Pair) -> None:
     asked = prompts(4, 2 * PAGE, 3 * PAGE + 2, PAGE - 1)
@@ -110,16 +132,33 @@ def test_drafts_are_the_same_from_every_tier(pair: Pair) -> None:
     assert all(each == answers[0] for each in answers)
 
 
+@pytest.mark.parametrize("pair", ["eagle3-llama-two-layers", V4], indirect=True)
+def test_drafts_are_the_same_after_a_restart(pair: Pair, tmp_path: Path) -> None:
+    """From a folder; with other draft weights the folder has the target's pages alone."""
+    (asked,) = prompts(4, 3 * PAGE + 2)
+    store, seen, said = f"file://{tmp_path}/store?cap=64MB&floor=0", Seen(), []
+    for draft in (b"first", b"first", b"second"):
+        bed = Bed(pair, 3, 64, seen if draft == b"first" else {}, store, draft)
+        (request,) = bed.serve(asked)
+        said.append(request.output)
+        assert bool(request.prompt.fetched) == (len(said) > 1)
+        if len(said) == 2:
+            assert bed.drafter.compared > 0, "drafts of before the restart"
+        if draft == b"second":
+            lengths = bed.engine.accept_lengths
+            assert lengths is not None and lengths.steps[PrefixOrigin.STORAGE]
+            assert not bed.carried(asked)
+        bed.cache.close()
+    assert said[0] == said[1] == said[2]
+
+
 @pytest.mark.parametrize("pair", ["eagle3-llama", "deepseek_v3-mtp"], indirect=True)
 def test_pages_of_a_request_that_did_not_speculate_have_no_draft(pair: Pair) -> None:
     """They are left out of the draft's attention, and the text stays what it is."""
     (asked,) = prompts(4, 3 * PAGE + 2)
     bed = Bed(pair, 3, 64, {})
     (first,) = bed.serve(asked, speculate=False)
-    lease = bed.cache.reserve(bed.cache.match(bed.cache.prompt(asked)))
-    assert lease is not None and lease.cached_tokens == 3 * PAGE
-    assert not any(bed.cache.carries(lease, pool).any() for pool in bed.drafter.writes)
-    bed.cache.release(lease)
+    assert not bed.carried(asked)
     (second,) = bed.serve(asked)
     assert second.by_tier == {Tier.DEVICE: 3 * PAGE} and second.output == first.output
     bed.cache.close()
