@@ -130,7 +130,7 @@ class StreamEvent:
     ttft_ms: float
     tpot_ms: float | None
     by_tier: Mapping[str, int]
-    drafts: DraftCounts | None
+    drafts: DraftCounts | None = None
 
     @classmethod
     def of(cls, turn: Turn, reply: Reply) -> StreamEvent:
