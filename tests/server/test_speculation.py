@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtide.models.model_errors import CheckpointError
+from kvtide.server import settings
 from kvtide.server.engine_setup import open_engine
 from kvtide.server.settings import Settings, SettingsError
 from tests.models.tiny_eagle3 import tiny_eagle3
@@ -247,6 +248,21 @@ def test_a_draft_beside_the_weights_is_found(
 def test_contradictions_are_refused(chosen: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         Settings(**chosen)
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        (("draft_tokens", "0"), "--draft-tokens is 0; use 1 to 16"),
+        (("draft_tokens", "17"), "--draft-tokens is 17; use 1 to 16"),
+        (("speculate", "medusa"), "--speculate is 'medusa'; use ngram, eagle3, mtp, none"),
+        (("draft", ""), "--draft is empty"),
+    ],
+)
+def test_values_out_of_range_are_refused(flag: tuple[str, str], sentence: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        settings.read(dict([flag]), {})
+    assert str(refusal.value) == sentence
 
 
 def test_what_the_model_does_not_have_is_refused(
