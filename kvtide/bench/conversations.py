@@ -74,14 +74,44 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Speculation, of one answer or of many."""
+
+    verify_steps: int
+    accepted: int
+    rejected: int
+
+    @classmethod
+    def total(cls, counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
+        """Their sums; None if no server speculated."""
+        known = [each for each in counts if each is not None]
+        if not known:
+            return None
+        return cls(
+            sum(each.verify_steps for each in known),
+            sum(each.accepted for each in known),
+            sum(each.rejected for each in known),
+        )
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per verify step."""
+        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer and its times, in seconds of one clock. `by_tier`: cached prompt tokens."""
+    """The answer and its times, in seconds of one clock. `by_tier`: cached prompt tokens.
+
+    drafts  None if the server does not speculate
+    """
 
     tokens: tuple[int, ...]
     began_s: float
     first_s: float
     ended_s: float
     by_tier: Mapping[str, int]
+    drafts: DraftCounts | None = None
 
 
 Ask = Callable[[Turn], Awaitable[Reply]]
@@ -100,6 +130,7 @@ class StreamEvent:
     ttft_ms: float
     tpot_ms: float | None
     by_tier: Mapping[str, int]
+    drafts: DraftCounts | None = None
 
     @classmethod
     def of(cls, turn: Turn, reply: Reply) -> StreamEvent:
@@ -115,6 +146,7 @@ class StreamEvent:
             1e3 * (reply.first_s - reply.began_s),
             decode_ms / (count - 1) if count > 1 else None,
             dict(reply.by_tier),
+            reply.drafts,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -192,7 +224,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One phase, all rounds together. `hits`: the fraction of prompt tokens by tier."""
+    """One phase, all rounds together. `hits`: the fraction of prompt tokens by tier.
+
+    drafts, accept_length  None if the server does not speculate
+    """
 
     phase: Phase
     requests: int
@@ -204,6 +239,8 @@ class Figures:
     prompt_tokens_s: float
     generated_tokens_s: float
     hits: Mapping[str, float]
+    drafts: DraftCounts | None
+    accept_length: float | None
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "phase": self.phase.value}
@@ -217,6 +254,7 @@ def figures(phase: Phase, held: Iterable[Held]) -> Figures:
     prompt = sum(event.prompt_tokens for event in events)
     tiers = dict.fromkeys(tier for event in events for tier in event.by_tier)
     turns = range(1 + max(event.turn for event in events))
+    drafts = DraftCounts.total(event.drafts for event in events)
     return Figures(
         phase=phase,
         requests=len(events),
@@ -228,6 +266,8 @@ def figures(phase: Phase, held: Iterable[Held]) -> Figures:
         prompt_tokens_s=prompt / seconds,
         generated_tokens_s=sum(event.generated_tokens for event in events) / seconds,
         hits={tier: sum(e.by_tier.get(tier, 0) for e in events) / prompt for tier in tiers},
+        drafts=drafts,
+        accept_length=None if drafts is None else drafts.accept_length,
     )
 
 

@@ -196,12 +196,19 @@ class _Conversation:
 
 
 def _statistics(usage: Usage) -> str:
-    """The prompt's tokens by tier, time to first token, and the time saved."""
+    """The prompt's tokens by tier, time to first token, time saved, and tokens per verify step."""
     tiers = ", ".join(f"{tier} {tokens:,}" for tier, tokens in usage.by_tier.items())
     parts = [f"{usage.prompt_tokens:,} prompt tokens: {tiers}, computed {usage.computed_tokens:,}"]
     if usage.first_token_ms is not None:
         parts.append(f"first token after {usage.first_token_ms:,.0f} ms")
     parts.append(f"about {usage.saved_ms:,.0f} ms saved")
+    if usage.verify_steps:
+        drafts = usage.accepted_drafts + usage.rejected_drafts
+        length = 1 + usage.accepted_drafts / usage.verify_steps
+        parts.append(
+            f"{length:.2f} tokens per verify step, {usage.accepted_drafts:,} of {drafts:,} drafts "
+            "accepted"
+        )
     return "; ".join(parts)
 
 

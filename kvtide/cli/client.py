@@ -71,12 +71,18 @@ class CutError(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The usage of a response; `by_tier` counts the cached prompt tokens of each tier."""
+    """The usage of a response; `by_tier` counts the cached prompt tokens of each tier.
+
+    verify_steps  of its drafts; None if the server does not speculate
+    """
 
     prompt_tokens: int
     by_tier: Mapping[str, int]
     first_token_ms: float | None
     saved_ms: float
+    verify_steps: int | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     @property
     def computed_tokens(self) -> int:
@@ -86,11 +92,15 @@ class Usage:
     def read(cls, usage: Json) -> Usage:
         """From the `usage` of a response to a request with `DETAILS`."""
         timing = usage.get("timing") or {}
+        drafts = usage.get("completion_tokens_details") or {}
         return cls(
             prompt_tokens=usage["prompt_tokens"],
             by_tier=usage.get("cached_tokens_details") or {},
             first_token_ms=timing.get("time_to_first_token_ms"),
             saved_ms=timing.get("saved_ms") or 0.0,
+            verify_steps=(usage.get("speculation") or {}).get("verify_steps"),
+            accepted_drafts=drafts.get("accepted_prediction_tokens") or 0,
+            rejected_drafts=drafts.get("rejected_prediction_tokens") or 0,
         )
 
 

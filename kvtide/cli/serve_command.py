@@ -90,7 +90,7 @@ def _print_ready(serving: Serving, seconds: float) -> None:
         f"{format_bytes(tiers[Tier.DEVICE])} on the device "
         f"(sequences of up to {serving.engine.max_sequence_tokens:,} tokens), "
         f"{format_bytes(tiers[Tier.HOST])} on the host{each}; ready after {seconds:.1f} s\n"
-        f"{serving.storage}",
+        f"{serving.storage}\n{serving.speculation}",
         file=sys.stderr,
         flush=True,
     )

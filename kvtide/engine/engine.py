@@ -37,6 +37,7 @@ from kvtide.engine.sampler import (
     warm_up_sampling,
 )
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.speculation import Speculation
@@ -135,6 +136,11 @@ class Engine:
     def accept_lengths(self) -> AcceptLengths | None:
         """What verify steps gave; None without speculation."""
         return None if self._speculation is None else self._speculation.lengths
+
+    @property
+    def accept_guard(self) -> AcceptGuard | None:
+        """None without a draft that keeps state in pages."""
+        return None if self._speculation is None else self._speculation.guard
 
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels, so that no request waits for them."""

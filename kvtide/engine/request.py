@@ -119,6 +119,7 @@ class Request:
     reported      those two are final
     drafts        proposed tokens that the next step verifies; the lease has slots for them
     accepted_drafts, rejected_drafts  of all steps
+    verify_steps  steps that verified drafts
     """
 
     number: int
@@ -143,6 +144,7 @@ class Request:
     drafts: tuple[int, ...] = ()
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    verify_steps: int = 0
 
     @property
     def length(self) -> int:

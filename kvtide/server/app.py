@@ -57,6 +57,7 @@ class App:
         self._settings = settings
         self._name = serving.name
         self._tokenizer = serving.engine.tokenizer
+        self._speculates = serving.engine.accept_lengths is not None
         self._parser = RequestParser(serving.engine, serving.name, seeded=settings.deterministic)
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)
@@ -127,7 +128,13 @@ class App:
         return web.json_response(formatter.whole(choices, self._usage(parsed, streams)))
 
     def _usage(self, parsed: ParsedRequest, streams: Sequence[ResponseStream]) -> Json:
-        return usage(streams, parsed.n, self._service.rate, details=parsed.cache_details)
+        return usage(
+            streams,
+            parsed.n,
+            self._service.rate,
+            details=parsed.cache_details,
+            drafts=self._speculates,
+        )
 
     async def _stream(
         self,

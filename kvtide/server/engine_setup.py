@@ -1,4 +1,4 @@
-"""From settings to an engine that serves: checkpoint, model, cache, tokenizer, store."""
+"""From settings to an engine that serves: checkpoint, model, draft, cache, tokenizer, store."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
+from kvtide.models.model import Decoder
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server import store_setup
 from kvtide.server.engine_commands import EngineRank
-from kvtide.server.settings import Settings, SettingsError
+from kvtide.server.settings import MTP, Settings, SettingsError
+from kvtide.server.speculation_setup import (
+    SpeculationChoice,
+    build_draft,
+    choose_speculation,
+    make_drafter,
+)
 from kvtide.spec import SpecError
 from kvtide.spec.families import KVDType, declare
 from kvtide.storage import StoreError
@@ -46,13 +53,15 @@ _KV_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 class Serving:
     """A rank that is ready to serve.
 
-    name     the model's name in the API
-    storage  the sentence about the attached store
+    name         the model's name in the API
+    storage      the sentence about the attached store
+    speculation  the sentence about what drafts tokens
     """
 
     rank: EngineRank
     name: str
     storage: str
+    speculation: str
 
     @property
     def engine(self) -> Engine:
@@ -68,10 +77,16 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     device = _device(settings)
     config = cache_config(settings)
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
-    model = _build(settings, checkpoint, device, topology)
+    choice = choose_speculation(settings, checkpoint)
+    model = _build(settings, checkpoint, device, topology, choice)
+    draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
-    config = replace(sized(config, settings, model), fingerprint=fingerprint)
+    config = replace(
+        sized(config, settings, model),
+        fingerprint=fingerprint,
+        draft_fingerprint=choice.fingerprint(fingerprint),
+    )
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,
@@ -81,6 +96,8 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         max_running=settings.max_running,
         oracle=_oracle(settings, cache),
         topology=topology,
+        drafter=make_drafter(choice, draft, model, cache, topology),
+        draft_tokens=settings.draft_tokens,
     )
     try:
         _prepare(engine)
@@ -89,7 +106,8 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
-    return Serving(EngineRank(engine, topology), name, storage)
+    speculation = choice.sentence(settings.draft_tokens)
+    return Serving(EngineRank(engine, topology), name, storage, speculation)
 
 
 def _prepare(engine: Engine) -> None:
@@ -103,7 +121,7 @@ def _prepare(engine: Engine) -> None:
 
 
 def check_ranks(settings: Settings) -> None:
-    """Refuse a number of ranks that does not divide the model, before any process starts."""
+    """Refuse ranks that do not divide the model or do not draft, before any process starts."""
     if settings.ranks > 1:
         devices = torch.cuda.device_count()
         if settings.device == "cuda" and devices < settings.ranks:
@@ -113,7 +131,9 @@ def check_ranks(settings: Settings) -> None:
             )
         _device(settings)
         model = default_model() if settings.model is None else settings.model
-        config, page = open_checkpoint(model).config, settings.page_tokens
+        checkpoint = open_checkpoint(model)
+        choose_speculation(settings, checkpoint)
+        config, page = checkpoint.config, settings.page_tokens
         memory = declare(config, model=str(config.get("model_type")), page_tokens=page)
         list(memory.stages(settings.pp, 0, settings.tp))
 
@@ -203,8 +223,12 @@ def _dtype(settings: Settings) -> torch.dtype:
 
 
 def _build(
-    settings: Settings, checkpoint: Checkpoint, device: torch.device, topology: RankTopology
-) -> Model:
+    settings: Settings,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    topology: RankTopology,
+    choice: SpeculationChoice,
+) -> Decoder:
     dtype = _dtype(settings)
     with device:
         return build(
@@ -215,6 +239,8 @@ def _build(
             checkpoint_tokens=settings.checkpoint_tokens,
             dtype=dtype,
             deterministic=settings.deterministic,
+            mtp=choice.method == MTP,
+            draft=choice.draft,
             stage=topology.stage,
             stages=topology.stages,
             ranks=topology.tensor,

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
 from kvtide.engine.oracle import Checks, Oracle
+from kvtide.engine.speculation.accept_guard import AcceptGuard
+from kvtide.engine.speculation.accept_lengths import AcceptLengths
+from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.server.service import ResponseStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -79,6 +87,10 @@ class _StateCollector:
         yield _gauge("kvtide_transfers_in_flight", "Transfers in flight.", stats.in_flight)
         yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
         yield from _checks(self._engine.oracle)
+        if (lengths := self._engine.accept_lengths) is not None:
+            yield from _drafts(lengths)
+        if (guard := self._engine.accept_guard) is not None:
+            yield from _alarms(guard)
         yield from _pages(stats)
         yield from _counts(stats)
         yield from _storage(stats.storage)
@@ -94,6 +106,37 @@ def _checks(oracle: Oracle | None) -> Iterable[Metric]:
     for verdict in ("alike", "diverged", "skipped"):
         counter.add_metric([verdict], getattr(counts, verdict))
     yield counter
+
+
+def _drafts(lengths: AcceptLengths) -> Iterable[Metric]:
+    accepted = HistogramMetricFamily(
+        "kvtide_accept_length",
+        "Tokens that a verify step gave, by the slowest tier of the request's prefix.",
+        labels=["origin"],
+    )
+    for origin, steps in lengths.steps.items():
+        reached, buckets = 0, []
+        for length in range(1, MAX_DRAFTS + 2):
+            reached += steps[length]
+            buckets.append((str(float(length)), float(reached)))
+        total = sum(length * count for length, count in steps.items())
+        accepted.add_metric([origin.value], [*buckets, ("+Inf", float(reached))], total)
+    yield accepted
+    drafts = CounterMetricFamily("kvtide_draft_tokens", "Verified drafts.", labels=["verdict"])
+    drafts.add_metric(["accepted"], lengths.accepted)
+    drafts.add_metric(["rejected"], lengths.rejected)
+    yield drafts
+
+
+def _alarms(guard: AcceptGuard) -> Iterable[Metric]:
+    alarms = CounterMetricFamily(
+        "kvtide_accept_length_alarms",
+        "Times that restored prefixes began to accept less than 0.9 of what computed ones do.",
+        labels=["origin"],
+    )
+    for origin, count in guard.alarms.items():
+        alarms.add_metric([origin.value], count)
+    yield alarms
 
 
 def _pages(stats: Stats) -> Iterable[Metric]:

@@ -3,7 +3,7 @@
 A prompt is tokenized, packed and checked once, off the engine's thread; its `n` choices share the
 packed tokens. The bodies are those of OpenAI's API, with some fields of our own: `top_k`, `min_p`,
 `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
-`recompute`, `return_token_ids`, `return_cached_tokens_details`.
+`recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class RequestParser:
             namespace=Namespace(cache_salt=body.text("cache_salt", "")),
             priority=body.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
             session=body.text("session_id", "") or None,
+            speculate=body.flag("speculate", default=True),
         )
 
     def _sampling(self, body: Fields, logprobs: int) -> SamplingParams:
@@ -300,11 +301,13 @@ class Fields:
         value = self.get(name)
         return Fields({} if value is None else value, name)
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, *, default: bool = False) -> bool:
         value = self.get(name)
-        if value is not None and type(value) is not bool:
+        if value is None:
+            return default
+        if type(value) is not bool:
             raise _wrong_type(name, value, "true or false")
-        return bool(value)
+        return value
 
     def integer(
         self, name: str, default: int | None, minimum: int, maximum: int | None = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtide.engine import Finish, SampledToken, Update
+from kvtide.engine import Finish, Request, SampledToken, Update
 from kvtide.models.tokenizer import Detokenizer, Tokenizer
 from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.request_parsing import ParsedRequest
@@ -170,8 +170,14 @@ class ResponseFormatter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
-def usage(streams: Sequence[ResponseStream], n: int, rate: RateEstimate, *, details: bool) -> Json:
-    """The usage object. The `n` choices of a prompt count its tokens once."""
+def usage(
+    streams: Sequence[ResponseStream], n: int, rate: RateEstimate, *, details: bool, drafts: bool
+) -> Json:
+    """The usage object. The `n` choices of a prompt count its tokens once.
+
+    details  of the cache, and of verify steps
+    drafts   the server speculates: count accepted and rejected drafts
+    """
     requests = [stream.request for stream in streams]
     firsts = requests[::n]  # One per prompt.
     prompt = sum(len(request.params.tokens) for request in firsts)
@@ -183,6 +189,13 @@ def usage(streams: Sequence[ResponseStream], n: int, rate: RateEstimate, *, deta
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if drafts:
+        counted["completion_tokens_details"] = {
+            "accepted_prediction_tokens": sum(request.accepted_drafts for request in requests),
+            "rejected_prediction_tokens": sum(request.rejected_drafts for request in requests),
+        }
+        if details:
+            counted["speculation"] = _speculation(requests)
     if details:
         counted["cached_tokens_details"] = {
             tier.name.lower(): sum(request.by_tier.get(tier, 0) for request in firsts)
@@ -200,6 +213,13 @@ def usage(streams: Sequence[ResponseStream], n: int, rate: RateEstimate, *, deta
         ]
         counted["timing"] = _timing(streams, cached, rate)
     return counted
+
+
+def _speculation(requests: Sequence[Request]) -> Json:
+    """Verify steps, and the tokens that one gave on average."""
+    steps = sum(request.verify_steps for request in requests)
+    given = steps + sum(request.accepted_drafts for request in requests)
+    return {"verify_steps": steps, "accept_length": round(given / steps, 3) if steps else None}
 
 
 def _timing(streams: Sequence[ResponseStream], cached: int, rate: RateEstimate) -> Json:

@@ -20,6 +20,8 @@ from kvtide.byte_sizes import parse_bytes
 from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
 from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
+from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
 from kvtide.tiers import TierSize
@@ -31,6 +33,8 @@ CONFIG = "config"
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 BACKENDS = tuple(sorted({name for _, name in CELLS}))
+NGRAM, EAGLE3, MTP, NO_SPECULATION = "ngram", "eagle3", "mtp", "none"
+"""What drafts tokens: the values of `--speculate`."""
 
 NO_STORAGE = "none"
 _LOCAL = ("file:", "memory:")
@@ -143,6 +147,18 @@ class Settings:
         False, _flag, "outputs do not depend on batches, chunks or tiers, to the last bit"
     )
 
+    speculate: str | None = setting(
+        None,
+        _one_of(NGRAM, EAGLE3, MTP, NO_SPECULATION),
+        "what drafts tokens: ngram, eagle3, mtp or none; if not given, the checkpoint's layer for "
+        "multi-token prediction, or a draft beside the weights, or none",
+        "D",
+    )
+    draft: str | None = setting(None, _text, "the folder of an EAGLE3 draft", "DIR")
+    draft_tokens: int = setting(
+        DRAFT_TOKENS, _count(1, MAX_DRAFTS), "drafts of a request in a step, at the most", "K"
+    )
+
     page_tokens: int | None = setting(None, _count(), "tokens per page; the family's own", "N")
     checkpoint_tokens: int | None = setting(
         None, _count(), "where recurrent states may be checkpointed; every page if not given", "N"
@@ -242,7 +258,11 @@ class Settings:
                 "--storage is reached through a host tier, and --host-ratio 0 leaves it out; drop "
                 "one of them"
             )
-
+        if self.draft is not None and self.speculate in (NGRAM, MTP):
+            raise SettingsError(
+                f"--draft {self.draft} is an EAGLE3 draft, and --speculate {self.speculate} drafts "
+                "without one; drop one of them"
+            )
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise SettingsError(
                 f"--device {self.device} is one device, and {self.ranks} ranks have one each; use "

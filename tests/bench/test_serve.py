@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtide.bench.conversations import (
+    DraftCounts,
     Held,
     Load,
     Phase,
@@ -132,3 +133,13 @@ def test_figures_of_recorded_events() -> None:
     assert found.hits == {"device": 0.5, "host": pytest.approx(0.005)}
     assert figures(Phase.OFF, rounds).hits == {"device": 0.0, "host": 0.0}
     assert figures(Phase.OFF, rounds).as_json()["ttft_ms"] == {"p50": 7.0, "p90": 7.0, "p99": 7.0}
+
+
+def test_figures_of_drafts() -> None:
+    event = recorded(Phase.ON, 0, 7.0)
+    plain = figures(Phase.ON, [Held(Phase.ON, 1.0, (event,))])
+    assert (plain.drafts, plain.accept_length) == (None, None)
+    drafted = [replace(event, drafts=DraftCounts(*counts)) for counts in ((4, 6, 2), (0, 0, 0))]
+    found = figures(Phase.ON, [Held(Phase.ON, 1.0, (event, *drafted))])
+    assert (found.drafts, found.accept_length) == (DraftCounts(4, 6, 2), 2.5)
+    assert DraftCounts(0, 0, 0).accept_length is None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from kvtide.bench.contestants import Full, Handle, Timings
 from kvtide.cli.main import main
 from kvtide.tiers import Layout
+from tests.models.tiny_eagle3 import tiny_eagle3
+from tests.server import tiny_model
 
 SMALL = ["--workload", "chat:users=6,turns=3", "--repetitions", "1"]
 
@@ -139,3 +142,58 @@ def test_step_measures_every_kind_of_memory(capsys) -> None:
 def test_step_refuses_an_empty_batch(capsys) -> None:
     assert main(["bench", "step", "--batch", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+
+
+# -- speculate ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
+
+
+def test_speculate_compares_tokens_a_second(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((talker / "config.json").read_text())
+    draft = tiny_eagle3(config, tmp_path / "draft")
+    few = ["--rounds", "1", "--answer-tokens", "12", "--draft", str(draft), "--json"]
+    assert main(["bench", "speculate", "--model", str(talker), *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(gain["case"], gain["at_once"]) for gain in found] == [
+        ("quotes", 1),
+        ("chat", 1),
+        ("never", 64),
+    ]
+    for gain in found:
+        assert gain["generated_tokens"] == 12 * (64 if gain["case"] == "never" else 4)
+        assert gain["on_tokens_s"] / gain["off_tokens_s"] == pytest.approx(gain["ratio"])
+        assert 1 <= gain["accept_length"] <= 4
+    assert found[0]["accepted"] + found[0]["rejected"] > 0
+    assert found[2]["accepted"] == 0, "and few are drafted: the first round was a lesson"
+
+
+def test_speculate_prints_a_table(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--rounds", "1", "--answer-tokens", "8", "--only", "quotes", "--draft-tokens", "2"]
+    assert main(["bench", "speculate", "--model", str(talker), *few]) == 0
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert "accept length" in header and row.startswith("| quotes |") and "≥ 1.6×" in row
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--draft-tokens", "17"], "--draft-tokens takes 1 to 16"),
+        (["--rounds", "0"], "--answer-tokens and --rounds must be at least 1"),
+        (["--only", "qoutes"], "qoutes is not known; use quotes, chat, never"),
+        (["--only", "chat"], "chat drafts with a draft; name its folder: --draft"),
+        (["--draft", "/nowhere"], "/nowhere: no such file or folder"),
+        (["--model", "/nowhere"], "/nowhere: no such file or folder"),
+    ],
+)
+def test_speculations_that_cannot_be_measured_are_refused(
+    talker: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if "--model" in options else ["--model", str(talker)]
+    assert main(["bench", "speculate", *model, *options]) == 2
+    assert sentence in capsys.readouterr().err

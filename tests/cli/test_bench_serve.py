@@ -53,6 +53,22 @@ def _check(result: dict[str, Any]) -> None:
         assert event["generated_tokens"] == 4 and event["ttft_ms"] > 0 and event["tpot_ms"] > 0
 
 
+def test_the_accept_length_of_a_server_that_speculates(
+    folder: Path, server: Server, capsys
+) -> None:
+    small = ["--users", "1", "--turns", "1", "--answer-tokens", "40", "--rounds", "1"]
+    arguments = ["--", str(folder), "--page-tokens", "8", "--speculate", "ngram"]
+    assert main(["bench", "serve", *small, *arguments]) == 0
+    lines = [line.replace(" ", "") for line in capsys.readouterr().out.splitlines()]
+    (length,) = (line for line in lines if line.startswith("|acceptlength|"))
+    assert 1 <= float(length.split("|")[2]) <= 4
+    for verdict in ("accepted", "rejected"):
+        (row,) = (line for line in lines if line.startswith(f"|drafts{verdict}|"))
+        assert int(row.split("|")[2]) >= 0
+    assert main(["bench", "serve", *small, "--url", server.url]) == 0
+    assert "accept length" not in capsys.readouterr().out
+
+
 def test_runs_on_one_server_do_not_help_each_other(server: Server, capsys) -> None:
     """Whatever ran before, a first turn finds the system prompt of those before it only."""
     options = ["--at-once", "1", "--rounds", "1", "--json", "--url", server.url]

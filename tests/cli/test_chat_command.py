@@ -186,6 +186,20 @@ def _check_that_nobody_listens(port: int) -> None:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def test_a_server_that_speculates_says_what_a_step_gave(folder: Path, say: Say, capsys) -> None:
+    server = ["--", str(folder), "--speculate", "ngram", "--storage", "none"]
+    assert (
+        say(["aaaaaaaaaaaaaaaa"], "--serve", "--max-tokens", "40", "--temperature", "0", *server)
+        == 0
+    )
+    found = re.search(
+        r"saved; (\d\.\d\d) tokens per verify step, (\d+) of (\d+) drafts accepted\]",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    assert 1 <= float(found[1]) <= 4 and 0 < int(found[2]) <= int(found[3])
+
+
 # -- what else may go wrong -----------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ PARAMS = RequestParams(
     namespace=Namespace("adapter", "salt"),
     priority=-(1 << 40),
     session="mine",
+    speculate=False,
 )
 
 

@@ -46,7 +46,8 @@ def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
         said, told = capfd.readouterr()
         *before, last = told.splitlines()
         assert said == "" and "Traceback" not in told
-        assert all("ready after" in line or "pages are " in line for line in before), told
+        usual = ("ready after", "pages are ", "speculation: none")
+        assert all(any(words in line for words in usual) for line in before), told
         assert last.startswith("kvtide serve: ")
         return last.removeprefix("kvtide serve: ")
 
@@ -84,6 +85,9 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "dtype": ("bfloat16", "bfloat16"),
     "kv_dtype": ("fp16", "fp16"),
     "deterministic": ("true", True),
+    "speculate": ("ngram", "ngram"),
+    "draft": ("folder", "folder"),
+    "draft_tokens": ("16", 16),
     "page_tokens": ("32", 32),
     "checkpoint_tokens": ("64", 64),
     "tokens_per_checkpoint": ("256", 256),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.bench import conversations
-from kvtide.bench.conversations import Held, Load, Phase, Reply, StreamEvent, Turn
+from kvtide.bench.conversations import DraftCounts, Held, Load, Phase, Reply, StreamEvent, Turn
 from kvtide.cli.client import (
     DETAILS,
     KEY_VARIABLE,
@@ -221,6 +221,7 @@ async def _ask(client: ServerClient, turn: Turn, salt: str) -> Reply:
     tokens: list[int] = []
     times: list[float] = []
     by_tier: Mapping[str, int] = {}
+    drafts: DraftCounts | None = None
     began = time.perf_counter()
     async for chunk in client.stream("/v1/completions", body):
         new = [token for choice in chunk["choices"] for token in choice.get("token_ids", ())]
@@ -228,10 +229,15 @@ async def _ask(client: ServerClient, turn: Turn, salt: str) -> Reply:
             tokens += new
             times.append(time.perf_counter())
         if chunk.get("usage"):
-            by_tier = Usage.read(chunk["usage"]).by_tier
+            usage = Usage.read(chunk["usage"])
+            by_tier = usage.by_tier
+            if usage.verify_steps is not None:
+                drafts = DraftCounts(
+                    usage.verify_steps, usage.accepted_drafts, usage.rejected_drafts
+                )
     if not tokens:
         raise CutError("it has no token ids; use a server that `kvtide serve` started")
-    return Reply(tuple(tokens), began, times[0], times[-1], by_tier)
+    return Reply(tuple(tokens), began, times[0], times[-1], by_tier, drafts)
 
 
 # -- report -----------------------------------------------------------------------------------
@@ -290,7 +296,20 @@ def _phase_table(result: Json) -> str:
         (f"prompt from {tier}", f"{share:.1%}", f"{off['hits'].get(tier, 0.0):.1%}", "–")
         for tier, share in on["hits"].items()
     ]
-    return table(("all turns", "cache on", "cache off", "on/off"), [*rows, *hits])
+    drafts = _draft_rows(on, off) if on["drafts"] is not None else []
+    return table(("all turns", "cache on", "cache off", "on/off"), [*rows, *hits, *drafts])
+
+
+def _draft_rows(on: Json, off: Json) -> list[tuple[str, ...]]:
+    """Of a server that speculates."""
+    lengths = [phase["accept_length"] for phase in (on, off)]
+    rows: list[tuple[str, ...]] = [
+        ("accept length", *map(_number, lengths), _times(_ratio(*lengths)))
+    ]
+    for verdict in ("accepted", "rejected"):
+        counts = (f"{phase['drafts'][verdict]:,}" for phase in (on, off))
+        rows.append((f"drafts {verdict}", *counts, "–"))
+    return rows
 
 
 def _turn_table(result: Json) -> str:

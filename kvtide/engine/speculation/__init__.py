@@ -13,5 +13,6 @@ engine without speculation, at any temperature.
 `ngram`           prompt lookup: drafts from the request's own tokens
 `draft_length`    how many drafts a request gets
 `saved_states`    running states as they were before the drafts
+`accept_lengths`  what verify steps gave, by the origin of a prefix; `accept_guard` compares origins
 `speculation`     the parts together, as the engine calls them
 """

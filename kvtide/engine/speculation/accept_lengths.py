@@ -49,6 +49,7 @@ class AcceptLengths:
         self.rejected += drafts - accepted
         request.accepted_drafts += accepted
         request.rejected_drafts += drafts - accepted
+        request.verify_steps += 1
 
     def mean(self, *origins: PrefixOrigin) -> float:
         """Tokens per verify step, over all origins if none is named; 0 without any step."""

@@ -9,6 +9,7 @@ from kvtide.engine.request import Request, RequestState
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import SampledToken
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.draft_length import DraftLength
 from kvtide.engine.speculation.drafter import Drafter, DraftWish
@@ -19,13 +20,15 @@ MAX_DRAFTS = 16
 
 
 class Speculation:
-    """`lengths`: what verify steps gave."""
+    """`lengths`: what verify steps gave. `guard`: compares them by origin, where a draft
+    model keeps state in pages: here, or on the last stage."""
 
     def __init__(
         self, cache: TieredCache, scheduler: Scheduler, drafter: Drafter, draft_tokens: int
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
         self.lengths = AcceptLengths()
+        self.guard = AcceptGuard(drafter.writes) if drafter.captures else None
         self._scheduler = scheduler
         self._drafter = drafter
         self._draft_length = DraftLength(draft_tokens, drafter.cost)
@@ -62,6 +65,8 @@ class Speculation:
         for chunk, accepted in chunks:
             request, drafts = chunk.request, len(chunk.drafts)
             self.lengths.verified(request, drafts, accepted)
+            if self.guard is not None:
+                self.guard.verified(request, accepted + 1)
             self._draft_length.verified(request, drafts, accepted)
             if accepted == drafts or not self._states.needed:
                 request.computed = chunk.end + accepted

@@ -1,0 +1,267 @@
+"""What speculation is worth: tokens per second with it and without, in one run.
+
+Two engines have one model's weights: one with a drafter, one without. The same requests go through
+both in alternating rounds (on, off, off, on, …), so that a machine that slows down does so for
+both. Greedy answers must be the same. A first round, which is not counted, leaves the prompts in
+both caches: decoding is what is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Engine, Request, RequestParams
+from kvtide.engine.runner import StepOutput
+from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.speculation.drafter import Drafter, DraftWish
+from kvtide.engine.speculation.model_drafter import ModelDrafter
+from kvtide.engine.speculation.ngram import NgramDrafter
+from kvtide.models import build
+from kvtide.models.chat import Conversation
+from kvtide.models.checkpoint import Checkpoint, OnDevice
+from kvtide.models.draft import DraftModel
+from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.model import Decoder
+from kvtide.models.model_errors import CheckpointError
+from kvtide.models.tokenizer import Tokenizer, load_tokenizer
+from kvtide.spec.families import KVDType
+
+NEVER_BATCH = 64
+_TEXT = (
+    "The harbour of Port Ellery lies in a bay that faces north. Twice a day the tide fills the "
+    "bay, and twice a day it leaves the boats on the mud. The fishermen know the hours by heart. "
+    "Maria Lund, who keeps the lighthouse, writes the height of the water into a green book every "
+    "morning. In the winter of 1953 the water rose two metres above the quay, and the town built a "
+    "wall of granite. Since then the market has moved up the hill, where it stands today."
+)
+_CODE = """\
+def total_price(items, discount):
+    total = 0
+    for item in items:
+        price = item["price"] * item["count"]
+        total = total + price
+    if discount > 0:
+        total = total - total * discount
+    return total
+"""
+QUOTES = (
+    f"Copy the following text word for word, but write Anna instead of Maria.\n\n{_TEXT}",
+    f"Correct the spelling of this text and return the whole text.\n\n{_TEXT}",
+    f"Rename the variable `total` to `result` in this function and show all of it.\n\n{_CODE}",
+    "Summarise this text. Quote the most important sentences word for word, in quotation marks."
+    f"\n\n{_TEXT}",
+)
+"""Prompts whose answers quote them: three edits and a summary."""
+
+CHAT = (
+    "What causes the tides?",
+    "Give me three tips for sleeping better.",
+    "Explain to a child why the sky is blue.",
+    "Write a short story about a lighthouse keeper.",
+)
+PROSE = tuple(f"Write a paragraph about the number {number}." for number in range(NEVER_BATCH))
+
+
+class WrongDrafter:
+    """Proposes as many drafts as it may, each wrong almost surely."""
+
+    cost = NgramDrafter.cost
+    captures: tuple[int, ...] = ()
+    writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+        """Tokens are all it needs."""
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        return [
+            tuple((7919 * (wish.request.length + n) + 31) % self._vocabulary for n in range(limit))
+            for wish in wishes
+            for limit in (wish.limit,)
+        ]
+
+
+# -- what is measured -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCase:
+    """`at_once`: requests that decode together. `goal`: tokens/s with drafts over those without."""
+
+    name: str
+    prompts: tuple[str, ...]
+    at_once: int
+    goal: float
+    drafter: Callable[[ModelBed, TieredCache], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationGain:
+    """`ratio`: the median over the pairs of rounds."""
+
+    case: str
+    at_once: int
+    draft_tokens: int
+    generated_tokens: int
+    on_tokens_s: float
+    off_tokens_s: float
+    ratio: float
+    goal: float
+    accept_length: float
+    accepted: int
+    rejected: int
+
+    @property
+    def reached(self) -> bool:
+        return self.ratio >= self.goal
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"reached": self.reached}
+
+
+def _ngram(bed: ModelBed, cache: TieredCache) -> Drafter:
+    return NgramDrafter()
+
+
+def _wrong(bed: ModelBed, cache: TieredCache) -> Drafter:
+    return WrongDrafter(bed.model.vocabulary)
+
+
+def _model(bed: ModelBed, cache: TieredCache) -> Drafter:
+    assert bed.draft is not None, "a draft's case needs the draft"
+    return ModelDrafter(bed.draft, bed.draft.captures, cache, bed.model.vocabulary)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        SpeculationCase("quotes", QUOTES, 1, 1.6, _ngram),
+        SpeculationCase("chat", CHAT, 1, 1.4, _model),
+        SpeculationCase("never", PROSE, NEVER_BATCH, 0.9, _wrong),
+    )
+}
+"""`quotes`: n-gram; `chat`: a draft model; `never`: drafts that are never accepted."""
+
+
+class ModelBed:
+    """A model for all cases; with a draft its memory has the draft's pools."""
+
+    def __init__(self, checkpoint: Checkpoint, draft: str | None, device: torch.device) -> None:
+        opened = None if draft is None else open_draft(draft)
+        on_cpu = device.type == "cpu"
+        with device:
+            self.model: Decoder = build(
+                checkpoint.config,
+                OnDevice(checkpoint.weights, device),
+                kv_dtype=KVDType.FP32 if on_cpu else KVDType.BF16,
+                dtype=torch.float32 if on_cpu else torch.bfloat16,
+                draft=opened,
+            )
+        self.draft: DraftModel | None = None if opened is None else opened.build(self.model)
+        self.device = device
+        tokenizer = load_tokenizer(checkpoint)
+        if tokenizer is None:
+            raise CheckpointError(
+                f"{checkpoint.path}: there is no tokenizer, and the prompts are texts; pass a "
+                "model with one"
+            )
+        self.tokenizer: Tokenizer = tokenizer
+
+    def params(self, text: str, answer_tokens: int) -> RequestParams:
+        """A chat's first turn, answered greedily and to the full length."""
+        message = {"role": "user", "content": text}
+        return RequestParams(
+            tuple(self.tokenizer.encode_chat(Conversation([message]))), answer_tokens
+        )
+
+    def engine(self, case: SpeculationCase, tokens: int, draft_tokens: int | None) -> Engine:
+        """Without drafts if `draft_tokens` is None."""
+        config = CacheConfig(Tokens(tokens), host_size=None, device=str(self.device))
+        cache = TieredCache(self.model.memory, config)
+        running = max(case.at_once, 2)
+        if draft_tokens is None:
+            return Engine(self.model, cache, max_running=running)
+        drafter = case.drafter(self, cache)
+        return Engine(
+            self.model, cache, max_running=running, drafter=drafter, draft_tokens=draft_tokens
+        )
+
+
+# -- measuring --------------------------------------------------------------------------------
+
+Progress = Callable[[Sequence[int], int, str], Any]
+
+
+def measure(
+    bed: ModelBed,
+    case: SpeculationCase,
+    answer_tokens: int,
+    draft_tokens: int,
+    rounds: int,
+    progress: Progress,
+) -> SpeculationGain:
+    params = [bed.params(text, answer_tokens) for text in case.prompts]
+    page = bed.model.memory.page_tokens
+    longest = max(len(each.tokens) for each in params) + answer_tokens
+    tokens = len(params) * (longest // page + 2) * page
+    on, off = (bed.engine(case, tokens, k) for k in (draft_tokens, None))
+    try:
+        expected = _serve(off, params, case.at_once)[1]
+        _serve(on, params, case.at_once)
+        assert on.accept_lengths is not None, "an engine with a drafter counts"
+        before = on.accept_lengths.accepted, on.accept_lengths.rejected
+        steps_before = _verify_steps(on)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for number in progress(range(rounds), rounds, case.name):
+            for speculates in (number % 2 == 0, number % 2 == 1):
+                took_s, answers = _serve(on if speculates else off, params, case.at_once)
+                assert answers == expected, f"{case.name}: speculation changed an answer"
+                seconds[speculates].append(took_s)
+        accepted, rejected = on.accept_lengths.accepted, on.accept_lengths.rejected
+        steps = _verify_steps(on) - steps_before
+    finally:
+        on.cache.close()
+        off.cache.close()
+    generated = sum(len(answer) for answer in expected)
+    return SpeculationGain(
+        case=case.name,
+        at_once=case.at_once,
+        draft_tokens=draft_tokens,
+        generated_tokens=generated,
+        on_tokens_s=generated / statistics.median(seconds[True]),
+        off_tokens_s=generated / statistics.median(seconds[False]),
+        ratio=statistics.median(b / a for a, b in zip(seconds[True], seconds[False], strict=True)),
+        goal=case.goal,
+        accept_length=1 + (accepted - before[0]) / steps if steps else 1.0,
+        accepted=accepted - before[0],
+        rejected=rejected - before[1],
+    )
+
+
+def _verify_steps(engine: Engine) -> int:
+    assert engine.accept_lengths is not None, "an engine with a drafter counts"
+    return sum(counts.total() for counts in engine.accept_lengths.steps.values())
+
+
+def _serve(
+    engine: Engine, params: Sequence[RequestParams], at_once: int
+) -> tuple[float, list[list[int]]]:
+    """Seconds, and the answers' tokens."""
+    requests: list[Request] = []
+    began = time.perf_counter()
+    for first in range(0, len(params), at_once):
+        requests += [engine.submit(each) for each in params[first : first + at_once]]
+        while not engine.idle:
+            engine.step()
+    seconds = time.perf_counter() - began
+    return seconds, [[token.token for token in request.output] for request in requests]
