@@ -157,7 +157,7 @@ def test_speculate_compares_tokens_a_second(
 ) -> None:
     config = json.loads((talker / "config.json").read_text())
     draft = tiny_eagle3(config, tmp_path / "draft")
-    few = ["--rounds", "1", "--answer-tokens", "6", "--draft", str(draft), "--json"]
+    few = ["--rounds", "1", "--answer-tokens", "12", "--draft", str(draft), "--json"]
     assert main(["bench", "speculate", "--model", str(talker), *few]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(gain["case"], gain["at_once"]) for gain in found] == [
@@ -166,7 +166,7 @@ def test_speculate_compares_tokens_a_second(
         ("never", 64),
     ]
     for gain in found:
-        assert gain["generated_tokens"] == 6 * (64 if gain["case"] == "never" else 4)
+        assert gain["generated_tokens"] == 12 * (64 if gain["case"] == "never" else 4)
         assert gain["on_tokens_s"] / gain["off_tokens_s"] == pytest.approx(gain["ratio"])
         assert 1 <= gain["accept_length"] <= 4
     assert found[0]["accepted"] + found[0]["rejected"] > 0
