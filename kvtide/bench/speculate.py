@@ -76,6 +76,7 @@ class WrongDrafter:
     cost = NgramDrafter.cost
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary

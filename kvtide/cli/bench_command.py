@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from kvtide.bench import draft_cost, hitrate, index_cost, speculate, step_cost
-from kvtide.cli import bench_gpu, bench_replay, bench_serve, bench_storage, bench_transfer
+from kvtide.cli.bench import (
+    bench_gpu,
+    bench_replay,
+    bench_serve,
+    bench_storage,
+    bench_transfer,
+)
 from kvtide.cli.console import CommandError, progress, table
 from kvtide.engine import EngineError
 from kvtide.engine.speculation.speculation import MAX_DRAFTS

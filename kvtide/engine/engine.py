@@ -84,7 +84,8 @@ class Engine:
         drafter: Drafter | None = None,
         draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
-        check_declared_state(model, cache.config.torch_device)
+        draft = drafter.model if drafter is not None else None
+        check_declared_state(model, cache.config.torch_device, draft)
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer

@@ -9,7 +9,7 @@ from kvtide.bench.gpu import multi_turn, overheads, throughput, transformers_pee
 from kvtide.bench.gpu.ceilings import Ceilings
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.shapes import deepseek_v4_flash, qwen3_8b, tiny
-from kvtide.cli import bench_gpu
+from kvtide.cli.bench import bench_gpu
 from kvtide.cli.main import main
 
 BEST = Ceilings(flops=1e12, bytes_s=1e10, link_bytes_s=1e9)

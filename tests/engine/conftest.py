@@ -10,6 +10,7 @@ import torch
 from kvtide.engine import engine
 from kvtide.engine.state_check import check_declared_state
 from kvtide.models import Model
+from kvtide.models.draft import DraftModel
 from tests.engine.restoring import SHARED
 
 
@@ -17,9 +18,9 @@ from tests.engine.restoring import SHARED
 def _checked_once() -> Iterator[None]:
     known: list[Model] = []
 
-    def check(model: Model, device: torch.device) -> None:
+    def check(model: Model, device: torch.device, draft: DraftModel | None) -> None:
         if not any(model is one for one in known):
-            check_declared_state(model, device)
+            check_declared_state(model, device, draft)
             known.extend(one for one in SHARED if one is model)
 
     with pytest.MonkeyPatch.context() as patch:

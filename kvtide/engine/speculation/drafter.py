@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.models.draft import DraftModel
 
 
 class DraftWish(NamedTuple):
@@ -25,11 +26,13 @@ class Drafter(Protocol):
               verify step
     captures  the layers of the target whose inputs it takes, as of `CapturedStates`
     writes    the sidecar pools that `extend` writes
+    model     the draft model, where there is one on this rank
     """
 
     cost: float
     captures: tuple[int, ...]
     writes: tuple[str, ...]
+    model: DraftModel | None
 
     def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
         """A step of these chunks has run, and its tokens are sampled and accepted."""

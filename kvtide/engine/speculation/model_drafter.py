@@ -94,7 +94,7 @@ class ModelDrafter:
         vocabulary: int,
         topology: RankTopology = _ALONE,
     ) -> None:
-        self._draft, self._cache, self._vocabulary = draft, cache, vocabulary
+        self.model, self._cache, self._vocabulary = draft, cache, vocabulary
         self._topology = topology
         self._staging = Staging(cache.config.torch_device)
         self._extended: WeakKeyDictionary[Lease, _Extended] = WeakKeyDictionary()
@@ -104,17 +104,17 @@ class ModelDrafter:
 
     def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
         """Extend the draft over those tokens of a step whose next token is known."""
-        if self._draft is None:
+        if self.model is None:
             return
         rows = []
         for number, chunk in enumerate(chunks):
             if chunk.request.params.speculate:
                 first, captured = output.captured(number)
-                if (row := self._row(self._draft, chunk.request, first, captured)) is not None:
+                if (row := self._row(self.model, chunk.request, first, captured)) is not None:
                     rows.append(row)
         if not rows:
             return
-        hidden = self._forward(self._draft, rows)
+        hidden = self._forward(self.model, rows)
         end = 0
         for row in rows:
             end += len(row.tokens)
@@ -140,17 +140,17 @@ class ModelDrafter:
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         drafting = [_Drafting(*wish) for wish in wishes]
         hidden = None
-        if self._draft is not None:
+        if self.model is not None:
             hidden = torch.cat([self._extended[each.request.held].hidden for each in drafting])
         active = drafting
         while active:
             self._draft_next(active, hidden)
             going_on = [n for n, each in enumerate(active) if len(each.drafts) < each.limit]
             active = [active[n] for n in going_on]
-            if active and self._draft is not None and hidden is not None:
+            if active and self.model is not None and hidden is not None:
                 features = hidden[self._staging.indices(going_on)]
                 rows = [each.row(features[n : n + 1]) for n, each in enumerate(active)]
-                hidden = self._forward(self._draft, rows)
+                hidden = self._forward(self.model, rows)
         return [tuple(each.drafts) for each in drafting]
 
     def _draft_next(self, active: Sequence[_Drafting], hidden: Tensor | None) -> None:
@@ -158,8 +158,8 @@ class ModelDrafter:
         device = self._cache.config.torch_device
         tokens = torch.empty(len(active), dtype=torch.int64, device=device)
         if self._topology.is_logits_rank:
-            assert self._draft is not None and hidden is not None, "it has the last stage"
-            tokens = self._sampled(self._draft, active, hidden)
+            assert self.model is not None and hidden is not None, "it has the last stage"
+            tokens = self._sampled(self.model, active, hidden)
         chosen = self._topology.broadcast_logits(tokens).tolist()
         for each, token in zip(active, chosen, strict=True):
             each.drafts.append(token)

@@ -15,6 +15,7 @@ from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.models.draft import DraftModel
 
 SIZES = (4, 2)
 """How many tokens must recur; the first size that does decides."""
@@ -62,6 +63,7 @@ class NgramDrafter:
     cost = 0.05
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
 
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Request, list[_Occurrences]] = WeakKeyDictionary()

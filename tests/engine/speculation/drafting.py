@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import Drafter, DraftWish
+from kvtide.models.draft import DraftModel
 from tests.models.tiny import VOCABULARY
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
@@ -22,6 +23,7 @@ class ErringDrafter:
     cost = 0.0
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
 
     def __init__(self, answers: Answers, errors: float, seed: int = 0) -> None:
         self._answers, self._errors = answers, errors
@@ -55,6 +57,7 @@ class ConsistentDrafter:
     def __init__(self, inner: Drafter, seen: Seen) -> None:
         self._inner, self.seen = inner, seen
         self.cost, self.captures, self.writes = 0.0, inner.captures, inner.writes
+        self.model = inner.model
         self.compared = 0
 
     def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:

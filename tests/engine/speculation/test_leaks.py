@@ -13,6 +13,7 @@ from kvtide.engine import Engine, RequestParams
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.models.draft import DraftModel
 from kvtide.spec import ModelMemory, Tier
 
 PAGE, SAID = 16, 7
@@ -25,6 +26,7 @@ class GuessingDrafter:
     cost = 0.0
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng

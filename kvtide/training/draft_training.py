@@ -1,0 +1,260 @@
+"""All of a draft's training, in order: answers, vocabulary, hidden states, training, measurement.
+
+The target is built once, with pools for the draft in its memory: it answers the prompts without a
+draft, gives its hidden states, and verifies the drafts of the held-out measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvtide.models import build
+from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
+from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.model import Decoder
+from kvtide.models.tokenizer import load_tokenizer
+from kvtide.spec.families import KVDType
+from kvtide.training.draft_shape import DraftShape, ShapeRequest, draft_shape
+from kvtide.training.draft_vocabulary import DraftVocabulary, choose_vocabulary
+from kvtide.training.eagle3_training import DraftTraining, TrainingPlan, TrainingStep
+from kvtide.training.features import target_states
+from kvtide.training.generate import (
+    Answered,
+    AnswerPlan,
+    Report,
+    generate,
+    load_answers,
+    save_answers,
+)
+from kvtide.training.held_out import HeldOut, HeldOutPlan, measure_held_out
+from kvtide.training.prompts import (
+    EncodedPrompts,
+    PromptFile,
+    TrainingError,
+    encode_prompts,
+    overlapping,
+)
+from kvtide.training.publish import TrainedDraft
+from kvtide.training.starting_weights import start_from_target
+from kvtide.training.trainable_eagle3 import TrainableEagle3
+
+ANSWERS = "answers.safetensors"
+"""The file of answers beside a draft; who ships the draft leaves it out."""
+_DTYPES = {"cpu": (torch.float32, KVDType.FP32), "cuda": (torch.bfloat16, KVDType.BF16)}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """What is trained, and how long.
+
+    resume         go on from the draft in the folder
+    measure_every  steps between measurements on held-out prompts; one more at the end
+    """
+
+    shape: ShapeRequest = field(default_factory=ShapeRequest)
+    answers: AnswerPlan = field(default_factory=AnswerPlan)
+    training: TrainingPlan = field(default_factory=TrainingPlan)
+    held_out: HeldOutPlan = field(default_factory=HeldOutPlan)
+    resume: bool = False
+    report_every: int = 50
+    measure_every: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingText:
+    """Prompts to learn from and prompts to measure with; answers end at one of `stop_ids`."""
+
+    training: Sequence[EncodedPrompts]
+    held_out: Sequence[EncodedPrompts] = ()
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [prompt for file in self.training for prompt in file.prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """A published draft. `coverage`: of the answers' tokens, the fraction that it may predict."""
+
+    bytes: int
+    weights: int
+    coverage: float
+    answer_tokens: int
+    last: TrainingStep
+    held_out: list[HeldOut]
+
+
+class TrainingTarget:
+    """A model that is to have a draft, and the untrained draft."""
+
+    def __init__(self, checkpoint: Checkpoint, shape: DraftShape, device: torch.device) -> None:
+        self.checkpoint, self.shape, self.device = checkpoint, shape, device
+        self.draft = TrainableEagle3(shape).to(device)
+        dtype, kv_dtype = _DTYPES[device.type]
+        placeholder = _first_tokens(shape)
+        with device:
+            self.model: Decoder = build(
+                checkpoint.config,
+                OnDevice(checkpoint.weights, device),
+                kv_dtype=kv_dtype,
+                dtype=dtype,
+                draft=TrainedDraft.of(self.draft, placeholder).opened(),
+            )
+
+    def measure(
+        self, trained: TrainedDraft, text: TrainingText, plan: HeldOutPlan
+    ) -> list[HeldOut]:
+        """The accept length with the draft as it is published."""
+        draft = trained.opened().build(self.model)
+        return measure_held_out(self.model, draft, text.held_out, plan, text.stop_ids)
+
+
+def open_target(path: Path, asked: ShapeRequest, device: torch.device) -> TrainingTarget:
+    """The model in this folder or GGUF file, and a draft for it."""
+    checkpoint = open_checkpoint(path)
+    return TrainingTarget(checkpoint, draft_shape(checkpoint.config, asked), device)
+
+
+def train_draft(
+    target: TrainingTarget,
+    text: TrainingText,
+    options: TrainingOptions,
+    folder: Path,
+    report: Report,
+) -> TrainingResult:
+    """Train a draft and publish it into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    answered = _answers(target, text, options.answers, folder, report)
+    vocabulary = _start(target, answered, folder, options.resume, report)
+    states = target_states(target.model, target.shape.captures, answered, report)
+    tokens = None if vocabulary is None else vocabulary.tokens
+    trainer = DraftTraining(target.draft, target.model, tokens, options.training)
+
+    def after(step: TrainingStep) -> None:
+        report(_line(step))
+        if step.number % options.measure_every == 0:
+            trained = TrainedDraft.of(target.draft, vocabulary)
+            trained.publish(folder)
+            for found in target.measure(trained, text, options.held_out):
+                report(f"held out: {found.category} accepts {found.accept_length:.2f} a step")
+
+    last = trainer.run(states, after, options.report_every)
+    trained = TrainedDraft.of(target.draft, vocabulary)
+    return TrainingResult(
+        trained.publish(folder),
+        target.shape.weights,
+        1.0 if vocabulary is None else vocabulary.coverage,
+        sum(len(one.answer) for one in answered),
+        last,
+        target.measure(trained, text, options.held_out),
+    )
+
+
+def encoded(
+    checkpoint: Checkpoint,
+    training: Sequence[PromptFile],
+    held_out: Sequence[PromptFile],
+    options: TrainingOptions,
+    max_positions: int,
+) -> TrainingText:
+    """Prompts as the target takes them; refuses what cannot be used."""
+    tokenizer = load_tokenizer(checkpoint)
+    if tokenizer is None:
+        raise TrainingError(
+            f"{checkpoint.path}: the model has no tokenizer, and prompts are text; put its "
+            "tokenizer.json there"
+        )
+    if both := overlapping(training, held_out):
+        raise TrainingError(
+            f"{len(both)} prompts are both trained on and held out, {sorted(both)[0][:40]!r} for "
+            "one; held-out prompts must be others"
+        )
+    room = max_positions - options.answers.max_tokens
+    held_room = max_positions - options.held_out.max_tokens
+    return TrainingText(
+        [encode_prompts(file, tokenizer, room) for file in training],
+        [encode_prompts(file, tokenizer, held_room) for file in held_out],
+        tokenizer.special.stop_ids,
+    )
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+def _answers(
+    target: TrainingTarget,
+    text: TrainingText,
+    plan: AnswerPlan,
+    folder: Path,
+    report: Report,
+) -> list[Answered]:
+    """The target's answers: those in the folder, if they are of these prompts and this plan."""
+    prompts, stop_ids = text.prompts, text.stop_ids
+    made_from = (target.checkpoint.fingerprint(), prompts, asdict(plan), sorted(stop_ids))
+    label = hashlib.sha256(repr(made_from).encode()).hexdigest()
+    answered = load_answers(folder / ANSWERS, label)
+    if answered is None:
+        answered = generate(target.model, prompts, plan, stop_ids, report)
+        save_answers(folder / ANSWERS, answered, label)
+        source = "generated"
+    else:
+        source = f"{folder / ANSWERS} has"
+    tokens = sum(len(one.answer) for one in answered)
+    report(f"{source} {tokens:,} tokens in {len(answered):,} answers to {len(prompts):,} prompts")
+    # Without two tokens of an answer there is nothing to predict.
+    if not (usable := [one for one in answered if len(one.answer) > 1]):
+        raise TrainingError(
+            "the model ends every answer at once, and there is nothing to learn from; use other "
+            "prompts, or a model that answers"
+        )
+    return usable
+
+
+def _start(
+    target: TrainingTarget,
+    answered: Sequence[Answered],
+    folder: Path,
+    resume: bool,
+    report: Report,
+) -> DraftVocabulary | None:
+    """The weights to begin with: the target's, or those of a draft that was trained before."""
+    shape = target.shape
+    tokens = target.model.vocabulary
+    vocabulary = choose_vocabulary(answered, shape.vocabulary, tokens)
+    if vocabulary is not None:
+        report(f"{shape.predicted:,} tokens cover {vocabulary.coverage:.1%} of the answers")
+    if resume:
+        known = open_draft(folder)
+        if known.config.values != shape.config():
+            raise TrainingError(
+                f"{folder}: the draft there has another shape; train into another folder, or ask "
+                "for that shape"
+            )
+        state = {name: known.weights.get(name) for name in target.draft.state_dict()}
+        target.draft.load_state_dict(state)
+        if vocabulary is None:
+            return None
+        kept = known.weights.get("d2t") + torch.arange(shape.predicted)
+        report(f"goes on from the draft in {folder}")
+        return DraftVocabulary(kept, tokens, vocabulary.coverage)
+    weights = OnDevice(target.checkpoint.weights, target.device)
+    start_from_target(target.draft, target.model, weights, vocabulary)
+    return vocabulary
+
+
+def _first_tokens(shape: DraftShape) -> DraftVocabulary | None:
+    """In the place of a vocabulary until there are answers."""
+    if shape.vocabulary is None:
+        return None
+    return DraftVocabulary(torch.arange(shape.vocabulary), shape.target_vocabulary, 0.0)
+
+
+def _line(step: TrainingStep) -> str:
+    right = " ".join(f"{one:.3f}" for one in step.top_1)
+    return f"step {step.number:,}: loss {step.loss:.3f}, top-1 by draft {right}"

@@ -1,0 +1,50 @@
+"""The tokens that a draft may predict: those that the target uses most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtide.training.generate import Answered
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """`tokens`: the target's token of each of the draft's, ascending. `coverage`: the fraction of
+    the counted text that they make up."""
+
+    tokens: Tensor
+    target_tokens: int
+    coverage: float
+
+    @property
+    def d2t(self) -> Tensor:
+        """Of each of the draft's tokens, how far ahead of it the target's is."""
+        return self.tokens - torch.arange(len(self.tokens))
+
+    @property
+    def t2d(self) -> Tensor:
+        """Of each of the target's tokens, whether the draft has it."""
+        known = torch.zeros(self.target_tokens, dtype=torch.bool)
+        known[self.tokens] = True
+        return known
+
+
+def choose_vocabulary(
+    answered: Iterable[Answered], count: int | None, target_tokens: int
+) -> DraftVocabulary | None:
+    """The `count` tokens that answers use most; of equally frequent ones, the lower.
+
+    None where the draft has all of the target's tokens.
+    """
+    if count is None:
+        return None
+    said = [torch.tensor(one.answer, dtype=torch.long) for one in answered]
+    counts = torch.bincount(torch.cat(said), minlength=target_tokens)
+    order = torch.sort(counts, descending=True, stable=True).indices
+    tokens = order[:count].sort().values
+    covered = int(counts[tokens].sum()) / max(1, int(counts.sum()))
+    return DraftVocabulary(tokens, target_tokens, covered)

@@ -1,0 +1,80 @@
+"""A trained draft on disk, in the published format: `config.json` and `model.safetensors`, bf16."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvtide.models.checkpoint import Checkpoint
+from kvtide.models.draft_checkpoint import DraftCheckpoint
+from kvtide.models.safetensors_folder import Stored, missing
+from kvtide.spec.config import Config
+from kvtide.training.draft_vocabulary import DraftVocabulary
+from kvtide.training.trainable_eagle3 import TrainableEagle3
+
+
+class TensorsInMemory:
+    """Tensors as `checkpoint.StoredWeights`."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def get(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise missing(Path("a draft in training"), name)
+        return self._tensors[name]
+
+    def stored(self, name: str) -> Stored:
+        data = self._tensors[name].contiguous().view(torch.uint8).numpy().reshape(-1)
+        shape = tuple(self._tensors[name].shape)
+        return Stored(f"{self._tensors[name].dtype} {shape}", data, data.size // shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedDraft:
+    """A draft's config and tensors, as they are published."""
+
+    config: dict[str, object]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        draft: TrainableEagle3,
+        vocabulary: DraftVocabulary | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> TrainedDraft:
+        tensors = draft.tensors(dtype)
+        if vocabulary is not None:
+            tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+        return cls(draft.shape.config(), tensors)
+
+    def opened(self) -> DraftCheckpoint:
+        """As `open_draft` gives it from disk."""
+        config = Config("the draft in training", self.config)
+        weights = TensorsInMemory(self.tensors)
+        return DraftCheckpoint(Checkpoint(Path(), self.config, weights, {}), config)
+
+    def publish(self, folder: Path) -> int:
+        """Write the folder's two files, each whole or not at all; returns the weights' bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        weights, config = folder / "model.safetensors", folder / "config.json"
+        save_file(self.tensors, weights.with_suffix(".new"), {"format": "pt"})
+        config.with_suffix(".new").write_text(json.dumps(self.config, indent=2) + "\n", "utf-8")
+        for file in (weights, config):
+            new = file.with_suffix(".new")
+            new.chmod(0o644)
+            new.replace(file)
+        return weights.stat().st_size

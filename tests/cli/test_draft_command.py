@@ -1,0 +1,105 @@
+"""`kvtide draft train` from prompts to a folder that opens, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtide.cli.main import main
+from kvtide.models.draft_checkpoint import open_draft
+from tests.server import tiny_model
+
+FEW = ["--draft-vocab", "100", "--steps", "8", "--answers", "2", "--answer-tokens", "12",
+       "--batch-tokens", "256", "--measure-every", "50", "--device", "cpu"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.save(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.txt"
+    path.write_text("What is rain?\nTell me of boats.\nBread?\n")
+    return path
+
+
+def test_a_draft_is_trained_measured_and_published(
+    model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unseen, out = tmp_path / "unseen.txt", tmp_path / "draft"
+    unseen.write_text("Why is the sea salty?\n\nList three\ntrees.\n")
+    words = ["draft", "train", str(model), "--text", str(chat), "--out", str(out)]
+    assert main([*words, "--held-out", str(unseen), *FEW]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"generated 72 tokens in 6 answers to 3 prompts", said)
+    assert re.search(r"100 tokens cover \d+\.\d% of the answers", said)
+    assert re.search(r"step 8: loss \d+\.\d+, top-1 by draft [\d.]+ [\d.]+ [\d.]+", said)
+    size = (out / "model.safetensors").stat().st_size
+    assert f"{out}: {size:,} bytes, " in said
+    assert "tokens per step, 3 drafts" in said
+    assert re.search(r"\| unseen +\| +2 \| +\d+ \| +\d\.\d\d \|", said)
+    assert open_draft(out).config.count("draft_vocab_size") == 100
+
+    assert main([*words, "--resume", *FEW]) == 0
+    said = capsys.readouterr().out
+    assert "answers.safetensors has 72 tokens" in said and "goes on from the draft" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--steps", "0"], "--steps is 0; use at least 1"),
+        (["--draft-vocab", "-4"], "--draft-vocab is -4; use at least 1"),
+        (["--draft-tokens", "17"], "--draft-tokens is 17; use 1 to 16"),
+        (["--minutes", "0"], "--minutes is 0; use more than 0"),
+        (["--learning-rate", "0"], "--learning-rate is 0; use more than 0"),
+        (["--answer-tokens", "1"], "--answer-tokens is 1, and a draft predicts tokens after it"),
+        (["--capture", "2,x"], "--capture is '2,x'; use numbers of layers, like 2,15,27"),
+        (["--capture", "1,9"], "layer 9 cannot be captured: the model has 2 layers"),
+        (["--max-size", "much"], "much"),
+        (["--max-size", "10KB"], "10,000 were asked for; use a smaller --draft-vocab"),
+        (["--answer-tokens", "4090"], "tokens, and 6 fit beside an answer; shorten it"),
+        (["--held-out", "{chat}"], "3 prompts are both trained on and held out, 'Bread?' for one"),
+        (["--text", "{folder}/none.txt"], "none.txt: not readable as text"),
+        (["--temperature", "-1"], "--temperature is -1; use 0 to 100"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    words: list[str],
+    sentence: str,
+    model: Path,
+    chat: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [word.format(chat=chat, folder=tmp_path) for word in words]
+    command = ["draft", "train", str(model), "--text", str(chat), "--out", str(tmp_path / "d")]
+    assert main([*command, *FEW, *asked]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvtide draft: ") and sentence in error, error
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_model_that_is_not_there_or_has_no_tokenizer_is_refused(
+    chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tiny_model.save(tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    for place, sentence in ((bare, "the model has no tokenizer"), (tmp_path / "x", "no such file")):
+        words = ["draft", "train", str(place), "--text", str(chat), "--out", str(tmp_path / "d")]
+        assert main([*words, *FEW]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(
+    model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["draft", "train", str(model), "--text", str(chat), "--out", str(tmp_path / "d")]
+    assert main([*words, "--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no such device here; use cpu" in capsys.readouterr().err
