@@ -1,9 +1,10 @@
 """What speculation is worth: tokens per second with it and without, in one run.
 
 Two engines have one model's weights: one with a drafter, one without. The same requests go through
-both in alternating rounds (on, off, off, on, …), so that a machine that slows down does so for
-both. Greedy answers must be the same. A first round, which is not counted, leaves the prompts in
-both caches: decoding is what is measured.
+both at the same time, a step of one, then a step of the other, so that a machine that slows down
+does so for both. Greedy answers must be the same. A first round, which is not counted, leaves the
+prompts in both caches and lets the engine learn what drafts are worth: decoding is what is
+measured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,7 +108,7 @@ class SpeculationCase:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationGain:
-    """`ratio`: the median over the pairs of rounds."""
+    """`ratio`: the median over the rounds."""
 
     case: str
     at_once: int
@@ -216,31 +217,30 @@ def measure(
     tokens = len(params) * (longest // page + 2) * page
     on, off = (bed.engine(case, tokens, k) for k in (draft_tokens, None))
     try:
-        expected = _serve(off, params, case.at_once)[1]
-        _serve(on, params, case.at_once)
         assert on.accept_lengths is not None, "an engine with a drafter counts"
+        answers = _serve((on, off), params, case.at_once).answers
         before = on.accept_lengths.accepted, on.accept_lengths.rejected
         steps_before = _verify_steps(on)
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for number in progress(range(rounds), rounds, case.name):
-            for speculates in (number % 2 == 0, number % 2 == 1):
-                took_s, answers = _serve(on if speculates else off, params, case.at_once)
-                assert answers == expected, f"{case.name}: speculation changed an answer"
-                seconds[speculates].append(took_s)
+        seconds: list[tuple[float, ...]] = []
+        for _ in progress(range(rounds), rounds, case.name):
+            served = _serve((on, off), params, case.at_once)
+            assert served.answers == answers, f"{case.name}: an answer differs between rounds"
+            seconds.append(served.seconds)
+        assert answers[0] == answers[1], f"{case.name}: speculation changed an answer"
         accepted, rejected = on.accept_lengths.accepted, on.accept_lengths.rejected
         steps = _verify_steps(on) - steps_before
     finally:
         on.cache.close()
         off.cache.close()
-    generated = sum(len(answer) for answer in expected)
+    generated = sum(len(answer) for answer in answers[0])
     return SpeculationGain(
         case=case.name,
         at_once=case.at_once,
         draft_tokens=draft_tokens,
         generated_tokens=generated,
-        on_tokens_s=generated / statistics.median(seconds[True]),
-        off_tokens_s=generated / statistics.median(seconds[False]),
-        ratio=statistics.median(b / a for a, b in zip(seconds[True], seconds[False], strict=True)),
+        on_tokens_s=generated / statistics.median(on_s for on_s, _ in seconds),
+        off_tokens_s=generated / statistics.median(off_s for _, off_s in seconds),
+        ratio=statistics.median(off_s / on_s for on_s, off_s in seconds),
         goal=case.goal,
         accept_length=1 + (accepted - before[0]) / steps if steps else 1.0,
         accepted=accepted - before[0],
@@ -253,15 +253,29 @@ def _verify_steps(engine: Engine) -> int:
     return sum(counts.total() for counts in engine.accept_lengths.steps.values())
 
 
+class _Served(NamedTuple):
+    """Of each engine: seconds in its steps, and the answers' tokens."""
+
+    seconds: tuple[float, ...]
+    answers: list[list[list[int]]]
+
+
 def _serve(
-    engine: Engine, params: Sequence[RequestParams], at_once: int
-) -> tuple[float, list[list[int]]]:
-    """Seconds, and the answers' tokens."""
-    requests: list[Request] = []
-    began = time.perf_counter()
+    engines: tuple[Engine, Engine], params: Sequence[RequestParams], at_once: int
+) -> _Served:
+    """The requests through both engines, `at_once` at a time, in alternating steps."""
+    seconds = [0.0, 0.0]
+    requests: list[list[Request]] = [[], []]
     for first in range(0, len(params), at_once):
-        requests += [engine.submit(each) for each in params[first : first + at_once]]
-        while not engine.idle:
-            engine.step()
-    seconds = time.perf_counter() - began
-    return seconds, [[token.token for token in request.output] for request in requests]
+        for engine, mine in zip(engines, requests, strict=True):
+            mine += [engine.submit(each) for each in params[first : first + at_once]]
+        number = 0
+        while not all(engine.idle for engine in engines):
+            number += 1
+            for which in (0, 1) if number % 2 else (1, 0):
+                if not engines[which].idle:
+                    began = time.perf_counter()
+                    engines[which].step()
+                    seconds[which] += time.perf_counter() - began
+    answers = [[[token.token for token in one.output] for one in mine] for mine in requests]
+    return _Served((seconds[0], seconds[1]), answers)
