@@ -63,6 +63,17 @@ def _read(store, objects):
     return [bytes(t[:n]) if n != MISSING else None for t, n in zip(targets, lengths, strict=True)]
 
 
+def _read_in_the_end(store, objects):
+    """A server that has just thawed may be slow for a while."""
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return _read(store, objects)
+        except StoreError:
+            if time.monotonic() > until:
+                raise
+
+
 def _raises_in_time(call):
     start = time.monotonic()
     with pytest.raises(StoreError) as raised:
@@ -240,7 +251,7 @@ def test_a_frozen_server_is_an_error_in_time_and_works_when_it_thaws(own_server,
     finally:
         own_server.thaw()
     # What the frozen server had not answered comes late, on connections that nobody reads.
-    assert _read(store, objects) == list(objects.values())
+    assert _read_in_the_end(store, objects) == list(objects.values())
 
 
 def test_waiting_for_a_connection_ends_in_time(own_server, open_here):
