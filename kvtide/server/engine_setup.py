@@ -78,6 +78,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     config = cache_config(settings)
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
     choice = choose_speculation(settings, checkpoint)
+    draft_tokens = choice.draft_tokens(settings)
     model = _build(settings, checkpoint, device, topology, choice)
     draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
@@ -97,7 +98,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         oracle=_oracle(settings, cache),
         topology=topology,
         drafter=make_drafter(choice, draft, model, cache, topology),
-        draft_tokens=settings.draft_tokens,
+        draft_tokens=draft_tokens,
     )
     try:
         _prepare(engine)
@@ -106,7 +107,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
-    speculation = choice.sentence(settings.draft_tokens)
+    speculation = choice.sentence(draft_tokens)
     return Serving(EngineRank(engine, topology), name, storage, speculation)
 
 

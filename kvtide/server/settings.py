@@ -21,6 +21,7 @@ from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
 from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
 from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
@@ -155,8 +156,11 @@ class Settings:
         "D",
     )
     draft: str | None = setting(None, _text, "the folder of an EAGLE3 draft", "DIR")
-    draft_tokens: int = setting(
-        DRAFT_TOKENS, _count(1, MAX_DRAFTS), "drafts of a request in a step, at the most", "K"
+    draft_tokens: int | None = setting(
+        None,
+        _count(1, MAX_DRAFTS),
+        f"drafts of a request in a step; {NGRAM_DRAFTS} if not given with ngram, else {DRAFT_TOKENS}",
+        "K",
     )
 
     page_tokens: int | None = setting(None, _count(), "tokens per page; the family's own", "N")

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from kvtide.cache import TieredCache
 from kvtide.engine import RankTopology
+from kvtide.engine.engine import DRAFT_TOKENS
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
-from kvtide.engine.speculation.ngram import NgramDrafter
+from kvtide.engine.speculation.ngram import NGRAM_DRAFTS, NgramDrafter
 from kvtide.models import build_mtp, has_mtp
 from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.draft import DraftModel
@@ -45,6 +46,10 @@ class SpeculationChoice:
         if self.draft is not None:
             return self.draft.fingerprint()
         return target if self.method == MTP else b""
+
+    def draft_tokens(self, settings: Settings) -> int:
+        """Drafts of a request in a step, at the most."""
+        return settings.draft_tokens or (NGRAM_DRAFTS if self.method == NGRAM else DRAFT_TOKENS)
 
     def sentence(self, draft_tokens: int) -> str:
         """The line about speculation that a starting server prints."""

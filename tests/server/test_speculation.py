@@ -212,7 +212,7 @@ def speculation(model_folder: Path) -> Callable[..., str]:
 def test_the_line_names_what_drafts(speculation: Callable[..., str], draft: Path) -> None:
     assert speculation() == "speculation: none"
     assert speculation(speculate="none", draft=str(draft)) == "speculation: none"
-    assert speculation(speculate="ngram") == "speculation: ngram, up to 3 drafts"
+    assert speculation(speculate="ngram") == "speculation: ngram, up to 7 drafts"
     assert speculation(draft=str(draft), draft_tokens=7) == (
         f"speculation: eagle3 of {draft}, up to 7 drafts"
     )
