@@ -159,7 +159,7 @@ class Settings:
     draft_tokens: int | None = setting(
         None,
         _count(1, MAX_DRAFTS),
-        f"drafts of a request in a step; {NGRAM_DRAFTS} if not given with ngram, else {DRAFT_TOKENS}",
+        f"drafts of a request in a step, at most; {NGRAM_DRAFTS} with ngram, else {DRAFT_TOKENS}",
         "K",
     )
 
