@@ -106,6 +106,7 @@ class Engine:
         )
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.has_graphs)
         self._overlap = Overlap(cache, self._runner)
+        self._draft_sidecars = cache.memory.draft_sidecars
         self._speculation: Speculation | None = None
         if drafter is not None:
             self._speculation = Speculation(cache, self.scheduler, drafter, draft_tokens)
@@ -261,13 +262,12 @@ class Engine:
                 if not self._written_late(chunk.request):
                     self._commit_computed(chunk.request)
 
-    def _written_late(self, request: Request) -> tuple[str, ...]:
-        """The sidecars that a drafter writes for the request once its tokens are accepted."""
-        return () if self._speculation is None else self._speculation.writes(request)
+    def _written_late(self, request: Request) -> bool:
+        """A draft model writes its own state of the request's tokens once they are accepted."""
+        return self._speculation is not None and self._speculation.writes(request)
 
     def _commit_computed(self, request: Request) -> None:
-        written = self._written_late(request)
-        absent = [name for name in self.cache.memory.draft_sidecars if name not in written]
+        absent = () if self._written_late(request) else self._draft_sidecars
         self.cache.commit(request.held, request.computed, without=absent)
 
     def _score(self, chunk: ScheduledChunk, number: int, output: StepOutput) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.cache.hardware import formats
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.spec import ALL, Tier
 from kvtide.storage import objects
@@ -172,8 +173,8 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
         )
         cache = TieredCache(memory, config)
         cache.storage.attach(link := cache.storage.link(past.open(cache)))
-        for anchor in memory.anchors:
-            in_place = link._host_pages.in_place(anchor.name, 1) is not None
+        for one in formats(memory, config).values():
+            in_place = link._host_pages.in_place(one, 1) is not None
             assert in_place == (layout is Layout.PAGE_FIRST_DIRECT)
         engine = Engine(model_of(family), cache, chunk_tokens=64)
         request = engine.submit(RequestParams(prompt, ANSWER_TOKENS, SAMPLING))

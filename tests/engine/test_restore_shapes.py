@@ -20,7 +20,6 @@ from kvtide.storage import open_store
 from tests.engine.restoring import SAMPLING, text
 from tests.models.test_deepseek_v4 import REAL
 from tests.models.tiny import ours
-from tests.models.tiny_mtp import guessing
 
 PATIENT = FetchPatience("wait_complete", min_tokens=1)
 _NUMBERS = count()
@@ -83,11 +82,3 @@ def test_packed_pages_are_restored_bit_for_bit(family: str) -> None:
 def test_published_blocks_are_restored_bit_for_bit(page_tokens: int, kv_dtype: KVDType) -> None:
     model = ours(REAL, deterministic=True, page_tokens=page_tokens, kv_dtype=kv_dtype)
     check_restored(model, pages=2)
-
-
-def test_what_guesses_the_token_after_next_is_restored_bit_for_bit() -> None:
-    """Its window is a draft's: a page is whole only with the token behind it."""
-    tokens = text(random.Random(3), 5 * 16 + 3)
-    model = guessing([*tokens, 7], deterministic=True)
-    assert model.memory.optional_sidecars("swa") == ("draft",)
-    check_restored(model, pages=5, answer=1)

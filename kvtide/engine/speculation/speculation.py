@@ -38,9 +38,9 @@ class Speculation:
         """The request may get drafts after this step, so that the next step cannot be planned."""
         return request.params.speculate and self._draft_length.of(request) > 0
 
-    def writes(self, request: Request) -> tuple[str, ...]:
-        """The sidecar pools that are written for this request."""
-        return self._drafter.writes if request.params.speculate else ()
+    def writes(self, request: Request) -> bool:
+        """Sidecars are written for this request."""
+        return bool(self._drafter.writes) and request.params.speculate
 
     def before(self, chunks: Sequence[ScheduledChunk]) -> None:
         """A step is about to run: keep the states that its drafts change."""
