@@ -259,17 +259,26 @@ class Scheduler:
     # -- the next step ----------------------------------------------------------------------
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The chunks of the next step, decode first; a request without slots is retracted."""
+        """The chunks of the next step, decode first.
+
+        Where a request finds no slots the latest one of the lowest priority is retracted, and so on
+        until it does or is that one itself: the oldest always goes on.
+        """
         ready = sorted(self._ready(), key=_schedule_order)
         decoding = sum(request.length - request.computed == 1 for request in ready)
         left, chunks = self._token_budget(decoding), []
         for request in ready:
             count = min(request.length - request.computed, left)
-            if count == 0:
+            if count == 0 or request.lease is None:
                 continue
             end = self._grown(request, request.computed + count)
+            while end is None and request.lease is not None:
+                victim = min(self.running, key=lambda r: (r.params.priority, -r.number))
+                self.retract(victim)
+                left += sum(chunk.tokens for chunk in chunks if chunk.request is victim)
+                chunks = [chunk for chunk in chunks if chunk.request is not victim]
+                end = None if victim is request else self._grown(request, request.computed + count)
             if end is None:
-                self.retract(request)
                 continue
             if self._states:
                 end = self._cut_at_checkpoint(request, end)
