@@ -266,7 +266,7 @@ class Scheduler:
         """
         ready = sorted(self._ready(), key=_schedule_order)
         decoding = sum(request.length - request.computed == 1 for request in ready)
-        left, chunks = self._token_budget(decoding), []
+        left, chunks = self._token_budget(decoding), list[ScheduledChunk]()
         for request in ready:
             count = min(request.length - request.computed, left)
             if count == 0 or request.lease is None:
