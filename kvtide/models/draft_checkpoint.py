@@ -14,8 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtide.layers import Blueprint
-from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
+from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.eagle3 import Eagle3, Eagle3Weights, captured_layers, target_tokens
 from kvtide.models.model import Decoder
 from kvtide.spec import ModelMemory
@@ -69,16 +68,8 @@ class DraftCheckpoint:
                 f"the memory of {target.memory.model} has no pools for its {layers} layers; build "
                 "the target with this draft, and the draft beside the target's last stage"
             )
-        device = target.head.weight.device
-        blueprint = Blueprint(
-            self.config,
-            OnDevice(self.weights, device),
-            target.memory,
-            target.ops,
-            target.dtype,
-            ranks=target.ranks,
-        )
-        with device:
+        blueprint = target.draft_blueprint(self.config, self.weights)
+        with target.head.weight.device:
             return Eagle3(blueprint, self.captures(target.memory), target.embedding)
 
     def captures(self, memory: ModelMemory) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ import torch
 from kvtide.layers import Blueprint, Weights, choose
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 from kvtide.models.bamba import Bamba
-from kvtide.models.checkpoint import OnDevice
 from kvtide.models.deepseek import DeepSeek2, DeepSeek3, DeepSeekNextToken, Glm4MoeLite
 from kvtide.models.deepseek_dsa import DeepSeek32, GlmMoeDsa, SparseNextToken
 from kvtide.models.deepseek_v4 import DeepSeekV4, DeepSeekV4NextToken
@@ -199,14 +198,6 @@ def build_mtp(config: Mapping[str, object], weights: Weights, target: Decoder) -
             f"the memory of {target.memory.model} has no pools for its layer for multi-token "
             "prediction; build the target with mtp=True, and the draft beside its last stage"
         )
-    device = target.head.weight.device
-    blueprint = Blueprint(
-        published.fields,
-        OnDevice(published.weights, device),
-        target.memory,
-        target.ops,
-        target.dtype,
-        ranks=target.ranks,
-    )
-    with device:
+    blueprint = target.draft_blueprint(published.fields, published.weights)
+    with target.head.weight.device:
         return draft(target, blueprint)

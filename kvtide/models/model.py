@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtide.layers import Blueprint, ForwardPass, Step
+from kvtide.layers import Blueprint, ForwardPass, Step, Weights
 from kvtide.layers.dense import Linear
+from kvtide.models.checkpoint import OnDevice
 from kvtide.models.draft import CapturedStates
 from kvtide.spec import ModelMemory
+from kvtide.spec.config import Config
 
 Layer = Callable[[Tensor, ForwardPass], Tensor]
 
@@ -105,6 +107,12 @@ class Decoder:
         if captured is not None and self.is_last:
             captured.enter(self.memory.layers, x)
         return x
+
+    def draft_blueprint(self, config: Config, weights: Weights) -> Blueprint:
+        """For a draft beside this model: on its device, in its dtype and arithmetic, on its ranks,
+        with its memory. On the last stage only."""
+        there = OnDevice(weights, self.head.weight.device)
+        return Blueprint(config, there, self.memory, self.ops, self.dtype, ranks=self.ranks)
 
     def carried(self, tokens: Tensor) -> Tensor:
         return torch.empty(len(tokens), self.width, dtype=self.dtype, device=tokens.device)

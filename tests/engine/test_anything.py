@@ -1,7 +1,7 @@
 """Anything at once: whatever is asked of a small engine ends, and its answers are right.
 
 Priorities, sessions, aborts, retractions, scored and recomputed prompts, checks of restores and
-flushes, drawn from a seed, on a device of a few pages; every other seed has drafts too. A run whose
+flushes, random by a seed, on a device of a few pages; every other seed has drafts too. A run whose
 requests neither speak nor end for a long time has lost one.
 """
 

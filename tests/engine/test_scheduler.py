@@ -566,6 +566,19 @@ def test_a_retracted_request_gets_its_old_place_and_its_pages_back(desk):
     assert at.scheduler.running == [second] and third.state is RequestState.WAITING
 
 
+def test_for_the_oldest_request_the_latest_gives_up_its_slots(desk, monkeypatch):
+    """Two requests that retract themselves in turns would never end."""
+    at = desk()
+    oldest, latest = at.queue(2, answer=8), at.queue(2, answer=8)
+    at.step()
+    grow = at.cache.grow
+    monkeypatch.setattr(
+        at.cache, "grow", lambda lease, tokens: latest.lease is None and grow(lease, tokens)
+    )
+    assert [chunk.request for chunk in at.step()] == [oldest]
+    assert latest.state is RequestState.WAITING and latest.lease is None
+
+
 def test_a_retracted_request_holds_nothing(desk):
     at = desk()
     request = at.queue(3)

@@ -11,6 +11,7 @@ engine without speculation, at any temperature.
 
 `drafter`         what proposes drafts
 `ngram`           prompt lookup: drafts from the request's own tokens
+`model_drafter`   drafts by a draft model (EAGLE3, MTP) over the target's pages
 `draft_length`    how many drafts a request gets
 `saved_states`    running states as they were before the drafts
 `accept_lengths`  what verify steps gave, by the origin of a prefix; `accept_guard` compares origins

@@ -27,7 +27,6 @@ class SavedStates:
         (none,) = cache.agreement.all_true([not self._pools])
         self.needed = not none
         self._rows: dict[Request, int] = {}
-        self._slots: dict[str, Tensor] = {}
         self._saved: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def save(self, requests: Sequence[Request]) -> None:

@@ -1,4 +1,4 @@
-"""Drafters for tests: right as often as they are told to be."""
+"""Drafters for tests, with a chosen rate of errors."""
 
 from __future__ import annotations
 
