@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, islice
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -45,6 +47,8 @@ from kvtide.training.trainable_eagle3 import TrainableEagle3
 
 ANSWERS = "answers.safetensors"
 """The file of answers beside a draft; who ships the draft leaves it out."""
+STATES_FRACTION = 0.6
+"""Of a device's free memory, for hidden states."""
 _ENDLESS = TimeBudget()
 _DTYPES = {"cpu": (torch.float32, KVDType.FP32), "cuda": (torch.bfloat16, KVDType.BF16)}
 
@@ -143,7 +147,8 @@ def train_draft(
     vocabulary = _start(target, answered, folder, options.resume, report)
     captures, model = target.shape.captures, target.model
     held_out = _held_out_states(target, text, options.held_out)
-    states = target_states(model, captures, answered, report, budget.end_of(time_budget.STATES))
+    fitting = _fitting(target, answered, report)
+    states = target_states(model, captures, fitting, report, budget.end_of(time_budget.STATES))
     tokens = None if vocabulary is None else vocabulary.tokens
     trainer = DraftTraining(target.draft, model, tokens, options.training)
 
@@ -240,18 +245,37 @@ def _usable(answered: Sequence[Answered]) -> list[Answered]:
     return usable
 
 
+def _fitting(
+    target: TrainingTarget, answered: Sequence[Answered], report: Report
+) -> Sequence[Answered]:
+    """As many answers as the device has memory for beside the training, in random order."""
+    mixed = list(answered)
+    Random(0).shuffle(mixed)
+    if target.device.type != "cuda":
+        return mixed
+    free, _ = torch.cuda.mem_get_info(target.device)
+    row = (len(target.shape.captures) + 1) * target.model.width * target.model.dtype.itemsize
+    ends = accumulate(len(one.tokens) * row for one in mixed)
+    count = sum(end <= STATES_FRACTION * free for end in ends)
+    if count < len(mixed):
+        report(f"hidden states of {count:,} of {len(mixed):,} answers fit into the device's memory")
+    return mixed[: max(1, count)]
+
+
 def _held_out_states(
     target: TrainingTarget, text: TrainingText, plan: HeldOutPlan
 ) -> dict[str, TargetStates]:
     """Hidden states over greedy answers to the held-out prompts, by category."""
+    prompts = [prompt for file in text.held_out for prompt in file.prompts]
+    if not prompts:
+        return {}
+    answered = iter(generate(target.model, prompts, plan.greedy, text.stop_ids, _silent))
     found = {}
     for file in text.held_out:
-        answered = generate(target.model, file.prompts, plan.greedy, text.stop_ids, _silent)
-        usable = [one for one in answered if len(one.answer) > 1]
-        if usable:
-            found[file.category] = target_states(
-                target.model, target.shape.captures, usable, _silent
-            )
+        some = [one for one in islice(answered, len(file.prompts)) if len(one.answer) > 1]
+        if some:
+            captures = target.shape.captures
+            found[file.category] = target_states(target.model, captures, some, _silent)
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -64,7 +65,8 @@ class Answered:
 class AnswerPlan:
     """How prompts are answered: `count` times each, the first time greedily.
 
-    at_once  requests that run together
+    at_once      requests that run together
+    cuda_graphs  of their steps, where the device has them: few answers take less time without
     """
 
     max_tokens: int = 256
@@ -72,6 +74,14 @@ class AnswerPlan:
     temperature: float = 0.8
     seed: int = 0
     at_once: int = 256
+    cuda_graphs: bool = True
+
+    def order(self, prompts: int) -> list[tuple[int, int]]:
+        """Prompts and answers by number: all first answers, then all second ones, each in random
+        order, so that an end in between leaves no kind of prompt out."""
+        numbers = list(range(prompts))
+        Random(self.seed).shuffle(numbers)
+        return [(number, answer) for answer in range(self.count) for number in numbers]
 
     def sampling(self, prompt: int, answer: int) -> SamplingParams:
         if answer == 0:
@@ -105,16 +115,20 @@ def generate(
     asked = len(prompts) * plan.count
     at_once = min(plan.at_once, asked)
     cache = open_training_cache(target, (at_once + 1) * longest)
-    engine = Engine(target, cache, chunk_tokens=CHUNK_TOKENS, max_running=at_once)
-    todo = iter(
-        [(answer, number) for answer in range(plan.count) for number in range(len(prompts))]
+    engine = Engine(
+        target,
+        cache,
+        chunk_tokens=CHUNK_TOKENS,
+        max_running=at_once,
+        cuda_graphs=plan.cuda_graphs,
     )
+    todo = iter(plan.order(len(prompts)))
     requests: dict[tuple[int, int], Request] = {}
     progress = Progress(report)
     while time.monotonic() < until:
         # A short queue: the scheduler looks at every waiting request.
         wanted = at_once - engine.scheduler.waiting
-        for answer, number in islice(todo, wanted):
+        for number, answer in islice(todo, wanted):
             sampling = plan.sampling(number, answer)
             params = RequestParams(prompts[number], plan.max_tokens, sampling, stop_ids)
             requests[number, answer] = engine.submit(params)
