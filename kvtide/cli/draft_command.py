@@ -7,13 +7,13 @@ kvtide draft answer MODEL --text FILES --out FILE
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from kvtide.cli.console import CommandError, parse_size, table
-from kvtide.models.default_model import NAME, default_model
+from kvtide.models.default_model import NAME, default_model, shipped_draft
 from kvtide.models.model_errors import CheckpointError
 from kvtide.spec import SpecError
 from kvtide.tiers import TierError
@@ -28,13 +28,14 @@ from kvtide.training.draft_training import (
     train_draft,
 )
 from kvtide.training.eagle3_training import TrainingPlan
+from kvtide.training.evaluation import Evaluated, evaluate_draft, open_trained
 from kvtide.training.generate import AnswerFile, AnswerPlan, Report, generate
 from kvtide.training.held_out import HeldOutPlan
 from kvtide.training.prompts import TrainingError, read_prompts
 from kvtide.training.time_budget import TimeBudget
 
 REFUSALS = (CheckpointError, CommandError, SpecError, TierError, TrainingError)
-_ANSWERS, _TRAINING = AnswerPlan(), TrainingPlan()
+_ANSWERS, _TRAINING, _HELD_OUT = AnswerPlan(), TrainingPlan(), HeldOutPlan()
 _ENDLESS = 10**9
 """Steps of a training that its time ends."""
 
@@ -76,12 +77,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     _add_answer_plan(answer)
     answer.set_defaults(run=_answer)
+    evaluate = verbs.add_parser(
+        "evaluate",
+        help="measure the accept length of a draft",
+        description="Answer the prompts of text files with a draft. At a temperature the expected "
+        "acceptance is shown too: with shared random numbers, as here, and by rejection sampling.",
+    )
+    _add_model(evaluate)
+    evaluate.add_argument("--draft", type=Path, metavar="DIR", help="its folder (the model's own)")
+    evaluate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(0: greedy)")
+    tokens = {"--answer-tokens": (_HELD_OUT.max_tokens, "of an answer, at the most")}
+    drafts = {"--draft-tokens": (_HELD_OUT.draft_tokens, "drafts of a verify step")}
+    _add_numbers(evaluate, tokens | drafts)
+    evaluate.set_defaults(run=_evaluate)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a folder, a .gguf file, or {NAME}")
     parser.add_argument("--text", nargs="+", required=True, type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda if there is one")
+
+
+def _add_time_and_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random")
     parser.add_argument(
         "--minutes", type=float, metavar="M",
@@ -106,6 +123,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answer_plan(parser: argparse.ArgumentParser) -> None:
+    _add_time_and_seed(parser)
     whole: dict[str, tuple[int, str]] = {
         "--answers": (_ANSWERS.count, "to every prompt, the first one greedy"),
         "--answer-tokens": (_ANSWERS.max_tokens, "of an answer, at the most"),
@@ -184,6 +202,38 @@ def _answer(args: argparse.Namespace) -> int:
     return 0
 
 
+def _evaluate(args: argparse.Namespace) -> int:
+    _check_positive(args, "answer_tokens")
+    _check_drafts(args)
+    _check_temperature(args)
+    files = [read_prompts(path) for path in args.text]
+    path = _model(args)
+    if (folder := args.draft or shipped_draft(path)) is None:
+        raise CommandError(f"{args.model} has no draft that comes with it; name one with --draft")
+    plan = HeldOutPlan(args.answer_tokens, args.draft_tokens, temperature=args.temperature)
+    target = open_trained(path, folder, _device(args.device))
+    text = encoded(target, (), files, TrainingOptions(held_out=plan))
+    print(_evaluated(evaluate_draft(target, folder, text, plan), plan))
+    return 0
+
+
+def _evaluated(rows: Sequence[Evaluated], plan: HeldOutPlan) -> str:
+    header = ["text", "prompts", "verify steps", f"tokens per step, {plan.draft_tokens} drafts"]
+    if plan.temperature == 0:
+        header += ["predicted"]
+    else:
+        header += ["expected", "by rejection", "first draft accepted", "by rejection"]
+    cells = []
+    for row in rows:
+        one, cell = row.measured, row.acceptance
+        figures = [row.predicted or 0.0] if plan.temperature == 0 else []
+        if cell is not None:
+            figures += [cell.shared_length, cell.rejection_length, cell.shared, cell.rejection]
+        numbers = [f"{figure:.2f}" for figure in (one.accept_length, *figures)]
+        cells.append([one.category, one.prompts, f"{one.steps:,}", *numbers])
+    return table(header, cells)
+
+
 def _reporter(budget: TimeBudget) -> Report:
     def report(line: str) -> None:
         print(f"[{budget.seconds:6.1f} s] {line}", flush=True)
@@ -194,7 +244,11 @@ def _reporter(budget: TimeBudget) -> Report:
 def _target(args: argparse.Namespace, shape: ShapeRequest) -> TrainingTarget:
     device = _device(args.device)
     torch.manual_seed(args.seed)
-    return open_target(default_model() if args.model == NAME else Path(args.model), shape, device)
+    return open_target(_model(args), shape, device)
+
+
+def _model(args: argparse.Namespace) -> Path:
+    return default_model() if args.model == NAME else Path(args.model)
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -209,8 +263,7 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
     for name in ("draft_vocab", "layers", "intermediate", "steps", "batch_tokens", "warm_up",
                  "predict_every"):  # fmt: skip
         _check_positive(args, name)
-    if not 1 <= args.draft_tokens <= 16:
-        raise CommandError(f"--draft-tokens is {args.draft_tokens}; use 1 to 16")
+    _check_drafts(args)
     if args.learning_rate <= 0:
         raise CommandError(f"--learning-rate is {args.learning_rate:g}; use more than 0")
     size = None if args.max_size is None else parse_size(args.max_size)
@@ -237,8 +290,7 @@ def _answer_plan(args: argparse.Namespace) -> AnswerPlan:
         _check_positive(args, name)
     if args.minutes is not None and args.minutes <= 0:
         raise CommandError(f"--minutes is {args.minutes:g}; use more than 0")
-    if not 0 <= args.temperature <= 100:
-        raise CommandError(f"--temperature is {args.temperature:g}; use 0 to 100")
+    _check_temperature(args)
     if args.answer_tokens < 2:
         raise CommandError("--answer-tokens is 1, and a draft predicts tokens after it; use more")
     return AnswerPlan(args.answer_tokens, args.answers, args.temperature, args.seed, args.at_once)
@@ -248,6 +300,16 @@ def _check_positive(args: argparse.Namespace, name: str) -> None:
     value = getattr(args, name)
     if value is not None and value < 1:
         raise CommandError(f"--{name.replace('_', '-')} is {value}; use at least 1")
+
+
+def _check_drafts(args: argparse.Namespace) -> None:
+    if not 1 <= args.draft_tokens <= 16:
+        raise CommandError(f"--draft-tokens is {args.draft_tokens}; use 1 to 16")
+
+
+def _check_temperature(args: argparse.Namespace) -> None:
+    if not 0 <= args.temperature <= 100:
+        raise CommandError(f"--temperature is {args.temperature:g}; use 0 to 100")
 
 
 def _layers(text: str) -> tuple[int, ...]:

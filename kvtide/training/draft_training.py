@@ -14,16 +14,21 @@ from pathlib import Path
 from random import Random
 
 import torch
+from torch import Tensor
 
 from kvtide.models import build
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
-from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.model import Decoder
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.spec.families import KVDType
 from kvtide.training import time_budget
 from kvtide.training.draft_shape import DraftShape, ShapeRequest, draft_shape
-from kvtide.training.draft_vocabulary import DraftVocabulary, choose_vocabulary
+from kvtide.training.draft_vocabulary import (
+    DraftVocabulary,
+    choose_vocabulary,
+    known_vocabulary,
+)
 from kvtide.training.eagle3_training import DraftTraining, TrainingPlan, TrainingStep
 from kvtide.training.features import TargetStates, target_states
 from kvtide.training.generate import Answered, AnswerFile, AnswerPlan, Report, generate
@@ -146,7 +151,7 @@ def train_draft(
     answered = _usable(given) if given else _answers(target, text, options, folder, report, budget)
     vocabulary = _start(target, answered, folder, options.resume, report)
     captures, model = target.shape.captures, target.model
-    held_out = _held_out_states(target, text, options.held_out)
+    held_out = held_out_states(target, text, options.held_out)
     fitting = _fitting(target, answered, report)
     states = target_states(model, captures, fitting, report, budget.end_of(time_budget.STATES))
     tokens = None if vocabulary is None else vocabulary.tokens
@@ -262,14 +267,14 @@ def _fitting(
     return mixed[: max(1, count)]
 
 
-def _held_out_states(
+def held_out_states(
     target: TrainingTarget, text: TrainingText, plan: HeldOutPlan
 ) -> dict[str, TargetStates]:
-    """Hidden states over greedy answers to the held-out prompts, by category."""
+    """Hidden states over the target's answers to the held-out prompts, by category."""
     prompts = [prompt for file in text.held_out for prompt in file.prompts]
     if not prompts:
         return {}
-    answered = iter(generate(target.model, prompts, plan.greedy, text.stop_ids, _silent))
+    answered = iter(generate(target.model, prompts, plan.answers, text.stop_ids, _silent))
     found = {}
     for file in text.held_out:
         some = [one for one in islice(answered, len(file.prompts)) if len(one.answer) > 1]
@@ -291,28 +296,34 @@ def _start(
     report: Report,
 ) -> DraftVocabulary | None:
     """The weights to begin with: the target's, or those of a draft that was trained before."""
-    shape = target.shape
-    tokens = target.model.vocabulary
-    vocabulary = choose_vocabulary(answered, shape.vocabulary, tokens)
-    if vocabulary is not None:
-        report(f"{shape.predicted:,} tokens cover {vocabulary.coverage:.1%} of the answers")
+    count, tokens = target.shape.vocabulary, target.model.vocabulary
     if resume:
-        known = open_draft(folder)
-        if known.config.values != shape.config():
-            raise TrainingError(
-                f"{folder}: the draft there has another shape; train into another folder, or ask "
-                "for that shape"
-            )
-        state = {name: known.weights.get(name) for name in target.draft.state_dict()}
-        target.draft.load_state_dict(state)
-        if vocabulary is None:
-            return None
-        kept = known.weights.get("d2t") + torch.arange(shape.predicted)
+        kept = load_trained(target, open_draft(folder))
+        vocabulary = None if kept is None else known_vocabulary(answered, kept, tokens)
         report(f"goes on from the draft in {folder}")
-        return DraftVocabulary(kept, tokens, vocabulary.coverage)
-    weights = OnDevice(target.checkpoint.weights, target.device)
-    start_from_target(target.draft, target.model, weights, vocabulary)
+    else:
+        vocabulary = choose_vocabulary(answered, count, tokens)
+        weights = OnDevice(target.checkpoint.weights, target.device)
+        start_from_target(target.draft, target.model, weights, vocabulary)
+    if vocabulary is not None:
+        report(f"{count:,} tokens cover {vocabulary.coverage:.1%} of the answers")
     return vocabulary
+
+
+def load_trained(target: TrainingTarget, known: DraftCheckpoint) -> Tensor | None:
+    """Give the target's draft the weights of one that was trained; returns the target's token of
+    each of the draft's."""
+    shape = target.shape
+    if known.config.values != shape.config():
+        raise TrainingError(
+            f"{known.checkpoint.path}: the draft there has another shape; train into another "
+            "folder, or ask for that shape"
+        )
+    state = {name: known.weights.get(name) for name in target.draft.state_dict()}
+    target.draft.load_state_dict(state)
+    if shape.vocabulary is None:
+        return None
+    return known.weights.get("d2t") + torch.arange(shape.predicted)
 
 
 def _first_tokens(shape: DraftShape) -> DraftVocabulary | None:

@@ -94,7 +94,7 @@ class DraftTraining:
         vocabulary: Tensor | None,
         plan: TrainingPlan,
     ) -> None:
-        self.draft, self._target, self._plan = draft, target, plan
+        self.draft, self.target, self._plan = draft, target, plan
         device = target.head.weight.device
         self._vocabulary = None if vocabulary is None else vocabulary.to(device)
         self._device, self._random = device, Random(plan.seed)
@@ -105,29 +105,51 @@ class DraftTraining:
 
     def loss(self, batch: PaddedBatch) -> BatchLoss:
         """The loss of a batch, and what the draft got right."""
-        targets = SoftTargets.of(self._target, batch, self._vocabulary)
+        targets = SoftTargets.of(self.target, batch, self._vocabulary)
         steps = range(self._plan.recurrent)
-        embedding = self._target.embedding
-        tokens = [functional.embedding(batch.ahead(1 + step), embedding).float() for step in steps]
         hits = torch.zeros(*batch.tokens.shape, len(steps), dtype=torch.bool, device=self._device)
         losses, top_1 = [], []
-        with torch.autocast(self._device.type, torch.bfloat16, self._device.type == "cuda"):
-            hidden = self.draft(batch.captured.float(), tokens)
-            for step in steps:
-                counted = batch.counted(step).nonzero(as_tuple=True)
-                wanted = targets.row_of[counted[0], counted[1] + 1 + step]
-                greedy = targets.greedy[wanted]
-                logits = self.draft.logits(hidden[step][counted]).float()
-                known = (greedy >= 0).float()
-                entropy = -(targets.probabilities[wanted] * logits.log_softmax(-1)).sum(-1)
-                losses.append(STEP_WEIGHT**step * (entropy * known).sum() / known.sum().clamp(1))
-                right = logits.argmax(-1) == greedy
-                hits[(*counted, torch.full_like(counted[0], step))] = right
-                top_1.append(right.sum() / max(1, len(greedy)))
+        for step, hidden in enumerate(self.hidden(batch)):
+            counted = batch.counted(step).nonzero(as_tuple=True)
+            wanted = targets.row_of[counted[0], counted[1] + 1 + step]
+            greedy = targets.greedy[wanted]
+            logits = self.draft_logits(hidden[counted])
+            known = (greedy >= 0).float()
+            entropy = -(targets.probabilities[wanted] * logits.log_softmax(-1)).sum(-1)
+            losses.append(STEP_WEIGHT**step * (entropy * known).sum() / known.sum().clamp(1))
+            right = logits.argmax(-1) == greedy
+            hits[(*counted, torch.full_like(counted[0], step))] = right
+            top_1.append(right.sum() / max(1, len(greedy)))
         # Rows all of whose drafts are in the answer.
         whole = batch.counted(0) & batch.counted(len(steps) - 1)
         accepted = (hits.cumprod(-1).sum(-1) * whole).sum() / whole.sum().clamp(1)
         return BatchLoss(torch.stack(losses).sum(), torch.stack(top_1), 1 + accepted, hits)
+
+    def hidden(self, batch: PaddedBatch) -> list[Tensor]:
+        """The draft's hidden states of every recurrent step."""
+        embedding = self.target.embedding
+        tokens = [
+            functional.embedding(batch.ahead(1 + step), embedding).float()
+            for step in range(self._plan.recurrent)
+        ]
+        with self._mixed_precision():
+            found: list[Tensor] = self.draft(batch.captured.float(), tokens)
+        return found
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Over the draft's tokens, in fp32."""
+        with self._mixed_precision():
+            return self.draft.logits(hidden).float()
+
+    def _mixed_precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, self._device.type == "cuda")
+
+    @property
+    def predicted_tokens(self) -> Tensor:
+        """The target's token of each of the draft's."""
+        if self._vocabulary is not None:
+            return self._vocabulary
+        return torch.arange(len(self.target.head.weight), device=self._device)
 
     def run(
         self,

@@ -63,7 +63,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How prompts are answered: `count` times each, the first time greedily.
+    """How prompts are answered: `count` times each, the first time greedily unless `samples_all`.
 
     at_once      requests that run together
     cuda_graphs  of their steps, where the device has them: few answers take less time without
@@ -75,6 +75,7 @@ class AnswerPlan:
     seed: int = 0
     at_once: int = 256
     cuda_graphs: bool = True
+    samples_all: bool = False
 
     def order(self, prompts: int) -> list[tuple[int, int]]:
         """Prompts and answers by number: all first answers, then all second ones, each in random
@@ -84,7 +85,7 @@ class AnswerPlan:
         return [(number, answer) for answer in range(self.count) for number in numbers]
 
     def sampling(self, prompt: int, answer: int) -> SamplingParams:
-        if answer == 0:
+        if answer == 0 and not self.samples_all:
             return SamplingParams()
         seed = (self.seed * 1_000_003 + prompt) * self.count + answer
         return SamplingParams(temperature=self.temperature, seed=seed % 2**31)

@@ -1,8 +1,8 @@
 """Accept length on prompts that training has not seen: what the engine gives with the draft.
 
-Answers are greedy. Every verify step has as many drafts as asked for, except at an answer's end.
-While a draft is trained, `predicted_accept_length` says the same from the target's hidden states
-over these answers, in one pass of the draft in training.
+Every verify step has as many drafts as asked for, except at an answer's end. While a draft is
+trained, `predicted_accept_length` says the same from the target's hidden states over greedy
+answers, in one pass of the draft in training.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 
 import torch
 
@@ -50,11 +50,19 @@ class HeldOutPlan:
     max_tokens: int = 128
     draft_tokens: int = 3
     at_once: int = 90
+    temperature: float = 0.0
 
     @property
-    def greedy(self) -> AnswerPlan:
-        """How these prompts are answered without a draft."""
-        return AnswerPlan(self.max_tokens, count=1, at_once=self.at_once, cuda_graphs=False)
+    def answers(self) -> AnswerPlan:
+        """How these prompts are answered, with a draft and without: once."""
+        return AnswerPlan(
+            self.max_tokens,
+            count=1,
+            temperature=self.temperature,
+            at_once=self.at_once,
+            cuda_graphs=False,  # Their capture takes longer than these few steps.
+            samples_all=True,
+        )
 
 
 def measure_held_out(
@@ -72,30 +80,29 @@ def measure_held_out(
     at_once = min(plan.at_once, len(asked))
     longest = max(map(len, asked)) + plan.max_tokens + 2 * target.memory.page_tokens
     cache = open_training_cache(target, (at_once + 1) * longest)
-    drafter = ModelDrafter(draft, draft.captures, cache, target.vocabulary)
-    drafter.cost = 0.0  # So that the number of drafts never falls.
     engine = Engine(
         target,
         cache,
         chunk_tokens=CHUNK_TOKENS,
         max_running=at_once,
-        cuda_graphs=False,  # Their capture takes longer than these few steps.
-        drafter=drafter,
+        cuda_graphs=plan.answers.cuda_graphs,
+        drafter=ModelDrafter(draft, draft.captures, cache, target.vocabulary),
         draft_tokens=plan.draft_tokens,
+        fixed_drafts=True,
     )
     requests = [
-        [
-            engine.submit(RequestParams(prompt, plan.max_tokens, stop_ids=stop_ids))
-            for prompt in file.prompts
-        ]
-        for file in files
+        engine.submit(
+            RequestParams(prompt, plan.max_tokens, plan.answers.sampling(number, 0), stop_ids)
+        )
+        for number, prompt in enumerate(asked)
     ]
     while not engine.idle and time.monotonic() < until:
         engine.step()
-    for request in chain.from_iterable(requests):
+    for request in requests:
         engine.abort(request)
     cache.close()
-    return [_counted(file.category, some) for file, some in zip(files, requests, strict=True)]
+    left = iter(requests)
+    return [_counted(file.category, list(islice(left, len(file.prompts)))) for file in files]
 
 
 def _counted(category: str, requests: Sequence[Request]) -> HeldOut:
