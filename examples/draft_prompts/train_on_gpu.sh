@@ -4,7 +4,9 @@
 #
 #   train_on_gpu.sh MODEL DIR [ANSWER_MINUTES TRAIN_MINUTES PROCESSES PROMPTS] [-- ARGUMENTS]
 #
-# DIR gets the draft's two files and logs; ARGUMENTS go to `kvtide draft train`.
+# DIR gets the draft's two files and logs; ARGUMENTS go to `kvtide draft train`. With the variable
+# ANSWERS, a folder, answers are kept there; a second run takes them from there, and can go on from
+# the draft in DIR with --resume.
 set -euo pipefail
 model=$1 out=$2
 shift 2
@@ -20,21 +22,24 @@ here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$out"
+answers=${ANSWERS:-$work/answers}
+mkdir -p "$out" "$answers"
 "$python" "$here/compose.py" "$work" --prompts "$prompts"
 kvtide() { "$python" -u -m kvtide.cli.main "$@"; }
-for part in $(seq "$processes"); do
-  kvtide draft answer "$model" --text "$work"/train/*.txt --out "$work/answers-$part.safetensors" \
-    --part "$part/$processes" --minutes "$answer_minutes" --answers 3 --answer-tokens 256 \
-    --temperature 0.7 --at-once 256 >"$work/answers-$part.log" 2>&1 &
-done
-wait
-# A process that failed leaves a log and no answers; the others are enough.
-for part in $(seq "$processes"); do
-  echo "answers $part/$processes"
-  tail -n 6 "$work/answers-$part.log"
-done | tee "$out/answers.log"
-kvtide draft train "$model" --text "$work"/train/*.txt --answered "$work"/answers-*.safetensors \
+if ! compgen -G "$answers/*.safetensors" >/dev/null; then
+  for part in $(seq "$processes"); do
+    kvtide draft answer "$model" --text "$work"/train/*.txt --out "$answers/$part.safetensors" \
+      --part "$part/$processes" --minutes "$answer_minutes" --answers 3 --answer-tokens 256 \
+      --temperature 0.7 --at-once 256 >"$work/$part.log" 2>&1 &
+  done
+  wait
+  # A process that failed leaves a log and no answers; the others are enough.
+  for part in $(seq "$processes"); do
+    echo "answers $part/$processes"
+    tail -n 6 "$work/$part.log"
+  done | tee "$out/answers.log"
+fi
+kvtide draft train "$model" --text "$work"/train/*.txt --answered "$answers"/*.safetensors \
   --held-out "$work"/held_out/*.txt --out "$out" --minutes "$train_minutes" \
   --draft-vocab 4096 --max-size 12MB --batch-tokens 32768 --learning-rate 1e-3 --warm-up 100 \
   "$@" 2>&1 | tee "$out/train.log"

@@ -192,7 +192,9 @@ def _answer(args: argparse.Namespace) -> int:
     until = budget.end_of(time_budget.ALL)
     prompts = text.prompts[part - 1 :: parts]
     if not prompts:
-        raise CommandError(f"--part is {args.part}, and there are {len(text.prompts)} prompts")
+        raise CommandError(
+            f"--part is {args.part}, and there are {len(text.prompts)} prompts; use fewer parts"
+        )
     answered = generate(target.model, prompts, plan, text.stop_ids, report, until)
     AnswerFile(args.out).write(answered, target.checkpoint.fingerprint())
     tokens = sum(len(one.answer) for one in answered)

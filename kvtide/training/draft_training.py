@@ -7,9 +7,10 @@ draft, gives its hidden states, and verifies the drafts of the held-out measurem
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -151,7 +152,7 @@ def train_draft(
     answered = _usable(given) if given else _answers(target, text, options, folder, report, budget)
     vocabulary = _start(target, answered, folder, options.resume, report)
     captures, model = target.shape.captures, target.model
-    held_out = held_out_states(target, text, options.held_out)
+    held_out = held_out_states(target, text, options.held_out, budget.end_of(time_budget.HELD_OUT))
     fitting = _fitting(target, answered, report)
     states = target_states(model, captures, fitting, report, budget.end_of(time_budget.STATES))
     tokens = None if vocabulary is None else vocabulary.tokens
@@ -268,16 +269,17 @@ def _fitting(
 
 
 def held_out_states(
-    target: TrainingTarget, text: TrainingText, plan: HeldOutPlan
+    target: TrainingTarget, text: TrainingText, plan: HeldOutPlan, until: float = math.inf
 ) -> dict[str, TargetStates]:
     """Hidden states over the target's answers to the held-out prompts, by category."""
     prompts = [prompt for file in text.held_out for prompt in file.prompts]
     if not prompts:
         return {}
-    answered = iter(generate(target.model, prompts, plan.answers, text.stop_ids, _silent))
+    answered = generate(target.model, prompts, plan.answers, text.stop_ids, _silent, until)
     found = {}
     for file in text.held_out:
-        some = [one for one in islice(answered, len(file.prompts)) if len(one.answer) > 1]
+        own = set(file.prompts)
+        some = [one for one in answered if one.prompt in own and len(one.answer) > 1]
         if some:
             captures = target.shape.captures
             found[file.category] = target_states(target.model, captures, some, _silent)

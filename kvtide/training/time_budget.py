@@ -10,6 +10,7 @@ import math
 import time
 
 ANSWERS = 0.40
+HELD_OUT = 0.45
 STATES = 0.55
 TRAINING = 0.92
 ALL = 1.0
