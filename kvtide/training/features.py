@@ -21,7 +21,7 @@ from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import DraftWish
 from kvtide.models.draft import DraftModel
 from kvtide.models.model import Decoder
-from kvtide.training.generate import Answered, Progress, Report, open_training_cache
+from kvtide.training.generate import Answered, ProgressReport, Report, open_training_cache
 
 LOGIT_ROWS = 4096
 """Rows whose logits over the target's vocabulary are computed at a time."""
@@ -121,7 +121,7 @@ def target_states(
         drafter=recorder,
         draft_tokens=1,
     )
-    begun, tokens, progress = 0, 0, Progress(report)
+    begun, tokens, progress = 0, 0, ProgressReport(report)
     while begun < len(found) or not engine.idle:
         late = time.monotonic() >= until and begun > 0
         if late and engine.idle:

@@ -32,7 +32,7 @@ CHUNK_TOKENS = 8192
 """Of a step: prompts are short and many."""
 
 
-class Progress:
+class ProgressReport:
     """Lines about a part that takes long, with its rate since the last line."""
 
     def __init__(self, report: Report) -> None:
@@ -125,7 +125,7 @@ def generate(
     )
     todo = iter(plan.order(len(prompts)))
     requests: dict[tuple[int, int], Request] = {}
-    progress = Progress(report)
+    progress = ProgressReport(report)
     while time.monotonic() < until:
         # A short queue: the scheduler looks at every waiting request.
         wanted = at_once - engine.scheduler.waiting
