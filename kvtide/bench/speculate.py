@@ -19,9 +19,7 @@ import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
-from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import Drafter, DraftWish
+from kvtide.engine.speculation.drafter import Drafter, DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NgramDrafter
 from kvtide.models import build
@@ -70,19 +68,13 @@ CHAT = (
 PROSE = tuple(f"Write a paragraph about the number {number}." for number in range(NEVER_BATCH))
 
 
-class WrongDrafter:
+class WrongDrafter(TokenDrafter):
     """Proposes as many drafts as it may, each wrong almost surely."""
 
     cost = NgramDrafter.cost
-    captures: tuple[int, ...] = ()
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        """Tokens are all it needs."""
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         return [

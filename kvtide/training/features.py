@@ -16,8 +16,7 @@ from torch import Tensor
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
-from kvtide.models.draft import DraftModel
+from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.models.model import Decoder
 from kvtide.training.generate import CHUNK_TOKENS, Answered, Report, open_training_cache
 
@@ -26,21 +25,20 @@ LOGIT_ROWS = 2048
 REPORT_SEQUENCES = 1000
 
 
-class StateRecorder:
+class StateRecorder(TokenDrafter):
     """A `Drafter` that proposes nothing and keeps the captured states of requests, by number."""
-
-    cost = 0.0
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self, captures: tuple[int, ...]) -> None:
         self.captures = captures
         self._parts: dict[int, list[Tensor]] = {}
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
         for number, chunk in enumerate(chunks):
+            first, end, _ = output.span(number)
             # The next step may overwrite what this one captured.
-            states = output.captured(number)[1].clone()
+            states = output.captured[first:end].clone()
             self._parts.setdefault(chunk.request.number, []).append(states)
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:

@@ -7,8 +7,9 @@ import torch
 
 from kvtide.bench.gpu.ceilings import timed
 from kvtide.bench.gpu.engine_bed import Bed
-from kvtide.engine.cuda_graphs import GraphRow, GraphSize, StepGraph
+from kvtide.engine.cuda_graphs import StepGraph
 from kvtide.engine.graph_capture import graph_capture
+from kvtide.engine.graph_inputs import GraphKind, GraphRow, GraphSize
 from kvtide.layers.packing import packing
 from kvtide.spec import ALL, ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -24,7 +25,7 @@ def graph_replay_s(bed: Bed, batch: int, context: int) -> float:
     block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=bed.device)
     buffers = Buffers(arrangement, block)
     _fill(memory, buffers)
-    size = GraphSize(batch, batch, 0, context + 1)
+    size = GraphSize(GraphKind.DECODE, batch, batch, 0, 1, context + 1)
     graph = StepGraph(model, buffers.view, graph_capture(bed.device), size, batch)
     order = np.random.default_rng(0)
     free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
@@ -34,7 +35,8 @@ def graph_replay_s(bed: Bed, batch: int, context: int) -> float:
         for name, count in held.items():
             table[name] = np.full(pages, -1, dtype=np.int32)
             table[name][pages - count :] = free[name][number * count : (number + 1) * count]
-        rows.append(GraphRow([number % model.vocabulary], context, number, (0, 0, 0), table))
+        token = number % model.vocabulary
+        rows.append(GraphRow([token], context, context, number, (0, 0, 0), table))
     return timed(lambda: graph.launch(rows, lambda layer: None), bed.device, 20)
 
 
