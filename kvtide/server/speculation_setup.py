@@ -4,7 +4,8 @@
 
 Without `--speculate` and `--draft` a checkpoint's own layer for multi-token prediction drafts; else
 an EAGLE3 draft that lies beside the weights: in a folder `draft` of the model's folder, or in
-`NAME.draft` beside a file `NAME.gguf`. docs/SPECULATION.md is the guide.
+`NAME.draft` beside a file `NAME.gguf`. The default model's draft comes with kvtide.
+docs/SPECULATION.md is the guide.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS, NgramDrafter
 from kvtide.models import build_mtp, has_mtp
 from kvtide.models.checkpoint import Checkpoint
+from kvtide.models.default_model import shipped_draft
 from kvtide.models.draft import DraftModel
 from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.model import Decoder
@@ -72,11 +74,10 @@ def _named(method: str, settings: Settings, checkpoint: Checkpoint) -> Speculati
         return SpeculationChoice(method)
     if settings.draft is not None:
         return SpeculationChoice(EAGLE3, open_draft(settings.draft))
-    folder = draft_folder(checkpoint)
-    if not (folder / "config.json").is_file():
+    if (folder := _draft_folder(checkpoint)) is None:
         raise SettingsError(
-            f"--speculate eagle3 needs a draft, and there is none at {folder}; name its folder "
-            "with --draft"
+            f"--speculate eagle3 needs a draft, and there is none at {_beside(checkpoint)}; name "
+            "its folder with --draft"
         )
     return SpeculationChoice(EAGLE3, open_draft(folder))
 
@@ -84,8 +85,7 @@ def _named(method: str, settings: Settings, checkpoint: Checkpoint) -> Speculati
 def _found(checkpoint: Checkpoint) -> SpeculationChoice:
     if has_mtp(checkpoint.config, checkpoint.weights):
         return SpeculationChoice(MTP)
-    folder = draft_folder(checkpoint)
-    if not (folder / "config.json").is_file():
+    if (folder := _draft_folder(checkpoint)) is None:
         return SpeculationChoice()
     try:
         return SpeculationChoice(EAGLE3, open_draft(folder))
@@ -93,7 +93,13 @@ def _found(checkpoint: Checkpoint) -> SpeculationChoice:
         return SpeculationChoice(note=f"the draft beside the weights is not used: {refusal}")
 
 
-def draft_folder(checkpoint: Checkpoint) -> Path:
+def _draft_folder(checkpoint: Checkpoint) -> Path | None:
+    """A draft beside these weights, or the one that comes with kvtide."""
+    beside = _beside(checkpoint)
+    return beside if (beside / "config.json").is_file() else shipped_draft(checkpoint.path)
+
+
+def _beside(checkpoint: Checkpoint) -> Path:
     """Where a draft beside these weights would lie."""
     path = checkpoint.path
     return path / "draft" if checkpoint.gguf is None else path.with_suffix(".draft")

@@ -13,7 +13,7 @@ from kvtide.models.draft_checkpoint import open_draft
 from tests.server import tiny_model
 
 FEW = ["--draft-vocab", "100", "--steps", "8", "--answers", "2", "--answer-tokens", "12",
-       "--batch-tokens", "256", "--measure-every", "50", "--device", "cpu"]  # fmt: skip
+       "--batch-tokens", "256", "--predict-every", "50", "--device", "cpu"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
