@@ -68,7 +68,8 @@ class Update(NamedTuple):
 
 class Engine:
     """`computed`: tokens of the last step. `cuda_graphs`: small steps run as CUDA graphs where the
-    device can. `token_s`: measured seconds to prefill a token, 0 while unknown."""
+    device can. `token_s`: measured seconds to prefill a token, 0 while unknown. `fixed_drafts`: every
+    request gets `draft_tokens` drafts, also where they do not pay; for benchmarks."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Engine:
         cuda_graphs: bool = True,
         drafter: Drafter | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        fixed_drafts: bool = False,
     ) -> None:
         draft = drafter.model if drafter is not None else None
         check_declared_state(model, cache.config.torch_device, draft)
@@ -109,7 +111,9 @@ class Engine:
         self._draft_sidecars = cache.memory.draft_sidecars
         self._speculation: Speculation | None = None
         if drafter is not None:
-            self._speculation = Speculation(cache, self.scheduler, drafter, draft_tokens)
+            self._speculation = Speculation(
+                cache, self.scheduler, drafter, draft_tokens, fixed_drafts=fixed_drafts
+            )
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0

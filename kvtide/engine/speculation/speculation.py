@@ -24,14 +24,20 @@ class Speculation:
     model keeps state in pages: here, or on the last stage."""
 
     def __init__(
-        self, cache: TieredCache, scheduler: Scheduler, drafter: Drafter, draft_tokens: int
+        self,
+        cache: TieredCache,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        draft_tokens: int,
+        *,
+        fixed_drafts: bool = False,
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
         self.lengths = AcceptLengths()
         self.guard = AcceptGuard(drafter.writes) if drafter.captures else None
         self._scheduler = scheduler
         self._drafter = drafter
-        self._draft_length = DraftLength(draft_tokens, drafter.cost)
+        self._draft_length = DraftLength(draft_tokens, drafter.cost, fixed=fixed_drafts)
         self._states = SavedStates(cache)
 
     def wants(self, request: Request) -> bool:
