@@ -68,8 +68,8 @@ class Update(NamedTuple):
 
 class Engine:
     """`computed`: tokens of the last step. `cuda_graphs`: small steps run as CUDA graphs where the
-    device can. `token_s`: measured seconds to prefill a token, 0 while unknown. `fixed_drafts`: every
-    request gets `draft_tokens` drafts, also where they do not pay; for benchmarks."""
+    device can. `token_s`: measured seconds to prefill a token, 0 while unknown. `fixed_drafts`:
+    every request gets `draft_tokens` drafts, also where they do not pay; for benchmarks."""
 
     def __init__(
         self,
