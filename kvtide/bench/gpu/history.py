@@ -49,6 +49,7 @@ def commit(cache: TieredCache, prompts: Iterable[Sequence[int]]) -> None:
         lease = cache.reserve(cache.match(cache.prompt(tokens)))
         assert lease is not None, "the capacity holds all prompts"
         cache.commit(lease, len(tokens))
+        cache.retain(lease)
         cache.release(lease)
 
 
