@@ -114,14 +114,14 @@ class TrainingTarget:
         self.checkpoint, self.shape, self.device = checkpoint, shape, device
         self.draft = TrainableEagle3(shape).to(device)
         dtype, kv_dtype = _DTYPES[device.type]
-        placeholder = _first_tokens(shape)
+        untrained = TrainedDraft.of(self.draft, _first_tokens(shape)).opened()
         with device:
             self.model: Decoder = build(
                 checkpoint.config,
                 OnDevice(checkpoint.weights, device),
                 kv_dtype=kv_dtype,
                 dtype=dtype,
-                draft=TrainedDraft.of(self.draft, placeholder).opened(),
+                draft=untrained,
             )
 
     def measure(

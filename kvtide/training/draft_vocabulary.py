@@ -23,12 +23,12 @@ class DraftVocabulary:
     @property
     def d2t(self) -> Tensor:
         """Of each of the draft's tokens, how far ahead of it the target's is."""
-        return self.tokens - torch.arange(len(self.tokens))
+        return self.tokens - torch.arange(len(self.tokens), device=self.tokens.device)
 
     @property
     def t2d(self) -> Tensor:
         """Of each of the target's tokens, whether the draft has it."""
-        known = torch.zeros(self.target_tokens, dtype=torch.bool)
+        known = torch.zeros(self.target_tokens, dtype=torch.bool, device=self.tokens.device)
         known[self.tokens] = True
         return known
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
-from kvtide.models.draft import DraftModel
+from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.models.model import Decoder
 from kvtide.training.generate import Answered, ProgressReport, Report, open_training_cache
 
@@ -29,12 +28,8 @@ STEP_TOKENS = 16384
 """Of a step over whole sequences."""
 
 
-class StateRecorder:
+class StateRecorder(TokenDrafter):
     """A `Drafter` that proposes nothing and writes captured states into rows of `states`."""
-
-    cost = 0.0
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self, captures: tuple[int, ...], states: Tensor) -> None:
         self.captures, self._states = captures, states
@@ -44,11 +39,13 @@ class StateRecorder:
         """The states of this request's tokens go to the rows from `first` on."""
         self._firsts[request] = first
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
         for number, chunk in enumerate(chunks):
-            position, captured = output.captured(number)
+            begin, end, position = output.span(number)
             first = self._firsts[chunk.request.number] + position
-            self._states[first : first + len(captured)] = captured
+            self._states[first : first + end - begin] = output.captured[begin:end]
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         return [() for _ in wishes]
