@@ -40,12 +40,14 @@ def default_model() -> Path:
     return found
 
 
-def shipped_draft(model: str | os.PathLike[str]) -> Path | None:
-    """The folder of the draft that comes with kvtide for this model; None for any but the default
-    model."""
+def shipped_draft(model: str | os.PathLike[str] | None = None) -> Path | None:
+    """The folder of the draft that comes with kvtide for this model: for the default model, which
+    is also meant by None."""
     folder = DRAFTS / NAME
     if not (folder / "config.json").is_file():
         return None
+    if model is None:
+        return folder
     try:
         same = Path(model).resolve() == default_model().resolve()
     except CheckpointError:

@@ -112,3 +112,4 @@ def test_without_the_default_model_no_draft_is_shipped(tmp_path: Path) -> None:
         (tmp_path / default_model.NAME).mkdir()
         (tmp_path / default_model.NAME / "config.json").write_text("{}")
         assert default_model.shipped_draft(tmp_path) is None
+        assert default_model.shipped_draft() == tmp_path / default_model.NAME

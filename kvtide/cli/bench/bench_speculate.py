@@ -34,7 +34,7 @@ from kvtide.engine.speculation.draft_length import TRIAL_TOKENS
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.models.checkpoint import open_checkpoint
-from kvtide.models.default_model import default_model
+from kvtide.models.default_model import default_model, shipped_draft
 from kvtide.server.rank_processes import freeze_gc
 
 
@@ -74,7 +74,9 @@ Result = speculate.SpeculationGain | RoundResult | NeverResult
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="X", help="SmolLM2-135M-Instruct if none")
-    parser.add_argument("--draft", metavar="DIR", help="an EAGLE3 draft, for the case chat")
+    parser.add_argument(
+        "--draft", metavar="DIR", help="an EAGLE3 draft, for chat (the default model's)"
+    )
     parser.add_argument(
         "--only",
         metavar="NAME,…",
@@ -132,12 +134,12 @@ def _names(args: argparse.Namespace) -> list[str]:
     elif on_gpu and args.model is None and args.draft is None:
         names = list(SHAPE_CASES)
     else:
-        names = [name for name in speculate.CASES if name != "chat" or args.draft is not None]
+        names = [name for name in speculate.CASES if name != "chat" or _draft(args) is not None]
     if unknown := [name for name in names if name not in CASES]:
         raise CommandError(
             f"bench speculate: {', '.join(unknown)} is not known; use {', '.join(CASES)}"
         )
-    if "chat" in names and args.draft is None:
+    if "chat" in names and _draft(args) is None:
         raise CommandError("bench speculate: chat drafts with a draft; name its folder: --draft")
     shapes = [name for name in names if name in SHAPE_CASES]
     if shapes and not (on_gpu and torch.cuda.is_available()):
@@ -146,6 +148,12 @@ def _names(args: argparse.Namespace) -> list[str]:
             "one"
         )
     return names
+
+
+def _draft(args: argparse.Namespace) -> str | None:
+    """The folder of the draft for texts: what is named, else what comes with the model."""
+    found = args.draft or shipped_draft(args.model)
+    return None if found is None else str(found)
 
 
 def _write(args: argparse.Namespace, found: list[tuple[str, Result]]) -> None:
@@ -167,7 +175,7 @@ def _texts(
     if not cases:
         return
     model = open_checkpoint(default_model() if args.model is None else args.model)
-    bed = speculate.ModelBed(model, args.draft, torch.device(args.device))
+    bed = speculate.ModelBed(model, _draft(args), torch.device(args.device))
     for case in cases:
         drafts = args.draft_tokens or case.draft_tokens
         gain = speculate.measure(bed, case, args.answer_tokens, drafts, args.rounds, progress)
