@@ -203,7 +203,7 @@ def metrics(client: Client) -> dict[str, float]:
 # -- a checkpoint's own next-token layer ------------------------------------------------------
 
 
-ADDS = re.compile(r"(o_proj|out_proj|down_proj)(\.weight)?$")
+ADDS = re.compile(r"(o_proj|out_proj|down_proj|wo_b|w2)(\.weight)?$")
 """Weights whose products are added to the stream."""
 
 
@@ -219,11 +219,17 @@ def save_mtp(name: str, folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_mtp.config(name)))
     tensors = {
-        one: (tensor * 0.3 if ADDS.search(one) else tensor).contiguous()
+        one: (tensor * 0.3 if ADDS.search(one) else tensor).clone(
+            memory_format=torch.contiguous_format
+        )
         for one, tensor in tiny_mtp.weights(name).items()
     }
-    projection = tensors[tiny_mtp.PROJECTED[name].projection]
-    projection.copy_(torch.eye(*projection.shape))
+    of_tokens = "mtp.0.e_proj.weight"
+    if name in tiny_mtp.PROJECTED:
+        of_tokens = tiny_mtp.PROJECTED[name].projection
+    else:
+        tensors["mtp.0.h_proj.weight"].zero_()
+    tensors[of_tokens].copy_(torch.eye(*tensors[of_tokens].shape))
     save_file(tensors, folder / "model.safetensors")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
     vocabulary = {letter: n for n, letter in enumerate([*letters[: VOCABULARY - 1], "\u0120"])}
@@ -235,7 +241,7 @@ def save_mtp(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.quick(name=["deepseek_v3-mtp", "qwen3_next-mtp"])
-@pytest.mark.parametrize("name", tiny_mtp.PROJECTED)
+@pytest.mark.parametrize("name", tiny_mtp.NAMES)
 def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
     name: str, tmp_path: Path
 ) -> None:
@@ -248,7 +254,7 @@ def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
         for body in BODIES[:5]:
             asked = {"max_tokens": ANSWER, **body}
             first, again, off = (
-                client.complete(2 * REPETITIVE, **asked, speculate=on) for on in (True, True, False)
+                client.complete(5 * REPETITIVE, **asked, speculate=on) for on in (True, True, False)
             )
             assert said(off) == said(first) == said(again)
             assert drafts_of(off) == (0, 0)
