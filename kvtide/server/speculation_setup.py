@@ -19,7 +19,7 @@ from kvtide.engine.engine import DRAFT_TOKENS
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS, NgramDrafter
-from kvtide.models import build_mtp, has_mtp
+from kvtide.models import build_mtp, has_mtp, mtp_remark
 from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.default_model import shipped_draft
 from kvtide.models.draft import DraftModel
@@ -36,7 +36,8 @@ class SpeculationChoice:
 
     method  a value of `--speculate`
     draft   the opened draft, with eagle3
-    note    why nothing better was found, for the line at the start
+    note    why nothing better was found, or what drafts do otherwise than the checkpoint asks: for
+            the line at the start
     """
 
     method: str = NO_SPECULATION
@@ -55,10 +56,11 @@ class SpeculationChoice:
 
     def sentence(self, draft_tokens: int) -> str:
         """The line about speculation that a starting server prints."""
+        note = self.note and f"; {self.note}"
         if self.method == NO_SPECULATION:
-            return f"speculation: none{self.note and f'; {self.note}'}"
+            return f"speculation: none{note}"
         of = f" of {self.draft.checkpoint.path}" if self.draft is not None else ""
-        return f"speculation: {self.method}{of}, up to {draft_tokens} drafts"
+        return f"speculation: {self.method}{of}, up to {draft_tokens} drafts{note}"
 
 
 def choose_speculation(settings: Settings, checkpoint: Checkpoint) -> SpeculationChoice:
@@ -70,6 +72,8 @@ def choose_speculation(settings: Settings, checkpoint: Checkpoint) -> Speculatio
 
 
 def _named(method: str, settings: Settings, checkpoint: Checkpoint) -> SpeculationChoice:
+    if method == MTP:
+        return _mtp(checkpoint)
     if method != EAGLE3:
         return SpeculationChoice(method)
     if settings.draft is not None:
@@ -82,9 +86,13 @@ def _named(method: str, settings: Settings, checkpoint: Checkpoint) -> Speculati
     return SpeculationChoice(EAGLE3, open_draft(folder))
 
 
+def _mtp(checkpoint: Checkpoint) -> SpeculationChoice:
+    return SpeculationChoice(MTP, note=mtp_remark(checkpoint.config, checkpoint.weights))
+
+
 def _found(checkpoint: Checkpoint) -> SpeculationChoice:
     if has_mtp(checkpoint.config, checkpoint.weights):
-        return SpeculationChoice(MTP)
+        return _mtp(checkpoint)
     if (folder := _draft_folder(checkpoint)) is None:
         return SpeculationChoice()
     try:
