@@ -31,6 +31,10 @@ def quiet(text: str) -> None:
     pass
 
 
+def _three_layers(shape: Shape) -> Shape:
+    return replace(shape, config={**shape.config, "num_hidden_layers": 3})
+
+
 def built(shape: DraftedShape) -> DraftedModel:
     return shape.build(CPU, torch.float32)
 
@@ -99,8 +103,9 @@ def test_rounds_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, lambda deterministic, device: TritonOps())
     monkeypatch.setattr("kvtide.engine.cuda_graphs.MIXED_TOKENS", (8, 16))
     monkeypatch.setattr("kvtide.engine.cuda_graphs.TOKENS_PER_PREFILL", 4)
-    load = RoundLoad(1, 64, 1.25, steps=1, blocks=1)
-    with draft_rounds.pair(built(EAGLE3), CPU, load, quiet, fixed=True) as both:
+    load = RoundLoad(1, 64, 1.25, steps=1, blocks=1, draft_tokens=2)
+    few = EAGLE3.resized(_three_layers)
+    with draft_rounds.pair(built(few), CPU, load, quiet, fixed=True) as both:
         assert len(both.blocks(1, 1)) == 1
         assert "eager" not in both.off.steps_by_kind
         assert both.counts()[1] > 0
