@@ -36,6 +36,7 @@ STEPS = {
     "prompts": [(0, 37), (0, 5)],
     "decoding": [(70, 1), (16, 1), (3, 1)],
     "all at once": [(45, 1), (0, 20), (33, 18), (90, 2)],
+    "verifying": [(70, 4), (45, 1), (0, 3), (90, 2)],
 }
 """Tokens before the step and in it, of every sequence."""
 
@@ -77,6 +78,7 @@ LARGE_STEPS = {
     "all at once": [(1500, 1), (0, 700), (4000, 64)],
     "some after many": [(9000, 40), (3000, 1)],
     "few after many": [(9000, 2)],
+    "verifying": [(3000, 1), (500, 2), *[(2048 + 7 * number, 4) for number in range(24)]],
     "one": [(9000, 1)],
     "many": [(700 * number % 4999, 1) for number in range(40)],
     "alike": ALIKE_AT_LENGTH,
@@ -207,6 +209,22 @@ def test_decode_needs_nothing_but_the_batch(case: str, device: torch.device) -> 
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("sms", [1, 64])
+@pytest.mark.parametrize("case", CASES)
+def test_few_tokens_of_a_sequence_are_split_over_their_keys(
+    case: str, sms: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence with one new token is a block like the others: decode attention is not needed."""
+    monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
+    monkeypatch.setattr(prefill_schedule, "SHORT_MIN_TILES", 1)
+    monkeypatch.setattr(prefill_schedule, "SHORT_OVERHEAD_TILES", 0)
+    monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: sms)
+    monkeypatch.setattr(attention_prefill, "attend_decode", None)
+    found, wanted = both(CASES[case], STEPS["verifying"], device, torch.float32, KVDType.FP32)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("sms", [1, 5, 64])
 @pytest.mark.parametrize("case", ["window", "small window and sinks"])
 def test_splits_of_the_keys_are_combined(
@@ -245,7 +263,7 @@ class Alike:
 ALIKE = {
     "all": Alike([(70, 1), (48, 1), (100, 1), (49, 1)], (0, 48), [48, 48]),
     "one block": Alike([(70, 1), (80, 1), (97, 1), (64, 1), (66, 1)], (2, 64), [0, 64, 0]),
-    "beside a prompt": Alike([(70, 1), (64, 1), (90, 5), (66, 1), (81, 1)], (0, 64), [64, 0, 0]),
+    "beside a prompt": Alike([(70, 1), (64, 1), (90, 20), (66, 1), (81, 1)], (0, 64), [64, 0, 0]),
     "too little": Alike([(40, 1), (33, 1)], (0, 16), [0]),
     "replayed": Alike([(140, 1), (128, 1), (130, 1)], (0, 128), [128, 0, 0], idle=2),
 }
@@ -306,6 +324,7 @@ def test_blocks_of_tokens_are_split_among_ctas(
     given = BLOCKS[step]
     monkeypatch.setattr(attention_tiles, "MAX_TILE_KEYS", 16)
     monkeypatch.setattr(attention_prefill, "FP32_TILE_ROWS", 16)
+    monkeypatch.setattr(attention_prefill, "SHORT_ROWS", 0)
     monkeypatch.setattr(attention_prefill, "SEQUENCES_AT_ONCE", 4)
     monkeypatch.setattr(prefill_schedule, "SEQUENCES_AT_ONCE", 4)
     monkeypatch.setattr(prefill_schedule, "MIN_TILES", 1)
@@ -314,8 +333,8 @@ def test_blocks_of_tokens_are_split_among_ctas(
     monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: sms)
     schedules = []
 
-    def noted(*given: Any) -> Tensor:
-        schedules.append(prefill_schedule.schedule_blocks(*given))
+    def noted(*given: Any, **named: Any) -> Tensor:
+        schedules.append(prefill_schedule.schedule_blocks(*given, **named))
         return schedules[-1]
 
     monkeypatch.setattr(attention_prefill, "schedule_blocks", noted)
@@ -337,8 +356,10 @@ def test_blocks_are_split_where_that_is_worth_it(
     step = Step(at, at, rows, PAGE, lambda pool, layer: {}, lambda layer: None)
 
     def shared(window: int = 0) -> list[int]:
-        constants = prefill_schedule.split_constants(2, False, device)
-        schedules = prefill_schedule.schedule_blocks(ForwardPass(step), 32, constants, window, 16)
+        constants = prefill_schedule.split_constants(2, False, False, device)
+        schedules = prefill_schedule.schedule_blocks(
+            ForwardPass(step), 32, constants, window, 16, short=False
+        )
         return [int(number) for number in schedules[0, :3]]
 
     monkeypatch.setattr(prefill_schedule, "sm_count", lambda device: 132)

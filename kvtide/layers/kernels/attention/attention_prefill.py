@@ -6,6 +6,9 @@ the tiles of several blocks, as `prefill_schedule` says. `paged_attention` also 
 `attention_decode` for the sequences with one new token. Torch reference:
 `layers/reference/attention.py`, `paged_attention`.
 
+Where all sequences have few new tokens, as in a verify step, tiles are small, and sequences with
+one new token are blocks like the others: `attention_decode` has nothing to do.
+
 `_prefill`         grid (splits + blocks * KV heads,): online softmax over a CTA's tiles
 `_combine_splits`  grid (split blocks * KV heads, row tiles): combines blocks that were split
 
@@ -44,6 +47,8 @@ TILE_ROWS = 128
 """Rows of a tile (BLOCK_M): new tokens times query heads per KV head."""
 FP32_TILE_ROWS = 32
 """Rows of a tile in fp32."""
+SHORT_ROWS = 32
+"""Rows of a tile that has all new tokens of a sequence, at most."""
 LARGE_TILE = 128 * 128
 """Elements of acc (BLOCK_M * BLOCK_D) from which an SM runs one CTA at a time, not two."""
 MAX_REGISTERS = 128
@@ -60,29 +65,38 @@ def paged_attention(
     """Attention of queries (tokens, heads, dim) over cached keys and the step's own: prefill chunks
     and decode tokens alike."""
     out, bounds = torch.empty_like(queries), run.batch.bounds
-    if bounds.longest > 1:
-        _attend_prefill(run, place, queries, kept, how, out)
-    if bounds.longest == 1 or bounds.singles:
+    if bounds.longest == 1:
+        attend_decode(run, place, queries, kept, how, out)
+        return out
+    short = bounds.longest * queries.shape[1] // kept["k"].shape[1] <= SHORT_ROWS
+    _attend_prefill(run, place, queries, kept, how, out, short)
+    if bounds.singles and not short:
         attend_decode(run, place, queries, kept, how, out)
     return out
 
 
 def _attend_prefill(
-    run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams, out: Tensor
+    run: ForwardPass,
+    place: Place,
+    queries: Tensor,
+    kept: Fields,
+    how: AttentionParams,
+    out: Tensor,
+    short: bool,
 ) -> None:
-    """Attention of all prefill chunks: sequences with more than one new token."""
+    """Attention of all prefill chunks: sequences with more than one new token; of all sequences if
+    these are `short`."""
     keys, values, table = kept["k"], kept["v"], run.batch.slots[place.anchor]
     (_, heads, dim), kv_heads = queries.shape, keys.shape[1]
     heads_per_kv, view = heads // kv_heads, run.step.view(place.pool.name, place.layer)
     max_rows = TILE_ROWS if queries.itemsize < 4 else FP32_TILE_ROWS
-    short = run.batch.bounds.longest * heads_per_kv <= MIN_ROWS
-    rows = max(MIN_ROWS if short else max_rows, power_of_two(heads_per_kv))
+    longest = run.batch.bounds.longest if short else 1
+    rows = max(MIN_ROWS if short else max_rows, power_of_two(longest * heads_per_kv))
     constants = kernel_constants(queries, keys, how, run.step.page_tokens)
     small = rows * constants["BLOCK_D"] < LARGE_TILE
-    splits = split_constants(kv_heads, small, queries.device)
-    schedule = schedule_blocks(
-        run, rows // heads_per_kv, splits, constants["WINDOW"], constants["BLOCK_N"]
-    )
+    splits = split_constants(kv_heads, small, short, queries.device)
+    tiles = constants["WINDOW"], constants["BLOCK_N"]
+    schedule = schedule_blocks(run, rows // heads_per_kv, splits, *tiles, short=short)
     block_tokens, max_blocks = rows // heads_per_kv, len(schedule) - 2
     sizes = {"HEADS_PER_KV": heads_per_kv, "BLOCK_TOKENS": block_tokens, "BLOCK_M": rows, **splits}
     # A split CTA leaves partial results of at most two blocks: its first and its last.

@@ -29,6 +29,9 @@ MIN_TILES = 8
 """Tiles of a split, at least."""
 SPLIT_OVERHEAD_TILES = 6
 """Cost in tiles of starting within a block; a split has it twice."""
+SHORT_MIN_TILES = 2
+"""The same two where a block has all new tokens of a sequence: as in decode attention."""
+SHORT_OVERHEAD_TILES = 1
 MAX_WAVES = 12
 """With more waves, the partial last one costs little, and nothing is split."""
 RECORD = tl.constexpr(8)
@@ -36,21 +39,29 @@ RECORD = tl.constexpr(8)
 
 
 def schedule_blocks(
-    run: ForwardPass, tokens: int, splits: dict[str, int], window: int, tile_keys: int
+    run: ForwardPass,
+    tokens: int,
+    splits: dict[str, int],
+    window: int,
+    tile_keys: int,
+    *,
+    short: bool,
 ) -> Tensor:
     """The schedule, (blocks + 2, RECORD) int32, for blocks of `tokens` and tiles of `tile_keys`.
+
+    `short`: a block has all new tokens of a sequence, and those with one have a block too.
 
     Record 0: the first and the end block of those that are split, and the count of blocks. Then a
     record for every block and one behind the last: its first tile among those of one KV head, its
     sequence, first row and end row, and the sequence's first row, end row and context length.
     """
-    blocks = query_blocks(run, tokens, include_decode=False).table
+    blocks = query_blocks(run, tokens, include_decode=short).table
 
     def scheduled() -> Tensor:
         schedule = blocks.new_empty((len(blocks) + 2, RECORD.value))
         _schedule[(1,)](
             *(run.batch.rows, blocks, schedule, len(blocks)),
-            SPLIT_OVERHEAD=SPLIT_OVERHEAD_TILES,
+            SPLIT_OVERHEAD=SHORT_OVERHEAD_TILES if short else SPLIT_OVERHEAD_TILES,
             WAVES=MAX_WAVES,
             WINDOW=window,
             BLOCK_N=tile_keys,
@@ -59,14 +70,17 @@ def schedule_blocks(
         )
         return schedule
 
-    return run.shared(("blocks", tokens, window, tile_keys, *splits.values()), scheduled)
+    key = ("blocks", tokens, window, tile_keys, short, *splits.values())
+    return run.shared(key, scheduled)
 
 
-def split_constants(kv_heads: int, small: bool, device: torch.device) -> dict[str, int]:
+def split_constants(
+    kv_heads: int, small: bool, short: bool, device: torch.device
+) -> dict[str, int]:
     """Compile-time constants of the split; an SM runs two small CTAs at a time, else one."""
     return {
         "SPLITS": (2 if small else 1) * sm_count(device),
-        "MIN_SPLIT_TILES": MIN_TILES,
+        "MIN_SPLIT_TILES": SHORT_MIN_TILES if short else MIN_TILES,
         "KV_HEADS": kv_heads,
     }
 
