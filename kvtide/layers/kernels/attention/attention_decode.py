@@ -70,11 +70,11 @@ def attend_decode(
         *(batch.rows, table, tile_offsets),
         tile_offsets if prefixes is None else prefixes.prefix_lengths,
         *(count, table.stride(0)),
-        *queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        *view["k"].stride()[:3],
-        *view["v"].stride()[:3],
+        queries.stride()[:2],
+        keys.stride()[:2],
+        values.stride()[:2],
+        view["k"].stride()[:3],
+        view["v"].stride()[:3],
         *softmax_scales(how),
         KV_HEADS=kv_heads,
         HEADS_PER_KV=heads_per_kv,
@@ -89,7 +89,7 @@ def attend_decode(
         *(partial_out, partial_stats, queries if how.sinks is None else how.sinks, out),
         *(batch.rows, tile_offsets),
         *((tile_offsets, partial_out, partial_stats) if prefixes is None else prefixes.tensors),
-        *(0 if prefixes is None else len(prefixes.partial_out), count, ctas, *out.stride()[:2]),
+        *(0 if prefixes is None else len(prefixes.partial_out), count, ctas, out.stride()[:2]),
         SINKS=how.sinks is not None,
         GROUP_SEQUENCES=0 if prefixes is None else prefixes.group_sequences,
         KV_HEADS=kv_heads,
@@ -205,9 +205,7 @@ def _init_state(  # type: ignore[no-untyped-def]
 def _decode_split_kv(  # type: ignore[no-untyped-def]
     q_ptr, k_new, v_new, k_cache, v_cache, partial_out, partial_stats, rows, block_tables,
     tile_offsets, prefix_lengths, count, stride_table,
-    stride_q_token, stride_q_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
-    stride_k_slot, stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head,
-    cap_scale, qk_scale,
+    stride_q, stride_kn, stride_vn, stride_k, stride_v, cap_scale, qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
     GROUP_SEQUENCES: tl.constexpr,
@@ -232,13 +230,13 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
         seq_tiles = tl.load(tile_offsets + sequence + 1) - seq_offset
         item_begin = seq_offset * KV_HEADS + kv_head * seq_tiles
         lo, hi = tl.maximum(lo_tile - item_begin, 0), tl.minimum(hi_tile - item_begin, seq_tiles)
-        offsets = token * stride_q_token
+        offsets = token * stride_q[0]
         heads = (kv_head * HEADS_PER_KV + offs_m)[:, None]
-        offsets = offsets + heads * stride_q_head + offs_d[None, :]
+        offsets = offsets + heads * stride_q[1] + offs_d[None, :]
         q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
-        k_offsets, v_offsets = token * stride_kn_token + offs_d, token * stride_vn_token + offs_d
-        k = tl.load(k_new + k_offsets + kv_head * stride_kn_head, mask=in_dim, other=0.0)
-        v = tl.load(v_new + v_offsets + kv_head * stride_vn_head, mask=in_dim, other=0.0)
+        k_offsets, v_offsets = token * stride_kn[0] + offs_d, token * stride_vn[0] + offs_d
+        k = tl.load(k_new + k_offsets + kv_head * stride_kn[1], mask=in_dim, other=0.0)
+        v = tl.load(v_new + v_offsets + kv_head * stride_vn[1], mask=in_dim, other=0.0)
         m_i, l_i, acc = _init_state(
             q, k, v, lo == 0, cap_scale, qk_scale, CAPPED, BLOCK_M, BLOCK_D
         )
@@ -250,11 +248,11 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
         first_tile_key = first_key // BLOCK_N * BLOCK_N
         m_i, l_i, acc = attend_paged_keys(
             q, offs_m * 0 + past, m_i, l_i, acc,
-            k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head,
+            k_cache + kv_head * stride_k[2], v_cache + kv_head * stride_v[2],
             block_tables + tl.cast(sequence, tl.int64) * stride_table,
             first_tile_key + lo * BLOCK_N, tl.minimum(first_tile_key + hi * BLOCK_N, past),
             first_key,
-            stride_k_slot, stride_k_entry, stride_v_slot, stride_v_entry, cap_scale, qk_scale,
+            stride_k, stride_v, cap_scale, qk_scale,
             PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
         out_row = (tl.cast(item, tl.int64) + cta) * HEADS_PER_KV + offs_m
@@ -284,7 +282,7 @@ def _accumulate_splits(  # type: ignore[no-untyped-def]
 @kernel("rows", "prefix_splits", "count", "ctas")  # type: ignore[untyped-decorator]
 def _combine_splits(  # type: ignore[no-untyped-def]
     partial_out, partial_stats, sinks, out, rows, tile_offsets, prefix_lengths, prefix_out,
-    prefix_stats, prefix_splits, count, ctas, stride_out_token, stride_out_head,
+    prefix_stats, prefix_splits, count, ctas, stride_out,
     SINKS: tl.constexpr, GROUP_SEQUENCES: tl.constexpr,
     KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -319,6 +317,6 @@ def _combine_splits(  # type: ignore[no-untyped-def]
                     prefix_out, prefix_stats, out_row, split < prefix_splits,
                     m_i, l_i, acc, HEAD_DIM, BLOCK_D)
     token = tl.load(rows + 3 * sequence).to(tl.int64)
-    offsets = token * stride_out_token + head * stride_out_head + offs_d
+    offsets = token * stride_out[0] + head * stride_out[1] + offs_d
     tl.store(out + offsets, (acc / l_i).to(out.dtype.element_ty), mask=offs_d < HEAD_DIM)
 # fmt: on
