@@ -1,4 +1,4 @@
-"""A store that keeps calls until it is told to let them go."""
+"""A store that keeps calls until its gate is opened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gated:
         self.asked[call] += 1
         concerned = self._keys is None or any(key in self._keys for key in keys)
         if call in self._calls and concerned:
-            assert self.gate.wait(LONGEST_S), "nobody opened the gate"
+            assert self.gate.wait(LONGEST_S), "the gate stays shut"
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         self._pass("exists", keys)

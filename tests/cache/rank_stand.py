@@ -1,4 +1,4 @@
-"""A rank under test: a cache on its slice of a memory, whose copies are slow or break when told.
+"""A rank under test: a cache on its slice of a memory, whose copies are slow or break on demand.
 
 All ranks make the same calls. What each writes into its pages is its own, so that bytes that come
 back from the wrong rank, page, pool or layer are seen.

@@ -21,12 +21,12 @@ WAIT = FetchPatience("wait_complete", min_tokens=1)
 
 
 def new_url() -> str:
-    """Of a store that nobody has used yet."""
+    """Of a store that is unused yet."""
     return f"memory:test-{next(_NUMBERS)}"
 
 
 def opened(rigs: list[Rig], url: str, memory: ModelMemory = FULL, **options: Any) -> Rig:
-    """A rig with a store attached, whose calls go wrong when `faulty` is told."""
+    """A rig with a store attached, whose calls go wrong as `faulty` says."""
     rig = Rig(memory, **{"host": 64, "device": 32, "patience": WAIT, **options})
     attach(rig, url)
     rigs.append(rig)

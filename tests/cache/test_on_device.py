@@ -99,7 +99,7 @@ class Model:
         return slice(0 if reach is None else max(0, pages - reach), pages)
 
     def rows(self) -> Iterator[tuple[str, int]]:
-        """All but what is under way within a page, which no copy brings back."""
+        """All but the unfinished part of a page, which no copy brings back."""
         return ((p.name, layer) for p in self.memory.at_rest.pools for layer in p.layers)
 
     def slots(self, lease: Lease, pool: str) -> torch.Tensor:

@@ -97,7 +97,7 @@ def test_closing_has_an_end_whatever_the_store_does(url: str) -> None:
     assert rig.cache.close(5.0)
 
 
-def test_a_question_that_nobody_waits_for_is_not_asked(url: str, rigs: list[Rig]) -> None:
+def test_a_lookup_that_no_request_waits_for_is_not_made(url: str, rigs: list[Rig]) -> None:
     rig = Rig(FULL, host=64, device=32, patience=WAIT)
     rigs.append(rig)
     store = Gated(open_store(url, rig.cache.storage.space), ("write",))

@@ -134,7 +134,7 @@ class Run:
                     self.talks[talk] = tuple(request.tokens[: self.engine.max_sequence_tokens])
             self.disturb()
             quiet = 0 if updates else quiet + 1
-            assert quiet < self.patience, "somebody waits for ever"
+            assert quiet < self.patience, "a request waits for ever"
             if not self.engine.computed:
                 time.sleep(0.0002)  # Copies are on their way.
 

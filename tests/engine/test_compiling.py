@@ -1,4 +1,4 @@
-"""Nobody who is served waits for a compiler: all that steps need is compiled at the start."""
+"""No request waits for a compiler: all that steps need is compiled at the start."""
 
 from __future__ import annotations
 

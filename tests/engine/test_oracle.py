@@ -1,4 +1,4 @@
-"""The oracle finds pages that are not what they should be, says which, and lets nobody use them."""
+"""The oracle finds wrong pages, says which, and lets no request use them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve(engine: Engine, *asks: RequestParams) -> list[Request]:
     while not engine.idle:
         seen |= {update.request for update in engine.step()}
         assert engine.cache.validate() == []
-    assert seen == set(requests), "nobody hears of checks"
+    assert seen == set(requests), "no listener hears of checks"
     assert engine.cache.drain(10)
     return requests
 

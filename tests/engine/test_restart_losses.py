@@ -1,4 +1,4 @@
-"""Stored pages that are lost, broken or forged between two lives: nobody is told a wrong bit.
+"""Stored pages that are lost, broken or forged between two lives: no request gets a wrong bit.
 
 A request resumes at the deepest boundary that is valid without them (checked at its admission, see
 `restarting`), computes the rest, and what it computed takes their place in the store.

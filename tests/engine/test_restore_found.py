@@ -1,4 +1,4 @@
-"""How much a request finds, where that is known beforehand: to the token.
+"""How much a request finds, where that is known in advance: to the token.
 
 That each admission finds what it should is checked in all tests of restoring (`restoring.Ledger`
 and the naive index). Here are the cases in which every family has to find every whole page.
@@ -45,7 +45,7 @@ def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
     whole = (len(tokens) - 1) // PAGE * PAGE  # The last token's logits are asked for.
     first = stand.answer(tokens, 2)
     if not extra and _reaches(family):
-        # The checkpoint at its end leaves no token to compute. Who finds that leaves one before it.
+        # The checkpoint at its end leaves no token to compute: the one before it is used.
         stand.answer(tokens, 2)
     again = stand.answer(tokens, 2)
     assert first.by_tier == {} and again.by_tier == {Tier.DEVICE: whole}
@@ -58,7 +58,7 @@ def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
 
 @pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", WINDOWS)
-def test_with_a_checkpoint_at_every_page_everybody_finds_every_shared_page(family: str) -> None:
+def test_with_a_checkpoint_at_every_page_all_requests_find_every_shared_page(family: str) -> None:
     stand = _keeping(family, every_pages=1)
     for _ in stand.converse():
         pass
@@ -69,7 +69,7 @@ def test_with_a_checkpoint_at_every_page_everybody_finds_every_shared_page(famil
 
 @pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", WINDOWS)
-def test_with_a_checkpoint_at_every_third_page_nobody_finds_less_than_that(family: str) -> None:
+def test_with_a_checkpoint_at_every_third_page_no_request_finds_less_than_that(family: str) -> None:
     stand = _keeping(family, every_pages=3)
     for _ in stand.converse():
         pass

@@ -45,11 +45,11 @@ def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
         engine = engine_for(family, chunk_tokens)
         (request,) = serve(engine, RequestParams(tokens, 0, score=3))
         assert request.finish is Finish.LENGTH and request.output == []
-        assert [chosen.token for chosen in request.scores] == list(tokens[1:])
+        assert [sampled.token for sampled in request.scores] == list(tokens[1:])
         torch.testing.assert_close(
-            torch.tensor([chosen.logprob for chosen in request.scores]), wanted, atol=2e-5, rtol=0
+            torch.tensor([sampled.logprob for sampled in request.scores]), wanted, atol=2e-5, rtol=0
         )
-        assert all(len(chosen.top) == 3 for chosen in request.scores)
+        assert all(len(sampled.top) == 3 for sampled in request.scores)
         found.append(request.scores)
         engine.cache.close()
     assert found[0] == found[1] == found[2], "to the last bit"

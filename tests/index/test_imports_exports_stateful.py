@@ -363,7 +363,7 @@ class Drive:
     def adopt(self) -> None:
         coming = self.chance.choice(self.machine.coming)
         tree, hidden = self.machine.index.tree, coming.arriving.lease.hidden
-        self.met["adopted by nobody"] += hidden and bool(coming.pages)
+        self.met["adopted by none"] += hidden and bool(coming.pages)
         readable = {n: set(self.machine.naive.readable[Tier.HOST, n]) for n in tree.anchor_names}
         for want, (key, _) in coming.pages if not hidden else ():
             self.met["a double" if key in readable[want.anchor] else "new"] += 1
@@ -414,7 +414,7 @@ class Drive:
 
 
 WORTH_MEETING = (
-    "no room", "adopted by nobody", "a double", "new", "hidden while it departs", "partly hidden",
+    "no room", "adopted by none", "a double", "new", "hidden while it departs", "partly hidden",
     "departing while others come", "a gap", "a departure was split", "coming twice",
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ PLACEMENTS = (LastPage, Branches, lambda: EveryPages(3), CostBased)
 
 @dataclass(eq=False)
 class Held:
-    """A lease with what the test knows about it. `hidden`: it computes what nobody finds."""
+    """A lease with what the test knows about it. `hidden`: it computes what no prompt finds."""
 
     lease: IndexLease
     tokens: list[int]
@@ -62,7 +62,7 @@ class Flying:
     added: list[tuple[str, bytes, frozenset[str]]]
 
 
-# Prompts are drawn from few pages, so that they share prefixes and part inside and between pages.
+# Prompts are made of few pages, so that they share prefixes and part inside and between pages.
 _chunk = st.sampled_from([[1] * PAGE, [2] * PAGE, [1, 1, 2, 2], [1] * (3 * PAGE), [2, 1]])
 prompts = st.lists(_chunk, min_size=1, max_size=7).map(
     lambda chunks: [t for c in chunks for t in c]

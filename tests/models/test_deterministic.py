@@ -19,7 +19,7 @@ TOKENS = 100
 PRECISIONS = {
     "fp32": (torch.float32, KVDType.FP32, TOKENS),
     "fp32-kept-in-bf16": (torch.float32, KVDType.BF16, TOKENS),
-    "bf16": (torch.bfloat16, KVDType.BF16, 60),  # Few CPUs have products in it.
+    "bf16": (torch.bfloat16, KVDType.BF16, 60),  # Few CPUs have GEMMs in it.
 }
 FAMILIES = [
     "llama-tied-wide-heads",

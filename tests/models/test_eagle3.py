@@ -117,8 +117,8 @@ class Plain:
         q, k = self._rotated(q), self._rotated(k)
         k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
-        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return self._linear(f"{name}o_proj", torch.einsum("hqk,khd->qhd", shares, v).flatten(1))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return self._linear(f"{name}o_proj", torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.arange(len(x))[:, None] * self._frequencies()
@@ -388,7 +388,7 @@ class Copying(CapturedStates):
 
 
 class CapturingAll:
-    """A target all of whose layers' inputs are captured, and compared when its pass is over."""
+    """A target all of whose layers' inputs are captured, and compared when it has run."""
 
     def __init__(self, target: Decoder) -> None:
         self.target, self.memory = target, target.memory

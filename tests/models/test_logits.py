@@ -1,4 +1,4 @@
-"""Our logits are those of `transformers`, however a prompt is cut and whoever shares the step."""
+"""Our logits are those of `transformers`, however a prompt is cut and whatever shares the step."""
 
 from __future__ import annotations
 

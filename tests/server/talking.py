@@ -1,4 +1,4 @@
-"""A client that sends what it is told to, right or wrong."""
+"""A client that sends any request, right or wrong."""
 
 from __future__ import annotations
 

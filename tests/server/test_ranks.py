@@ -85,7 +85,7 @@ def ends_with_its_worker(child: Child, worker: int) -> None:
     assert "rank 1 was ended by signal 9; all ranks end with it" in child.said
 
 
-def leaves_nobody_behind(child: Child, worker: int) -> None:
+def leaves_no_process_behind(child: Child, worker: int) -> None:
     child.process.kill()
     assert gone(worker)
 
@@ -95,7 +95,7 @@ def leaves_nobody_behind(child: Child, worker: int) -> None:
     ("flags", "ends"),
     [
         (("--tp", "2"), (ends_in_order, ends_with_its_worker)),
-        (("--pp", "2"), (ends_in_order, leaves_nobody_behind)),
+        (("--pp", "2"), (ends_in_order, leaves_no_process_behind)),
         (("--pp", "2", "--tp", "2"), (ends_in_order, ends_in_order)),
     ],
     ids=["tp", "pp", "both"],
@@ -177,11 +177,11 @@ def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
         assert gone(worker)
 
 
-def test_one_rank_starts_nobody_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_starts_no_process_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr(tempfile, "mkdtemp", None)
-    with RankProcesses(Settings()) as nobody:
-        assert nobody.topology(Settings()) == (Settings(), RankTopology())
+    with RankProcesses(Settings()) as none:
+        assert none.topology(Settings()) == (Settings(), RankTopology())
 
 
 class EndsAtOnce(subprocess.Popen[str]):
@@ -190,7 +190,7 @@ class EndsAtOnce(subprocess.Popen[str]):
         self.wait()
 
 
-def test_a_worker_that_ends_before_it_is_told_anything_is_missed(
+def test_a_worker_that_ends_before_its_first_command_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", EndsAtOnce)

@@ -107,7 +107,7 @@ def test_a_store_is_attached_while_serving_and_gives_pages_back(
     assert server.settled()["tokens"]["from_storage"] == 8 * PAGE
 
 
-def test_pages_are_stored_though_nobody_asks_for_anything_more(server: InProcess, url: str) -> None:
+def test_pages_are_stored_though_no_further_request_comes(server: InProcess, url: str) -> None:
     """The engine goes on when its last request has ended, but does not run in circles."""
     attach(server.client, url)
     found(server.client)
@@ -235,7 +235,7 @@ def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
     head = f"PUT {ROUTE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(said)}\r\n\r\n".encode()
     with socket.create_connection((server.address, server.port), timeout=10) as raw:
         raw.sendall(head + said)
-        assert at_it.wait(10), "nobody asks the engine"
+        assert at_it.wait(10), "the engine is not asked"
     time.sleep(0.2)
     busy.set()
     until(server.client, lambda report: report["attached"])
@@ -269,7 +269,7 @@ def test_storage_needs_a_host_tier(serve: Callable[..., InProcess]) -> None:
 # -- detaching and clearing -----------------------------------------------------------------------
 
 
-def test_detaching_while_requests_run_disturbs_nobody(server: InProcess, url: str) -> None:
+def test_detaching_while_requests_run_disturbs_none(server: InProcess, url: str) -> None:
     client = server.client
     attach(client, url)
     remember(client)
@@ -325,7 +325,7 @@ def test_what_a_store_says_when_it_fails_is_passed_on(server: InProcess) -> None
 
 
 @pytest.mark.usefixtures("ice")
-def test_a_store_that_does_not_open_keeps_nobody_waiting(
+def test_a_store_that_does_not_open_keeps_no_request_waiting(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = server.client
@@ -339,13 +339,13 @@ def test_a_store_that_does_not_open_keeps_nobody_waiting(
     stores.Frozen.ice.set()
     deadline = time.monotonic() + 10
     while len(stores.closed) < 2:
-        assert time.monotonic() < deadline, "nobody wants these stores, yet they stay open"
+        assert time.monotonic() < deadline, "no request wants these stores, yet they stay open"
         time.sleep(0.01)
     assert client.get(ROUTE).json() == {"attached": False}
 
 
 @pytest.mark.usefixtures("ice")
-def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProcess]) -> None:
+def test_a_store_that_freezes_keeps_no_request_waiting(serve: Callable[..., InProcess]) -> None:
     server = serve(prefetch_base_seconds=0.1, prefetch_per_1k_seconds=0, prefetch_min_tokens=1)
     client = server.client
     attach(client, "tests.server.stores:Frozen?calls=exists,read,write,clear,status")
@@ -375,7 +375,7 @@ def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProces
 
 
 @pytest.mark.usefixtures("ice")
-def test_whoever_does_not_wait_is_answered_at_once(serve: Callable[..., InProcess]) -> None:
+def test_a_request_that_does_not_wait_is_answered_at_once(serve: Callable[..., InProcess]) -> None:
     server = serve(prefetch_policy="best_effort", prefetch_min_tokens=1)
     attach(server.client, "tests.server.stores:Frozen?calls=exists")
     usage = found(server.client)

@@ -125,7 +125,7 @@ def fill(path: Path) -> None:
 
 # ── things one may not do ─────────────────────────────────────────────────────────────────────
 
-AS_NOBODY = (
+UNPRIVILEGED = (
     "from tests.storage.test_file_faults import *\n"
     "import kvtide.storage.file.file_store, numpy.ma, numpy.random; os.setgid(65534); "
     "os.setuid(65534)\n"
@@ -133,10 +133,10 @@ AS_NOBODY = (
 )
 
 
-def run_as_nobody(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As a user who may not do everything, which root may."""
+def run_unprivileged(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a user without root's rights."""
     assert os.getuid() == 0, "this test needs to become another user, as root"
-    command = [sys.executable, "-c", AS_NOBODY + script, str(folder)]
+    command = [sys.executable, "-c", UNPRIVILEGED + script, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -151,7 +151,7 @@ def public() -> Iterator[Path]:
 
 def test_a_folder_one_may_not_write_is_refused_in_a_sentence(public: Path) -> None:
     opened(public / "store").close()
-    ran = run_as_nobody("opened(folder)", public / "store")
+    ran = run_unprivileged("opened(folder)", public / "store")
     assert "StoreError: storage file://" in ran.stderr, ran.stderr
     assert "cannot be used (Permission denied)" in ran.stderr
 
@@ -173,7 +173,7 @@ def test_segments_one_may_not_read_are_misses(public: Path) -> None:
         "assert put(store, [1, 7]) == [True, True]\n"
         "assert got(store, 7) == body(7, 8 * KIB); store.close(); print('well')\n"
     )
-    ran = run_as_nobody(script, folder)
+    ran = run_unprivileged(script, folder)
     assert ran.stdout == "well\n", ran.stderr
     again = opened(folder)
     assert got(again, 2) == body(2, 8 * KIB)

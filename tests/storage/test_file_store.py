@@ -214,7 +214,7 @@ def test_recency_survives_a_restart(opened: Open) -> None:
     assert store.exists([key(n) for n in range(6)]) == [True, True, False, False, False, True]
 
 
-def test_uses_are_told_to_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_are_seen_by_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     cap = 10 * 8 * KIB
     one, two = opened(cap=cap), opened(cap=cap)
     for n in range(10):

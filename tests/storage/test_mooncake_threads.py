@@ -1,4 +1,4 @@
-"""Calls that come back, late or never: who waits for them, and for how long."""
+"""Calls that come back, late or never: what waits for them, and for how long."""
 
 from __future__ import annotations
 
