@@ -322,7 +322,7 @@ class Rig:
 
     def settle(self) -> None:
         """Do all copies, and those that follow from them."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         self.cache.poll()
         while self.cache.stats().in_flight:
             assert time.monotonic() < deadline, "copies that never end"

@@ -11,7 +11,7 @@ import pytest
 from kvtide.storage import Removed, Store, StoreStatus
 from kvtide.transfer.store_link import StoreLink
 
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 """A test that forgot the gate ends all the same."""
 
 

@@ -81,13 +81,13 @@ class Storing:
 
     def poll_until(self, holds: Callable[[], bool]) -> None:
         """Poll in step with the others, until it holds on all of them."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not all(self.world.gather(holds())):
             assert time.monotonic() < deadline, "it does not come to pass"
             self.poll()
 
     def settle(self) -> None:
-        assert self.cache.drain(10.0)
+        assert self.cache.drain(60.0)
         self.stand.agree()
 
     def found(self, tokens=TEXT) -> int:

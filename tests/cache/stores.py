@@ -46,14 +46,14 @@ def faulty(rig: Rig) -> FaultyStore:
     return store
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it does not come to pass"
         time.sleep(0.0005)
 
 
-def settle(rig: Rig, timeout_s: float = 10.0) -> None:
+def settle(rig: Rig, timeout_s: float = 60.0) -> None:
     """Let all copies and all storage requests end."""
     deadline = time.monotonic() + timeout_s
     rig.settle()

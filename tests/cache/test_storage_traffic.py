@@ -206,7 +206,7 @@ class StoredTraffic(Traffic):
             self.met.update(stored=stats.stored_pages, dropped=stats.dropped_pages)
             self.met.update(failed=stats.failed_pages)
         self.cache.storage.detach(5.0)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.cache.unsettled:
             assert time.monotonic() < deadline, "storage does not come to rest"
             self.nap()

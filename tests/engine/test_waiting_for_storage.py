@@ -55,7 +55,7 @@ class Served:
     def submit(self, tokens: tuple[int, ...], **more: Any) -> Request:
         return self.engine.submit(RequestParams(tokens, ANSWER, SAMPLING, **more))
 
-    def until(self, wanted: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def until(self, wanted: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Step until it is as wanted."""
         deadline = time.monotonic() + timeout_s
         while not wanted():
@@ -184,7 +184,7 @@ def test_when_the_time_is_up_a_request_goes_on_with_what_has_come(
     began = time.monotonic()
     request = served.submit(PROMPTS[0])
     served.until(lambda: request.state is RequestState.RUNNING)
-    assert 0.4 <= time.monotonic() - began < 5.0
+    assert 0.4 <= time.monotonic() - began < 30
     served.right(request)
     found = request.by_tier[Tier.STORAGE]
     assert found == came * PAGE if family == "llama" else 0 < found <= came * PAGE

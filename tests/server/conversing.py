@@ -136,7 +136,7 @@ class Talks:
 
 def acknowledged(url: str) -> Json:
     """The cache's report once all that was computed has been stored."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         report = get(f"{url}/admin/cache")
         if not (report["in_flight"] or report["storage"]["waiting_pages"]):

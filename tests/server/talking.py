@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 Json = Any
 

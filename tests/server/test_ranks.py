@@ -61,7 +61,7 @@ def workers(child: Child) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -140,7 +140,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
         assert reply.status == 200 and reply.json()["attached"]
         assert said(ask(client, PROMPTS[0])) == expected[0]
         dropped = {}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not dropped.get("host") or client.get("/admin/storage").json()["waiting_pages"]:
             assert time.monotonic() < deadline
             dropped = client.post("/admin/flush?tier=all").json()["dropped_pages"]
@@ -205,7 +205,7 @@ def test_a_worker_that_ends_before_its_first_command_is_missed(
 def test_a_worker_that_never_comes_ends_the_server_with_a_sentence(model_folder: Path) -> None:
     arguments = (str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")
     with Child(arguments) as child:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (found := workers(child)):
             assert time.monotonic() < deadline and child.process.poll() is None, child.said
         os.kill(found[0], signal.SIGKILL)

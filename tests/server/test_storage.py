@@ -54,7 +54,7 @@ def attach(client: Client, url: str) -> Json:
 
 
 def until(client: Client, wanted: Callable[[Json], bool]) -> Json:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not wanted(report := client.get("/admin/cache").json()["storage"]):
         assert time.monotonic() < deadline, report
         time.sleep(0.005)
@@ -111,7 +111,10 @@ def test_pages_are_stored_though_no_further_request_comes(server: InProcess, url
     """The engine goes on when its last request has ended, but does not run in circles."""
     attach(server.client, url)
     found(server.client)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 60
+    while server.engine.cache.storage.stats().stored_pages < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     assert server.engine.cache.storage.stats().stored_pages == 8
     assert server.engine.token_s == server.service.rate.prefill_token_s > 0
 
@@ -337,7 +340,7 @@ def test_a_store_that_does_not_open_keeps_no_request_waiting(
     assert reply.status == 504 and reply.problem.startswith("the store is not open after 0.2 s")
     assert client.get(ROUTE).json() == {"attached": False}
     stores.Frozen.ice.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(stores.closed) < 2:
         assert time.monotonic() < deadline, "no request wants these stores, yet they stay open"
         time.sleep(0.01)
@@ -366,7 +369,7 @@ def test_a_store_that_freezes_keeps_no_request_waiting(serve: Callable[..., InPr
     began = time.monotonic()
     reply = client.send("DELETE", f"{ROUTE}?timeout_seconds=0.1")
     assert (reply.status, reply.json()["state"]) == (202, "leaving")
-    assert not reply.json()["attached"] and time.monotonic() - began < 5
+    assert not reply.json()["attached"] and time.monotonic() - began < 30
     assert client.complete(PROMPT, max_tokens=8, temperature=0)["choices"] == expected["choices"]
     stores.Frozen.ice.set()
     until(client, lambda report: report == {"attached": False})
@@ -380,5 +383,5 @@ def test_a_request_that_does_not_wait_is_answered_at_once(serve: Callable[..., I
     attach(server.client, "tests.server.stores:Frozen?calls=exists")
     usage = found(server.client)
     assert usage["storage_fetches"][0]["tokens"] == 0
-    assert usage["timing"]["time_to_first_token_ms"] < 5000
+    assert usage["timing"]["time_to_first_token_ms"] < 30_000
     stores.Frozen.ice.set()

@@ -17,7 +17,7 @@ from tests.processes import free_port
 from tests.storage import servers
 
 TIMEOUT_S = 0.5
-LATE_S = 1.5
+LATE_S = 5.0
 """How much later than its time-out a call may come back on a busy machine."""
 
 
@@ -265,11 +265,11 @@ def test_waiting_for_a_connection_ends_in_time(own_server, open_here):
             store.exists(keys)
         took.append(time.monotonic() - start)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask) for _ in range(16)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     own_server.thaw()
-    assert len(took) == 4 and max(took) < TIMEOUT_S + LATE_S
+    assert len(took) == 16 and max(took) < TIMEOUT_S + LATE_S
 
 
 # -- misbehaving ----------------------------------------------------------------------------

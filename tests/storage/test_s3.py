@@ -17,7 +17,7 @@ from tests.processes import free_port
 from tests.storage import servers
 
 TIMEOUT_S = 1.0
-LATE_S = 1.5
+LATE_S = 5.0
 KEY, SECRET = "accesskey", "secretkey"
 
 

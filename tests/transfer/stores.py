@@ -132,7 +132,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(4, "little") * 8
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it does not come to pass"

@@ -198,7 +198,7 @@ class Timed:
         def passes() -> None:
             self.clock.now += read_s
 
-        self._barrier = threading.Barrier(calls, passes, timeout=5.0)
+        self._barrier = threading.Barrier(calls, passes, timeout=60.0)
 
     def read(self, keys, targets):
         self._barrier.wait()
