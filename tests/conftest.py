@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compiling the package takes a second in every process that tests start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    if config.getoption("--all"):
+        os.environ["KVTIDE_TEST_ALL"] = "1"
     # Servers store pages in the user's cache directory unless this says otherwise.
     os.environ["KVTIDE_STORAGE"] = "none"
     caches = tempfile.TemporaryDirectory(prefix="kvtide-", ignore_cleanup_errors=True)

@@ -39,6 +39,7 @@ def tokenizer(gemma3: Checkpoint) -> Tokenizer:
     return found
 
 
+@pytest.mark.full
 def test_gemma3_goes_on_as_transformers_does(gemma3, weights, tokenizer) -> None:
     prompt = tokenizer.encode("The capital of Germany is Berlin. The capital of France is")
     ours = greedy(build(gemma3.config, Tensors(weights), kv_dtype=KVDType.FP32), prompt, NEW_TOKENS)
@@ -51,6 +52,7 @@ def test_a_model_that_was_not_taught_to_chat_says_so(tokenizer: Tokenizer) -> No
         tokenizer.encode_chat(Conversation([{"role": "user", "content": "Hello"}]))
 
 
+@pytest.mark.full
 def test_a_prefix_longer_than_a_window_comes_back_to_the_bit(gemma3, weights, tokenizer) -> None:
     model = build(gemma3.config, Tensors(weights), page_tokens=PAGE, deterministic=True)
     config = CacheConfig(Tokens(1024), host_size=Ratio(2.0), tokens_per_checkpoint=WINDOW)
