@@ -132,6 +132,10 @@ def _content(number: int, pool: str, layer: int, size: int) -> torch.Tensor:
     return torch.from_numpy(order.integers(0, 256, (PAGES, size), np.uint8))
 
 
+# On a CPU other tests of this folder do the same.
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(params=MODELS)
 def memory(request: pytest.FixtureRequest) -> ModelMemory:
     return small(request.param)

@@ -137,6 +137,8 @@ twice."""
 
 BRANCHES = 3
 TURNS = 3
+TURNS_ALIKE = 2
+"""Of families whose form of memory another one has."""
 ANSWER_TOKENS = 4
 MAX_STEPS = 1000
 
@@ -172,7 +174,7 @@ def alone(
 
 @cached
 def script(family: str) -> tuple[tuple[Turn, ...], ...]:
-    """Three groups of three branches each, turn by turn, each turn in an order of its own.
+    """Three groups of three branches, turn by turn, each turn in an order of its own.
 
     Its answers take longer than most tests do, so one process computes them for all of a run.
     """
@@ -191,7 +193,7 @@ def _script(family: str) -> tuple[tuple[Turn, ...], ...]:
         root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(BRANCHES)
     ]
     turns = []
-    for _ in range(TURNS):
+    for _ in range(TURNS_ALIKE if family_of(family) in ALIKE else TURNS):
         answers = [alone(family, prompt, ANSWER_TOKENS) for prompt in prompts]
         asked = [Turn(*each) for each in zip(range(len(prompts)), prompts, answers, strict=True)]
         turns.append(tuple(rng.sample(asked, len(asked))))

@@ -102,6 +102,9 @@ def test_one_flipped_bit_on_the_host_is_found_named_and_quarantined(
     engine.cache.close()
 
 
+@pytest.mark.quick(
+    family=["llama", "gemma3", "falcon_h1", "deepseek_v4"], pool=["kv", "swa", "state", "c4"]
+)
 @pytest.mark.parametrize(("family", "pool", "kv_dtype"), KINDS)
 def test_in_half_precision_one_flipped_bit_in_any_field_is_found_and_named(
     family: str, pool: str, kv_dtype: KVDType, caplog: pytest.LogCaptureFixture

@@ -40,7 +40,8 @@ from tests.engine.restoring import (
 from tests.proofs import Proves
 
 CHUNKS = ((64, 257), (257, 64))
-BEFORE, AFTER = slice(1, 2), slice(2, 3)
+BEFORE, AFTER = slice(-2, -1), slice(-1, None)
+"""The turns of each life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
     """
     for module in (objects, host_pages):
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
-    prompt, memory = script(family)[2][0].tokens, model_of(family).memory
+    prompt, memory = script(family)[-1][0].tokens, model_of(family).memory
     for layout, restored in zip(layouts, (False, True), strict=True):
         config = CacheConfig(
             Tokens(1024), host_layout=layout, tokens_per_checkpoint=PAGE, patience=PATIENT

@@ -77,7 +77,7 @@ def lost_pages() -> Iterator[tuple[str, str, int, str]]:
                 yield name, anchor.name, page, "corrupt"
 
 
-@pytest.mark.quick
+@pytest.mark.quick(family=NAMES)
 @pytest.mark.parametrize(("family", "anchor", "page", "harm"), list(lost_pages()))
 def test_without_a_page_the_deepest_boundary_that_needs_it_not_is_found(
     family: str, anchor: str, page: int, harm: str

@@ -32,7 +32,7 @@ def _keeping(family: str, every_pages: int) -> Stand:
     return Stand(family, placement=EveryPages(every_pages), tokens_per_checkpoint=distance)
 
 
-@pytest.mark.quick
+@pytest.mark.quick(family=NAMES)
 @pytest.mark.parametrize(
     ("family", "extra"),
     [*product(NAMES, (0, 1, PAGE - 1)), *((n, 1) for n in ALL_NAMES if n not in NAMES)],
@@ -56,7 +56,7 @@ def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
     stand.end()
 
 
-@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
+@pytest.mark.quick(family=["falcon_h1"])
 @pytest.mark.parametrize("family", WINDOWS)
 def test_with_a_checkpoint_at_every_page_all_requests_find_every_shared_page(family: str) -> None:
     stand = _keeping(family, every_pages=1)
@@ -67,7 +67,7 @@ def test_with_a_checkpoint_at_every_page_all_requests_find_every_shared_page(fam
     stand.end()
 
 
-@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
+@pytest.mark.quick(family=["gpt_oss"])
 @pytest.mark.parametrize("family", WINDOWS)
 def test_with_a_checkpoint_at_every_third_page_no_request_finds_less_than_that(family: str) -> None:
     stand = _keeping(family, every_pages=3)

@@ -100,7 +100,7 @@ def converse_injured(family: str, writing: str, seed: int) -> Counter[Injury]:
     return injure.done
 
 
-@pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
+@pytest.mark.quick(family=["falcon_h1"])
 @pytest.mark.parametrize("seed", [12])
 @pytest.mark.parametrize("family", NAMES)
 def test_aborts_retractions_and_broken_loads_change_no_other_requests_bits(
@@ -119,6 +119,7 @@ def test_aborts_retractions_and_broken_loads_change_no_other_requests_bits(
     assert not missed, done
 
 
+@pytest.mark.quick(family=["gemma3"])
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma3"])
 def test_a_share_that_was_cut_short_goes_on_with_what_the_next_step_leaves_it(family: str) -> None:
     rng = random.Random(11)

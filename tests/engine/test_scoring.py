@@ -34,6 +34,7 @@ def text(seed: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(3, VOCABULARY) for _ in range(count))
 
 
+@pytest.mark.quick(family=["gpt_oss", "falcon_h1"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
     tokens = text(1, 75)
@@ -55,6 +56,7 @@ def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
     assert found[0] == found[1] == found[2], "to the last bit"
 
 
+@pytest.mark.quick(family=["gemma3", "falcon_h1"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_scored_prompt_uses_nothing_and_leaves_nothing(family: str) -> None:
     engine = engine_for(family)

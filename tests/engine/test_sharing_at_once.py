@@ -105,7 +105,7 @@ def opened() -> Iterator[Opener]:
 # -- computed once -----------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(family=["llama", "gpt_oss", "falcon_h1", "deepseek_v4"])
 @pytest.mark.parametrize("chunk_tokens", [24, 64, 1024])
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
 def test_requests_that_come_together_compute_their_prefix_once(

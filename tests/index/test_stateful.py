@@ -30,6 +30,7 @@ from kvtide.index import (
 )
 from kvtide.spec import ALL, Tier
 from kvtide.testing.naive import NaiveIndex
+from tests import grids
 from tests.index.memories import ALL_MEMORIES, PAGE
 
 LONG = bool(os.environ.get("KVTIDE_LONG_TESTS"))
@@ -408,7 +409,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(
-    max_examples=2000 if LONG else 120,
+    max_examples=2000 if LONG else 120 if grids.everything() else 60,
     stateful_step_count=60 if LONG else 40,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, *((Phase.shrink,) if LONG else ())),

@@ -20,6 +20,8 @@ from kvtide.spec.families import KVDType
 from tests.models.answering import greedy, greedy_of_transformers
 from tests.models.tiny import Tensors
 
+pytestmark = pytest.mark.full
+
 NEW_TOKENS = 12
 PAGE = 64
 WINDOW = 512
@@ -39,7 +41,6 @@ def tokenizer(gemma3: Checkpoint) -> Tokenizer:
     return found
 
 
-@pytest.mark.full
 def test_gemma3_goes_on_as_transformers_does(gemma3, weights, tokenizer) -> None:
     prompt = tokenizer.encode("The capital of Germany is Berlin. The capital of France is")
     ours = greedy(build(gemma3.config, Tensors(weights), kv_dtype=KVDType.FP32), prompt, NEW_TOKENS)
@@ -52,7 +53,6 @@ def test_a_model_that_was_not_taught_to_chat_says_so(tokenizer: Tokenizer) -> No
         tokenizer.encode_chat(Conversation([{"role": "user", "content": "Hello"}]))
 
 
-@pytest.mark.full
 def test_a_prefix_longer_than_a_window_comes_back_to_the_bit(gemma3, weights, tokenizer) -> None:
     model = build(gemma3.config, Tensors(weights), page_tokens=PAGE, deterministic=True)
     config = CacheConfig(Tokens(1024), host_size=Ratio(2.0), tokens_per_checkpoint=WINDOW)

@@ -183,6 +183,7 @@ def test_a_tier_of_petabytes_gets_no_more_slots_than_the_trace_has_pages() -> No
     assert tiers[Tier.DEVICE]["kv"] <= trace.prompt_tokens // 64 + trace.requests
 
 
+@pytest.mark.full
 def test_public_trace_replays_faster_than_20000_requests_a_minute() -> None:
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():

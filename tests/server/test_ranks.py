@@ -155,7 +155,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
         ends_with_its_worker(child, worker)
 
 
-@pytest.mark.quick(waits_for=["an answer"])
+@pytest.mark.full
 @pytest.mark.parametrize("waits_for", ["an answer", "the end of nothing"])
 def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
     waits_for: str, model_folder: Path
