@@ -71,6 +71,7 @@ def test_pages_outlive_the_process_however_it_ends(
         assert third.exit_code() == 0
 
 
+@pytest.mark.full
 def test_a_signal_lets_what_is_in_line_be_written(model_folder: Path, tmp_path: Path) -> None:
     url = f"tests.server.stores:slow?path={tmp_path / 'pages'}"
     with child(model_folder, "--storage", url) as serving:

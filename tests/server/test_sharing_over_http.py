@@ -30,7 +30,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     master.kill()
 
 
-@pytest.mark.quick(family=["llama"], url=["file"])
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 def test_two_servers_restore_what_the_other_computed(family: str, url: str, tmp_path: Path) -> None:
     oracle(family).save_pretrained(tmp_path)
