@@ -19,11 +19,10 @@ import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
-from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import Drafter, DraftWish
+from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.speculation.drafter import Drafter, DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
-from kvtide.engine.speculation.ngram import NgramDrafter
+from kvtide.engine.speculation.ngram import NGRAM_DRAFTS, NgramDrafter
 from kvtide.models import build
 from kvtide.models.chat import Conversation
 from kvtide.models.checkpoint import Checkpoint, OnDevice
@@ -70,19 +69,13 @@ CHAT = (
 PROSE = tuple(f"Write a paragraph about the number {number}." for number in range(NEVER_BATCH))
 
 
-class WrongDrafter:
+class WrongDrafter(TokenDrafter):
     """Proposes as many drafts as it may, each wrong almost surely."""
 
     cost = NgramDrafter.cost
-    captures: tuple[int, ...] = ()
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        """Tokens are all it needs."""
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         return [
@@ -97,12 +90,14 @@ class WrongDrafter:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCase:
-    """`at_once`: requests that decode together. `goal`: tokens/s with drafts over those without."""
+    """`at_once`: requests that decode together. `goal`: tokens/s with drafts over those without.
+    `draft_tokens`: unless said otherwise, what a server has."""
 
     name: str
     prompts: tuple[str, ...]
     at_once: int
     goal: float
+    draft_tokens: int
     drafter: Callable[[ModelBed, TieredCache], Drafter]
 
 
@@ -146,9 +141,9 @@ def _model(bed: ModelBed, cache: TieredCache) -> Drafter:
 CASES = {
     case.name: case
     for case in (
-        SpeculationCase("quotes", QUOTES, 1, 1.6, _ngram),
-        SpeculationCase("chat", CHAT, 1, 1.4, _model),
-        SpeculationCase("never", PROSE, NEVER_BATCH, 0.9, _wrong),
+        SpeculationCase("quotes", QUOTES, 1, 1.6, NGRAM_DRAFTS, _ngram),
+        SpeculationCase("chat", CHAT, 1, 1.4, DRAFT_TOKENS, _model),
+        SpeculationCase("never", PROSE, NEVER_BATCH, 0.9, DRAFT_TOKENS, _wrong),
     )
 }
 """`quotes`: n-gram; `chat`: a draft model; `never`: drafts that are never accepted."""

@@ -7,21 +7,17 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
-from kvtide.bench import draft_cost, hitrate, index_cost, speculate, step_cost
+from kvtide.bench import draft_cost, hitrate, index_cost, step_cost
 from kvtide.cli.bench import (
     bench_gpu,
     bench_replay,
     bench_serve,
+    bench_speculate,
     bench_storage,
     bench_transfer,
 )
 from kvtide.cli.console import CommandError, progress, table
 from kvtide.engine import EngineError
-from kvtide.engine.speculation.speculation import MAX_DRAFTS
-from kvtide.models.checkpoint import open_checkpoint
-from kvtide.models.default_model import default_model
 from kvtide.models.model_errors import CheckpointError
 from kvtide.planner import traces, workloads
 from kvtide.planner.charts import ChartError
@@ -58,7 +54,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         kinds.add_parser("replay", help="predicted hit rates beside those of an engine")
     )
     _add_step(kinds.add_parser("step", help="the cost of an engine step besides the model"))
-    _add_speculate(kinds.add_parser("speculate", help="tokens/s with drafts and without"))
+    bench_speculate.add(
+        kinds.add_parser("speculate", help="decoding with drafts beside decoding without")
+    )
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))
 
 
@@ -116,20 +114,6 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_run_step)
-
-
-def _add_speculate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="X", help="SmolLM2-135M-Instruct if none")
-    parser.add_argument("--draft", metavar="DIR", help="an EAGLE3 draft, for the case chat")
-    parser.add_argument(
-        "--only", metavar="NAME,…", help=f"some of {', '.join(speculate.CASES)}; all that can run"
-    )
-    parser.add_argument("--draft-tokens", type=int, default=3, metavar="K", help="(3)")
-    parser.add_argument("--answer-tokens", type=int, default=128, help="(128)")
-    parser.add_argument("--rounds", type=int, default=3, help="each with drafts and without (3)")
-    parser.add_argument("--device", default="cpu", help="(cpu)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=_run_speculate)
 
 
 def _sources(args: argparse.Namespace, default: str) -> list[traces.Trace]:
@@ -289,54 +273,3 @@ def _run_step(args: argparse.Namespace) -> int:
     ]
     print(table(header, rows))
     return 0
-
-
-# -- speculate ------------------------------------------------------------------------------
-
-
-def _run_speculate(args: argparse.Namespace) -> int:
-    cases = _cases(args)
-    model = open_checkpoint(default_model() if args.model is None else args.model)
-    bed = speculate.ModelBed(model, args.draft, torch.device(args.device))
-    gains = [
-        speculate.measure(bed, case, args.answer_tokens, args.draft_tokens, args.rounds, progress)
-        for case in cases
-    ]
-    if args.json:
-        print(json.dumps([gain.as_json() for gain in gains], indent=2))
-        return 0
-    print(_speculate_table(gains))
-    return 0
-
-
-def _cases(args: argparse.Namespace) -> list[speculate.SpeculationCase]:
-    if not 1 <= args.draft_tokens <= MAX_DRAFTS:
-        raise CommandError(f"bench speculate: --draft-tokens takes 1 to {MAX_DRAFTS}")
-    if min(args.answer_tokens, args.rounds) < 1:
-        raise CommandError("bench speculate: --answer-tokens and --rounds must be at least 1")
-    known = [name for name in speculate.CASES if name != "chat" or args.draft is not None]
-    names = known if args.only is None else args.only.split(",")
-    if unknown := [name for name in names if name not in speculate.CASES]:
-        raise CommandError(
-            f"bench speculate: {', '.join(unknown)} is not known; use {', '.join(speculate.CASES)}"
-        )
-    if "chat" in names and args.draft is None:
-        raise CommandError("bench speculate: chat drafts with a draft; name its folder: --draft")
-    return [speculate.CASES[name] for name in names]
-
-
-def _speculate_table(gains: list[speculate.SpeculationGain]) -> str:
-    header = (
-        *("case", "at once", "drafts", "tokens/s on", "tokens/s off", "on/off", "accept length"),
-        *("accepted", "rejected", "goal", "reached"),
-    )
-    rows = [
-        (
-            *(gain.case, gain.at_once, gain.draft_tokens),
-            *(f"{gain.on_tokens_s:.1f}", f"{gain.off_tokens_s:.1f}", f"{gain.ratio:.2f}×"),
-            *(f"{gain.accept_length:.2f}", f"{gain.accepted:,}", f"{gain.rejected:,}"),
-            *(f"≥ {gain.goal:g}×", ("no", "yes")[gain.reached]),
-        )
-        for gain in gains
-    ]
-    return table(header, rows)

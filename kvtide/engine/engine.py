@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
@@ -68,7 +69,8 @@ class Update(NamedTuple):
 
 class Engine:
     """`computed`: tokens of the last step. `cuda_graphs`: small steps run as CUDA graphs where the
-    device can. `token_s`: measured seconds to prefill a token, 0 while unknown."""
+    device can. `token_s`: measured seconds to prefill a token, 0 while unknown. `fixed_drafts`:
+    requests get `draft_tokens` drafts also where they do not pay; for benchmarks."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Engine:
         cuda_graphs: bool = True,
         drafter: Drafter | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        fixed_drafts: bool = False,
     ) -> None:
         draft = drafter.model if drafter is not None else None
         check_declared_state(model, cache.config.torch_device, draft)
@@ -94,6 +97,14 @@ class Engine:
             [model.vocabulary, model.max_positions]
         )
         self._staging = Staging(cache.config.torch_device)
+        has_graphs = cuda_graphs and topology.ranks == 1 and model.uses_kernels
+        self.scheduler = Scheduler(cache, chunk_tokens, max_running, has_graphs)
+        self._draft_sidecars = cache.memory.draft_sidecars
+        self._speculation: Speculation | None = None
+        if drafter is not None:
+            self._speculation = Speculation(
+                cache, self.scheduler, drafter, draft_tokens, fixed_drafts=fixed_drafts
+            )
         self._runner = Runner(
             model,
             cache,
@@ -101,15 +112,14 @@ class Engine:
             max_running,
             chunk_tokens,
             self._staging,
-            cuda_graphs,
+            has_graphs,
             drafter.captures if drafter is not None else (),
+            self._speculation.verify_rows if self._speculation is not None else 0,
         )
-        self.scheduler = Scheduler(cache, chunk_tokens, max_running, self._runner.has_graphs)
+        if self._speculation is not None and self._runner.capture is not None:
+            hidden = model.carried(torch.zeros(1, dtype=torch.int64, device=self._staging.device))
+            self._speculation.use_graphs(self._runner.capture, max_running, hidden)
         self._overlap = Overlap(cache, self._runner)
-        self._draft_sidecars = cache.memory.draft_sidecars
-        self._speculation: Speculation | None = None
-        if drafter is not None:
-            self._speculation = Speculation(cache, self.scheduler, drafter, draft_tokens)
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -126,7 +136,7 @@ class Engine:
 
     @property
     def steps_by_kind(self) -> Counter[str]:
-        """Steps launched, by kind: decode_graph, mixed_graph, eager."""
+        """Steps launched, by kind: decode_graph, verify_graph, mixed_graph, eager."""
         return self._runner.launched
 
     @property
@@ -146,6 +156,8 @@ class Engine:
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels, so that no request waits for them."""
         self._runner.warm_up(self.max_sequence_tokens)
+        if self._speculation is not None:
+            self._speculation.warm_up(self.max_sequence_tokens)
         warm_up_sampling(self.vocabulary, self._staging)
 
     def submit(self, params: RequestParams) -> Request:
@@ -193,7 +205,7 @@ class Engine:
         self._overlap_copies(step.chunks)
         self._commit(step.chunks, output)
         updates, checks = self._sample(step.chunks, output)
-        self._settle(step.chunks, output)
+        self._settle(step.chunks, output, updates)
         self._end(updates)
         return [update for update in updates if update.request not in checks]
 
@@ -336,22 +348,26 @@ class Engine:
             self._speculation.verified(verified)
         return updates
 
-    def _settle(self, chunks: list[ScheduledChunk], output: StepOutput) -> None:
-        """Commit what waited for acceptance, drafts' own state with it."""
+    def _settle(
+        self, chunks: list[ScheduledChunk], output: StepOutput, updates: list[Update]
+    ) -> None:
+        """Commit what waited for acceptance, drafts' own state with it; begin to draft."""
         if self._speculation is None:
             return
-        self._speculation.extend(chunks, output)
+        last = {update.request: update.finish for update in updates}
+        decoding = [request for request, finish in last.items() if finish is None]
+        self._speculation.extend(chunks, output, decoding)
         for chunk in chunks:
             if chunk.drafts or self._written_late(chunk.request):
                 self._commit_computed(chunk.request)
 
     def _end(self, updates: list[Update]) -> None:
-        """Finish requests that had their last token, and draft for the others."""
+        """Finish requests that had their last token; the others get drafts."""
         for update in updates:
             if update.finish is not None:
                 self._finish(update.request, update.finish)
         if self._speculation is not None:
-            self._speculation.propose(list({update.request: None for update in updates}))
+            self._speculation.propose()
 
     def _overlap_next(
         self, requests: list[Request], sampling: SamplingBatch, output: StepOutput
@@ -372,6 +388,7 @@ class Engine:
         self._overlap.plan(planned)
         if self._overlap.prepare() and alone and self.scheduler.may_launch(planned):
             sampling.keep_logits()
+            output.keep_captured()
             self._overlap.launch(requests, sampling.tokens)
 
     def _append(self, request: Request, tokens: Sequence[SampledToken]) -> list[Update]:

@@ -17,7 +17,7 @@ from kvtide.layers import Rows
 from kvtide.layers.step import Batch, Bounds
 
 Numbers = NDArray[np.int32]
-TableVersion = tuple[int, int, int]
+TableVersion = tuple[int, ...]
 """Changes when the lease's slots may have changed."""
 Table = Mapping[str, Numbers]
 

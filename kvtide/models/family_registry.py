@@ -39,7 +39,7 @@ from kvtide.spec import with_draft
 from kvtide.spec.config import Config
 from kvtide.spec.families import KVDType, declare, declare_mtp, language_model, mtp_layers
 
-__all__ = ["FAMILIES", "MTP", "Model", "build", "build_mtp", "has_mtp"]
+__all__ = ["FAMILIES", "MTP", "Model", "build", "build_mtp", "has_mtp", "mtp_remark"]
 
 FAMILIES: dict[str, type[Decoder]] = {
     "bamba": Bamba,
@@ -182,6 +182,15 @@ def has_mtp(config: Mapping[str, object], weights: Weights) -> bool:
     if draft is None or not mtp_layers(config):
         return False
     return published.weights.has(draft.first_tensor(published.fields))
+
+
+def mtp_remark(config: Mapping[str, object], weights: Weights) -> str:
+    """What the draft of `build_mtp` does otherwise than its config asks, for the line at a
+    server's start; empty if nothing, and without a draft."""
+    if not has_mtp(config, weights):
+        return ""
+    published = _Published.of(config, weights)
+    return published.find_draft().remark(published.fields)
 
 
 def build_mtp(config: Mapping[str, object], weights: Weights, target: Decoder) -> NextTokenDraft:

@@ -58,6 +58,11 @@ class NextTokenDraft:
         """A weight of every checkpoint that has the layer."""
         return f"{cls.under(config)}.{cls.TOKEN_NORM}.weight"
 
+    @classmethod
+    def remark(cls, config: Config) -> str:
+        """What the config asks of drafts and these do otherwise; empty if nothing."""
+        return ""
+
     def build_projections(self, base: Blueprint) -> None:
         """Builds what joins tokens and features."""
         self.project = base.linear(self.PROJECTION)

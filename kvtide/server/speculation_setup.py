@@ -4,7 +4,8 @@
 
 Without `--speculate` and `--draft` a checkpoint's own layer for multi-token prediction drafts; else
 an EAGLE3 draft that lies beside the weights: in a folder `draft` of the model's folder, or in
-`NAME.draft` beside a file `NAME.gguf`. docs/SPECULATION.md is the guide.
+`NAME.draft` beside a file `NAME.gguf`. The default model's draft comes with kvtide.
+docs/SPECULATION.md is the guide.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from kvtide.engine.engine import DRAFT_TOKENS
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS, NgramDrafter
-from kvtide.models import build_mtp, has_mtp
+from kvtide.models import build_mtp, has_mtp, mtp_remark
 from kvtide.models.checkpoint import Checkpoint
+from kvtide.models.default_model import shipped_draft
 from kvtide.models.draft import DraftModel
 from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.model import Decoder
@@ -34,7 +36,8 @@ class SpeculationChoice:
 
     method  a value of `--speculate`
     draft   the opened draft, with eagle3
-    note    why nothing better was found, for the line at the start
+    note    why nothing better was found, or what drafts do otherwise than the checkpoint asks: for
+            the line at the start
     """
 
     method: str = NO_SPECULATION
@@ -53,10 +56,11 @@ class SpeculationChoice:
 
     def sentence(self, draft_tokens: int) -> str:
         """The line about speculation that a starting server prints."""
+        note = self.note and f"; {self.note}"
         if self.method == NO_SPECULATION:
-            return f"speculation: none{self.note and f'; {self.note}'}"
+            return f"speculation: none{note}"
         of = f" of {self.draft.checkpoint.path}" if self.draft is not None else ""
-        return f"speculation: {self.method}{of}, up to {draft_tokens} drafts"
+        return f"speculation: {self.method}{of}, up to {draft_tokens} drafts{note}"
 
 
 def choose_speculation(settings: Settings, checkpoint: Checkpoint) -> SpeculationChoice:
@@ -68,24 +72,28 @@ def choose_speculation(settings: Settings, checkpoint: Checkpoint) -> Speculatio
 
 
 def _named(method: str, settings: Settings, checkpoint: Checkpoint) -> SpeculationChoice:
+    if method == MTP:
+        return _mtp(checkpoint)
     if method != EAGLE3:
         return SpeculationChoice(method)
     if settings.draft is not None:
         return SpeculationChoice(EAGLE3, open_draft(settings.draft))
-    folder = draft_folder(checkpoint)
-    if not (folder / "config.json").is_file():
+    if (folder := _draft_folder(checkpoint)) is None:
         raise SettingsError(
-            f"--speculate eagle3 needs a draft, and there is none at {folder}; name its folder "
-            "with --draft"
+            f"--speculate eagle3 needs a draft, and there is none at {_beside(checkpoint)}; name "
+            "its folder with --draft"
         )
     return SpeculationChoice(EAGLE3, open_draft(folder))
 
 
+def _mtp(checkpoint: Checkpoint) -> SpeculationChoice:
+    return SpeculationChoice(MTP, note=mtp_remark(checkpoint.config, checkpoint.weights))
+
+
 def _found(checkpoint: Checkpoint) -> SpeculationChoice:
     if has_mtp(checkpoint.config, checkpoint.weights):
-        return SpeculationChoice(MTP)
-    folder = draft_folder(checkpoint)
-    if not (folder / "config.json").is_file():
+        return _mtp(checkpoint)
+    if (folder := _draft_folder(checkpoint)) is None:
         return SpeculationChoice()
     try:
         return SpeculationChoice(EAGLE3, open_draft(folder))
@@ -93,7 +101,13 @@ def _found(checkpoint: Checkpoint) -> SpeculationChoice:
         return SpeculationChoice(note=f"the draft beside the weights is not used: {refusal}")
 
 
-def draft_folder(checkpoint: Checkpoint) -> Path:
+def _draft_folder(checkpoint: Checkpoint) -> Path | None:
+    """A draft beside these weights, or the one that comes with kvtide."""
+    beside = _beside(checkpoint)
+    return beside if (beside / "config.json").is_file() else shipped_draft(checkpoint.path)
+
+
+def _beside(checkpoint: Checkpoint) -> Path:
     """Where a draft beside these weights would lie."""
     path = checkpoint.path
     return path / "draft" if checkpoint.gguf is None else path.with_suffix(".draft")

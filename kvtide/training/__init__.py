@@ -10,8 +10,12 @@
 `generate`          the target's answers, by the engine
 `features`          hidden states and greedy tokens over prompts and answers, by the engine
 `trainable_eagle3`  the draft as a torch module; `starting_weights` gives it what the target knows
+`batches`           sequences side by side, and what the target says of them
 `eagle3_training`   the loss over several recurrent steps, and the loop
 `held_out`          accept length on prompts that training has not seen
 `publish`           the folder: `config.json` and `model.safetensors`
+`time_budget`       when each part has to be done
 `draft_training`    all of it, in order
+`acceptance`        sampling: shared random numbers against rejection sampling
+`evaluation`        a trained draft on other prompts (`kvtide draft evaluate`)
 """

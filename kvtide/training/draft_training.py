@@ -7,31 +7,38 @@ draft, gives its hidden states, and verifies the drafts of the held-out measurem
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 
 import torch
+from torch import Tensor
 
 from kvtide.models import build
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
-from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.model import Decoder
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.spec.families import KVDType
+from kvtide.training import time_budget
 from kvtide.training.draft_shape import DraftShape, ShapeRequest, draft_shape
-from kvtide.training.draft_vocabulary import DraftVocabulary, choose_vocabulary
-from kvtide.training.eagle3_training import DraftTraining, TrainingPlan, TrainingStep
-from kvtide.training.features import target_states
-from kvtide.training.generate import (
-    Answered,
-    AnswerPlan,
-    Report,
-    generate,
-    load_answers,
-    save_answers,
+from kvtide.training.draft_vocabulary import (
+    DraftVocabulary,
+    choose_vocabulary,
+    known_vocabulary,
 )
-from kvtide.training.held_out import HeldOut, HeldOutPlan, measure_held_out
+from kvtide.training.eagle3_training import DraftTraining, TrainingPlan, TrainingStep
+from kvtide.training.features import TargetStates, target_states
+from kvtide.training.generate import Answered, AnswerFile, AnswerPlan, Report, generate
+from kvtide.training.held_out import (
+    HeldOut,
+    HeldOutPlan,
+    measure_held_out,
+    predicted_accept_length,
+)
 from kvtide.training.prompts import (
     EncodedPrompts,
     PromptFile,
@@ -41,10 +48,14 @@ from kvtide.training.prompts import (
 )
 from kvtide.training.publish import TrainedDraft
 from kvtide.training.starting_weights import start_from_target
+from kvtide.training.time_budget import TimeBudget
 from kvtide.training.trainable_eagle3 import TrainableEagle3
 
 ANSWERS = "answers.safetensors"
 """The file of answers beside a draft; who ships the draft leaves it out."""
+STATES_FRACTION = 0.6
+"""Of a device's free memory, for hidden states."""
+_ENDLESS = TimeBudget()
 _DTYPES = {"cpu": (torch.float32, KVDType.FP32), "cuda": (torch.bfloat16, KVDType.BF16)}
 
 
@@ -53,7 +64,7 @@ class TrainingOptions:
     """What is trained, and how long.
 
     resume         go on from the draft in the folder
-    measure_every  steps between measurements on held-out prompts; one more at the end
+    predict_every  steps between predictions for held-out prompts, and between drafts on disk
     """
 
     shape: ShapeRequest = field(default_factory=ShapeRequest)
@@ -62,7 +73,7 @@ class TrainingOptions:
     held_out: HeldOutPlan = field(default_factory=HeldOutPlan)
     resume: bool = False
     report_every: int = 50
-    measure_every: int = 1000
+    predict_every: int = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +91,12 @@ class TrainingText:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """A published draft. `coverage`: of the answers' tokens, the fraction that it may predict."""
+    """A published draft.
+
+    coverage   of the answers' tokens, the fraction that it may predict
+    held_out   accept lengths in the engine, by category
+    predicted  the same from hidden states, as training saw it
+    """
 
     bytes: int
     weights: int
@@ -88,6 +104,7 @@ class TrainingResult:
     answer_tokens: int
     last: TrainingStep
     held_out: list[HeldOut]
+    predicted: dict[str, float]
 
 
 class TrainingTarget:
@@ -97,22 +114,22 @@ class TrainingTarget:
         self.checkpoint, self.shape, self.device = checkpoint, shape, device
         self.draft = TrainableEagle3(shape).to(device)
         dtype, kv_dtype = _DTYPES[device.type]
-        placeholder = _first_tokens(shape)
+        untrained = TrainedDraft.of(self.draft, _first_tokens(shape)).opened()
         with device:
             self.model: Decoder = build(
                 checkpoint.config,
                 OnDevice(checkpoint.weights, device),
                 kv_dtype=kv_dtype,
                 dtype=dtype,
-                draft=TrainedDraft.of(self.draft, placeholder).opened(),
+                draft=untrained,
             )
 
     def measure(
-        self, trained: TrainedDraft, text: TrainingText, plan: HeldOutPlan
+        self, trained: TrainedDraft, text: TrainingText, plan: HeldOutPlan, until: float
     ) -> list[HeldOut]:
         """The accept length with the draft as it is published."""
         draft = trained.opened().build(self.model)
-        return measure_held_out(self.model, draft, text.held_out, plan, text.stop_ids)
+        return measure_held_out(self.model, draft, text.held_out, plan, text.stop_ids, until)
 
 
 def open_target(path: Path, asked: ShapeRequest, device: torch.device) -> TrainingTarget:
@@ -127,43 +144,54 @@ def train_draft(
     options: TrainingOptions,
     folder: Path,
     report: Report,
+    given: Sequence[Answered] = (),
+    budget: TimeBudget = _ENDLESS,
 ) -> TrainingResult:
-    """Train a draft and publish it into the folder."""
+    """Train a draft and publish it into the folder. `given`: answers that are there already."""
     folder.mkdir(parents=True, exist_ok=True)
-    answered = _answers(target, text, options.answers, folder, report)
+    answered = _usable(given) if given else _answers(target, text, options, folder, report, budget)
     vocabulary = _start(target, answered, folder, options.resume, report)
-    states = target_states(target.model, target.shape.captures, answered, report)
+    captures, model = target.shape.captures, target.model
+    held_out = held_out_states(target, text, options.held_out, budget.end_of(time_budget.HELD_OUT))
+    fitting = _fitting(target, answered, report)
+    states = target_states(model, captures, fitting, report, budget.end_of(time_budget.STATES))
     tokens = None if vocabulary is None else vocabulary.tokens
-    trainer = DraftTraining(target.draft, target.model, tokens, options.training)
+    trainer = DraftTraining(target.draft, model, tokens, options.training)
 
     def after(step: TrainingStep) -> None:
         report(_line(step))
-        if step.number % options.measure_every == 0:
-            trained = TrainedDraft.of(target.draft, vocabulary)
-            trained.publish(folder)
-            for found in target.measure(trained, text, options.held_out):
-                report(f"held out: {found.category} accepts {found.accept_length:.2f} a step")
+        if step.number % options.predict_every == 0:
+            TrainedDraft.of(target.draft, vocabulary).publish(folder)
+            for category, some in held_out.items():
+                length = predicted_accept_length(trainer, some)
+                report(f"held out: {category} is to accept {length:.2f} a step")
 
-    last = trainer.run(states, after, options.report_every)
+    until = budget.end_of(time_budget.TRAINING)
+    last = trainer.run(states, after, options.report_every, until)
+    predicted = {one: predicted_accept_length(trainer, some) for one, some in held_out.items()}
     trained = TrainedDraft.of(target.draft, vocabulary)
+    size = trained.publish(folder)
+    report(f"published {size:,} bytes; measures held-out prompts")
+    measured = target.measure(trained, text, options.held_out, budget.end_of(time_budget.ALL))
     return TrainingResult(
-        trained.publish(folder),
+        size,
         target.shape.weights,
         1.0 if vocabulary is None else vocabulary.coverage,
         sum(len(one.answer) for one in answered),
         last,
-        target.measure(trained, text, options.held_out),
+        measured,
+        predicted,
     )
 
 
 def encoded(
-    checkpoint: Checkpoint,
+    target: TrainingTarget,
     training: Sequence[PromptFile],
     held_out: Sequence[PromptFile],
     options: TrainingOptions,
-    max_positions: int,
 ) -> TrainingText:
     """Prompts as the target takes them; refuses what cannot be used."""
+    checkpoint, max_positions = target.checkpoint, target.model.max_positions
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         raise TrainingError(
@@ -190,30 +218,76 @@ def encoded(
 def _answers(
     target: TrainingTarget,
     text: TrainingText,
-    plan: AnswerPlan,
+    options: TrainingOptions,
     folder: Path,
     report: Report,
+    budget: TimeBudget,
 ) -> list[Answered]:
     """The target's answers: those in the folder, if they are of these prompts and this plan."""
-    prompts, stop_ids = text.prompts, text.stop_ids
+    prompts, stop_ids, plan = text.prompts, text.stop_ids, options.answers
     made_from = (target.checkpoint.fingerprint(), prompts, asdict(plan), sorted(stop_ids))
     label = hashlib.sha256(repr(made_from).encode()).hexdigest()
-    answered = load_answers(folder / ANSWERS, label)
+    file = AnswerFile(folder / ANSWERS)
+    answered = file.read_if(label)
     if answered is None:
-        answered = generate(target.model, prompts, plan, stop_ids, report)
-        save_answers(folder / ANSWERS, answered, label)
+        until = budget.end_of(time_budget.ANSWERS)
+        answered = generate(target.model, prompts, plan, stop_ids, report, until)
+        file.write(answered, target.checkpoint.fingerprint(), label)
         source = "generated"
     else:
-        source = f"{folder / ANSWERS} has"
+        source = f"{file.path} has"
     tokens = sum(len(one.answer) for one in answered)
     report(f"{source} {tokens:,} tokens in {len(answered):,} answers to {len(prompts):,} prompts")
-    # Without two tokens of an answer there is nothing to predict.
+    return _usable(answered)
+
+
+def _usable(answered: Sequence[Answered]) -> list[Answered]:
+    """Those with something to predict: two tokens."""
     if not (usable := [one for one in answered if len(one.answer) > 1]):
         raise TrainingError(
             "the model ends every answer at once, and there is nothing to learn from; use other "
             "prompts, or a model that answers"
         )
     return usable
+
+
+def _fitting(
+    target: TrainingTarget, answered: Sequence[Answered], report: Report
+) -> Sequence[Answered]:
+    """As many answers as the device has memory for beside the training, in random order."""
+    mixed = list(answered)
+    Random(0).shuffle(mixed)
+    if target.device.type != "cuda":
+        return mixed
+    free, _ = torch.cuda.mem_get_info(target.device)
+    row = (len(target.shape.captures) + 1) * target.model.width * target.model.dtype.itemsize
+    ends = accumulate(len(one.tokens) * row for one in mixed)
+    count = sum(end <= STATES_FRACTION * free for end in ends)
+    if count < len(mixed):
+        report(f"hidden states of {count:,} of {len(mixed):,} answers fit into the device's memory")
+    return mixed[: max(1, count)]
+
+
+def held_out_states(
+    target: TrainingTarget, text: TrainingText, plan: HeldOutPlan, until: float = math.inf
+) -> dict[str, TargetStates]:
+    """Hidden states over the target's answers to the held-out prompts, by category."""
+    prompts = [prompt for file in text.held_out for prompt in file.prompts]
+    if not prompts:
+        return {}
+    answered = generate(target.model, prompts, plan.answers, text.stop_ids, _silent, until)
+    found = {}
+    for file in text.held_out:
+        own = set(file.prompts)
+        some = [one for one in answered if one.prompt in own and len(one.answer) > 1]
+        if some:
+            captures = target.shape.captures
+            found[file.category] = target_states(target.model, captures, some, _silent)
+    return found
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _start(
@@ -224,28 +298,34 @@ def _start(
     report: Report,
 ) -> DraftVocabulary | None:
     """The weights to begin with: the target's, or those of a draft that was trained before."""
-    shape = target.shape
-    tokens = target.model.vocabulary
-    vocabulary = choose_vocabulary(answered, shape.vocabulary, tokens)
-    if vocabulary is not None:
-        report(f"{shape.predicted:,} tokens cover {vocabulary.coverage:.1%} of the answers")
+    count, tokens = target.shape.vocabulary, target.model.vocabulary
     if resume:
-        known = open_draft(folder)
-        if known.config.values != shape.config():
-            raise TrainingError(
-                f"{folder}: the draft there has another shape; train into another folder, or ask "
-                "for that shape"
-            )
-        state = {name: known.weights.get(name) for name in target.draft.state_dict()}
-        target.draft.load_state_dict(state)
-        if vocabulary is None:
-            return None
-        kept = known.weights.get("d2t") + torch.arange(shape.predicted)
+        kept = load_trained(target, open_draft(folder))
+        vocabulary = None if kept is None else known_vocabulary(answered, kept, tokens)
         report(f"goes on from the draft in {folder}")
-        return DraftVocabulary(kept, tokens, vocabulary.coverage)
-    weights = OnDevice(target.checkpoint.weights, target.device)
-    start_from_target(target.draft, target.model, weights, vocabulary)
+    else:
+        vocabulary = choose_vocabulary(answered, count, tokens)
+        weights = OnDevice(target.checkpoint.weights, target.device)
+        start_from_target(target.draft, target.model, weights, vocabulary)
+    if vocabulary is not None:
+        report(f"{count:,} tokens cover {vocabulary.coverage:.1%} of the answers")
     return vocabulary
+
+
+def load_trained(target: TrainingTarget, known: DraftCheckpoint) -> Tensor | None:
+    """Give the target's draft the weights of one that was trained; returns the target's token of
+    each of the draft's."""
+    shape = target.shape
+    if known.config.values != shape.config():
+        raise TrainingError(
+            f"{known.checkpoint.path}: the draft there has another shape; train into another "
+            "folder, or ask for that shape"
+        )
+    state = {name: known.weights.get(name) for name in target.draft.state_dict()}
+    target.draft.load_state_dict(state)
+    if shape.vocabulary is None:
+        return None
+    return known.weights.get("d2t") + torch.arange(shape.predicted)
 
 
 def _first_tokens(shape: DraftShape) -> DraftVocabulary | None:
@@ -257,4 +337,7 @@ def _first_tokens(shape: DraftShape) -> DraftVocabulary | None:
 
 def _line(step: TrainingStep) -> str:
     right = " ".join(f"{one:.3f}" for one in step.top_1)
-    return f"step {step.number:,}: loss {step.loss:.3f}, top-1 by draft {right}"
+    return (
+        f"step {step.number:,}: loss {step.loss:.3f}, top-1 by draft {right}, accepts "
+        f"{step.accept_length:.2f} a step; {step.tokens_s:,.0f} tokens/s"
+    )

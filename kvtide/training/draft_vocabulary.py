@@ -23,12 +23,12 @@ class DraftVocabulary:
     @property
     def d2t(self) -> Tensor:
         """Of each of the draft's tokens, how far ahead of it the target's is."""
-        return self.tokens - torch.arange(len(self.tokens))
+        return self.tokens - torch.arange(len(self.tokens), device=self.tokens.device)
 
     @property
     def t2d(self) -> Tensor:
         """Of each of the target's tokens, whether the draft has it."""
-        known = torch.zeros(self.target_tokens, dtype=torch.bool)
+        known = torch.zeros(self.target_tokens, dtype=torch.bool, device=self.tokens.device)
         known[self.tokens] = True
         return known
 
@@ -42,9 +42,23 @@ def choose_vocabulary(
     """
     if count is None:
         return None
-    said = [torch.tensor(one.answer, dtype=torch.long) for one in answered]
-    counts = torch.bincount(torch.cat(said), minlength=target_tokens)
+    counts = _counts(answered, target_tokens)
     order = torch.sort(counts, descending=True, stable=True).indices
-    tokens = order[:count].sort().values
+    return _covering(order[:count].sort().values, counts)
+
+
+def known_vocabulary(
+    answered: Iterable[Answered], tokens: Tensor, target_tokens: int
+) -> DraftVocabulary:
+    """These tokens, as a vocabulary for these answers."""
+    return _covering(tokens, _counts(answered, target_tokens))
+
+
+def _counts(answered: Iterable[Answered], target_tokens: int) -> Tensor:
+    said = [torch.tensor(one.answer, dtype=torch.long) for one in answered]
+    return torch.bincount(torch.cat(said), minlength=target_tokens)
+
+
+def _covering(tokens: Tensor, counts: Tensor) -> DraftVocabulary:
     covered = int(counts[tokens].sum()) / max(1, int(counts.sum()))
-    return DraftVocabulary(tokens, target_tokens, covered)
+    return DraftVocabulary(tokens, len(counts), covered)

@@ -4,23 +4,26 @@ At step s a row at position t takes the token at t + 1 + s and predicts the one 
 the target's logits at t + 1 + s say of it, as far as the draft has the tokens. Step 0 has the
 target's features, later steps the draft's own, as in serving. Rows count whose predicted token
 belongs to an answer and whose greedy token the draft has.
+
+On a CUDA device matrices are multiplied in bf16; weights, residuals and their sums are fp32.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from kvtide.models.model import Decoder
-from kvtide.training.features import TargetStates, target_logits
+from kvtide.training.batches import PaddedBatch, SoftTargets, batches_of
+from kvtide.training.features import TargetStates
 from kvtide.training.trainable_eagle3 import TrainableEagle3
 
 STEP_WEIGHT = 0.8
@@ -29,14 +32,13 @@ STEP_WEIGHT = 0.8
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """`steps` and `minutes`: whichever ends first.
+    """`steps`: at the most; the time of the whole command may end before.
 
     recurrent     recurrent steps, as many as tokens are drafted
     batch_tokens  of a step's sequences, padding included
     """
 
     steps: int = 3000
-    minutes: float | None = None
     rate: float = 1e-3
     warm_up: int = 50
     recurrent: int = 3
@@ -44,88 +46,42 @@ class TrainingPlan:
     seed: int = 0
 
     def rate_at(self, step: int, progress: float) -> float:
-        """Warm-up, then a cosine down to a twentieth."""
+        """Warm-up, then a cosine down to a fiftieth."""
         warm = min(1.0, (step + 1) / self.warm_up)
-        return self.rate * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+        return self.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """`top_1`: of every recurrent step, how often the draft's first choice was the target's."""
+    """Means over the steps since the last report.
+
+    top_1          of every recurrent step, how often the draft's first choice was the target's
+    accept_length  tokens of a verify step with as many drafts as recurrent steps
+    tokens_s       tokens of sequences trained on in a second
+    """
 
     number: int
     loss: float
     top_1: tuple[float, ...]
+    accept_length: float
+    tokens_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedBatch:
-    """Sequences side by side, padded at their ends: (sequences, positions, …).
+class BatchLoss(NamedTuple):
+    """`hits`: (sequences, positions, recurrent steps), whether a row's first choice is right.
 
-    ends     tokens of each sequence
-    prompts  tokens of each prompt
+    top_1          of every recurrent step, the fraction of counted rows that hit
+    accept_length  one more than the drafts accepted, on average over positions
     """
 
-    tokens: Tensor
-    captured: Tensor
-    last: Tensor
-    ends: Tensor
-    prompts: Tensor
-
-    @classmethod
-    def of(cls, states: Sequence[TargetStates]) -> PaddedBatch:
-        device = states[0].tokens.device
-        return cls(
-            pad_sequence([one.tokens for one in states], batch_first=True),
-            pad_sequence([one.captured for one in states], batch_first=True),
-            pad_sequence([one.last for one in states], batch_first=True),
-            torch.tensor([len(one.tokens) for one in states], device=device),
-            torch.tensor([one.prompt for one in states], device=device),
-        )
-
-    def ahead(self, by: int) -> Tensor:
-        """The tokens so many positions further on; 0 beyond the end."""
-        return functional.pad(self.tokens[:, by:], (0, min(by, self.tokens.shape[1])))
+    loss: Tensor
+    top_1: Tensor
+    accept_length: Tensor
+    hits: Tensor
 
     @property
-    def before_answers(self) -> Tensor:
-        """Positions whose next token is in an answer."""
-        following = torch.arange(self.tokens.shape[1], device=self.tokens.device) + 1
-        return (following >= self.prompts[:, None]) & (following < self.ends[:, None])
-
-    def counted(self, step: int) -> Tensor:
-        """Rows of a recurrent step whose predicted token is in an answer."""
-        predicted = torch.arange(self.tokens.shape[1], device=self.tokens.device) + 2 + step
-        return (predicted >= self.prompts[:, None]) & (predicted < self.ends[:, None])
-
-
-@dataclass(frozen=True, slots=True)
-class SoftTargets:
-    """What the target says after positions before an answer's tokens: probabilities of the draft's
-    tokens, and the greedy token's number among them, -1 where the draft lacks it."""
-
-    probabilities: Tensor
-    greedy: Tensor
-
-    @classmethod
-    def of(cls, target: Decoder, batch: PaddedBatch, vocabulary: Tensor | None) -> SoftTargets:
-        """`vocabulary`: the target's token of each of the draft's."""
-        rows, width = batch.before_answers, len(target.head.weight)
-        width = width if vocabulary is None else len(vocabulary)
-        device = batch.tokens.device
-        probabilities = torch.zeros(*rows.shape, width, device=device)
-        greedy = torch.full(rows.shape, -1, device=device)
-        found, chosen = [], []
-        for logits in target_logits(target, batch.last[rows]):
-            best = logits.argmax(-1)
-            if vocabulary is not None:
-                logits = logits[:, vocabulary]
-                near = torch.searchsorted(vocabulary, best).clamp(max=len(vocabulary) - 1)
-                best = torch.where(vocabulary[near] == best, near, -1)
-            found.append(logits.softmax(-1))
-            chosen.append(best)
-        probabilities[rows], greedy[rows] = torch.cat(found), torch.cat(chosen)
-        return cls(probabilities, greedy)
+    def figures(self) -> Tensor:
+        return torch.cat([self.loss.detach()[None], self.top_1, self.accept_length[None]])
 
 
 class DraftTraining:
@@ -138,7 +94,7 @@ class DraftTraining:
         vocabulary: Tensor | None,
         plan: TrainingPlan,
     ) -> None:
-        self.draft, self._target, self._plan = draft, target, plan
+        self.draft, self.target, self._plan = draft, target, plan
         device = target.head.weight.device
         self._vocabulary = None if vocabulary is None else vocabulary.to(device)
         self._device, self._random = device, Random(plan.seed)
@@ -147,63 +103,106 @@ class DraftTraining:
             draft.parameters(), plan.rate, (0.9, 0.95), weight_decay=0.0, fused=fused
         )
 
-    def loss(self, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and of every recurrent step how often the first choice is right."""
-        targets = SoftTargets.of(self._target, batch, self._vocabulary)
+    def loss(self, batch: PaddedBatch) -> BatchLoss:
+        """The loss of a batch, and what the draft got right."""
+        targets = SoftTargets.of(self.target, batch, self._vocabulary)
         steps = range(self._plan.recurrent)
-        embedding = self._target.embedding
-        tokens = [functional.embedding(batch.ahead(1 + step), embedding).float() for step in steps]
-        with torch.autocast(self._device.type, torch.bfloat16, self._device.type == "cuda"):
-            hidden = self.draft(batch.captured.float(), tokens)
-            losses, right = [], []
-            for step in steps:
-                counted = batch.counted(step)
-                rows = counted[:, : counted.shape[1] - 1 - step]
-                wanted = targets.probabilities[:, 1 + step :][rows]
-                greedy = targets.greedy[:, 1 + step :][rows]
-                logits = self.draft.logits(hidden[step][:, : rows.shape[1]][rows]).float()
-                known = (greedy >= 0).float()
-                entropy = -(wanted * logits.log_softmax(-1)).sum(-1)
-                losses.append(STEP_WEIGHT**step * (entropy * known).sum() / known.sum().clamp(1))
-                right.append((logits.argmax(-1) == greedy).sum() / max(1, len(greedy)))
-        return torch.stack(losses).sum(), torch.stack(right).detach()
+        hits = torch.zeros(*batch.tokens.shape, len(steps), dtype=torch.bool, device=self._device)
+        losses, top_1 = [], []
+        for step, hidden in enumerate(self.hidden(batch)):
+            counted = batch.counted(step).nonzero(as_tuple=True)
+            wanted = targets.row_of[counted[0], counted[1] + 1 + step]
+            greedy = targets.greedy[wanted]
+            logits = self.draft_logits(hidden[counted])
+            known = (greedy >= 0).float()
+            entropy = -(targets.probabilities[wanted] * logits.log_softmax(-1)).sum(-1)
+            losses.append(STEP_WEIGHT**step * (entropy * known).sum() / known.sum().clamp(1))
+            right = logits.argmax(-1) == greedy
+            hits[(*counted, torch.full_like(counted[0], step))] = right
+            top_1.append(right.sum() / max(1, len(greedy)))
+        # Rows all of whose drafts are in the answer.
+        whole = batch.counted(0) & batch.counted(len(steps) - 1)
+        accepted = (hits.cumprod(-1).sum(-1) * whole).sum() / whole.sum().clamp(1)
+        return BatchLoss(torch.stack(losses).sum(), torch.stack(top_1), 1 + accepted, hits)
+
+    def hidden(self, batch: PaddedBatch) -> list[Tensor]:
+        """The draft's hidden states of every recurrent step."""
+        embedding = self.target.embedding
+        tokens = [
+            functional.embedding(batch.ahead(1 + step), embedding).float()
+            for step in range(self._plan.recurrent)
+        ]
+        with self._mixed_precision():
+            found: list[Tensor] = self.draft(batch.captured.float(), tokens)
+        return found
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Over the draft's tokens, in fp32."""
+        with self._mixed_precision():
+            return self.draft.logits(hidden).float()
+
+    def _mixed_precision(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, self._device.type == "cuda")
+
+    @property
+    def predicted_tokens(self) -> Tensor:
+        """The target's token of each of the draft's."""
+        if self._vocabulary is not None:
+            return self._vocabulary
+        return torch.arange(len(self.target.head.weight), device=self._device)
 
     def run(
-        self, states: Sequence[TargetStates], report: Callable[[TrainingStep], None], every: int
+        self,
+        states: TargetStates,
+        report: Callable[[TrainingStep], None],
+        every: int,
+        until: float = math.inf,
     ) -> TrainingStep:
-        """Train as the plan says; a report after every so many steps. Returns the last step."""
+        """Train as the plan says, to `until` at the most, a time of `time.monotonic`; a report
+        after every so many steps. Returns the last one."""
         self.draft.train()
         began, step, progress = time.monotonic(), 0, 0.0
-        batches: list[list[TargetStates]] = []
+        batches: list[list[int]] = []
+        meter = _Meter(self._plan.recurrent + 2, self._device)
         while progress < 1:
-            batches = batches or self._batches(states)
+            batches = batches or batches_of(states, self._plan.batch_tokens, self._random)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._plan.rate_at(step, progress)
-            loss, right = self.loss(PaddedBatch.of(batches.pop()))
+            batch = PaddedBatch.of(states, numbers := batches.pop())
+            found = self.loss(batch)
             self._optimizer.zero_grad()
-            loss.backward()
+            found.loss.backward()
             torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
             self._optimizer.step()
+            meter.add(found.figures, sum(states.lengths[number] for number in numbers))
             step += 1
-            progress = self._progress(step, time.monotonic() - began)
+            of_time = (time.monotonic() - began) / max(1e-9, until - began)
+            progress = max(step / self._plan.steps, of_time)
             if step % every == 0 or progress >= 1:
-                done = TrainingStep(step, loss.item(), tuple(right.tolist()))
+                done = meter.read(step)
                 report(done)
         self.draft.eval()
         return done
 
-    def _progress(self, step: int, seconds: float) -> float:
-        """The fraction of the plan that is done."""
-        of_time = 0.0 if self._plan.minutes is None else seconds / (60 * self._plan.minutes)
-        return max(step / self._plan.steps, of_time)
 
-    def _batches(self, states: Sequence[TargetStates]) -> list[list[TargetStates]]:
-        """All sequences once, those of like length together, in random order."""
-        order = sorted(states, key=lambda one: (len(one.tokens), self._random.random()))
-        batches: list[list[TargetStates]] = [[]]
-        for one in order:
-            if batches[-1] and (len(batches[-1]) + 1) * len(one.tokens) > self._plan.batch_tokens:
-                batches.append([])
-            batches[-1].append(one)
-        self._random.shuffle(batches)
-        return batches
+class _Meter:
+    """Sums of `BatchLoss.figures`, which stay on the device until they are read."""
+
+    def __init__(self, figures: int, device: torch.device) -> None:
+        self._sums = torch.zeros(figures, device=device)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums.zero_()
+        self._steps, self._tokens, self._began = 0, 0, time.monotonic()
+
+    def add(self, figures: Tensor, tokens: int) -> None:
+        self._sums += figures
+        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+
+    def read(self, number: int) -> TrainingStep:
+        """The means, from which it begins anew."""
+        loss, *top_1, accept_length = (self._sums / self._steps).tolist()
+        rate = self._tokens / max(1e-9, time.monotonic() - self._began)
+        self._clear()
+        return TrainingStep(number, loss, tuple(top_1), accept_length, rate)

@@ -11,10 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.spec.config import Config
 from kvtide.training.draft_shape import DraftShape
+
+_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Those that take any mask and have gradients; on CPUs that is flash attention."""
 
 
 class TrainableNorm(nn.Module):
@@ -50,16 +54,11 @@ class TrainableAttention(nn.Module):
         kept.keys.append(_rotated(self._by_head(self.k_proj(x), self.kv_heads), cos_sin))
         kept.values.append(self._by_head(self.v_proj(x), self.kv_heads))
         groups = self.heads // self.kv_heads
-        keys = [key.repeat_interleave(groups, 1) for key in kept.keys]
-        values = [value.repeat_interleave(groups, 1) for value in kept.values]
-        scale = self.dim**-0.5
-        first = (queries @ keys[0].transpose(-1, -2)) * scale + seen
-        own = [(queries * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
-        weights = torch.cat([first, *own], -1).softmax(-1, dtype=torch.float32).to(x.dtype)
-        count = first.shape[-1]
-        out: Tensor = weights[..., :count] @ values[0]
-        for number, value in enumerate(values[1:]):
-            out = out + weights[..., count + number, None] * value
+        keys, values = (
+            torch.cat(each, 2).repeat_interleave(groups, 1) for each in (kept.keys, kept.values)
+        )
+        with sdpa_kernel(_BACKENDS):
+            out = functional.scaled_dot_product_attention(queries, keys, values, seen)
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 
@@ -129,16 +128,17 @@ class TrainableEagle3(nn.Module):
         captured     of the target at every position, (batch, positions, captures · width)
         next_tokens  of every step, the embeddings of the tokens that its rows take
         """
-        feature = self.fc(captured)
+        feature = self.fc(captured).float()
         count = captured.shape[1]
-        future = torch.full((count, count), -torch.inf, device=captured.device)
-        seen = future.triu(1).to(feature.dtype)
+        past = torch.ones(count, count, dtype=torch.bool, device=captured.device).tril()
+        own = torch.eye(count, dtype=torch.bool, device=captured.device)
         layers = [self.midlayer, *self.layers.values()]
         kept = [_StepKeys() for _ in layers]
         found = []
         for step, tokens in enumerate(next_tokens):
             positions = torch.arange(count, device=captured.device) + step
-            cos_sin = self._rope(positions).to(feature.dtype)
+            cos_sin = self._rope(positions)
+            seen = torch.cat([past, *[own] * step], dim=1)
             x = feature
             for number, layer in enumerate(layers):
                 x = layer(x, tokens if number == 0 else None, cos_sin, seen, kept[number])
@@ -161,4 +161,5 @@ def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.unbind(1)
     pairs = cos.shape[-1]
     first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(half.to(x.dtype) for half in rotated), rest], dim=-1)

@@ -244,14 +244,14 @@ class Traffic:
         prompts = [self._prompt(), *(running.lease.prompt for running in self.running)]
         loading = [running.lease.prompt for running in self.running if running.lease.loading]
         prompt = self.chance.choice(loading or prompts)
-        first = page_names(prompt)[:1]
+        first = _first((prompt.namespace, prompt.packed))
         pages = self.rig.quarantine(prompt)
-        gone = {name for name in self.committed if [_first(name, prompt.holdback)] == first}
+        gone = {name for name in self.committed if _first(name) == first}
         assert gone or not pages
         self.committed -= gone
         for running in self.running:
             names = page_names(running.lease.prompt)[: running.lease.committed_pages]
-            running.hidden = running.hidden or (bool(names) and names[:1] == first)
+            running.hidden = running.hidden or (bool(names) and _first(names[0]) == first)
         assert self.cache.match(prompt).tokens == 0
 
     def flush(self) -> None:
@@ -334,9 +334,9 @@ class Traffic:
         self.rig.end()
 
 
-def _first(name: PageName, holdback: int) -> PageName:
-    """The first page of the prompts that have this page."""
-    return name[0], name[1][: (PAGE + holdback) * TOKEN_BYTES]
+def _first(name: PageName) -> PageName:
+    """The first page's own tokens, of all prompts that have this page."""
+    return name[0], name[1][: PAGE * TOKEN_BYTES]
 
 
 class Jittery:

@@ -173,11 +173,16 @@ def test_speculate_compares_tokens_a_second(
     assert found[2]["accepted"] == 0, "and few are drafted: the first round was a lesson"
 
 
-def test_speculate_prints_a_table(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculate_prints_a_table(
+    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = ["--rounds", "1", "--answer-tokens", "8", "--only", "quotes", "--draft-tokens", "2"]
-    assert main(["bench", "speculate", "--model", str(talker), *few]) == 0
+    written = ["--json", str(tmp_path / "found.json")]
+    assert main(["bench", "speculate", "--model", str(talker), *few, *written]) == 0
     header, _, row = capsys.readouterr().out.splitlines()
     assert "accept length" in header and row.startswith("| quotes |") and "≥ 1.6×" in row
+    (found,) = json.loads((tmp_path / "found.json").read_text())
+    assert found["case"] == "quotes" and found["draft_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -187,6 +192,7 @@ def test_speculate_prints_a_table(talker: Path, capsys: pytest.CaptureFixture[st
         (["--rounds", "0"], "--answer-tokens and --rounds must be at least 1"),
         (["--only", "qoutes"], "qoutes is not known; use quotes, chat, never"),
         (["--only", "chat"], "chat drafts with a draft; name its folder: --draft"),
+        (["--only", "rounds,quotes"], "rounds needs a GPU; use --device cuda"),
         (["--draft", "/nowhere"], "/nowhere: no such file or folder"),
         (["--model", "/nowhere"], "/nowhere: no such file or folder"),
     ],

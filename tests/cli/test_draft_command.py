@@ -1,4 +1,4 @@
-"""`kvtide draft train` from prompts to a folder that opens, and what it refuses."""
+"""`kvtide draft`: from prompts to a folder that opens, what it is worth, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtide.models.draft_checkpoint import open_draft
 from tests.server import tiny_model
 
 FEW = ["--draft-vocab", "100", "--steps", "8", "--answers", "2", "--answer-tokens", "12",
-       "--batch-tokens", "256", "--measure-every", "50", "--device", "cpu"]  # fmt: skip
+       "--batch-tokens", "256", "--predict-every", "50", "--device", "cpu"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,51 @@ def test_a_draft_is_trained_measured_and_published(
     assert main([*words, "--resume", *FEW]) == 0
     said = capsys.readouterr().out
     assert "answers.safetensors has 72 tokens" in said and "goes on from the draft" in said
+
+
+def test_answers_of_several_processes_are_trained_on(
+    model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "answers" / f"{part}.safetensors" for part in (1, 2)]
+    plan = ["--answers", "2", "--answer-tokens", "12", "--device", "cpu"]
+    for part, file in enumerate(files, 1):
+        words = ["draft", "answer", str(model), "--text", str(chat), "--out", str(file)]
+        assert main([*words, "--part", f"{part}/2", *plan]) == 0
+        prompts = 3 - part
+        said = f"{12 * 2 * prompts} tokens in {2 * prompts} answers to {prompts} prompts"
+        assert said in capsys.readouterr().out
+    out = tmp_path / "draft"
+    words = ["draft", "train", str(model), "--text", str(chat), "--out", str(out), *FEW]
+    assert main([*words, "--answered", *map(str, files)]) == 0
+    assert "2 files have 72 tokens in 6 answers" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+    evaluate = ["draft", "evaluate", str(model), "--text", str(chat), "--draft", str(out)]
+    few = ["--answer-tokens", "16", "--device", "cpu"]
+    assert main([*evaluate, *few]) == 0
+    greedy = capsys.readouterr().out
+    assert re.search(r"\| chat +\| +3 \| +\d+ \| +\d\.\d\d \| +\d\.\d\d \|", greedy)
+    assert main([*evaluate, *few, "--temperature", "0.8", "--draft-tokens", "2"]) == 0
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert "tokens per step, 2 drafts" in header and header.count("by rejection") == 2
+    assert len(re.findall(r"\d\.\d\d", row)) == 5
+
+
+def test_answers_and_evaluations_that_cannot_be_are_refused(
+    model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = ["draft", "answer", str(model), "--text", str(chat), "--out", str(tmp_path / "a")]
+    evaluate = ["draft", "evaluate", str(model), "--text", str(chat)]
+    for words, sentence in (
+        ([*answer, "--part", "3/2"], "--part is '3/2'; use a number and how many there are"),
+        ([*answer, "--part", "5/9"], "--part is 5/9, and there are 3 prompts; use fewer parts"),
+        ([*answer, "--minutes", "0"], "--minutes is 0; use more than 0"),
+        (evaluate, "has no draft that comes with it; name one with --draft"),
+        ([*evaluate, "--draft", str(tmp_path / "none")], "no such file or folder"),
+        ([*evaluate, "--draft-tokens", "0"], "--draft-tokens is 0; use 1 to 16"),
+    ):
+        assert main([*words, "--device", "cpu"]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

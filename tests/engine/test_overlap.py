@@ -80,7 +80,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     replay, copy = cuda_graphs.StepGraph._replay, Copier.copy
 
     def watching(self: cuda_graphs.StepGraph, wait: Wait) -> Tensor:
-        seen.begin(self._batch.rows.tolist(), self._batch.slots["kv"].tolist())
+        batch = self._inputs.batch
+        seen.begin(batch.rows.tolist(), batch.slots["kv"].tolist())
         return replay(self, wait)
 
     def copying(

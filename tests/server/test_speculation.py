@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
 
+from kvtide.engine.speculation.accept_lengths import PrefixOrigin
 from kvtide.models.model_errors import CheckpointError
 from kvtide.server import settings
 from kvtide.server.engine_setup import open_engine
 from kvtide.server.settings import Settings, SettingsError
+from tests.models import tiny_mtp
+from tests.models.tiny import VOCABULARY
 from tests.models.tiny_eagle3 import tiny_eagle3
 from tests.server.serving import PAGE, Child, InProcess
 from tests.server.talking import Client, joined
@@ -192,6 +198,96 @@ def test_metrics_count_verify_steps_by_origin(serve: Serve, draft: Path, client:
 def metrics(client: Client) -> dict[str, float]:
     lines = client.get("/metrics").body.decode().splitlines()
     return {m[1]: float(m[2]) for m in (re.match(r"([^#].*) (\S+)$", line) for line in lines) if m}
+
+
+# -- a checkpoint's own next-token layer ------------------------------------------------------
+
+
+ADDS = re.compile(r"(o_proj|out_proj|down_proj|wo_b|w2)(\.weight)?$")
+"""Weights whose products are added to the stream."""
+
+
+ORIGINS = [origin.value for origin in PrefixOrigin]
+
+
+def save_mtp(name: str, folder: Path) -> Path:
+    """A checkpoint with such a layer, and a tokenizer whose tokens are characters.
+
+    What layers add is so little that a token mostly decides the next one, and the next-token layer
+    passes the token's embedding on: target and draft agree now and then.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_mtp.config(name)))
+    tensors = {
+        one: (tensor * 0.3 if ADDS.search(one) else tensor).clone(
+            memory_format=torch.contiguous_format
+        )
+        for one, tensor in tiny_mtp.weights(name).items()
+    }
+    of_tokens = "mtp.0.e_proj.weight"
+    if name in tiny_mtp.PROJECTED:
+        of_tokens = tiny_mtp.PROJECTED[name].projection
+    else:
+        tensors["mtp.0.h_proj.weight"].zero_()
+    tensors[of_tokens].copy_(torch.eye(*tensors[of_tokens].shape))
+    save_file(tensors, folder / "model.safetensors")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
+    vocabulary = {letter: n for n, letter in enumerate([*letters[: VOCABULARY - 1], "\u0120"])}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.quick(name=["deepseek_v3-mtp", "qwen3_next-mtp"])
+@pytest.mark.parametrize("name", tiny_mtp.NAMES)
+def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
+    name: str, tmp_path: Path
+) -> None:
+    """The text is that without drafts, from computed pages and from cached ones."""
+    model = save_mtp(name, tmp_path / "model")
+    with Child((str(model), "--deterministic", "--port", "0"), patience_s=120) as server:
+        client = server.client()
+        assert "\nspeculation: mtp, up to 3 drafts" in server.said
+        counted = []
+        for body in BODIES[:5]:
+            asked = {"max_tokens": ANSWER, **body}
+            first, again, off = (
+                client.complete(5 * REPETITIVE, **asked, speculate=on) for on in (True, True, False)
+            )
+            assert said(off) == said(first) == said(again)
+            assert drafts_of(off) == (0, 0)
+            counted += [drafts_of(first), drafts_of(again)]
+        accepted, rejected = (sum(each) for each in zip(*counted, strict=True))
+        assert accepted > 0 < rejected
+        found = metrics(client)
+        assert found['kvtide_draft_tokens_total{verdict="accepted"}'] == accepted
+        assert found['kvtide_draft_tokens_total{verdict="rejected"}'] == rejected
+        steps = [found[f'kvtide_accept_length_count{{origin="{o}"}}'] for o in ORIGINS]
+        given = sum(found[f'kvtide_accept_length_sum{{origin="{o}"}}'] for o in ORIGINS)
+        assert given == sum(steps) + accepted and steps[0] > 0 < steps[1]
+        assert found['kvtide_accept_length_alarms_total{origin="device"}'] == 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"speculate": "mtp"}])
+@pytest.mark.parametrize("shares", [True, False, None])
+def test_an_index_that_should_be_shared_by_drafts_is_named_at_the_start(
+    speculation: Callable[..., str], tmp_path: Path, shares: bool | None, flags: dict[str, str]
+) -> None:
+    model = save_mtp("glm_moe_dsa-mtp", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["index_share_for_mtp_iteration"] = shares
+    (model / "config.json").write_text(json.dumps(config))
+    remark = "; index_share_for_mtp_iteration is not followed: every draft selects its tokens anew"
+    expected = "speculation: mtp, up to 3 drafts" + (remark if shares else "")
+    assert speculation(model=str(model), **flags) == expected
+
+
+def drafts_of(answer: Any) -> tuple[int, int]:
+    """How many were accepted and rejected."""
+    counted = answer["usage"]["completion_tokens_details"]
+    return counted["accepted_prediction_tokens"], counted["rejected_prediction_tokens"]
 
 
 # -- flags ------------------------------------------------------------------------------------

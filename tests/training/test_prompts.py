@@ -75,13 +75,28 @@ def test_prompts_of_the_repository_are_those_of_its_script(tmp_path: Path) -> No
 def test_prompts_of_the_repository_are_many_and_held_out_ones_are_others() -> None:
     training = [read_prompts(path) for path in sorted(PROMPTS.glob("train/*.txt"))]
     held_out = [read_prompts(path) for path in sorted(PROMPTS.glob("held_out/*.txt"))]
-    assert 300 <= len({prompt for file in training for prompt in file.prompts}) <= 500
+    assert len({prompt for file in training for prompt in file.prompts}) == compose.PROMPTS
     assert [(file.category, len(set(file.prompts))) for file in held_out] == [
-        ("chat", 15),
-        ("code", 15),
-        ("summary", 15),
+        ("chat", 30),
+        ("code", 30),
+        ("summary", 30),
     ]
     assert not overlapping(training, held_out)
-    seen = {*compose.CHAT_TOPICS, *compose.CODE_TASKS, *compose.FACTS, *compose.EVENTS}
-    unseen = {*compose.HELD_OUT_CHAT_TOPICS, *compose.HELD_OUT_TASKS, *compose.HELD_OUT_FACTS}
-    assert not seen & unseen and not seen & set(compose.HELD_OUT_EVENTS)
+    templates = {*compose.CHAT, *compose.CODE, *compose.SUMMARY, *compose.FIRST_FACTS}
+    seen = templates | {line for lines in compose.words().values() for line in lines}
+    unseen = {
+        *compose.HELD_OUT_CHAT, *compose.HELD_OUT_CODE, *compose.HELD_OUT_SUMMARY,
+        *compose.HELD_OUT_HOBBIES, *compose.HELD_OUT_JOBS, *compose.HELD_OUT_EVENTS,
+        *compose.HELD_OUT_FIRST_FACTS, *compose.HELD_OUT_FACTS,
+    }  # fmt: skip
+    assert not seen & unseen
+
+
+def test_thousands_of_different_prompts_can_be_composed() -> None:
+    found = compose.prompts(12_000)
+    few = compose.prompts()
+    for name, some in found.items():
+        assert len(set(some)) == len(some), name
+        assert name.startswith("train/") or some == few[name], "held-out prompts stay the same"
+    assert sum(len(some) for name, some in found.items() if name.startswith("train/")) == 12_000
+    assert not [one for some in found.values() for one in some if "{" in one]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.speculation.model_drafter import ModelDrafter
+from kvtide.training.batches import PaddedBatch
 from kvtide.training.draft_shape import ShapeRequest, draft_shape
 from kvtide.training.draft_training import (
     TrainingOptions,
@@ -20,18 +22,18 @@ from kvtide.training.draft_training import (
     train_draft,
 )
 from kvtide.training.draft_vocabulary import choose_vocabulary
-from kvtide.training.eagle3_training import DraftTraining, PaddedBatch, TrainingPlan
+from kvtide.training.eagle3_training import DraftTraining, TrainingPlan
 from kvtide.training.features import TargetStates, target_logits, target_states
 from kvtide.training.generate import (
     Answered,
+    AnswerFile,
     AnswerPlan,
     generate,
-    load_answers,
     open_training_cache,
-    save_answers,
 )
 from kvtide.training.held_out import HeldOutPlan, measure_held_out
 from kvtide.training.prompts import EncodedPrompts, TrainingError
+from kvtide.training.time_budget import TimeBudget
 from kvtide.training.trainable_eagle3 import TrainableEagle3
 from tests.engine.speculation.lookup_pair import pair, walks
 from tests.models.test_eagle3 import target_states as oracle_states
@@ -89,14 +91,37 @@ def test_answers_end_at_a_stop_token(target: TrainingTarget, answered: list[Answ
 
 
 def test_answers_of_another_label_are_not_loaded(answered: list[Answered], tmp_path: Path) -> None:
-    file = tmp_path / "answers.safetensors"
-    assert load_answers(file, "a") is None
-    save_answers(file, answered, "a")
-    assert load_answers(file, "a") == answered
-    assert load_answers(file, "b") is None
-    file.write_bytes(b"not answers")
+    file = AnswerFile(tmp_path / "made" / "answers.safetensors")
+    assert file.read_if("a") is None
+    file.write(answered, b"model", "a")
+    assert file.read_if("a") == answered
+    assert file.read_if("b") is None
+    assert file.read(b"model") == answered
+    with pytest.raises(TrainingError, match="another model gave these answers; answer the prompts"):
+        file.read(b"another")
+    file.path.write_bytes(b"not answers")
     with pytest.raises(TrainingError, match=r"not readable as answers .*; remove it"):
-        load_answers(file, "a")
+        file.read_if("a")
+
+
+def test_answers_end_in_time(target: TrainingTarget, answered: list[Answered]) -> None:
+    """What is cut off is the beginning of the whole answer, and first answers come first."""
+    engine_steps = 0
+
+    class Clock:
+        def monotonic(self) -> float:
+            nonlocal engine_steps
+            engine_steps += 1
+            return engine_steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtide.training.generate.time", Clock())
+        found = generate(target.model, prompts(4), PLAN, frozenset(), silent, until=20)
+    assert [one.prompt for one in found] == prompts(4)
+    for one, whole in zip(found, answered[::3], strict=True):
+        assert 1 <= len(one.answer) < len(whole.answer)
+        assert one.answer == whole.answer[: len(one.answer)]
+    assert not generate(target.model, prompts(4), PLAN, frozenset(), silent, until=0)
 
 
 def test_hidden_states_are_those_of_transformers(
@@ -104,15 +129,20 @@ def test_hidden_states_are_those_of_transformers(
 ) -> None:
     found = target_states(target.model, (0, 1, 2), answered, silent)
     assert len(found) == len(answered)
-    for one, states in zip(answered, found, strict=True):
-        assert states.tokens.tolist() == list(one.tokens) and states.prompt == len(one.prompt)
+    logits = torch.cat(list(target_logits(target.model, found.last)))
+    for number, one in enumerate(answered):
+        first, end = found.starts[number], found.starts[number] + found.lengths[number]
+        assert found.tokens[first:end].tolist() == list(one.tokens)
+        assert found.prompts[number] == len(one.prompt)
         *wanted, last = oracle_states(list(one.tokens), (0, 1, 2, 3))
-        assert torch.allclose(states.captured, torch.cat(wanted, -1), atol=2e-5)
-        assert torch.allclose(states.last, last, atol=2e-5)
-    with torch.no_grad():
-        logits = oracle("llama")(found[0].tokens[None], use_cache=False).logits[0]
-    assert torch.allclose(torch.cat(list(target_logits(target.model, found[0].last))), logits,
-                          atol=2e-5)  # fmt: skip
+        assert torch.allclose(found.captured[first:end], torch.cat(wanted, -1), atol=2e-5)
+        assert torch.allclose(found.last[first:end], last, atol=2e-5)
+        with torch.no_grad():
+            said = oracle("llama")(found.tokens[None, first:end], use_cache=False).logits[0]
+        assert torch.allclose(logits[first:end], said, atol=2e-5)
+    late = target_states(target.model, (0, 1, 2), answered, silent, until=0.0)
+    assert len(late) == len(answered), "all that fit into one step"
+    assert torch.equal(late.states, found.states)
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens_of_answers() -> None:
@@ -129,13 +159,11 @@ def test_the_vocabulary_is_the_most_frequent_tokens_of_answers() -> None:
 
 
 def test_rows_count_whose_predicted_token_is_in_an_answer() -> None:
-    states = [
-        TargetStates(
-            torch.arange(1, 1 + count), prompt, torch.zeros(count, 2), torch.zeros(count, 1)
-        )
-        for count, prompt in ((7, 4), (4, 1))
-    ]
-    batch = PaddedBatch.of(states)
+    tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4])
+    states = TargetStates(tokens, tokens[:, None].repeat(1, 3), 1, (0, 7), (7, 4), (4, 1))
+    batch = PaddedBatch.of(states, [0, 1])
+    assert batch.captured.shape == (2, 7, 2) and batch.last.shape == (2, 7, 1)
+    assert batch.last[1, :4, 0].tolist() == [1, 2, 3, 4]
     # A row at t predicts the token at t + 2 + step: those of answers are at 4..6, and at 1..3.
     assert batch.counted(0).nonzero().tolist() == [[0, 2], [0, 3], [0, 4], [1, 0], [1, 1]]
     assert batch.counted(1).nonzero().tolist() == [[0, 1], [0, 2], [0, 3], [1, 0]]
@@ -185,7 +213,7 @@ def test_training_lowers_the_loss_and_publishes_a_draft(saved: Path, tmp_path: P
     resumed: list[str] = []
     again = open_target(saved, ASKED, CPU)
     more = train_draft(again, text(), replace(options(10), resume=True), tmp_path, resumed.append)
-    assert "has" in resumed[0] and "goes on from the draft" in resumed[2]
+    assert "has" in resumed[0] and "goes on from the draft" in resumed[1]
     assert more.last.loss < 0.8 * losses[0]
     other = open_target(saved, replace(ASKED, layers=2), CPU)
     with pytest.raises(TrainingError, match="the draft there has another shape; train into"):
@@ -194,9 +222,10 @@ def test_training_lowers_the_loss_and_publishes_a_draft(saved: Path, tmp_path: P
 
 def test_training_ends_after_its_minutes(saved: Path, tmp_path: Path) -> None:
     target = open_target(saved, ASKED, CPU)
-    plan = replace(options(10_000), training=TrainingPlan(minutes=0.01, batch_tokens=256))
-    result = train_draft(target, text(), plan, tmp_path, silent)
+    began = time.monotonic()
+    result = train_draft(target, text(), options(10**6), tmp_path, silent, (), TimeBudget(0.05))
     assert 1 <= result.last.number < 1000
+    assert time.monotonic() - began < 10
 
 
 def test_a_model_that_says_nothing_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -219,19 +248,21 @@ def test_the_loss_is_that_of_a_count_by_hand(
     draft = TrainableEagle3(shape)
     states = target_states(model, shape.captures, some, silent)
     given = None if vocabulary is None else vocabulary.tokens
-    loss, right = DraftTraining(draft, model, given, TrainingPlan(recurrent=2)).loss(
-        PaddedBatch.of(states)
+    found = DraftTraining(draft, model, given, TrainingPlan(recurrent=2)).loss(
+        PaddedBatch.of(states, range(len(states)))
     )
     wanted, hits = [0.0, 0.0], [0, 0]
     counts, rows = [0, 0], [0, 0]
-    for one in states:
-        (logits,) = target_logits(model, one.last)
-        ahead = [torch.tensor([*one.tokens.tolist()[1 + s :], *[0] * (1 + s)]) for s in (0, 1)]
+    for start, length, prompted in zip(states.starts, states.lengths, states.prompts, strict=True):
+        span = slice(start, start + length)
+        (logits,) = target_logits(model, states.last[span])
+        known_tokens = states.tokens[span].tolist()
+        ahead = [torch.tensor([*known_tokens[1 + s :], *[0] * (1 + s)]) for s in (0, 1)]
         with torch.no_grad():
-            hidden = draft(one.captured[None], [model.embedding[a][None] for a in ahead])
+            hidden = draft(states.captured[None, span], [model.embedding[a][None] for a in ahead])
             said = [draft.logits(step)[0].log_softmax(-1) for step in hidden]
         for step in (0, 1):
-            for predicted in range(max(one.prompt, 2 + step), len(one.tokens)):
+            for predicted in range(max(prompted, 2 + step), length):
                 row, best = predicted - 2 - step, int(logits[predicted - 1].argmax())
                 rows[step] += 1
                 hits[step] += int(tokens[said[step][row].argmax()]) == best
@@ -241,14 +272,14 @@ def test_the_loss_is_that_of_a_count_by_hand(
                     counts[step] += 1
     assert min(counts) > 0 and (known is None) == (counts == rows)
     by_hand = wanted[0] / counts[0] + 0.8 * wanted[1] / counts[1]
-    assert loss.item() == pytest.approx(by_hand, rel=1e-5)
-    assert right.tolist() == pytest.approx([hits[s] / rows[s] for s in (0, 1)])
+    assert found.loss.item() == pytest.approx(by_hand, rel=1e-5)
+    assert found.top_1.tolist() == pytest.approx([hits[s] / rows[s] for s in (0, 1)])
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
     plan = TrainingPlan(rate=1.0, warm_up=4)
     assert [plan.rate_at(step, 0.0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert plan.rate_at(9, 1.0) == pytest.approx(0.05)
+    assert plan.rate_at(9, 1.0) == pytest.approx(0.02)
 
 
 def test_held_out_accept_length_is_that_of_a_count_by_hand() -> None:
@@ -276,7 +307,7 @@ def test_held_out_accept_length_is_that_of_a_count_by_hand() -> None:
 
 def test_reports_come_every_so_many_steps_and_at_the_end(saved: Path, tmp_path: Path) -> None:
     target, lines = open_target(saved, ASKED, CPU), []
-    plan = replace(options(25), measure_every=20)
+    plan = replace(options(25), predict_every=20)
     train_draft(target, text(), plan, tmp_path, lines.append)
     assert [line.split(":")[0] for line in lines if line.startswith(("step", "held"))] == [
         "step 10", "step 20", "held out", "step 25",

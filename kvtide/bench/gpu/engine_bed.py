@@ -6,14 +6,16 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
+from kvtide.engine.speculation.drafter import Drafter
 from kvtide.models import Model
 from kvtide.spec import Tier
 
@@ -21,6 +23,14 @@ DRAIN_S = 120.0
 IDLE_S = 0.0002
 TOKENS_PER_CHECKPOINT = 1024
 """Closer than a server's default, because a benchmark runs few conversations."""
+
+
+class Drafts(NamedTuple):
+    """What an engine speculates with, by the names of its parameters."""
+
+    drafter: Callable[[TieredCache], Drafter]
+    draft_tokens: int
+    fixed_drafts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +49,23 @@ class Bed:
         chunk_tokens: int = 8192,
         max_running: int = 64,
         write_policy: str = "write_through",
+        tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT,
+        drafts: Drafts | None = None,
     ) -> Iterator[Engine]:
         config = CacheConfig(
             Tokens(device_tokens),
             host_size=Tokens(host_tokens) if host_tokens else None,
             device=str(self.device),
             write_policy=write_policy,
-            tokens_per_checkpoint=TOKENS_PER_CHECKPOINT,
+            tokens_per_checkpoint=tokens_per_checkpoint,
             patience=FetchPatience("wait_complete"),
         )
         cache = TieredCache(self.model.memory, config)
         try:
-            yield Engine(self.model, cache, chunk_tokens=chunk_tokens, max_running=max_running)
+            sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "max_running": max_running}
+            if drafts is not None:
+                sizes |= drafts._asdict() | {"drafter": drafts.drafter(cache)}
+            yield Engine(self.model, cache, **sizes)
         finally:
             cache.close()
             gc.collect()  # CUDA graphs hold device memory.
@@ -75,6 +90,33 @@ def ttft_s(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, Request]:
         if not engine.computed:
             time.sleep(IDLE_S)  # Leaves the interpreter to the threads that load the prefix.
     return time.perf_counter() - start, request
+
+
+def start(engine: Engine, requests: Iterable[RequestParams]) -> list[Request]:
+    """Submit them, and step until all decode."""
+    submitted = [engine.submit(params) for params in requests]
+    while any(len(request.output) < 2 for request in submitted):
+        engine.step()
+    running = len(engine.scheduler.running)
+    assert running == len(submitted), f"{running} of {len(submitted)} requests run at once"
+    return submitted
+
+
+def step_s(bed: Bed, engine: Engine, steps: int) -> float:
+    """Seconds of a step in which all running requests decode; a mean."""
+    batch = len(engine.scheduler.running)
+    bed.synchronize()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        assert len(engine.step()) >= batch, "every request has a token"
+    bed.synchronize()
+    return (time.perf_counter() - begun) / steps
+
+
+def stop(engine: Engine) -> None:
+    """Abort all running requests."""
+    for request in list(engine.scheduler.running):
+        engine.abort(request)
 
 
 def flush(engine: Engine, *tiers: Tier) -> None:

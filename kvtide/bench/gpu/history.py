@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
 
 from kvtide.bench.gpu.ceilings import timed
 from kvtide.bench.gpu.engine_bed import Bed
-from kvtide.engine.cuda_graphs import GraphRow, GraphSize, StepGraph
+from kvtide.cache import TieredCache
+from kvtide.engine.cuda_graphs import StepGraph, View
 from kvtide.engine.graph_capture import graph_capture
+from kvtide.engine.graph_inputs import GraphKind, GraphRow, GraphSize
 from kvtide.layers.packing import packing
 from kvtide.spec import ALL, ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout
@@ -23,8 +27,8 @@ def graph_replay_s(bed: Bed, batch: int, context: int) -> float:
     arrangement = Arrangement(memory, slots, Layout.PAGE_FIRST_DIRECT)
     block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=bed.device)
     buffers = Buffers(arrangement, block)
-    _fill(memory, buffers)
-    size = GraphSize(batch, batch, 0, context + 1)
+    fill(memory, buffers.view)
+    size = GraphSize(GraphKind.DECODE, batch, batch, 0, 1, context + 1)
     graph = StepGraph(model, buffers.view, graph_capture(bed.device), size, batch)
     order = np.random.default_rng(0)
     free = {name: order.permutation(count).astype(np.int32) for name, count in slots.items()}
@@ -34,15 +38,28 @@ def graph_replay_s(bed: Bed, batch: int, context: int) -> float:
         for name, count in held.items():
             table[name] = np.full(pages, -1, dtype=np.int32)
             table[name][pages - count :] = free[name][number * count : (number + 1) * count]
-        rows.append(GraphRow([number % model.vocabulary], context, number, (0, 0, 0), table))
+        token = number % model.vocabulary
+        rows.append(GraphRow([token], context, context, number, (0, 0, 0), table))
     return timed(lambda: graph.launch(rows, lambda layer: None), bed.device, 20)
 
 
-def _fill(memory: ModelMemory, buffers: Buffers) -> None:
+def commit(cache: TieredCache, prompts: Iterable[Sequence[int]]) -> None:
+    """Put random pages of these prompts into the cache: a request finds them, and computes the
+    tokens behind the last full page."""
+    fill(cache.memory, cache.view)
+    for tokens in prompts:
+        lease = cache.reserve(cache.match(cache.prompt(tokens)))
+        assert lease is not None, "the capacity holds all prompts"
+        cache.commit(lease, len(tokens))
+        cache.retain(lease)
+        cache.release(lease)
+
+
+def fill(memory: ModelMemory, view_of: View) -> None:
     """Write random values into every field of every pool."""
     for pool in memory.pools:
         for layer in pool.layers:
-            view = buffers.view(pool.name, layer)
+            view = view_of(pool.name, layer)
             kind = packing(pool.entry)
             for part in kind.parts:
                 some = next(iter(view.values()))

@@ -50,6 +50,8 @@ class RandomWeights:
     def get(self, name: str) -> Tensor:
         shape = self._shape(name)
         assert shape is not None, name
+        if name == "d2t":
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
         if name.endswith("tid2eid"):
             values = torch.rand(shape[0], shape[2], generator=self._generator, device=self._device)
             return values.argsort(-1)[:, : shape[1]]
@@ -88,13 +90,16 @@ def _deepseek_v4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     streams = config.get("hc_mult", 4)
     mixes, wide = streams * (2 + streams), streams * hidden
     hashed = "|".join(str(n) for n in range(config["num_hash_layers"])) or "none"
-    layer = r"model\.layers\.\d+\."
+    layer = r"(model\.layers\.\d+|mtp\.0)\."
+    top = r"(model|mtp\.0)\."
     tensors = {
         r"model\.embed_tokens\.weight|head\.weight": (vocabulary, hidden),
-        rf"model\.norm\.weight|{layer}(attn|ffn)_norm\.weight": (hidden,),
-        r"model\.hc_head\.hc_fn": (streams, wide),
-        r"model\.hc_head\.hc_base": (streams,),
-        r"model\.hc_head\.hc_scale": (1,),
+        rf"{top}norm\.weight|{layer}(attn|ffn)_norm\.weight": (hidden,),
+        r"mtp\.0\.[eh]norm\.weight": (hidden,),
+        r"mtp\.0\.[eh]_proj\.weight": (hidden, hidden),
+        rf"{top}hc_head\.hc_fn": (streams, wide),
+        rf"{top}hc_head\.hc_base": (streams,),
+        rf"{top}hc_head\.hc_scale": (1,),
         rf"{layer}hc_(attn|ffn)_fn": (mixes, wide),
         rf"{layer}hc_(attn|ffn)_base": (mixes,),
         rf"{layer}hc_(attn|ffn)_scale": (3,),
@@ -110,7 +115,7 @@ def _deepseek_v4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         rf"{layer}attn\.indexer\.weights_proj\.weight": (index_heads, hidden),
         rf"{layer}ffn\.gate\.weight": (experts, hidden),
         rf"model\.layers\.({hashed})\.ffn\.gate\.tid2eid": (vocabulary, topk, experts),
-        rf"model\.layers\.(?!({hashed})\.)\d+\.ffn\.gate\.bias": (experts,),
+        rf"(model\.layers\.(?!({hashed})\.)\d+|mtp\.0)\.ffn\.gate\.bias": (experts,),
         rf"{layer}ffn\.(experts\.\d+|shared_experts)\.w[13]\.weight": (inner, hidden),
         rf"{layer}ffn\.(experts\.\d+|shared_experts)\.w2\.weight": (hidden, inner),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -11,7 +10,15 @@ from typing import Any
 import torch
 
 from kvtide.bench.gpu.ceilings import Ceilings
-from kvtide.bench.gpu.engine_bed import Bed, flush, median_s, ttft_s
+from kvtide.bench.gpu.engine_bed import (
+    Bed,
+    flush,
+    median_s,
+    start,
+    step_s,
+    stop,
+    ttft_s,
+)
 from kvtide.bench.gpu.history import graph_replay_s
 from kvtide.engine import Engine, RequestParams, SamplingParams
 from kvtide.engine.sampler import GREEDY
@@ -79,19 +86,10 @@ def decode_step_s(
 ) -> float:
     """Seconds of a step in which the whole batch decodes."""
     lead = context * batch // min(engine.scheduler.chunk_tokens, MIXED_STEP_TOKENS) + 16
-    for number in range(batch):
-        engine.submit(RequestParams(bed.prompt(context, 7000 + number), steps + lead, sampling))
-    running = engine.scheduler.running
-    while engine.scheduler.waiting or any(len(r.output) < 2 for r in running):
-        engine.step()
-    bed.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        assert len(engine.step()) == batch
-    bed.synchronize()
-    seconds = (time.perf_counter() - start) / steps
-    for request in list(running):
-        engine.abort(request)
+    prompts = [bed.prompt(context, 7000 + number) for number in range(batch)]
+    start(engine, [RequestParams(tokens, steps + lead, sampling) for tokens in prompts])
+    seconds = step_s(bed, engine, steps)
+    stop(engine)
     return seconds
 
 

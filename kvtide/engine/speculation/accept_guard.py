@@ -80,11 +80,13 @@ class MeanLength(NamedTuple):
 
 
 class AcceptGuard:
-    """`pools`: the draft's, for the warning. `alarms`: raised since the start, by origin."""
+    """`alarms`: raised since the start, by origin. `pools`: the draft's, which the warning names;
+    every stage knows them, whichever has the draft."""
 
     def __init__(self, pools: Sequence[str]) -> None:
         self.alarms: Counter[PrefixOrigin] = Counter(dict.fromkeys(RESTORED, 0))
-        self._pools = ", ".join(pools) or "on the last stage"
+        assert pools, "drafts without state in pages depend on no restore"
+        self.pools = tuple(pools)
         self._window: deque[_Tally] = deque(maxlen=WINDOW)
         self._tallies: WeakKeyDictionary[Request, _Tally] = WeakKeyDictionary()
         self._raised: set[PrefixOrigin] = set()
@@ -145,5 +147,6 @@ class AcceptGuard:
             "prefixes from %s accept %.2f tokens a verify step, computed ones %.2f: pages of the "
             "draft's pools (%s) are missing or wrong there, or these texts are harder to draft. "
             "The worst is a restored prefix of %d tokens (request %d).",
-            *(origin.value, restored, computed, self._pools, worst.cached_tokens, worst.request),
+            *(origin.value, restored, computed, ", ".join(self.pools)),
+            *(worst.cached_tokens, worst.request),
         )

@@ -31,15 +31,18 @@ class _Estimate:
 
 
 class DraftLength:
-    """`longest`: drafts at the most. Every rank sees the same outcomes, and decides the same."""
+    """`longest`: drafts at the most; always as many if `fixed`. Every rank sees the same outcomes,
+    and decides the same."""
 
-    def __init__(self, longest: int, cost: float) -> None:
-        self.longest, self._cost = longest, cost
+    def __init__(self, longest: int, cost: float, *, fixed: bool = False) -> None:
+        self.longest, self._cost, self._fixed = longest, cost, fixed
         self._all = _Estimate(HOPE, 0)
         self._of: WeakKeyDictionary[Request, _Estimate] = WeakKeyDictionary()
 
     def of(self, request: Request) -> int:
         """How many drafts the request should have now."""
+        if self._fixed:
+            return self.longest
         known = self._of.get(request)
         if known is None:
             known = self._of[request] = _Estimate(self._all.chance, request.length)

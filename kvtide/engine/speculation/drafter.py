@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
+from kvtide.engine.graph_capture import GraphCapture
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
@@ -17,6 +20,17 @@ class DraftWish(NamedTuple):
 
     request: Request
     limit: int
+
+
+class DraftLimits(NamedTuple):
+    """requests  that run at a time, at the most
+    drafts    of each, at the most
+    hidden    a hidden state of the target, (1, …)
+    """
+
+    requests: int
+    drafts: int
+    hidden: Tensor
 
 
 class Drafter(Protocol):
@@ -34,8 +48,37 @@ class Drafter(Protocol):
     writes: tuple[str, ...]
     model: DraftModel | None
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        """A step of these chunks has run, and its tokens are sampled and accepted."""
+    def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
+        """Steps run as CUDA graphs: so may passes of the draft."""
+
+    def warm_up(self, longest: int) -> None:
+        """Capture what may be needed for sequences of up to `longest` tokens."""
+
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
+        """A step of these chunks has run, and its tokens are sampled and accepted. `propose` with
+        the same wishes follows."""
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         """Up to `limit` drafts for each."""
+
+
+class TokenDrafter:
+    """What a drafter has that needs tokens alone, and keeps nothing in pages."""
+
+    cost = 0.0
+    captures: tuple[int, ...] = ()
+    writes: tuple[str, ...] = ()
+    model: DraftModel | None = None
+
+    def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
+        """There are no passes."""
+
+    def warm_up(self, longest: int) -> None:
+        """There are no passes."""
+
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
+        """The requests have their tokens."""

@@ -3,7 +3,8 @@
 After every step the draft is extended over the step's tokens, with what the target computed there:
 an entry at position t needs the token at t + 1. Its last row predicts the first draft; each further
 draft takes a pass of one row, on the draft's own hidden state. Those rows are written behind the
-extended ones, and the next extension overwrites them.
+extended ones, and the next extension overwrites them. Where steps run as CUDA graphs, so do these
+passes (`draft_graphs`), but for the tokens of prefill chunks.
 
 A page of the prefix without its draft sidecar is left out of the draft's page table: the draft then
 attends to the others. Keys are rotated before they are stored, so that nothing else changes.
@@ -11,24 +12,33 @@ attends to the others. Keys are rotated before they are stored, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.graph_capture import no_wait
-from kvtide.engine.page_tables import Numbers, Table, batch_tables
+from kvtide.engine.graph_capture import GraphCapture, no_wait
+from kvtide.engine.graph_inputs import GraphRow
+from kvtide.engine.page_tables import Numbers, Table, TableVersion, batch_tables
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
-from kvtide.engine.sampler import SamplingInput, is_greedy, sample_all
+from kvtide.engine.sampler import (
+    COLDEST,
+    SamplingInput,
+    is_greedy,
+    sample_all,
+    sampling_columns,
+)
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.engine.speculation.draft_graphs import DraftGraphRow, DraftGraphs
+from kvtide.engine.speculation.drafter import DraftLimits, DraftWish
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models.draft import DraftModel
@@ -37,20 +47,45 @@ _ALONE = RankTopology()
 
 
 class DraftRow(NamedTuple):
-    """New rows of one sequence: tokens at `position` + 1 and on, and their features."""
+    """New rows of one sequence: tokens at `position` + 1 and on.
+
+    source  the first row of what the features are given by, as many as there are tokens
+    """
 
     lease: Lease
     position: int
     tokens: Sequence[int]
-    features: Tensor
+    source: int
 
 
 @dataclass(slots=True)
 class _Extended:
-    """How far a lease's draft is extended, and the hidden state of the last row, (1, …)."""
+    """How far a lease's draft is extended, and the hidden state of the last row, (1, …); None
+    where a graph has it."""
 
     end: int
-    hidden: Tensor
+    hidden: Tensor | None
+
+
+class _DraftTable(NamedTuple):
+    """A lease's slots without pages that lack the draft; `past` counts without them."""
+
+    version: TableVersion
+    slots: Table
+    past: int
+
+
+class _Launched(NamedTuple):
+    """A replay: the row of every request, and the call that waits for its drafts."""
+
+    rows: Mapping[Request, int]
+    read: Callable[[], list[Tensor]] | None
+
+    def drafts(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        assert self.read is not None, "nothing was drafted"
+        (tokens,) = self.read()
+        every = tokens.tolist()
+        return [tuple(every[self.rows[request]][:limit]) for request, limit in wishes]
 
 
 @dataclass(slots=True)
@@ -61,16 +96,14 @@ class _Drafting:
     limit: int
     drafts: list[int] = field(default_factory=list)
 
-    def row(self, feature: Tensor) -> DraftRow:
+    def row(self, source: int) -> DraftRow:
         """The pass behind the last draft, on the hidden state that it was sampled from."""
         position = self.request.length - 2 + len(self.drafts)
-        return DraftRow(self.request.held, position, self.drafts[-1:], feature)
+        return DraftRow(self.request.held, position, self.drafts[-1:], source)
 
     @property
     def sampling_input(self) -> SamplingInput:
-        params = self.request.params
-        sampling = replace(params.sampling, logprobs=0)
-        return SamplingInput(sampling, params.tokens, self.request.tokens, self.drafts)
+        return _sampling_input(self.request, self.drafts)
 
 
 class ModelDrafter:
@@ -98,59 +131,123 @@ class ModelDrafter:
         self._topology = topology
         self._staging = Staging(cache.config.torch_device)
         self._extended: WeakKeyDictionary[Lease, _Extended] = WeakKeyDictionary()
+        self._tables: WeakKeyDictionary[Lease, _DraftTable] = WeakKeyDictionary()
+        self._graphs: DraftGraphs | None = None
+        self._launched: _Launched | None = None
         self.captures, self.writes = captures, cache.memory.draft_sidecars
+
+    def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
+        if self.model is not None:
+            view = self._cache.view
+            self._graphs = DraftGraphs(self.model, view, capture, self._staging, limits)
+
+    def warm_up(self, longest: int) -> None:
+        if self._graphs is not None:
+            self._graphs.capture_all(longest)
 
     # -- extension --------------------------------------------------------------------------
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
         """Extend the draft over those tokens of a step whose next token is known."""
         if self.model is None:
             return
-        rows = []
+        rows = {}
         for number, chunk in enumerate(chunks):
             if chunk.request.params.speculate:
-                first, captured = output.captured(number)
-                if (row := self._row(self.model, chunk.request, first, captured)) is not None:
-                    rows.append(row)
+                row = self._row(chunk.request, *output.span(number))
+                if row is not None:
+                    rows[chunk.request] = row
         if not rows:
             return
-        hidden = self._forward(self.model, rows)
+        if self._graphs is not None:
+            self._launched = self._launch(self.model, self._graphs, rows, output.captured, wishes)
+            return
+        extended = list(rows.values())
+        hidden = self._forward_captured(self.model, extended, output.captured)
         end = 0
-        for row in rows:
+        for row in extended:
             end += len(row.tokens)
             reached = row.position + len(row.tokens)
             self._extended[row.lease] = _Extended(reached, hidden[end - 1 : end])
 
-    def _row(
-        self, draft: DraftModel, request: Request, first: int, captured: Tensor
-    ) -> DraftRow | None:
-        """What is new to the draft of a step's rows from position `first` on."""
+    def _row(self, request: Request, first: int, end: int, past: int) -> DraftRow | None:
+        """What is new to the draft of the step's rows [first, end) after `past` tokens."""
         lease = request.held
         known = self._extended.get(lease)
         begin = lease.cached_tokens if known is None else known.end
-        assert first <= begin, "the target skipped tokens that the draft has yet to see"
-        end = min(first + len(captured), request.length - 1)
-        if end <= begin:
+        assert past <= begin, "the target skipped tokens that the draft has yet to see"
+        last = min(past + end - first, request.length - 1)
+        if last <= begin:
             return None
-        features = draft.features(captured[begin - first : end - first])
-        return DraftRow(lease, begin, request.tokens[begin + 1 : end + 1], features)
+        return DraftRow(lease, begin, request.tokens[begin + 1 : last + 1], first + begin - past)
+
+    def _launch(
+        self,
+        draft: DraftModel,
+        graphs: DraftGraphs,
+        rows: Mapping[Request, DraftRow],
+        captured: Tensor,
+        wishes: Sequence[DraftWish],
+    ) -> _Launched:
+        """Launch the extension and all drafts of the wishes. Of a long row all but the last token
+        are extended over before."""
+        long = {each: row for each, row in rows.items() if len(row.tokens) > graphs.max_rows}
+        if long:
+            before = [row._replace(tokens=row.tokens[:-1]) for row in long.values()]
+            self._forward_captured(draft, before, captured)
+        wishing = {wish.request for wish in wishes}
+        graph_rows = []
+        for request, row in rows.items():
+            self._extended[row.lease] = _Extended(row.position + len(row.tokens), None)
+            if request in long:
+                done = len(row.tokens) - 1
+                row = DraftRow(row.lease, row.position + done, row.tokens[-1:], row.source + done)
+            columns = self._columns(request) if request in wishing else None
+            graph_rows.append(DraftGraphRow(self._graph_row(row), row.source, columns))
+        graph = graphs.fitting(graph_rows, drafting=bool(wishes))
+        tokens = graph.launch(graph_rows, captured)
+        read = self._staging.read_back([tokens]) if wishes else None
+        return _Launched({request: n for n, request in enumerate(rows)}, read)
+
+    def _graph_row(self, row: DraftRow) -> GraphRow:
+        version, table, past = self._table(row)
+        return GraphRow(row.tokens, past, row.position, row.lease.number, version, table)
+
+    def _columns(self, request: Request) -> NDArray[np.float64] | None:
+        """How the request's drafts are sampled; None if greedily."""
+        if request.params.sampling.temperature < COLDEST:
+            return None
+        assert self.model is not None and self._graphs is not None, "they are drafted here"
+        vocabulary = self.model.vocabulary
+        width = self._vocabulary if vocabulary is None else len(vocabulary)
+        drafted = range(self._graphs.max_rows - 1)
+        inputs = [_sampling_input(request, [0] * count) for count in drafted]
+        return sampling_columns(inputs, width).T
 
     # -- proposal ---------------------------------------------------------------------------
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        if not wishes:
+            return []
+        if self._graphs is not None:
+            assert self._launched is not None, "an extension comes before"
+            return self._launched.drafts(wishes)
         drafting = [_Drafting(*wish) for wish in wishes]
         hidden = None
         if self.model is not None:
-            hidden = torch.cat([self._extended[each.request.held].hidden for each in drafting])
+            states = [self._extended[each.request.held].hidden for each in drafting]
+            hidden = torch.cat([state for state in states if state is not None])
         active = drafting
         while active:
             self._draft_next(active, hidden)
             going_on = [n for n, each in enumerate(active) if len(each.drafts) < each.limit]
             active = [active[n] for n in going_on]
             if active and self.model is not None and hidden is not None:
+                rows = [each.row(n) for n, each in zip(going_on, active, strict=True)]
                 features = hidden[self._staging.indices(going_on)]
-                rows = [each.row(features[n : n + 1]) for n, each in enumerate(active)]
-                hidden = self._forward(self.model, rows)
+                hidden = self._forward(self.model, rows, features)
         return [tuple(each.drafts) for each in drafting]
 
     def _draft_next(self, active: Sequence[_Drafting], hidden: Tensor | None) -> None:
@@ -178,46 +275,65 @@ class ModelDrafter:
 
     # -- a pass -----------------------------------------------------------------------------
 
-    def _forward(self, draft: DraftModel, rows: Sequence[DraftRow]) -> Tensor:
+    def _forward_captured(
+        self, draft: DraftModel, rows: Sequence[DraftRow], captured: Tensor
+    ) -> Tensor:
+        """A pass over rows on what the target computed there."""
+        parts = [captured[row.source : row.source + len(row.tokens)] for row in rows]
+        return self._forward(draft, rows, draft.features(torch.cat(parts)))
+
+    def _forward(self, draft: DraftModel, rows: Sequence[DraftRow], features: Tensor) -> Tensor:
         """The draft's hidden states, a row for every token."""
         counts = [len(row.tokens) for row in rows]
         ends = np.cumsum(counts)
-        tables, past = [], []
-        for row in rows:
-            table, before = self._table(row)
-            tables.append(table)
-            past.append(before)
+        found = [self._table(row) for row in rows]
+        past = [table.past for table in found]
         spans = np.stack([ends - counts, ends, past], axis=1).astype(np.int32)
         tokens = np.concatenate([row.tokens for row in rows])
         positions = [
             row.position + np.arange(count) for row, count in zip(rows, counts, strict=True)
         ]
         both = np.stack([tokens, np.concatenate(positions)]).astype(np.int32)
-        sequences, batch = batch_tables(spans, tables, self._staging)
+        sequences, batch = batch_tables(spans, [table.slots for table in found], self._staging)
         ids, at = self._staging.to_device(both)[0].long()
         page, view = self._cache.memory.page_tokens, self._cache.view
         step = Step(ids, at, sequences, page, view, no_wait, batch)
-        return draft.forward(step, torch.cat([row.features for row in rows]))
+        return draft.forward(step, features)
 
-    def _table(self, row: DraftRow) -> tuple[Table, int]:
+    def _table(self, row: DraftRow) -> _DraftTable:
         """The lease's slots without pages that lack the draft, and the tokens before the row.
 
         Pages behind a window have no slot and are left out, too: those that lack the draft move
         the window back.
         """
         page, lease = self._cache.memory.page_tokens, row.lease
-        table: dict[str, Numbers] = {}
-        past = row.position
+        whole = row.position // page
+        version = (*lease.table_version, whole)
+        known = self._tables.get(lease)
+        if known is None or known.version != version:
+            known = self._tables[lease] = self._draft_table(lease, whole, version)
+        return known._replace(past=row.position - page * known.past)
+
+    def _draft_table(self, lease: Lease, whole: int, version: TableVersion) -> _DraftTable:
+        """With `past`, the pages that are left out of the first `whole` ones."""
+        slots_of: dict[str, Numbers] = {}
+        left_out = 0
         for pool in self.writes:
             anchor = self._cache.memory.pool(pool).follows
             assert anchor is not None, "a draft's pool follows an anchor"
-            if anchor in table:
+            if anchor in slots_of:
                 continue
             slots = self._cache.page_table(lease, anchor).astype(np.int32)
             carried = self._cache.carries(lease, pool)
             absent = slots < 0
-            absent[row.position // page :] = False
+            absent[whole:] = False
             absent[: len(carried)] |= ~carried
-            past = row.position - page * int(absent[: row.position // page].sum())
-            table[anchor] = slots[~absent]
-        return table, past
+            left_out = int(absent[:whole].sum())
+            slots_of[anchor] = slots[~absent]
+        return _DraftTable(version, slots_of, left_out)
+
+
+def _sampling_input(request: Request, drafted: Sequence[int]) -> SamplingInput:
+    params = request.params
+    sampling = replace(params.sampling, logprobs=0)
+    return SamplingInput(sampling, params.tokens, request.tokens, drafted)

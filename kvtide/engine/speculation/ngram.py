@@ -12,10 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
-from kvtide.models.draft import DraftModel
+from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 
 SIZES = (4, 2)
 """How many tokens must recur; the first size that does decides."""
@@ -61,17 +58,11 @@ class _Occurrences:
         return end if end is not None and tokens[end - self._size : end] == run else None
 
 
-class NgramDrafter:
+class NgramDrafter(TokenDrafter):
     cost = 0.05
-    captures: tuple[int, ...] = ()
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Request, list[_Occurrences]] = WeakKeyDictionary()
-
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        """Tokens are all it needs."""
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         return [self._proposed(*wish) for wish in wishes]

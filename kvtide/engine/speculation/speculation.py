@@ -1,18 +1,22 @@
-"""Speculation as the engine calls it: `before` a step, `accept` after sampling, then `propose`."""
+"""Speculation as the engine calls it: `before` a step, `accepted` and `verified` after sampling,
+then `extend` and `propose`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from kvtide.cache import TieredCache
-from kvtide.engine.request import Request, RequestState
+from kvtide.engine.graph_capture import GraphCapture
+from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import SampledToken
 from kvtide.engine.scheduler import ScheduledChunk, Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.draft_length import DraftLength
-from kvtide.engine.speculation.drafter import Drafter, DraftWish
+from kvtide.engine.speculation.drafter import Drafter, DraftLimits, DraftWish
 from kvtide.engine.speculation.saved_states import SavedStates
 
 MAX_DRAFTS = 16
@@ -24,15 +28,37 @@ class Speculation:
     model keeps state in pages: here, or on the last stage."""
 
     def __init__(
-        self, cache: TieredCache, scheduler: Scheduler, drafter: Drafter, draft_tokens: int
+        self,
+        cache: TieredCache,
+        scheduler: Scheduler,
+        drafter: Drafter,
+        draft_tokens: int,
+        *,
+        fixed_drafts: bool = False,
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
         self.lengths = AcceptLengths()
         self.guard = AcceptGuard(drafter.writes) if drafter.captures else None
         self._scheduler = scheduler
         self._drafter = drafter
-        self._draft_length = DraftLength(draft_tokens, drafter.cost)
+        self._draft_length = DraftLength(draft_tokens, drafter.cost, fixed=fixed_drafts)
         self._states = SavedStates(cache)
+        self._wishes: list[DraftWish] = []
+
+    @property
+    def verify_rows(self) -> int:
+        """Tokens of a request in a verify step, at the most: its last token and its drafts. Where
+        running states are put back, accepted tokens are computed again beside them."""
+        again = self._draft_length.longest if self._states.needed else 0
+        return 1 + self._draft_length.longest + again
+
+    def use_graphs(self, capture: GraphCapture, max_sequences: int, hidden: Tensor) -> None:
+        """Steps run as CUDA graphs; `hidden` is a hidden state of the target."""
+        limits = DraftLimits(max_sequences, self._draft_length.longest, hidden)
+        self._drafter.use_graphs(capture, limits)
+
+    def warm_up(self, longest: int) -> None:
+        self._drafter.warm_up(longest)
 
     def wants(self, request: Request) -> bool:
         """The request may get drafts after this step, so that the next step cannot be planned."""
@@ -74,23 +100,25 @@ class Speculation:
                 rejected.append(request)
         self._states.restore(rejected)
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        """A step's tokens are sampled and accepted: the drafter may write its own state of them."""
-        self._drafter.extend(chunks, output)
-
-    def propose(self, requests: Sequence[Request]) -> None:
-        """These requests have new tokens: drafts behind the old ones are void. Draft for those that
-        decode next."""
-        wishes = []
-        for request in requests:
-            request.drafts = ()
-            if request.state is RequestState.RUNNING and request.params.speculate:
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, decoding: Sequence[Request]
+    ) -> None:
+        """A step's tokens are sampled and accepted: the drafter writes its own state of them, and
+        begins to draft for requests that decode next."""
+        self._wishes = []
+        for request in decoding:
+            request.drafts = ()  # Those behind the old tokens are void.
+            if request.params.speculate:
                 wanted = self._wanted(request)
                 if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
-                    wishes.append(DraftWish(request, count))
-        if wishes:
-            for wish, drafts in zip(wishes, self._drafter.propose(wishes), strict=True):
-                wish.request.drafts = drafts
+                    self._wishes.append(DraftWish(request, count))
+        self._drafter.extend(chunks, output, self._wishes)
+
+    def propose(self) -> None:
+        """Give the requests their drafts."""
+        wishes, self._wishes = self._wishes, []
+        for wish, drafts in zip(wishes, self._drafter.propose(wishes), strict=True):
+            wish.request.drafts = drafts
 
     def _wanted(self, request: Request) -> int:
         """None while more tokens are to be computed again than drafts could win."""

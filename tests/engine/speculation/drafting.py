@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from kvtide.engine.graph_capture import GraphCapture
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import Drafter, DraftWish
-from kvtide.models.draft import DraftModel
+from kvtide.engine.speculation.drafter import Drafter, DraftLimits, DraftWish, TokenDrafter
 from tests.models.tiny import VOCABULARY
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
@@ -17,21 +17,13 @@ Seen = dict[tuple[int, ...], tuple[int, ...]]
 """The drafts behind each run of tokens."""
 
 
-class ErringDrafter:
+class ErringDrafter(TokenDrafter):
     """Knows the answers, and drafts each token of one with the chance of an error."""
-
-    cost = 0.0
-    captures: tuple[int, ...] = ()
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self, answers: Answers, errors: float, seed: int = 0) -> None:
         self._answers, self._errors = answers, errors
         self._random = random.Random(seed)
         self.proposed = 0
-
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        pass
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         drafts = [self._proposed(wish) for wish in wishes]
@@ -60,8 +52,16 @@ class ConsistentDrafter:
         self.model = inner.model
         self.compared = 0
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        self._inner.extend(chunks, output)
+    def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
+        self._inner.use_graphs(capture, limits)
+
+    def warm_up(self, longest: int) -> None:
+        self._inner.warm_up(longest)
+
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
+        self._inner.extend(chunks, output, wishes)
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         proposed = self._inner.propose(wishes)

@@ -22,7 +22,7 @@ from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.eagle3 import Eagle3
 from kvtide.models.model import Decoder
 from kvtide.spec.families import KVDType
-from kvtide.storage import open_store
+from kvtide.storage import Store, open_store
 from tests.data.lookup_task import Walk, walk
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -89,20 +89,31 @@ class Served:
 
 
 class LookupServer:
-    """An engine with the pair. `store`: a folder that outlives it."""
+    """An engine with the pair.
 
-    def __init__(self, store: Path | None = None, *, drafts: int = 3) -> None:
+    store  a folder that outlives it; `wrap` may stand between the cache and the store there
+    sizes  of device and host
+    """
+
+    def __init__(
+        self,
+        store: Path | None = None,
+        *,
+        drafts: int = 3,
+        sizes: tuple[int, int] = (4096, 8192),
+        wrap: Callable[[Store], Store] = lambda store: store,
+    ) -> None:
         target, draft, self._drafts = pair().target, pair().draft, drafts
         config = CacheConfig(
-            Tokens(4096),
-            Tokens(8192),
+            *map(Tokens, sizes),
             patience=PATIENT,
             fingerprint=b"lookup",
             draft_fingerprint=pair().source.fingerprint(),
         )
         self.cache = TieredCache(target.memory, config)
         if store is not None:
-            self.cache.storage.attach(open_store(f"file://{store}", self.cache.storage.space))
+            opened = open_store(f"file://{store}", self.cache.storage.space)
+            self.cache.storage.attach(wrap(opened))
         drafter = ModelDrafter(draft, draft.captures, self.cache, target.vocabulary)
         drafter.cost = 0.0  # So that every verify step has all its drafts.
         self.engine = Engine(

@@ -72,6 +72,8 @@ def served(place: Place, kind: str) -> tuple[Said, Seen]:
     engine = Engine(
         target, cache, chunk_tokens=32, topology=place.topology, drafter=drafter, draft_tokens=3
     )
+    guard = engine.accept_guard
+    assert (None if guard is None else guard.pools) == (None if kind == "ngram" else ("draft",))
     said: Said = []
     for number in range(3):
         requests = [engine.submit(RequestParams(one, ANSWER, SAMPLING)) for one in ASKED]

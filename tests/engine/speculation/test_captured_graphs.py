@@ -9,6 +9,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
+from kvtide.engine.sampler import SamplingParams
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.models import build
@@ -22,8 +23,9 @@ ANSWER = 5
 
 
 @pytest.mark.full
-def test_graphs_capture_what_eager_steps_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_graphs_verify_and_draft_as_eager_steps_do(
+    temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     # An interpreter takes long for padding.
@@ -42,14 +44,22 @@ def test_graphs_capture_what_eager_steps_do(
         inner = ModelDrafter(drafts, drafts.captures, cache, target.vocabulary)
         drafter = ConsistentDrafter(inner, seen)
         engine = Engine(
-            target, cache, max_running=2, cuda_graphs=graphs, drafter=drafter, draft_tokens=2
+            target,
+            cache,
+            max_running=2,
+            cuda_graphs=graphs,
+            drafter=drafter,
+            draft_tokens=2,
+            fixed_drafts=True,
         )
-        request = engine.submit(RequestParams(tuple(prompt(20, seed=1)), ANSWER))
+        sampling = SamplingParams(temperature=temperature, seed=3)
+        asks = [RequestParams(tuple(prompt(20, seed=n)), ANSWER, sampling) for n in (1, 2)]
+        requests = [engine.submit(ask) for ask in asks]
         while not engine.idle:
             engine.step()
-        said.append([one.token for one in request.output])
+        said.append([[one.token for one in request.output] for request in requests])
         kinds.append({kind for kind, count in engine.steps_by_kind.items() if count})
         cache.close()
-    assert said[0] == said[1] and len(said[0]) == ANSWER
-    assert kinds[0] == {"eager"} and "mixed_graph" in kinds[1] and "eager" not in kinds[1]
-    assert drafter.compared > 0
+    assert said[0] == said[1] and [len(one) for one in said[0]] == [ANSWER] * 2
+    assert kinds[0] == {"eager"} and {"verify_graph", "decode_graph"} <= kinds[1]
+    assert drafter.compared >= 4

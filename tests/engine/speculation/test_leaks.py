@@ -10,29 +10,18 @@ import pytest
 from kvtide.bench.step_cost import MEMORIES, Idle
 from kvtide.cache import CacheConfig, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
-from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
-from kvtide.models.draft import DraftModel
+from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.spec import ModelMemory, Tier
 
 PAGE, SAID = 16, 7
 """`Idle` says nothing but this token."""
 
 
-class GuessingDrafter:
+class GuessingDrafter(TokenDrafter):
     """Right in four of five drafts."""
-
-    cost = 0.0
-    captures: tuple[int, ...] = ()
-    writes: tuple[str, ...] = ()
-    model: DraftModel | None = None
 
     def __init__(self, rng: random.Random) -> None:
         self._random = rng
-
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        pass
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         return [tuple(self._guess() for _ in range(wish.limit)) for wish in wishes]

@@ -1,0 +1,315 @@
+"""A round of speculation beside a decode step: one verify step, and the drafts for the next.
+
+Two engines have one model's weights: one drafts, one does not. Both hold a batch of equal prompts
+with a random KV history, and take turns in blocks of steps. Random weights draft tokens that are
+never accepted, so that the number of drafts is held fixed; in a second measurement every draft
+counts as accepted. The last measurement leaves the number of drafts to the engine, which finds that
+they do not pay.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from kvtide.bench.gpu import history
+from kvtide.bench.gpu.drafted_shapes import DraftedModel
+from kvtide.bench.gpu.engine_bed import (
+    TOKENS_PER_CHECKPOINT,
+    Bed,
+    Drafts,
+    start,
+    step_s,
+    stop,
+)
+from kvtide.cache import TieredCache
+from kvtide.engine import Engine, RequestParams
+from kvtide.engine.runner import StepOutput
+from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.speculation.draft_length import TRIAL_TOKENS
+from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.engine.speculation.model_drafter import ModelDrafter
+
+TAIL_TOKENS = 8
+"""Tokens of a prompt behind the pages that it finds in the cache."""
+CHECKPOINTS = 16
+"""Windows and states of a request have slots for so many, at least: more than it holds at once."""
+NEVER_GOAL = 0.9
+
+Note = Callable[[str], None]
+"""Is told what begins."""
+
+
+# -- drafters ---------------------------------------------------------------------------------
+
+
+class _AgreedToken(int):
+    """A draft that equals whatever is sampled."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class RoundDrafter(ModelDrafter):
+    """A draft model's passes, timed.
+
+    agrees   all drafts are accepted
+    seconds  in `extend` and in `propose`, each waited for; None where it is not timed
+    """
+
+    agrees = False
+    seconds: dict[str, float] | None = None
+
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
+        with self._timed("extend"):
+            super().extend(chunks, output, wishes)
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        with self._timed("propose"):
+            proposed = super().propose(wishes)
+        if self.agrees:
+            return [tuple(map(_AgreedToken, drafts)) for drafts in proposed]
+        return proposed
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        if self.seconds is None:
+            yield
+            return
+        self._wait()
+        begun = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        device = self._cache.config.torch_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+# -- what is measured -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLoad:
+    """`goal`: a round in decode steps, at the most. `blocks` of so many `steps` each are timed."""
+
+    batch: int
+    context: int
+    goal: float
+    draft_tokens: int = 3
+    steps: int = 20
+    blocks: int = 6
+
+    @property
+    def answer_tokens(self) -> int:
+        """Enough for rounds whose drafts are all accepted."""
+        rejected, accepted = self.blocks + 3, self.blocks // 2 + 2
+        return self.steps * (rejected + accepted * (self.draft_tokens + 1)) + 2 * TAIL_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """Seconds of a decode step and of a round, medians over blocks; `ratio` is of paired blocks.
+
+    accepted  "no" drafts or "all"
+    drafts    verified per request and round: fewer where rejected tokens are computed again
+    phases_s  of a round, each part waited for: `verify` is all besides the draft
+    """
+
+    model: str
+    drafter: str
+    batch: int
+    context: int
+    accepted: str
+    decode_s: float
+    round_s: float
+    ratio: float
+    goal: float | None
+    drafts: float
+    accept_length: float
+    steps_by_kind: dict[str, int]
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> bool | None:
+        return None if self.goal is None else self.ratio <= self.goal
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"reached": self.reached}
+
+
+@dataclass(frozen=True, slots=True)
+class NeverResult:
+    """Tokens a second with drafts that are never accepted, and without."""
+
+    model: str
+    drafter: str
+    batch: int
+    context: int
+    on_tokens_s: float
+    off_tokens_s: float
+    ratio: float
+    drafts: float
+    goal: float = NEVER_GOAL
+
+    @property
+    def reached(self) -> bool:
+        return self.ratio >= self.goal
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"reached": self.reached}
+
+
+class Pair:
+    """An engine that drafts and one that does not, which decode the same batch."""
+
+    def __init__(self, bed: Bed, on: Engine, off: Engine, drafter: RoundDrafter) -> None:
+        self.bed, self.on, self.off, self.drafter = bed, on, off, drafter
+
+    def warm_up(self, steps: int) -> None:
+        """Graphs are captured when a step first needs them."""
+        for engine in (self.off, self.on):
+            step_s(self.bed, engine, steps)
+
+    def blocks(self, blocks: int, steps: int) -> list[tuple[float, float]]:
+        """Seconds of a step with drafts and without, in blocks that alternate."""
+        found = []
+        for number in range(blocks):
+            order = (self.on, self.off) if number % 2 == 0 else (self.off, self.on)
+            by_engine = {engine: step_s(self.bed, engine, steps) for engine in order}
+            found.append((by_engine[self.on], by_engine[self.off]))
+        return found
+
+    def counts(self) -> tuple[int, int, int]:
+        """Drafts accepted and rejected, and verified chunks, so far."""
+        lengths = self.on.accept_lengths
+        assert lengths is not None, "an engine with a drafter counts"
+        verified = sum(counts.total() for counts in lengths.steps.values())
+        return lengths.accepted, lengths.rejected, verified
+
+    def phases_s(self, steps: int) -> dict[str, float]:
+        self.drafter.seconds = {}
+        whole = step_s(self.bed, self.on, steps)
+        parts = {part: each / steps for part, each in self.drafter.seconds.items()}
+        self.drafter.seconds = None
+        return {"verify": whole - sum(parts.values()), **parts}
+
+
+@contextmanager
+def pair(
+    model: DraftedModel, device: torch.device, load: RoundLoad, note: Note, *, fixed: bool
+) -> Iterator[Pair]:
+    """Both engines, in whose batches all requests decode."""
+    page = model.target.memory.page_tokens
+    bed, plain = Bed(model.target, device), Bed(model.plain, device)
+    answer = load.answer_tokens
+    capacity = load.batch * ((load.context + TAIL_TOKENS + answer) // page + 3) * page
+    drafters: list[RoundDrafter] = []
+
+    def drafter(cache: TieredCache) -> RoundDrafter:
+        draft = model.draft
+        drafters.append(RoundDrafter(draft, draft.captures, cache, model.target.vocabulary))
+        return drafters[0]
+
+    prompts = [bed.prompt(load.context + TAIL_TOKENS, 9000 + n) for n in range(load.batch)]
+    sizes: dict[str, Any] = {
+        "max_running": max(load.batch, 2),
+        "tokens_per_checkpoint": min(TOKENS_PER_CHECKPOINT, load.context // CHECKPOINTS),
+    }
+    drafts = Drafts(drafter, load.draft_tokens, fixed)
+    with (
+        plain.engine(capacity, **sizes) as off,
+        bed.engine(capacity, **sizes, drafts=drafts) as on,
+    ):
+        note(f"batch {load.batch}: engines opened")
+        for engine in (off, on):
+            history.commit(engine.cache, prompts)
+            requests = start(engine, [RequestParams(tokens, answer) for tokens in prompts])
+            found = {sum(request.by_tier.values()) for request in requests}
+            assert found == {load.context}, f"{found} tokens of {load.context} were cached"
+        note(f"batch {load.batch}: all requests decode after {load.context:,} tokens")
+        yield Pair(bed, on, off, drafters[0])
+        for engine in (off, on):
+            stop(engine)
+
+
+# -- measuring --------------------------------------------------------------------------------
+
+
+def rounds(
+    model: DraftedModel, names: tuple[str, str], device: torch.device, load: RoundLoad, note: Note
+) -> Iterator[RoundResult]:
+    """Rounds of which no draft is accepted, then rounds of which all are.
+
+    names  of the model and of its drafter
+    """
+    with pair(model, device, load, note, fixed=True) as both:
+        both.warm_up(load.steps)
+        note(f"batch {load.batch}: warm")
+        yield _rounds(both, names, load, "no", load.blocks)
+        both.drafter.agrees = True
+        step_s(both.bed, both.on, load.steps // 2)
+        note(f"batch {load.batch}: drafts are accepted now")
+        yield _rounds(both, names, load, "all", load.blocks // 2)
+
+
+def _rounds(
+    both: Pair, names: tuple[str, str], load: RoundLoad, accepted: str, blocks: int
+) -> RoundResult:
+    before, kinds = both.counts(), both.on.steps_by_kind.copy()
+    seconds = both.blocks(blocks, load.steps)
+    taken, refused, verified = (b - a for a, b in zip(before, both.counts(), strict=True))
+    ran = {kind: count - kinds[kind] for kind, count in both.on.steps_by_kind.items()}
+    return RoundResult(
+        *names,
+        batch=load.batch,
+        context=load.context,
+        accepted=accepted,
+        decode_s=statistics.median(off_s for _, off_s in seconds),
+        round_s=statistics.median(on_s for on_s, _ in seconds),
+        ratio=statistics.median(on_s / off_s for on_s, off_s in seconds),
+        goal=load.goal if accepted == "no" else None,
+        drafts=(taken + refused) / (blocks * load.steps * load.batch),
+        accept_length=1 + taken / verified if verified else 1.0,
+        steps_by_kind={kind: count for kind, count in ran.items() if count},
+        phases_s=both.phases_s(load.steps),
+    )
+
+
+def never(
+    model: DraftedModel, names: tuple[str, str], device: torch.device, load: RoundLoad, note: Note
+) -> NeverResult:
+    """Blocks in which every request tries drafts once more, and then decodes plainly.
+
+    `load.steps` is a multiple of the tokens between two trials.
+    """
+    assert load.steps % TRIAL_TOKENS == 0, "a block has whole trials"
+    with pair(model, device, load, note, fixed=False) as both:
+        both.warm_up(2 * TRIAL_TOKENS)  # Estimates fall.
+        note(f"batch {load.batch}: warm, few drafts are tried")
+        before = both.counts()
+        seconds = both.blocks(load.blocks, load.steps)
+        taken, refused, _ = (b - a for a, b in zip(before, both.counts(), strict=True))
+    tokens = load.blocks * load.steps * load.batch
+    gained = 1 + taken / tokens
+    return NeverResult(
+        *names,
+        batch=load.batch,
+        context=load.context,
+        on_tokens_s=gained * load.batch / statistics.median(on_s for on_s, _ in seconds),
+        off_tokens_s=load.batch / statistics.median(off_s for _, off_s in seconds),
+        ratio=gained * statistics.median(off_s / on_s for on_s, off_s in seconds),
+        drafts=(taken + refused) / tokens,
+    )

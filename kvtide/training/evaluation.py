@@ -1,0 +1,82 @@
+"""What a trained draft is worth on some prompts: accept length in the engine, and what to expect.
+
+At a temperature the expected acceptance is that of shared random numbers, which is the engine's,
+and that of rejection sampling, over the same answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtide.models.checkpoint import open_checkpoint
+from kvtide.models.draft_checkpoint import open_draft
+from kvtide.spec.families import declare
+from kvtide.training.acceptance import Acceptance, expected_acceptance
+from kvtide.training.draft_shape import ShapeRequest, draft_shape
+from kvtide.training.draft_training import (
+    TrainingTarget,
+    TrainingText,
+    held_out_states,
+    load_trained,
+)
+from kvtide.training.eagle3_training import DraftTraining, TrainingPlan
+from kvtide.training.held_out import (
+    HeldOut,
+    HeldOutPlan,
+    measure_held_out,
+    predicted_accept_length,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One category.
+
+    predicted   the accept length of greedy answers, from hidden states; None at a temperature
+    acceptance  at a temperature
+    """
+
+    measured: HeldOut
+    predicted: float | None
+    acceptance: Acceptance | None
+
+
+def open_trained(model: Path, draft: Path, device: torch.device) -> TrainingTarget:
+    """The model with the draft in this folder as its draft in training."""
+    checkpoint, known = open_checkpoint(model), open_draft(draft)
+    fields = known.config
+    memory = declare(checkpoint.config, model=str(checkpoint.config.get("model_type")))
+    tokens = int(fields.count("vocab_size"))
+    asked = ShapeRequest(
+        fields.count("draft_vocab_size", default=tokens),
+        fields.count("num_hidden_layers"),
+        fields.count("intermediate_size"),
+        known.captures(memory),
+    )
+    return TrainingTarget(checkpoint, draft_shape(checkpoint.config, asked), device)
+
+
+def evaluate_draft(
+    target: TrainingTarget, draft: Path, text: TrainingText, plan: HeldOutPlan
+) -> list[Evaluated]:
+    """The draft in this folder on the held-out prompts of `text`."""
+    known = open_draft(draft)
+    recurrent = TrainingPlan(recurrent=plan.draft_tokens)
+    training = DraftTraining(target.draft, target.model, load_trained(target, known), recurrent)
+    target.draft.eval()
+    states = held_out_states(target, text, plan)
+    model = known.build(target.model)
+    measured = measure_held_out(target.model, model, text.held_out, plan, text.stop_ids)
+    found = []
+    for one in measured:
+        some = states.get(one.category)
+        greedy = acceptance = None
+        if some is not None and plan.temperature == 0:
+            greedy = predicted_accept_length(training, some)
+        elif some is not None:
+            acceptance = expected_acceptance(training, some, plan.temperature)
+        found.append(Evaluated(one, greedy, acceptance))
+    return found
