@@ -15,7 +15,12 @@ import torch
 
 from kvtide.layers.backend.kernel_args import AttentionParams, Norm, QKVParams
 from kvtide.layers.forward import ForwardPass, Place
-from kvtide.layers.kernels.attention import attention_decode, attention_prefill, attention_tiles
+from kvtide.layers.kernels.attention import (
+    attention_decode,
+    attention_prefill,
+    attention_tiles,
+    prefill_schedule,
+)
 from kvtide.layers.kernels.attention.attention_prefill import paged_attention
 from kvtide.layers.kernels.qkv import qkv_write
 from kvtide.layers.rope import Rope
@@ -94,7 +99,7 @@ def attending(
 
 
 def _with(constants: dict[str, int], function: Callable[..., object], *given: object) -> object:
-    modules = (attention_prefill, attention_decode, attention_tiles)
+    modules = (attention_prefill, attention_decode, attention_tiles, prefill_schedule)
     changed = [
         (m, name, getattr(m, name)) for m in modules for name in constants if name in vars(m)
     ]
@@ -135,6 +140,11 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ),
         ("prefill 8k gpt-oss window", row(attending, GPT_OSS, [(0, 8192)])),
         ("prefill 8k qwen3-next", row(attending, QWEN3_NEXT, [(0, 8192)])),
+        ("decode 64x2k qwen3", row(attending, QWEN3, [(2048, 1)] * 64)),
+        ("verify 64x4 after 2k qwen3", row(attending, QWEN3, [(2048, 4)] * 64)),
+        ("decode 1x2k qwen3", row(attending, QWEN3, [(2048, 1)])),
+        ("verify 1x4 after 2k qwen3", row(attending, QWEN3, [(2048, 4)])),
+        ("verify 64x8 after 2k qwen3", row(attending, QWEN3, [(2048, 8)] * 64)),
         ("decode 64x4k qwen3", row(attending, QWEN3, [(4096, 1)] * 64)),
         ("decode 1x32k qwen3", row(attending, QWEN3, [(32 * 1024, 1)])),
         ("decode 1x1k qwen3", row(attending, QWEN3, [(1024, 1)])),

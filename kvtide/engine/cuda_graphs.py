@@ -137,6 +137,14 @@ class StepGraph:
         first.copy_(sampled.index_select(0, first))
         return self._replay(no_wait)
 
+    def launch_drafted(self, drafts: Tensor) -> Tensor:
+        """Replay what is prepared; tokens below 0 are `unread_draft`s of these, on the device."""
+        tokens, drafted = self._inputs.tokens, drafts.flatten()
+        self._inputs.send()
+        found = drafted.index_select(0, (-1 - tokens).clamp(min=0))
+        tokens.copy_(torch.where(tokens < 0, found, tokens))
+        return self._replay(no_wait)
+
     def wait_until_late(self) -> None:
         """Block until most of the last replay is done; for mixed graphs."""
         self._graph.wait_until_late()

@@ -41,7 +41,7 @@ from kvtide.engine.scheduler import ScheduledChunk, Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.drafter import Drafter
-from kvtide.engine.speculation.speculation import Speculation
+from kvtide.engine.speculation.speculation import Speculation, VerifiedChunk
 from kvtide.engine.staging import Staging
 from kvtide.engine.state_check import check_declared_state
 from kvtide.engine.text import OutputText
@@ -194,12 +194,14 @@ class Engine:
         self.computed = step.tokens
         if not step.chunks:
             return []
-        if self._speculation is not None:
+        if self._speculation is not None and not step.launched:
             self._speculation.before(step.chunks)
         try:
             output = step.launch()
         except TransferError:
             return self._restart(step.chunks)
+        if self._speculation is not None and step.launched:
+            step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
         if admits_beside:
             self.scheduler.admit_without_preemption()
         self._overlap_copies(step.chunks)
@@ -343,7 +345,7 @@ class Engine:
             own = self._append(chunk.request, tokens)
             updates += own
             if chunk.drafts:
-                verified.append((chunk, len(own) - 1))
+                verified.append(VerifiedChunk(chunk, len(own) - 1, len(own) < len(tokens)))
         if self._speculation is not None:
             self._speculation.verified(verified)
         return updates
@@ -363,11 +365,30 @@ class Engine:
 
     def _end(self, updates: list[Update]) -> None:
         """Finish requests that had their last token; the others get drafts."""
+        frees_slots = False
         for update in updates:
             if update.finish is not None:
                 self._finish(update.request, update.finish)
-        if self._speculation is not None:
-            self._speculation.propose()
+                frees_slots = self.scheduler.waiting > 0
+        speculation = self._speculation
+        if speculation is not None and (frees_slots or not self._verify_next(speculation)):
+            speculation.propose()
+
+    def _verify_next(self, speculation: Speculation) -> bool:
+        """Launch the next step on drafts that the device has yet to compute, if that is possible.
+
+        An oracle may retract requests after every step: nothing is launched ahead of it.
+        """
+        drafts = speculation.take_unread() if self.oracle is None else None
+        if drafts is None or (planned := self.scheduler.plan_verify()) is None:
+            return False
+        self._overlap.plan(planned)
+        if not self._overlap.prepare():
+            self._overlap.forget()
+            return False
+        speculation.before(planned.chunks)
+        self._overlap.launch_drafted(drafts)
+        return True
 
     def _overlap_next(
         self, requests: list[Request], sampling: SamplingBatch, output: StepOutput

@@ -13,7 +13,7 @@ the device idles meanwhile. `Overlap` holds the step after the current one, from
 IDLE      there is no next step yet
 PLANNED   its chunks are chosen and have slots (`Scheduler.plan_decode`, `plan_mixed`)
 PREPARED  the inputs of its CUDA graph are written, except tokens that are not sampled yet
-LAUNCHED  its graph runs on tokens that only the device knows
+LAUNCHED  its graph runs on tokens that only the device knows: sampled ones, or drafts
 
 `take` makes it the current step, if it is still what the scheduler wants:
 
@@ -80,14 +80,17 @@ class Launching(Protocol):
         self, step: PreparedStep, requests: Sequence[Request], sampled: Tensor
     ) -> LaunchedStep: ...
 
+    def launch_drafted(self, step: PreparedStep, drafts: Tensor) -> LaunchedStep: ...
+
     def read_launched(self, step: LaunchedStep, chunks: Sequence[ScheduledChunk]) -> StepOutput: ...
 
 
 class CurrentStep(NamedTuple):
-    """A step's chunks, and the call that launches it or reads its output."""
+    """A step's chunks, and the call that launches it, or reads its output if it is `launched`."""
 
     chunks: list[ScheduledChunk]
     launch: Callable[[], StepOutput]
+    launched: bool = False
 
     @property
     def tokens(self) -> int:
@@ -136,6 +139,17 @@ class Overlap:
         self._launched = self._runner.launch_ahead(self._prepared, requests, sampled)
         self._become(OverlapState.LAUNCHED)
 
+    def launch_drafted(self, drafts: Tensor) -> None:
+        """Launch the next step, a verify step of these drafts on the device."""
+        assert self._prepared is not None, "only a prepared step is launched"
+        self._cache.fence([lease for _, lease in self._rows])
+        self._launched = self._runner.launch_drafted(self._prepared, drafts)
+        self._become(OverlapState.LAUNCHED)
+
+    def forget(self) -> None:
+        """The next step is scheduled afresh; slots stay taken."""
+        self._become(OverlapState.IDLE)
+
     def drop(self, request: Request) -> None:
         """Discard a request's row of a launched step: it ran on another token than was sampled."""
         if self._state is not OverlapState.LAUNCHED:
@@ -152,7 +166,7 @@ class Overlap:
         if launched is not None:
             chunks = [chunk for chunk in chunks if chunk.end <= chunk.request.length]
             read = partial(self._runner.read_launched, launched, chunks)
-            return CurrentStep(chunks, read) if chunks else None
+            return CurrentStep(chunks, read, launched=True) if chunks else None
         if not chunks or not scheduler.confirms(chunks):
             scheduler.give_back(chunks)
             return None

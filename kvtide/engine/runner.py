@@ -313,6 +313,11 @@ class Runner:
         places = [rows[chunk.request.number] for chunk in step.chunks[: step.unsampled]]
         return LaunchedStep(step, step.graph.launch_ahead(sampled, places))
 
+    def launch_drafted(self, step: PreparedStep, drafts: Tensor) -> LaunchedStep:
+        """Launch a prepared verify step before the host has read its drafts."""
+        self._count(step.graph)
+        return LaunchedStep(step, step.graph.launch_drafted(drafts))
+
     def read_launched(self, step: LaunchedStep, chunks: Sequence[ScheduledChunk]) -> StepOutput:
         """The output of those chunks of a launched step that are still wanted."""
         rows = {chunk: row for row, chunk in enumerate(step.prepared.chunks)}

@@ -36,8 +36,16 @@ wait: the first request then keeps them where the prompts part, and the second w
 third would serve requests one by one."""
 
 
+def unread_draft(number: int) -> int:
+    """Stands for a draft that only the device knows: the one of this number of its drafts."""
+    return -1 - number
+
+
 class ScheduledChunk(NamedTuple):
-    """A request's tokens from `computed` up to `end`, in one step, and drafts behind them."""
+    """A request's tokens from `computed` up to `end`, in one step, and drafts behind them.
+
+    Drafts below 0 are `unread_draft`s.
+    """
 
     request: Request
     end: int
@@ -396,6 +404,18 @@ class Scheduler:
             self.give_back(chunks)
             return None
         return PlannedStep(sorted(chunks, key=_batch_order), len(decoding) < len(computed))
+
+    def plan_verify(self) -> PlannedStep | None:
+        """The next step, all of whose tokens but the drafts are known; None if requests wait, load
+        or prefill, and others may be in it."""
+        running = [*self.running]
+        if (self.can_admit and not self.blocked) or any(
+            r.held.loading or r.held.failed or (not r.drafts and r.length - r.computed > 1)
+            for r in running
+        ):
+            return None
+        chunks = self.schedule()
+        return PlannedStep(chunks, frees_slots=False) if self.running == running else None
 
     def may_launch(self, planned: PlannedStep) -> bool:
         """The planned step may be launched before the sampled tokens are known.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -33,6 +33,13 @@ class DraftLimits(NamedTuple):
     hidden: Tensor
 
 
+class UnreadDrafts(NamedTuple):
+    """Drafts on the device, (rows, drafts), and the row of each request."""
+
+    tokens: Tensor
+    rows: Mapping[Request, int]
+
+
 class Drafter(Protocol):
     """Proposes drafts for requests.
 
@@ -60,6 +67,10 @@ class Drafter(Protocol):
         """A step of these chunks has run, and its tokens are sampled and accepted. `propose` with
         the same wishes follows."""
 
+    @property
+    def unread(self) -> UnreadDrafts | None:
+        """What `propose` will read, if the device has all drafts of the wishes."""
+
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         """Up to `limit` drafts for each."""
 
@@ -71,6 +82,7 @@ class TokenDrafter:
     captures: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
     model: DraftModel | None = None
+    unread: UnreadDrafts | None = None
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
         """There are no passes."""

@@ -38,7 +38,7 @@ from kvtide.engine.sampler import (
 )
 from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.draft_graphs import DraftGraphRow, DraftGraphs
-from kvtide.engine.speculation.drafter import DraftLimits, DraftWish
+from kvtide.engine.speculation.drafter import DraftLimits, DraftWish, UnreadDrafts
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models.draft import DraftModel
@@ -76,16 +76,15 @@ class _DraftTable(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A replay: the row of every request, and the call that waits for its drafts."""
+    """A replay's drafts, and the call that waits for them."""
 
-    rows: Mapping[Request, int]
-    read: Callable[[], list[Tensor]] | None
+    drafts: UnreadDrafts
+    read: Callable[[], list[Tensor]]
 
-    def drafts(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
-        assert self.read is not None, "nothing was drafted"
-        (tokens,) = self.read()
+    def of(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        (tokens,), rows = self.read(), self.drafts.rows
         every = tokens.tolist()
-        return [tuple(every[self.rows[request]][:limit]) for request, limit in wishes]
+        return [tuple(every[rows[request]][:limit]) for request, limit in wishes]
 
 
 @dataclass(slots=True)
@@ -153,7 +152,7 @@ class ModelDrafter:
         """Extend the draft over those tokens of a step whose next token is known."""
         if self.model is None:
             return
-        rows = {}
+        self._launched, rows = None, {}
         for number, chunk in enumerate(chunks):
             if chunk.request.params.speculate:
                 row = self._row(chunk.request, *output.span(number))
@@ -190,7 +189,7 @@ class ModelDrafter:
         rows: Mapping[Request, DraftRow],
         captured: Tensor,
         wishes: Sequence[DraftWish],
-    ) -> _Launched:
+    ) -> _Launched | None:
         """Launch the extension and all drafts of the wishes. Of a long row all but the last token
         are extended over before."""
         long = {each: row for each, row in rows.items() if len(row.tokens) > graphs.max_rows}
@@ -208,8 +207,10 @@ class ModelDrafter:
             graph_rows.append(DraftGraphRow(self._graph_row(row), row.source, columns))
         graph = graphs.fitting(graph_rows, drafting=bool(wishes))
         tokens = graph.launch(graph_rows, captured)
-        read = self._staging.read_back([tokens]) if wishes else None
-        return _Launched({request: n for n, request in enumerate(rows)}, read)
+        if not wishes:
+            return None
+        drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(rows)})
+        return _Launched(drafts, self._staging.read_back([tokens]))
 
     def _graph_row(self, row: DraftRow) -> GraphRow:
         version, table, past = self._table(row)
@@ -226,6 +227,10 @@ class ModelDrafter:
         inputs = [_sampling_input(request, [0] * count) for count in drafted]
         return sampling_columns(inputs, width).T
 
+    @property
+    def unread(self) -> UnreadDrafts | None:
+        return None if self._launched is None else self._launched.drafts
+
     # -- proposal ---------------------------------------------------------------------------
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
@@ -233,7 +238,7 @@ class ModelDrafter:
             return []
         if self._graphs is not None:
             assert self._launched is not None, "an extension comes before"
-            return self._launched.drafts(wishes)
+            return self._launched.of(wishes)
         drafting = [_Drafting(*wish) for wish in wishes]
         hidden = None
         if self.model is not None:

@@ -4,15 +4,16 @@ then `extend` and `propose`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from kvtide.cache import TieredCache
+from kvtide.cache import Lease, TieredCache
 from kvtide.engine.graph_capture import GraphCapture
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import SampledToken
-from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.scheduler import ScheduledChunk, Scheduler, unread_draft
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.draft_length import DraftLength
@@ -21,6 +22,15 @@ from kvtide.engine.speculation.saved_states import SavedStates
 
 MAX_DRAFTS = 16
 """Drafts of a request in a step, at the most."""
+
+
+class VerifiedChunk(NamedTuple):
+    """How many of a chunk's drafts were accepted; `ended`: the request had its last token before
+    all were compared."""
+
+    chunk: ScheduledChunk
+    accepted: int
+    ended: bool
 
 
 class Speculation:
@@ -44,6 +54,7 @@ class Speculation:
         self._draft_length = DraftLength(draft_tokens, drafter.cost, fixed=fixed_drafts)
         self._states = SavedStates(cache)
         self._wishes: list[DraftWish] = []
+        self._leases: dict[Request, Lease] = {}
 
     @property
     def verify_rows(self) -> int:
@@ -84,21 +95,27 @@ class Speculation:
             count += 1
         return sampled[: count + 1]
 
-    def verified(self, chunks: Sequence[tuple[ScheduledChunk, int]]) -> None:
-        """These chunks' drafts are verified, so many of each accepted: the requests' computed
-        tokens end with the last accepted one, or where their states are put back to."""
+    def verified(self, chunks: Sequence[VerifiedChunk]) -> None:
+        """These chunks' drafts are verified: the requests' computed tokens end with the last
+        accepted one, or where their states are put back to."""
         rejected = []
-        for chunk, accepted in chunks:
+        for chunk, accepted, ended in chunks:
             request, drafts = chunk.request, len(chunk.drafts)
-            self.lengths.verified(request, drafts, accepted)
-            if self.guard is not None:
-                self.guard.verified(request, accepted + 1)
-            self._draft_length.verified(request, drafts, accepted)
+            # Drafts behind a request's last token are neither right nor wrong.
+            self._count(request, accepted if ended else drafts, accepted)
             if accepted == drafts or not self._states.needed:
                 request.computed = chunk.end + accepted
             else:
                 rejected.append(request)
         self._states.restore(rejected)
+
+    def _count(self, request: Request, drafts: int, accepted: int) -> None:
+        if not drafts:
+            return
+        self.lengths.verified(request, drafts, accepted)
+        if self.guard is not None:
+            self.guard.verified(request, accepted + 1)
+        self._draft_length.verified(request, drafts, accepted)
 
     def extend(
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, decoding: Sequence[Request]
@@ -112,13 +129,40 @@ class Speculation:
                 wanted = self._wanted(request)
                 if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
                     self._wishes.append(DraftWish(request, count))
+        self._leases = {wish.request: wish.request.held for wish in self._wishes}
         self._drafter.extend(chunks, output, self._wishes)
 
-    def propose(self) -> None:
-        """Give the requests their drafts."""
+    def take_unread(self) -> Tensor | None:
+        """Give the requests `unread_draft`s of this tensor on the device, for a step that is
+        launched before `propose`; None where the host has to propose first."""
+        unread = self._drafter.unread if self._wishes else None
+        if unread is None:
+            return None
+        for request, limit in self._wishes:
+            first = unread.rows[request] * unread.tokens.shape[1]
+            request.drafts = tuple(unread_draft(first + number) for number in range(limit))
+        return unread.tokens
+
+    def read_drafts(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """The chunks with drafts in the place of unread ones."""
+        if not any(chunk.drafts for chunk in chunks):
+            return list(chunks)
+        drafts = self.propose()
+        return [
+            chunk._replace(drafts=drafts.get(chunk.request, ())[: len(chunk.drafts)])
+            for chunk in chunks
+        ]
+
+    def propose(self) -> dict[Request, tuple[int, ...]]:
+        """Give the requests their drafts, unless they were retracted meanwhile."""
         wishes, self._wishes = self._wishes, []
-        for wish, drafts in zip(wishes, self._drafter.propose(wishes), strict=True):
-            wish.request.drafts = drafts
+        proposed = dict(
+            zip((wish.request for wish in wishes), self._drafter.propose(wishes), strict=True)
+        )
+        for request, drafts in proposed.items():
+            if request.lease is self._leases[request]:
+                request.drafts = drafts
+        return proposed
 
     def _wanted(self, request: Request) -> int:
         """None while more tokens are to be computed again than drafts could win."""

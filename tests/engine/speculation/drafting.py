@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from kvtide.engine.graph_capture import GraphCapture
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import Drafter, DraftLimits, DraftWish, TokenDrafter
+from kvtide.engine.speculation.drafter import (
+    Drafter,
+    DraftLimits,
+    DraftWish,
+    TokenDrafter,
+    UnreadDrafts,
+)
 from tests.models.tiny import VOCABULARY
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
@@ -62,6 +68,10 @@ class ConsistentDrafter:
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
     ) -> None:
         self._inner.extend(chunks, output, wishes)
+
+    @property
+    def unread(self) -> UnreadDrafts | None:
+        return self._inner.unread
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         proposed = self._inner.propose(wishes)

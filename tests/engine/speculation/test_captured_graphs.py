@@ -9,6 +9,7 @@ import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, RequestParams
+from kvtide.engine.overlap import OverlapState
 from kvtide.engine.sampler import SamplingParams
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.layers.backend.triton_ops import TritonOps
@@ -55,8 +56,11 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
         sampling = SamplingParams(temperature=temperature, seed=3)
         asks = [RequestParams(tuple(prompt(20, seed=n)), ANSWER, sampling) for n in (1, 2)]
         requests = [engine.submit(ask) for ask in asks]
+        overlapped = set()
         while not engine.idle:
             engine.step()
+            overlapped.add(engine.overlap_state)
+        assert (OverlapState.LAUNCHED in overlapped) == graphs
         said.append([[one.token for one in request.output] for request in requests])
         kinds.append({kind for kind, count in engine.steps_by_kind.items() if count})
         cache.close()

@@ -28,7 +28,7 @@ from kvtide.engine.oracle import Oracle
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import is_greedy
 from kvtide.engine.scheduler import ScheduledChunk
-from kvtide.engine.speculation.drafter import DraftWish
+from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models.token_bytes import Spelling
 from kvtide.models.tokenizer import Detokenizer
@@ -92,10 +92,8 @@ class Sometimes:
         return self._random.random() < self._chance
 
 
-class InformedDrafter:
+class InformedDrafter(TokenDrafter):
     """Drafts of a model, or now and then of one that knows the answers."""
-
-    cost = 0.0
 
     def __init__(self, inner: ModelDrafter, rng: random.Random, *, consistent: bool) -> None:
         self._inner, self._random, self._consistent = inner, rng, consistent
@@ -104,8 +102,10 @@ class InformedDrafter:
         self.seen: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.compared = 0
 
-    def extend(self, chunks: Sequence[ScheduledChunk], output: StepOutput) -> None:
-        self._inner.extend(chunks, output)
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
+        self._inner.extend(chunks, output, wishes)
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         proposed = self._inner.propose(wishes)
