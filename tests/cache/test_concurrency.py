@@ -502,7 +502,7 @@ def test_a_request_that_needs_more_waits_for_both_copies(build, memory):
 
 @pytest.mark.parametrize("steps", [0, 2])
 @every_memory
-def test_who_shares_a_load_keeps_its_pages_when_the_first_has_gone(build, memory, steps):
+def test_a_request_that_shares_a_load_keeps_its_pages_when_the_first_has_gone(build, memory, steps):
     rig = build(memory)
     rig.remember_on_host(text(1, 4))
     first, second = rig.started(text(1, 4)), rig.started(text(1, 4))
@@ -526,7 +526,7 @@ def test_pages_that_both_have_left_can_go(build):
 
 
 @every_memory
-def test_pages_that_another_computed_meanwhile_stay_for_those_who_wait(build, memory):
+def test_pages_that_another_computed_meanwhile_stay_for_waiting_requests(build, memory):
     rig = build(memory)
     rig.remember_on_host(text(1, 4))
     waiting = rig.started(text(1, 4))

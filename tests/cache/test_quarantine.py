@@ -53,7 +53,7 @@ def test_a_prefix_in_quarantine_is_computed_anew(build, memory):
 
 
 @every_memory
-def test_who_read_it_reads_on_and_the_next_request_reads_other_slots(build, memory):
+def test_a_reader_reads_on_and_the_next_request_reads_other_slots(build, memory):
     rig = build(memory)
     rig.remember(text(1, 4))
     reader = rig.started(text(1, 4))

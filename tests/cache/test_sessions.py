@@ -86,7 +86,7 @@ def test_a_session_that_was_kept_while_its_prefix_arrives_survives_the_landing(b
     assert rig.found(text(1, 4)) == 4 * PAGE
 
 
-def test_sessions_beyond_their_share_let_go_of_the_one_kept_longest_ago(build):
+def test_sessions_beyond_their_fraction_let_go_of_the_one_kept_longest_ago(build):
     rig = build(device=20, host=0, session_fraction=0.4)
     for number in (1, 2):
         rig.remember(text(number, 4))
@@ -120,7 +120,7 @@ def test_a_window_counts_for_no_more_than_it_reaches_back(build):
     assert rig.cache.stats().sessions == 2
 
 
-def test_with_no_share_at_all_nothing_is_kept(build):
+def test_with_a_fraction_of_zero_nothing_is_kept(build):
     rig = build(session_fraction=0.0)
     rig.remember(text(1, 4))
     assert not keep(rig, "a", text(1, 4))

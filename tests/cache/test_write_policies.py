@@ -146,7 +146,7 @@ def test_a_load_comes_beside_what_was_begun_after_the_fence_unless_that_has_its_
     assert after(5) == 100, "of a page that others have too, one is free when it is committed"
 
 
-def test_a_load_comes_after_the_pass_whose_pages_a_landing_gave_back(build):
+def test_a_load_comes_after_the_step_whose_pages_a_landing_gave_back(build):
     rig = build()
     for number in (1, 2):
         rig.remember_on_host(text(number, 2))

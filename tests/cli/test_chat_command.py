@@ -89,7 +89,7 @@ def test_the_key_may_come_from_the_environment(server: Server, say: Say, monkeyp
     assert say(["hi"], "--url", server.url, "--max-tokens", "1") == 0
 
 
-def test_a_wrong_key_is_refused_before_anything_is_said(server: Server, say: Say, capsys) -> None:
+def test_a_wrong_key_is_refused_before_the_first_message(server: Server, say: Say, capsys) -> None:
     assert say(["hi"], "--url", server.url, "--api-key", "wrong") == 2
     assert "API key; pass it with --api-key" in capsys.readouterr().err
 
@@ -102,7 +102,7 @@ def test_a_turn_that_cannot_be_served_is_forgotten(server: Server, say: Say, cap
     assert [int(found[0]) for found in TOOK.findall(printed)] == [5]
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(server: Server) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(server: Server) -> None:
     with _chatting("--url", server.url, "--api-key", KEY) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write("first\n")

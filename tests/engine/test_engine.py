@@ -356,7 +356,7 @@ def test_no_chunk_changes_an_answer(stand, chunk_tokens):
     assert max(step.tokens for step in at.model.steps) <= chunk_tokens
 
 
-def test_a_later_request_joins_those_who_generate(stand):
+def test_a_later_request_joins_the_decode_batch(stand):
     at = stand()
     first = at.submit(words(1, 9), 10)
     at.step()
@@ -521,7 +521,7 @@ def test_sessions_never_keep_a_request_out_that_was_accepted(stand):
 
 
 @pytest.mark.parametrize("step", range(LAYERS))
-def test_a_load_that_fails_in_the_midst_of_a_pass_changes_no_answer(stand, step, monkeypatch):
+def test_a_load_that_fails_in_the_midst_of_a_step_changes_no_answer(stand, step, monkeypatch):
     monkeypatch.setattr(Scheduler, "may_launch", lambda *_: False)  # It would fail before then.
     at = stand()
     at.remember_on_host(words(1, 13))
@@ -670,7 +670,7 @@ def test_a_prefix_with_no_request_beside_it_is_computed_on_as_it_comes(stand):
     assert complete(late)
 
 
-def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypatch):
+def test_a_request_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypatch):
     at = stand(max_running=4)
     at.engine.scheduler.skips_loading = True
     for number in (1, 2):
@@ -703,7 +703,7 @@ def test_whose_first_layers_are_there_waits_for_no_other_prefix(stand, monkeypat
     assert complete(early, late) and late.by_tier[Tier.HOST] > 0
 
 
-def test_passes_are_counted_by_kind(stand):
+def test_steps_are_counted_by_kind(stand):
     at = stand()
     at.ask(words(1, 9), 3)
     wanted = {"mixed_graph": 1, "decode_graph": 2} if at.model.captured else {"eager": 3}
@@ -752,7 +752,7 @@ def test_copies_are_polled_before_a_step_that_could_admit_a_request(stand, monke
     assert complete(first, second)
 
 
-def test_a_prefix_that_came_after_the_last_poll_is_there_for_the_next_pass(stand, monkeypatch):
+def test_a_prefix_that_came_after_the_last_poll_is_there_for_the_next_step(stand, monkeypatch):
     at = stand()
     at.remember_on_host(words(2, 20))
     at.engine.scheduler.skips_loading = True
@@ -803,7 +803,7 @@ def test_no_step_is_planned_ahead_of_a_prefix_that_has_not_landed(stand, monkeyp
 
 
 @pytest.mark.parametrize("where", ["_sample", "_accept"])
-def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch, where):
+def test_a_step_that_broke_off_leaves_nothing_to_be_replayed(stand, monkeypatch, where):
     at = stand()
     request = at.submit(words(1, 9), 6)
     for _ in range(2):
@@ -820,9 +820,7 @@ def test_a_step_that_broke_off_leaves_nothing_to_be_played(stand, monkeypatch, w
 
 
 @pytest.mark.parametrize("steady", [False, True])
-def test_a_pass_of_those_who_go_on_is_laid_out_before_their_tokens_are_known(
-    stand, monkeypatch, steady
-):
+def test_a_decode_step_is_prepared_before_its_tokens_are_known(stand, monkeypatch, steady):
     """And launched then, if a token too many does no harm."""
     at = stand()
     monkeypatch.setattr(Scheduler, "may_launch", lambda *_: steady)
@@ -922,7 +920,7 @@ def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkey
     assert said[0] == said[1] and len(resampled) > 20
 
 
-def test_what_was_laid_out_is_not_played_for_others(stand):
+def test_a_prepared_step_is_not_launched_for_others(stand):
     """A request ends at a stop word, leaves or comes: none gets another's tokens."""
     at = stand()
     stop = answer_to(words(1, 9), 6)[3]

@@ -220,7 +220,7 @@ def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_recorded_passes_say_what_others_say(
+def test_captured_steps_answer_as_eager_ones(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several lengths: one sequence outgrows the first graphs, and the others stay."""
@@ -301,7 +301,7 @@ def test_prefills_are_launched_ahead_where_a_request_waits_for_room(
     assert divergence < 1e-6 and equal >= MIN_EQUAL, (divergence, equal)
 
 
-def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) -> None:
+def test_garbage_is_left_alone_during_a_capture(device: torch.device) -> None:
     """Whatever it holds of the device could not be given back then."""
     where, collecting = graph_capture(device), []
 

@@ -206,7 +206,7 @@ def test_prefills_are_launched_ahead_where_a_request_waits_for_room(
     at.end()
 
 
-def test_whose_prefix_lands_in_the_course_of_a_pass_is_in_the_next(
+def test_a_request_whose_prefix_lands_during_a_step_is_in_the_next(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 8)

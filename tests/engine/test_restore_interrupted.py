@@ -121,7 +121,7 @@ def test_aborts_retractions_and_broken_loads_change_no_other_requests_bits(
 
 @pytest.mark.quick(family=["gemma3"])
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma3"])
-def test_a_share_that_was_cut_short_goes_on_with_what_the_next_step_leaves_it(family: str) -> None:
+def test_a_chunk_that_was_cut_short_goes_on_with_what_the_next_step_leaves_it(family: str) -> None:
     rng = random.Random(11)
     model = model_of(family)
     config = CacheConfig(Tokens(2048), host_size=Ratio(2), tokens_per_checkpoint=16)

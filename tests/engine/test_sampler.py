@@ -165,7 +165,7 @@ def test_any_integer_is_a_seed():
     ],
     ids=str,
 )
-def test_draws_follow_the_chances(
+def test_samples_follow_the_probabilities(
     sampling: SamplingParams, chances: list[float], candidates: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
@@ -347,7 +347,7 @@ def test_the_logits_are_left_as_they_were():
 
 
 @pytest.mark.parametrize("candidates", [1, 5, 30])
-def test_the_program_draws_the_same(candidates: int, device: torch.device):
+def test_the_kernel_samples_the_same(candidates: int, device: torch.device):
     from kvtide.layers.kernels.sampling import sample_candidates
 
     generator = torch.Generator().manual_seed(6)

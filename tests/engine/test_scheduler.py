@@ -260,7 +260,7 @@ def test_what_is_found_is_counted_at_the_first_admission(desk):
 # -- a step ---------------------------------------------------------------------------------
 
 
-def test_those_who_generate_come_before_prompts(desk):
+def test_decodes_come_before_prefills(desk):
     at = desk(pages=32, chunk_tokens=12)
     old = at.queue(5)
     at.step()
@@ -287,7 +287,7 @@ def test_prefill_chunks_are_smaller_beside_a_decode_batch(desk, monkeypatch):
     assert len(chunks) == 3 and ScheduledChunk(other, 2 * PAGE - 3) in chunks
 
 
-def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
+def test_decodes_are_neighbours_if_they_begin_alike(desk):
     at = desk(pages=48)
     first, second = at.queue(1, answer=6), at.queue(1, answer=6)
     at.step()

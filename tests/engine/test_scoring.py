@@ -88,7 +88,7 @@ def test_a_scored_prompt_that_was_interrupted_is_scored_once() -> None:
     engine.cache.close()
 
 
-def test_who_asks_for_no_token_warms_the_cache() -> None:
+def test_a_request_for_no_token_warms_the_cache() -> None:
     engine = engine_for("llama")
     tokens = text(4, 3 * PAGE + 1)
     (nothing,) = serve(engine, RequestParams(tokens, 0))

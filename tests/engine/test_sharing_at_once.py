@@ -189,7 +189,7 @@ def test_where_prompts_part_before_a_checkpoint_their_prefix_is_computed_twice(
 
 @pytest.mark.quick(family=["falcon_h1", "gpt_oss", "llama"])
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
-def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_all(
+def test_requests_too_late_for_a_checkpoint_compute_their_prefix_twice_in_all(
     family: str, opened: Opener
 ) -> None:
     """The first is past the point where they part: one of the others leaves a checkpoint there."""
@@ -323,7 +323,7 @@ def test_namespaces_do_not_wait_for_each_other(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("more", [{"recompute": True}, {"score": 1}], ids=["recompute", "score"])
-def test_who_computes_everything_anew_neither_waits_nor_is_waited_for(
+def test_a_request_that_recomputes_neither_waits_nor_is_waited_for(
     more: dict[str, Any], opened: Opener
 ) -> None:
     served = opened("llama", chunk_tokens=24)
@@ -347,7 +347,7 @@ def test_a_request_that_waits_for_another_keeps_no_third_waiting(opened: Opener)
     served.right()
 
 
-def test_who_shares_less_than_a_page_does_not_wait(opened: Opener) -> None:
+def test_a_request_that_shares_less_than_a_page_does_not_wait(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=24)
     first, second = (served.submit(asked(n, tokens=PAGE - 1)) for n in range(2))
     served.steps()

@@ -191,7 +191,7 @@ def test_a_root_that_only_a_lease_keeps_is_still_the_one_that_prompts_name() -> 
     assert index.validate() == [] and free(index)
 
 
-def test_who_computes_a_quarantined_page_is_not_given_the_quarantined_one() -> None:
+def test_a_lease_that_computes_a_quarantined_page_is_not_given_the_quarantined_one() -> None:
     """It stands above the page, which another lease still reads: the tokens alone are alike."""
     index = build(FULL)
     keep(index, TEXT[: 2 * PAGE])

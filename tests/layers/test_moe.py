@@ -34,7 +34,7 @@ def of_oracle(router: torch.nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [0.3, -5.0, 0.0], ids=["mixed", "negative", "none"])
 @pytest.mark.parametrize(("groups", "allowed"), [(1, 1), (4, 2), (3, 1)])
 @pytest.mark.parametrize("renormalised", [True, False])
-def test_groups_are_judged_by_their_two_best_and_the_bias_is_in_no_share(
+def test_groups_are_judged_by_their_two_best_and_the_bias_is_in_no_weight(
     bias: float, groups: int, allowed: int, renormalised: bool
 ) -> None:
     """A bias that makes all scores negative must not let experts of other groups in."""

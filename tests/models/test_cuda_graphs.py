@@ -164,7 +164,7 @@ def _on_a_cpu(device: torch.device) -> None:
 
 @pytest.mark.quick(name=["kimi_linear"])
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_passes_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills alone, beside decodes, and together; then decodes."""
     sizes = compared(name, 3, EVERY, monkeypatch)
     assert sizes == [(16, 3, 3), (8, 3, 1), (16, 3, 3), (2, 2, 0), (8, 3, 1)]
@@ -180,7 +180,7 @@ def test_recorded_passes_give_the_same_logits(name: str, monkeypatch: pytest.Mon
         (3, [((0, 2), (1, 3), (2, 2)), ((0, 4), (1, 5), (2, 6))]),
     ],
 )
-def test_full_passes_and_few_sequences(
+def test_full_steps_and_few_sequences(
     most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token left over or none, and no more sequences than there may be."""
@@ -201,7 +201,7 @@ def test_full_passes_and_few_sequences(
         lambda some: some.long().bincount(),
     ],
 )
-def test_what_could_not_be_recorded_is_noticed(asks: Callable[[Tensor], object]) -> None:
+def test_what_could_not_be_captured_is_noticed(asks: Callable[[Tensor], object]) -> None:
     some = torch.ones(3)
     with Unasked.watching(), pytest.raises(AssertionError, match="asks the device"):
         asks(some)

@@ -27,7 +27,7 @@ def together(model: Model) -> Tensor:
 
 @pytest.mark.quick(name=[TINY])
 @pytest.mark.parametrize("name", [TINY, OTHER])
-def test_programs_give_the_logits_of_the_torch_code(
+def test_kernels_give_the_logits_of_the_torch_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, wanted = together(by_kernels(name, monkeypatch)), together(in_torch(name))

@@ -45,7 +45,7 @@ def played(model: Model) -> Tensor:
 
 @pytest.mark.quick(name=["nemotron_h"])
 @pytest.mark.parametrize("name", NAMES)
-def test_programs_give_the_same_logits(
+def test_kernels_give_the_same_logits(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type != "cpu":

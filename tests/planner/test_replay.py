@@ -152,7 +152,7 @@ sizes = st.lists(st.integers(3, 9), min_size=1, max_size=3).map(tuple)
 
 @settings(max_examples=60)
 @given(st.sampled_from([FULL, HYBRID, RECURRENT, WINDOWS]), sizes, texts)
-def test_books_balance_whatever_is_replayed(
+def test_counts_balance_whatever_is_replayed(
     memory: ModelMemory, pages: tuple[int, ...], served: list[str]
 ) -> None:
     report = serve(memory, pages, *served)

@@ -79,7 +79,7 @@ def test_logprobs_come_token_by_token(server: InProcess, client: Client) -> None
     assert none["logprobs"] is None
 
 
-def test_an_answer_may_be_as_long_as_there_is_room_if_nothing_is_said(serve: Any) -> None:
+def test_an_answer_may_be_as_long_as_there_is_room_by_default(serve: Any) -> None:
     client = serve(device_tokens=64).client
     usage = client.chat("the cat", temperature=0, ignore_eos=True)["usage"]
     assert usage["total_tokens"] == 64

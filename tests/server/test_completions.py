@@ -71,7 +71,7 @@ def test_an_answer_has_the_shape_of_openais(client: Client) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + 5
 
 
-def test_sixteen_tokens_come_if_nothing_is_said(client: Client) -> None:
+def test_sixteen_tokens_come_by_default(client: Client) -> None:
     assert client.complete([5, 6], ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 

@@ -171,7 +171,7 @@ def test_a_full_batch_is_served_though_none_may_wait(serve: Any) -> None:
     server.settled()
 
 
-def test_those_who_wait_are_served_by_priority_and_in_the_end_all(narrow: InProcess) -> None:
+def test_waiting_requests_are_served_by_priority_and_in_the_end_all(narrow: InProcess) -> None:
     client = narrow.client
     ends: list[int] = []
 

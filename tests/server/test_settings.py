@@ -163,7 +163,7 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(tmp_path: Path) 
     assert read(parsed("--config", str(other)), {"KVTIDE_CONFIG": str(file)}).port == 4
 
 
-def test_only_this_machine_is_served_if_nothing_is_said() -> None:
+def test_only_this_machine_is_served_by_default() -> None:
     chosen = read({}, {})
     assert (chosen.address, chosen.port, chosen.device) == ("127.0.0.1", 8000, "cpu")
     for address in ("localhost", "::1", "127.1.2.3"):
@@ -446,7 +446,7 @@ def stored(model_folder: Path) -> Iterator[Stored]:
     assert all(cache.close() for cache in caches)
 
 
-def test_pages_are_stored_in_the_cache_directory_if_nothing_is_said(
+def test_pages_are_stored_in_the_cache_directory_by_default(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache?"))

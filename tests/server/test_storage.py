@@ -222,7 +222,7 @@ def test_waits_without_an_end_are_refused(server: InProcess) -> None:
     assert client.get(ROUTE).json()["attached"]
 
 
-def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
+def test_a_client_that_goes_while_a_store_is_attached_leaves_one_that_answers(
     server: InProcess, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, at_it = threading.Event(), threading.Event()

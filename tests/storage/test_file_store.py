@@ -474,7 +474,7 @@ def test_a_closed_store_says_so(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_who_is_interrupted_waits_only_for_what_others_have_begun(threads: int) -> None:
+def test_a_thread_that_is_interrupted_waits_only_for_what_others_have_begun(threads: int) -> None:
     workers = IoThreads(threads, "test")
     asker = threading.current_thread()
     interrupted = []

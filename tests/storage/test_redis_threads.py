@@ -68,7 +68,7 @@ def test_pieces_that_have_not_begun_by_the_deadline_never_do():
     threads.close()
 
 
-def test_shares_cover_a_batch_once_and_weigh_about_the_same():
+def test_slices_cover_a_batch_once_and_weigh_about_the_same():
     chance = random.Random(7)
     for _ in range(300):
         weights = [chance.randint(0, 100) for _ in range(chance.randint(1, 50))]

@@ -111,7 +111,7 @@ def test_what_one_layout_stored_any_other_reads(desks, here: Layout, there: Layo
     assert {byte for page in second.contents(untouched) for byte in page} == {GUARD_BYTE}
 
 
-def test_what_is_absent_from_a_page_is_said_of_it_when_it_is_read(desks) -> None:
+def test_what_is_absent_from_a_page_is_reported_when_it_is_read(desks) -> None:
     desk = desks(LARGE)
     pages = [page._replace(absent=("draft",) * (n % 2)) for n, page in enumerate(desk.pages(4))]
     desk.stored(pages)

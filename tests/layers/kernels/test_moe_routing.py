@@ -60,7 +60,7 @@ def test_the_softmax_of_the_best(dtype: torch.dtype, device: torch.device) -> No
 @pytest.mark.quick
 @pytest.mark.parametrize("beside", [1, 3])
 @pytest.mark.parametrize("case", CHOICES)
-def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
+def test_experts_beside_have_the_next_numbers_and_a_weight_of_one(
     case: str, beside: int, device: torch.device
 ) -> None:
     experts, choice = CHOICES[case]
