@@ -38,7 +38,6 @@ from kvtide.testing.faults import FaultyBackend
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
 from kvtide.transfer.lane import Lane
 from tests.engine.speculation.test_draft_restores import PAIRS, Pair
-from tests.models.tiny_mtp import V4
 
 PAGE = 16
 MAX_ANSWER = 28
