@@ -28,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tensors are small here: threads that wait for each other on a busy machine cost six times
     # what they save. Torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Compiling the package takes a second in every process that tests start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if config.getoption("--all"):
+        os.environ["KVTIDE_TEST_ALL"] = "1"
     # Servers store pages in the user's cache directory unless this says otherwise.
     os.environ["KVTIDE_STORAGE"] = "none"
     caches = tempfile.TemporaryDirectory(prefix="kvtide-", ignore_cleanup_errors=True)

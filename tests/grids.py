@@ -5,6 +5,7 @@
   selection of its cells. With one way, every value of every parameter occurs; with two, every pair
   of values that the grid has. Parameters may be restricted to some of their values first.
 - `covered(cells, ways)`: the same for a list of cells that a test is parametrised with.
+- `everything()`: whether all is run, for tests that try many cases in one function.
 
 The selection depends on the grid alone, so every process of a run selects the same cells. A test
 that is named on the command line by its id runs in any case.
@@ -12,6 +13,7 @@ that is named on the command line by its id runs in any case.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
@@ -27,6 +29,11 @@ LEFT_OUT = pytest.StashKey[set[str]]()
 """In the configuration: the ids that the quick selection left out."""
 
 Cell = Mapping[str, object]
+
+
+def everything() -> bool:
+    """Whether this is not the quick run: for tests that are many within one function."""
+    return "KVTIDE_TEST_ALL" in os.environ
 
 
 def covered(cells: Iterable[Sequence[object]], ways: int = 1) -> list[Any]:

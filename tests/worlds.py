@@ -1,8 +1,9 @@
 """Worlds: ranks in processes of their own, over gloo, that play scenarios together.
 
 Processes are slow to start, so a world is started once and plays all scenarios that the run
-selects; each is a test of its own. A rank that fails leaves, the others lose their connection to
-it. A world in which no scenario ends for `STALLED_S` is killed.
+selects; each is a test of its own. Ranks are forked from a server that has imported torch. A rank
+that fails leaves, the others lose their connection to it. A world in which no scenario ends for
+`STALLED_S` is killed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 GROUP_TIMEOUT = timedelta(seconds=120)
 STALLED_S = 300.0
 """Longer than any scenario takes on a machine with ten times as much to do as it has cores."""
+
+PRELOADED = ["tests.worlds", "kvtide.cache", "kvtide.engine", "kvtide.models"]
+"""What every rank imports."""
 
 Report = Mapping[str, tuple[str | None, float]]
 """A rank's report on each scenario: the problem, if any, and the seconds it took."""
@@ -63,7 +67,8 @@ def play(
     ranks: int, folder: Path, scenarios: Mapping[str, Scenario], kind: Kind = World
 ) -> list[Report]:
     """Start a world, play all scenarios, and read the ranks' reports."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     workers = [
         context.Process(target=_work, args=(rank, ranks, folder, scenarios, kind), daemon=True)
         for rank in range(ranks)

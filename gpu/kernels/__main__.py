@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ FOLDER = Path(__file__).parent
 TIMES = 20
 
 
-def seconds(call, captured: bool) -> float:
+def seconds(call: Callable[[], object], captured: bool) -> float:
     """The median time of one call, after a warm-up."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -30,7 +31,7 @@ def seconds(call, captured: bool) -> float:
         with torch.cuda.graph(graph):
             call()
         call = graph.replay
-    times = []
+    times: list[float] = []
     for _ in range(TIMES):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()

@@ -126,7 +126,7 @@ def preparing(shape: Shape, tokens: int) -> Row:
 
 def _rows() -> list[tuple[str, Callable[[], Row]]]:
     row = functools.partial
-    found = [
+    return [
         ("prefill 8k qwen3", row(attending, QWEN3, [(0, 8192)])),
         ("prefill 2k after 14k qwen3", row(attending, QWEN3, [(14 * 1024, 2048)])),
         ("prefill 8k after 24k qwen3", row(attending, QWEN3, [(24 * 1024, 8192)])),
@@ -176,7 +176,6 @@ def _rows() -> list[tuple[str, Callable[[], Row]]]:
         ("qkv 64 qwen3", row(preparing, QWEN3, 64)),
         ("qkv 8k qwen3", row(preparing, QWEN3, 8192)),
     ]
-    return found
 
 
 ROWS = _rows()

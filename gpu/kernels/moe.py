@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,16 +37,17 @@ class Shape:
     width: int
 
     def weights(self) -> ExpertStack:
-        up, down = (self.width * 2, self.inputs), (self.inputs, self.width)
-        stacks = [
-            ExpertWeights(
-                torch.randn(self.experts, *size, device="cuda", dtype=torch.bfloat16).mul_(
-                    size[1] ** -0.5
-                )
-            )
-            for size in (up, down)
-        ]
-        return ExpertStack(ExpertGroup(range(self.experts), ALONE), *stacks, ExpertActivation())
+        return ExpertStack(
+            ExpertGroup(range(self.experts), ALONE),
+            gate_up=self._projection(self.width * 2, self.inputs),
+            down=self._projection(self.inputs, self.width),
+            gating=ExpertActivation(),
+        )
+
+    def _projection(self, outputs: int, inputs: int) -> ExpertWeights:
+        size = (self.experts, outputs, inputs)
+        weight = torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+        return ExpertWeights(weight.mul_(inputs**-0.5))
 
     def routing(self, tokens: int) -> Routing:
         logits = torch.randn(tokens, self.experts, device="cuda")
@@ -143,23 +145,23 @@ def _rows() -> list[tuple[str, Callable[[], Timed]]]:
     ]
     for name, shape, counts in sizes:
         for tokens in counts:
-            rows.append((f"{name}, {tokens}", lambda s=shape, t=tokens: ours(s, t)))
+            rows.append((f"{name}, {tokens}", partial(ours, shape, tokens)))
             for piece in ("arrange", "up", "down", "gather"):
                 label = f"{name}, {tokens}: {piece}"
-                rows.append((label, lambda s=shape, t=tokens, p=piece: part(s, t, p)))
+                rows.append((label, partial(part, shape, tokens, piece)))
             for piece in ("up", "down") if tokens > 64 else ():
                 rows.append(
                     (
                         f"{name}, {tokens}: {piece}, without tensor descriptors",
-                        lambda s=shape, t=tokens, p=piece: part(s, t, p, described=False),
+                        partial(part, shape, tokens, piece, described=False),
                     )
                 )
-            rows.append((f"{name}, {tokens}: grouped_mm", lambda s=shape, t=tokens: grouped(s, t)))
+            rows.append((f"{name}, {tokens}: grouped_mm", partial(grouped, shape, tokens)))
     choice = RoutingRule(8, groups=8, allowed=4, scale=2.5)
     for tokens in (1, 64, 8192):
         for kernel in (True, False):
             label = f"routing {tokens} to 8 of 256{'' if kernel else ', torch'}"
-            rows.append((label, lambda t=tokens, k=kernel: routed(256, t, choice, kernel=k)))
+            rows.append((label, partial(routed, 256, tokens, choice, kernel=kernel)))
     return rows
 
 

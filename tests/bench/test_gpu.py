@@ -40,6 +40,7 @@ def test_ceilings_are_work_divided_by_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.link_bytes_s > 0
 
 
+@pytest.mark.quick(name=[qwen3_8b().name])
 @pytest.mark.parametrize("name", SHAPES)
 def test_prefixes_come_from_the_named_tier(name: str) -> None:
     found = ttft.measure(bed(name), name, 600, BEST, rounds=1, chunk_tokens=256)

@@ -39,4 +39,4 @@ def test_growth_is_measured_on_a_full_index() -> None:
 def test_contestants_of_other_projects_come_by_import_path() -> None:
     assert contestant("kvtide.bench.contestants:Full") is CONTESTANTS["full"]
     with pytest.raises(ValueError, match=r"use full, .*package\.module:Class"):
-        contestant("nobody")
+        contestant("other")

@@ -33,6 +33,7 @@ def replayed(tmp_path: Path, memory: str, way: Checkpoints, share: float = 0.25)
     return compare(idle(memory), requests, sizes, way)
 
 
+@pytest.mark.quick(way=PLACEMENTS[::2])
 @pytest.mark.parametrize("way", PLACEMENTS, ids=lambda way: way.name)
 def test_states_are_found_as_planned_wherever_checkpoints_are_placed(
     tmp_path: Path, way: Checkpoints
@@ -42,6 +43,7 @@ def test_states_are_found_as_planned_wherever_checkpoints_are_placed(
     assert found.planned_rate > 0.03, "a replay that finds next to nothing proves nothing"
 
 
+@pytest.mark.quick(way=PLACEMENTS[1::2])
 @pytest.mark.parametrize("way", PLACEMENTS, ids=lambda way: way.name)
 def test_windows_are_found_as_planned_wherever_checkpoints_are_placed(
     tmp_path: Path, way: Checkpoints
@@ -58,6 +60,7 @@ def test_histories_are_found_as_planned_in_the_tiers_where_they_were(tmp_path: P
     assert found.planned["host"] > 0.05
 
 
+@pytest.mark.quick(family=["gemma3"])
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma3", "llama"])
 def test_real_models_find_what_is_planned_for_them(tmp_path: Path, family: str) -> None:
     """A recurrent hybrid, one with windows, one with all of its history; prompts in chunks."""

@@ -1,10 +1,10 @@
 """A cache over memory that tests can look into, and a model that computes what it should.
 
-What a page holds is a function of who it is: its namespace, the tokens up to its end, the pool and
-the layer. So whoever reads a page can tell whether it is the right one, byte for byte, wherever
-it has been meanwhile. Slots that nobody owns are full of POISON, from the moment they are free:
-reading a page that was given up, or writing into one, does not go unnoticed. Nor does reading
-a page that was in quarantine before: slots remember who had them by then.
+What a page holds is a function of its identity: its namespace, the tokens up to its end, the pool
+and the layer. So a reader of a page can tell whether it is the right one, byte for byte, wherever
+it has been meanwhile. Slots without an owner are full of POISON, from the moment they are free:
+reading a page that was given up, or writing into one, does not go unnoticed. Nor does reading a
+page that was in quarantine before: slots remember their owners by then.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ PageName = tuple[Namespace | Hidden, bytes]
 
 
 def page_names(prompt: Prompt, page_tokens: int = PAGE) -> list[PageName]:
-    """Who the whole pages of a prompt are."""
+    """The identities of a prompt's whole pages."""
     packed, held = prompt.head + prompt.body, prompt.holdback
     whole = max(0, prompt.tokens - held) // page_tokens
     ends = [((page + 1) * page_tokens + held) * TOKEN_BYTES for page in range(whole)]
@@ -264,7 +264,7 @@ class Rig:
                     self.rows[Tier.DEVICE].write(pool, layer, slot, names[page])
 
     def remember(self, tokens: Sequence[int], **options: Any) -> None:
-        """Have a prompt's pages on the device, computed and held by nobody."""
+        """Have a prompt's pages on the device, computed and not held."""
         lease = self.started(tokens, **options)
         self.settle()
         self.compute(lease)
@@ -322,7 +322,7 @@ class Rig:
 
     def settle(self) -> None:
         """Do all copies, and those that follow from them."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         self.cache.poll()
         while self.cache.stats().in_flight:
             assert time.monotonic() < deadline, "copies that never end"
@@ -348,7 +348,7 @@ class Rig:
         ]
 
     def _prefix(self, lease: Lease) -> Iterator[tuple[PoolSpec, int, int, PageName]]:
-        """All that may be read of a lease's prefix: pool, page, slot, and who the page is."""
+        """All that may be read of a lease's prefix: pool, page, slot, and the page's identity."""
         boundary, names = lease.committed_pages, page_names(lease.prompt)
         for anchor in self.memory.anchors:
             table = self.cache.page_table(lease, anchor.name)[:boundary].tolist()
@@ -358,7 +358,7 @@ class Rig:
                 there = self.cache.carries(lease, pool.name) if optional else None
                 for page, slot in enumerate(table):
                     if page < first and (slot < 0 or lease.loading):
-                        continue  # Not there, or on its way for somebody else.
+                        continue  # Not there, or on its way for another lease.
                     if there is None or there[page]:
                         yield pool, page, slot, names[page]
 
@@ -425,7 +425,7 @@ class Rig:
             anchor = self.memory.anchors[cell.anchor].name
             free = cell.slots.free_slots()
             if cell.tier in TIERS and not self.rows[cell.tier].poisoned(anchor, free):
-                yield f"{cell.tier.name}: somebody wrote into a free slot of {anchor}"
+                yield f"{cell.tier.name}: something wrote into a free slot of {anchor}"
 
     # -- the end ----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A store that keeps calls until it is told to let them go."""
+"""A store that keeps calls until its gate is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from kvtide.storage import Removed, Store, StoreStatus
 from kvtide.transfer.store_link import StoreLink
 
-LONGEST_S = 30.0
+LONGEST_S = 60.0
 """A test that forgot the gate ends all the same."""
 
 
@@ -36,7 +36,7 @@ class Gated:
         self.asked[call] += 1
         concerned = self._keys is None or any(key in self._keys for key in keys)
         if call in self._calls and concerned:
-            assert self.gate.wait(LONGEST_S), "nobody opened the gate"
+            assert self.gate.wait(LONGEST_S), "the gate stays shut"
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         self._pass("exists", keys)

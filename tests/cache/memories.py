@@ -61,7 +61,7 @@ STAGE = V4.slice(range(0, 1))
 """A pipeline stage whose history anchor has no byte at all: tree without anything to copy."""
 
 LAST_STAGE = V4_DRAFTED.slice(range(2, 5))
-"""A stage that does not begin at layer 0: whoever counts layers from there is found out."""
+"""A stage that does not begin at layer 0: code that counts layers from there is found out."""
 
 ALL_MEMORIES = {
     "full": FULL,

@@ -26,7 +26,7 @@ from tests.worlds import Scenario
 # -- scenarios ------------------------------------------------------------------------------
 
 
-def a_slow_rank_holds_everybody_back(world: World) -> None:
+def a_slow_rank_holds_all_ranks_back(world: World) -> None:
     stand = Stand(world, world.tensor_slice())
     prompt = stand.keep_on_host(range(25))
     if world.odd_one:
@@ -52,7 +52,7 @@ def a_slow_rank_holds_everybody_back(world: World) -> None:
     stand.close()
 
 
-def a_slow_backup_is_on_nobodys_host(world: World) -> None:
+def a_slow_backup_is_on_no_ranks_host(world: World) -> None:
     stand = Stand(world, world.tensor_slice())
     if world.odd_one:
         stand.hold(Way.BACKUP)
@@ -120,7 +120,7 @@ def pipeline_stages_agree_though_one_has_no_bytes_of_an_anchor(world: World) -> 
     _a_failed_load_fails_everywhere(world, memory, halfway=True)
 
 
-def a_backup_that_fails_on_one_rank_is_on_nobodys_host(world: World) -> None:
+def a_backup_that_fails_on_one_rank_is_on_no_ranks_host(world: World) -> None:
     stand = Stand(world, world.tensor_slice())
     if world.odd_one:
         stand.break_next(Way.BACKUP)
@@ -152,10 +152,10 @@ def the_smallest_rank_decides_how_much_fits(world: World) -> None:
         tier: capacity_pages(memory, size, tokens_per_checkpoint=CONFIG.tokens_per_checkpoint)
         for tier, size in ((Tier.DEVICE, device), (Tier.HOST, host))
     }
-    everybodys = world.gather(mine)
-    assert any(one != mine for one in everybodys)
+    all_ranks = world.gather(mine)
+    assert any(one != mine for one in all_ranks)
     for (tier, anchor), pages in stand.cache.stats().pages.items():
-        assert pages.capacity == min(one[tier][anchor] for one in everybodys)
+        assert pages.capacity == min(one[tier][anchor] for one in all_ranks)
     prompt = stand.keep_on_host(range(25))
     lease = stand.leased(prompt)
     stand.cache.load(lease)
@@ -218,7 +218,7 @@ def a_load_that_is_late_on_one_rank_is_late_for_all(world: World) -> None:
     assert stand.cache.stats().overdue == stand.cache.stats().in_flight == 1
     stand.release(late)
     other = stand.leased(stand.prompt(range(25)))
-    assert other.cached_tokens == 0, "nobody waits for a load that is late"
+    assert other.cached_tokens == 0, "no request waits for a load that is late"
     stand.agree()
     stand.let_go()
     stand.idle_lanes()
@@ -230,7 +230,7 @@ def a_load_that_is_late_on_one_rank_is_late_for_all(world: World) -> None:
 
 
 def ranks_give_up_draining_together(world: World) -> None:
-    """Clocks differ: here by what the ranks are told, elsewhere by when they began."""
+    """Clocks differ: here by what the ranks are given, elsewhere by when they started."""
     stand = Stand(world, world.tensor_slice())
     if world.odd_one:
         stand.hold(Way.BACKUP)
@@ -243,13 +243,13 @@ def ranks_give_up_draining_together(world: World) -> None:
 # -- ranks that went different ways ---------------------------------------------------------
 
 
-def _diverging(world: World) -> Stand:
+def _diverging(world: World, timeout_s: float) -> Stand:
     """On a group of its own, since an exchange that not all ranks join leaves it unusable."""
-    group = dist.new_group(timeout=timedelta(seconds=30))
-    return Stand(world, world.tensor_slice(), Ranks(group, timeout_s=5.0))
+    group = dist.new_group(timeout=timedelta(seconds=120))
+    return Stand(world, world.tensor_slice(), Ranks(group, timeout_s=timeout_s))
 
 
-def _expect_divergence(stand: Stand, within_s: float) -> None:
+def _expect_divergence(stand: Stand, within_s: float = 30.0) -> None:
     began, said = time.monotonic(), "nothing"
     try:
         stand.cache.poll()
@@ -260,29 +260,29 @@ def _expect_divergence(stand: Stand, within_s: float) -> None:
 
 
 def an_extra_transfer_on_one_rank_is_noticed_by_all(world: World) -> None:
-    stand = _diverging(world)
+    stand = _diverging(world, timeout_s=60.0)
     stand.keep(range(25))
     if world.odd_one:
         stand.keep(range(100, 125))
     stand.cache.poll()
-    _expect_divergence(stand, within_s=4.0)
+    _expect_divergence(stand)
 
 
 def an_extra_call_that_moved_nothing_is_noticed_by_all(world: World) -> None:
-    stand = _diverging(world)
+    stand = _diverging(world, timeout_s=60.0)
     if world.odd_one:
         stand.release(stand.leased(stand.prompt(range(100, 125))))
     stand.keep(range(25))
     stand.cache.poll()
-    _expect_divergence(stand, within_s=4.0)
+    _expect_divergence(stand)
 
 
-def a_rank_that_nobody_answers_does_not_hang(world: World) -> None:
-    stand = _diverging(world)
+def a_rank_that_no_other_answers_does_not_hang(world: World) -> None:
+    stand = _diverging(world, timeout_s=2.0)
     if world.odd_one:
         stand.keep(range(25))
         stand.cache.poll()
-        _expect_divergence(stand, within_s=15.0)
+        _expect_divergence(stand)
     else:
         assert stand.cache.poll() == Progress()
 
@@ -298,7 +298,7 @@ class _Turn:
 
 
 class RandomRun:
-    """The same calls on every rank, drawn from one seed; faults and delays from each rank's own."""
+    """The same calls on every rank, from one seed; faults and delays from each rank's own."""
 
     def __init__(self, stand: Stand, seed: int) -> None:
         self.stand = stand
@@ -422,12 +422,12 @@ def random_calls_keep_pipeline_stages_together(world: World) -> None:
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
     for scenario in (
-        a_slow_rank_holds_everybody_back,
-        a_slow_backup_is_on_nobodys_host,
+        a_slow_rank_holds_all_ranks_back,
+        a_slow_backup_is_on_no_ranks_host,
         a_load_that_fails_on_one_rank_fails_on_all_and_can_be_tried_again,
         a_load_that_breaks_halfway_on_one_rank_leaves_no_page_anywhere,
         pipeline_stages_agree_though_one_has_no_bytes_of_an_anchor,
-        a_backup_that_fails_on_one_rank_is_on_nobodys_host,
+        a_backup_that_fails_on_one_rank_is_on_no_ranks_host,
         the_smallest_rank_decides_how_much_fits,
         a_poll_with_nothing_in_flight_exchanges_nothing,
         more_transfers_than_one_exchange_holds_land_in_two,
@@ -437,6 +437,6 @@ SCENARIOS: dict[str, Scenario] = {
         random_calls_keep_pipeline_stages_together,
         an_extra_transfer_on_one_rank_is_noticed_by_all,
         an_extra_call_that_moved_nothing_is_noticed_by_all,
-        a_rank_that_nobody_answers_does_not_hang,
+        a_rank_that_no_other_answers_does_not_hang,
     )
 }

@@ -21,12 +21,12 @@ WAIT = FetchPatience("wait_complete", min_tokens=1)
 
 
 def new_url() -> str:
-    """Of a store that nobody has used yet."""
+    """Of a store that is unused yet."""
     return f"memory:test-{next(_NUMBERS)}"
 
 
 def opened(rigs: list[Rig], url: str, memory: ModelMemory = FULL, **options: Any) -> Rig:
-    """A rig with a store attached, whose calls go wrong when `faulty` is told."""
+    """A rig with a store attached, whose calls go wrong as `faulty` says."""
     rig = Rig(memory, **{"host": 64, "device": 32, "patience": WAIT, **options})
     attach(rig, url)
     rigs.append(rig)
@@ -46,14 +46,14 @@ def faulty(rig: Rig) -> FaultyStore:
     return store
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it does not come to pass"
         time.sleep(0.0005)
 
 
-def settle(rig: Rig, timeout_s: float = 10.0) -> None:
+def settle(rig: Rig, timeout_s: float = 60.0) -> None:
     """Let all copies and all storage requests end."""
     deadline = time.monotonic() + timeout_s
     rig.settle()

@@ -108,7 +108,7 @@ def test_a_match_says_from_which_tier_its_tokens_would_come(build):
 
 
 def test_only_the_first_of_several_loads_is_handed_over(build, monkeypatch):
-    """Whoever comes behind it would wait for it too."""
+    """Requests behind it would wait for it too."""
     rig = build()
     for number in (1, 2, 3):
         rig.remember_on_host(text(number, 2))
@@ -405,7 +405,7 @@ def test_a_prefetch_makes_a_later_request_wait_for_nothing(build, memory):
     assert rig.misread(lease) == []
 
 
-def test_a_prefetch_that_nobody_follows_holds_nothing(build):
+def test_a_prefetch_that_no_request_follows_holds_nothing(build):
     rig = build(WINDOW)
     rig.remember_on_host(text(1, 4))
     assert rig.cache.prefetch(rig.cache.prompt(text(1, 4)))
@@ -487,11 +487,11 @@ def test_a_poll_tells_once_that_a_lease_is_ready(build):
     rig.hands[Way.LOAD].run()
     assert rig.cache.poll().landed == (lease,)
     rig.compute(lease)
-    told = []
+    landed = []
     while rig.cache.stats().in_flight:
         rig.hands[Way.BACKUP].run()
-        told += rig.cache.poll().landed
-    assert told == [] and rig.cache.stats().transfers["backup", "landed"] == 2
+        landed += rig.cache.poll().landed
+    assert landed == [] and rig.cache.stats().transfers["backup", "landed"] == 2
 
 
 def test_draining_says_whether_all_is_over(build):

@@ -92,7 +92,7 @@ def test_an_empty_tier_is_refused(make):
 
 
 @every_memory
-def test_the_host_has_twice_the_bytes_of_the_device_unless_told_otherwise(memory):
+def test_the_host_has_twice_the_bytes_of_the_device_by_default(memory):
     cache = TieredCache(memory, CacheConfig(Tokens(4096), tokens_per_checkpoint=64))
     pages = cache.stats().pages
     held = {

@@ -61,11 +61,11 @@ def _two_bring_it(rig: Rig) -> None:
     rig.cache._in_flight._transfers._open[99] = _transfer(rig)
 
 
-def _nobody_brings_it(rig: Rig) -> None:
+def _without_a_transfer(rig: Rig) -> None:
     rig.cache._in_flight._transfers._open.clear()
 
 
-def _nobody_expects_it(rig: Rig) -> None:
+def _without_an_arrival(rig: Rig) -> None:
     rig.cache.index.tree.arrivals.clear()
 
 
@@ -94,7 +94,7 @@ def _import_over(rig: Rig) -> None:
     rig.cache.index.tree.imports.clear()
 
 
-def _import_of_nobody(rig: Rig) -> None:
+def _import_without_a_fetch(rig: Rig) -> None:
     _one(rig).fetches._open.clear()
 
 
@@ -119,7 +119,7 @@ def _over_and_open(rig: Rig) -> None:
     _reading(rig).stage = Stage.OVER
 
 
-def _behind_nobody(rig: Rig) -> None:
+def _behind_no_fetch(rig: Rig) -> None:
     next(f for f in _one(rig).fetches.open if f.stage is Stage.LOOKING).stage = Stage.BEHIND
 
 
@@ -134,7 +134,7 @@ def _leaving_with_a_lease(rig: Rig) -> None:
     fetches._leaving.append(fetch)
 
 
-def _expected_of_nobody(rig: Rig) -> None:
+def _expected_of_no_fetch(rig: Rig) -> None:
     _one(rig).fetches._coming[b"page"] = next(
         f for f in _one(rig).fetches.open if f.stage is Stage.LOOKING
     )
@@ -144,7 +144,7 @@ def _not_expected(rig: Rig) -> None:
     _one(rig).fetches._coming.popitem()
 
 
-def _departs_to_nobody(rig: Rig) -> None:
+def _departs_to_no_store(rig: Rig) -> None:
     rig.cache._in_flight.departs = False
 
 
@@ -158,30 +158,30 @@ def _closed_too_early(rig: Rig) -> None:
 
 CASES: list[Case] = [
     (checks.every_arrival_has_one_transfer, _two_bring_it, "bring the same arrival"),
-    (checks.every_arrival_has_one_transfer, _nobody_brings_it, "that no transfer brings"),
-    (checks.every_arrival_has_one_transfer, _nobody_expects_it, "that the index does not expect"),
+    (checks.every_arrival_has_one_transfer, _without_a_transfer, "that no transfer brings"),
+    (checks.every_arrival_has_one_transfer, _without_an_arrival, "that the index does not expect"),
     (checks.transfers_in_flight_hold_something, _landed_and_open, "is landed and still open"),
     (checks.leases_are_those_of_the_index, _unknown_lease, "is not known to the index"),
     (checks.leases_that_are_ready_are_on_the_device, _pending_commit, "nothing will make happen"),
     (checks.leases_that_are_ready_are_on_the_device, _not_on_device, "is not on the device"),
     (checks.every_import_belongs_to_one_fetch, _import_twice, "belongs to 2 fetches"),
     (checks.every_import_belongs_to_one_fetch, _import_over, "which is over"),
-    (checks.every_import_belongs_to_one_fetch, _import_of_nobody, "belongs to no fetch"),
+    (checks.every_import_belongs_to_one_fetch, _import_without_a_fetch, "belongs to no fetch"),
     (checks.every_departure_is_queued_or_being_written, _departure_twice, "queued 2 times"),
     (checks.every_departure_is_queued_or_being_written, _departure_over, "queued, and over"),
     (checks.every_departure_is_queued_or_being_written, _departure_lost, "is in no queue"),
     (checks.every_departure_is_queued_or_being_written, _waiting_count, "the queue counts"),
     (checks.fetches_have_what_their_stage_says, _over_and_open, "is over, and still open"),
-    (checks.fetches_have_what_their_stage_says, _behind_nobody, "that does not exist"),
+    (checks.fetches_have_what_their_stage_says, _behind_no_fetch, "that does not exist"),
     (checks.fetches_have_what_their_stage_says, _reading_without_slots, "is reading without"),
     (
         checks.fetches_have_what_their_stage_says,
         _leaving_with_a_lease,
         "an ended fetch still pins pages",
     ),
-    (checks.pages_that_come_are_those_being_read, _expected_of_nobody, "that reads nothing"),
+    (checks.pages_that_come_are_those_being_read, _expected_of_no_fetch, "that reads nothing"),
     (checks.pages_that_come_are_those_being_read, _not_expected, "are being read"),
-    (checks.one_store_is_attached_at_most, _departs_to_nobody, "that is not attached"),
+    (checks.one_store_is_attached_at_most, _departs_to_no_store, "that is not attached"),
     (checks.one_store_is_attached_at_most, _two_attached, "that is not the last one"),
     (checks.one_store_is_attached_at_most, _closed_too_early, "while work is open"),
 ]

@@ -5,7 +5,7 @@ aborted at any moment; copies that end in any order between the directions, laye
 fail in every way; sessions, prefetches, flushes. After every step all tree balance, every
 readable page holds what its tokens say, every free slot is untouched, and what a lease was
 promised can be read. What `match` promises was committed before, in the same namespace, and not
-quarantined since; of pages in quarantine nobody reads more than it did by then.
+quarantined since; of pages in quarantine no lease reads more than it did by then.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ MAX_RUNNING = 3
 class Running:
     """A request. `computed`: the pages its model has written; `pending`: not committed yet.
 
-    `hidden`: nobody finds what it commits, since it is scratch, or its prefix in quarantine.
+    `hidden`: no request finds what it commits, since it is scratch, or its prefix in quarantine.
     """
 
     lease: Lease
     computed: int
     pending: list[PageName] = field(default_factory=list)
-    told: bool = False
+    reported: bool = False
     hidden: bool = False
 
 
@@ -215,8 +215,8 @@ class Traffic:
         known = {running.lease.number: running for running in self.running}
         for lease in (*progress.landed, *progress.failed):
             running = known[lease.number]
-            assert not running.told, "a lease is told once how its load ended"
-            running.told = True
+            assert not running.reported, "the end of a lease's load is reported once"
+            running.reported = True
             assert not lease.loading and not lease.pending
         for lease in progress.landed:
             assert not lease.failed
@@ -240,7 +240,7 @@ class Traffic:
         self.cache.forget(self.chance.choice("abc"))
 
     def quarantine(self) -> None:
-        """Often of what somebody reads, best of all while it is being loaded."""
+        """Often of what a lease reads, best of all while it is being loaded."""
         prompts = [self._prompt(), *(running.lease.prompt for running in self.running)]
         loading = [running.lease.prompt for running in self.running if running.lease.loading]
         prompt = self.chance.choice(loading or prompts)
@@ -255,7 +255,7 @@ class Traffic:
         assert self.cache.match(prompt).tokens == 0
 
     def flush(self) -> None:
-        """Pages leave; most often all of the device's, after everybody has gone."""
+        """Pages leave; most often all of the device's, after all leases have gone."""
         tier = self.chance.choice((*[Tier.DEVICE] * 11, Tier.HOST))
         while self.running and tier is Tier.DEVICE and self.chance.random() < 0.9:
             self.finish()
@@ -317,7 +317,7 @@ class Traffic:
 
     @staticmethod
     def _broken(lease: Lease) -> bool:
-        """Whether a load went wrong, whoever knows of it yet."""
+        """Whether a load went wrong, reported or not."""
         tickets = [t.ticket for t in lease.transfers if t.ticket is not None]
         return lease.failed or any(ticket.error for ticket in tickets)
 
@@ -502,7 +502,7 @@ def test_a_request_that_needs_more_waits_for_both_copies(build, memory):
 
 @pytest.mark.parametrize("steps", [0, 2])
 @every_memory
-def test_who_shares_a_load_keeps_its_pages_when_the_first_has_gone(build, memory, steps):
+def test_a_request_that_shares_a_load_keeps_its_pages_when_the_first_has_gone(build, memory, steps):
     rig = build(memory)
     rig.remember_on_host(text(1, 4))
     first, second = rig.started(text(1, 4)), rig.started(text(1, 4))
@@ -526,7 +526,7 @@ def test_pages_that_both_have_left_can_go(build):
 
 
 @every_memory
-def test_pages_that_another_computed_meanwhile_stay_for_those_who_wait(build, memory):
+def test_pages_that_another_computed_meanwhile_stay_for_waiting_requests(build, memory):
     rig = build(memory)
     rig.remember_on_host(text(1, 4))
     waiting = rig.started(text(1, 4))

@@ -1,4 +1,4 @@
-"""What goes wrong on the way: nothing is lost, nobody is lied to, the next request works.
+"""What goes wrong on the way: nothing is lost, no request reads a wrong byte, the next one works.
 
     PLANNED ──room──▶ RESERVED ──submitted──▶ IN_FLIGHT ──done──▶ LANDED | FAILED
 
@@ -173,7 +173,7 @@ def test_all_that_share_a_failed_load_fail_together(build, how):
             rig.cache.wait(lease, 0)
 
 
-def test_who_needs_two_loads_fails_with_the_first_and_is_told_once(build):
+def test_a_request_of_two_loads_fails_with_the_first_and_is_reported_once(build):
     rig = build()
     rig.remember_on_host(text(1, 6))
     first, second = rig.started(text(1, 3)), rig.started(text(1, 6))
@@ -196,7 +196,7 @@ def test_a_failed_backup_leaves_its_page_on_the_device_and_the_host_free(build, 
     rig.cache.poll()
     if how == "copy":
         lane.run_halfway()
-    assert rig.cache.poll() == Progress(), "nobody waited for it"
+    assert rig.cache.poll() == Progress(), "no lease waited for it"
     pages = rig.cache.stats().pages
     assert all(pages[Tier.HOST, a.name].free == 32 for a in memory.anchors)
     assert not lease.failed and rig.misread(lease) == []
@@ -299,14 +299,14 @@ def test_a_request_may_go_at_any_moment_of_its_load(build, memory, moment):
 
 
 def late_load(rig: Rig, tokens: list[int]) -> Lease:
-    """A request whose load is under way and will not end in time."""
+    """A request whose load is in flight and will not end in time."""
     lease, lane = rig.started(tokens), rig.hands[Way.LOAD]
     lane.run_legs(min(1, lane.jobs[0].legs - 1))
     lane.expire()
     return lease
 
 
-def test_who_waits_for_a_late_load_is_told_and_poll_says_so_once(build):
+def test_a_late_load_is_an_error_for_its_waiter_and_poll_reports_it_once(build):
     rig = build()
     rig.remember_on_host(text(1, 4))
     lease = late_load(rig, text(1, 4))
@@ -318,7 +318,7 @@ def test_who_waits_for_a_late_load_is_told_and_poll_says_so_once(build):
     assert lease.failed and rig.cache.stats().overdue == 1
 
 
-def test_slots_of_a_late_load_belong_to_nobody_until_its_copy_has_ended(build):
+def test_slots_of_a_late_load_are_not_free_until_its_copy_has_ended(build):
     rig = build(device=8)
     rig.remember_on_host(text(1, 4))
     rig.cache.release(late_load(rig, text(1, 4, extra=2)))
@@ -360,7 +360,7 @@ def test_a_request_falls_back_to_what_the_device_has(build):
     assert {stop.reason for stop in lease.why} == {"pages are still arriving"}
 
 
-def test_a_late_load_of_what_is_optional_keeps_nobody_waiting(build):
+def test_a_late_load_of_what_is_optional_keeps_no_request_waiting(build):
     rig = build(OPTIONAL)
     rig.remember(text(1, 4))
     rig.settle()
@@ -432,7 +432,7 @@ def test_whatever_a_copy_raises_fails_its_load_and_the_next_one_works(build, fau
     assert restored(rig, text(1, 4))
 
 
-def test_a_copy_that_never_ends_keeps_nobody_waiting_and_nothing_is_reused(build):
+def test_a_copy_that_never_ends_keeps_no_request_waiting_and_nothing_is_reused(build):
     lanes, faulty = threads()
     rig = build(lanes=lanes, device=8, transfer_timeout_s=0.05)
     rig.remember_on_host(text(1, 4))
@@ -441,7 +441,7 @@ def test_a_copy_that_never_ends_keeps_nobody_waiting_and_nothing_is_reused(build
     started = time.monotonic()
     with pytest.raises(TransferError, match="deadline"):
         rig.cache.wait(lease, 0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     rig.cache.release(lease)
     rig.cache.poll()
     other = rig.started(text(1, 3))

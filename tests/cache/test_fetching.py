@@ -60,7 +60,7 @@ def taken(rig: Rig) -> int:
     return sum(len(one.taken) for one in rig.cache.index.imports.values())
 
 
-def test_fetches_that_nobody_waits_for_count_among_those_that_share_half_of_the_host(
+def test_fetches_that_no_request_waits_for_count_among_those_that_share_half_of_the_host(
     url: str, rigs: list[Rig]
 ) -> None:
     first = opened(rigs, url)
@@ -128,7 +128,7 @@ def test_of_pages_that_leave_the_device_together_only_those_in_quarantine_are_no
     assert not any(objects.exists(keys_of(rig, text(1, 8))))
 
 
-def test_what_comes_while_it_is_quarantined_is_found_by_nobody(url: str, rigs: list[Rig]) -> None:
+def test_what_comes_while_it_is_quarantined_is_not_found(url: str, rigs: list[Rig]) -> None:
     stored(opened(rigs, url), text(1, 8))
     again, store = gated(rigs, url)
     prompt = again.cache.prompt(text(1, 8))
@@ -318,7 +318,7 @@ def test_what_the_device_has_is_not_fetched(url: str, rigs: list[Rig]) -> None:
 def test_what_was_computed_while_it_was_fetched_is_not_there_twice(
     landed: bool, url: str, rigs: list[Rig]
 ) -> None:
-    """Also where its copy to the host is still under way when the fetch is adopted."""
+    """Also where its copy to the host is in flight when the fetch is adopted."""
     stored(opened(rigs, url), text(1, 8))
     again, store = gated(rigs, url)
     fetch = again.cache.storage.fetch(again.cache.prompt(text(1, 8)))

@@ -99,7 +99,7 @@ class Model:
         return slice(0 if reach is None else max(0, pages - reach), pages)
 
     def rows(self) -> Iterator[tuple[str, int]]:
-        """All but what is under way within a page, which no copy brings back."""
+        """All but the unfinished part of a page, which no copy brings back."""
         return ((p.name, layer) for p in self.memory.at_rest.pools for layer in p.layers)
 
     def slots(self, lease: Lease, pool: str) -> torch.Tensor:
@@ -130,6 +130,10 @@ class Model:
 def _content(number: int, pool: str, layer: int, size: int) -> torch.Tensor:
     order = np.random.default_rng([number, layer, *pool.encode()])
     return torch.from_numpy(order.integers(0, 256, (PAGES, size), np.uint8))
+
+
+# On a CPU other tests of this folder do the same.
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(params=MODELS)

@@ -1,4 +1,4 @@
-"""Prefixes that nobody may read again, and prompts that are computed as if nothing were kept."""
+"""Prefixes that no request may read again, and prompts computed as if nothing were kept."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_prefix_in_quarantine_is_computed_anew(build, memory):
 
 
 @every_memory
-def test_who_read_it_reads_on_and_the_next_request_reads_other_slots(build, memory):
+def test_a_reader_reads_on_and_the_next_request_reads_other_slots(build, memory):
     rig = build(memory)
     rig.remember(text(1, 4))
     reader = rig.started(text(1, 4))
@@ -68,7 +68,7 @@ def test_who_read_it_reads_on_and_the_next_request_reads_other_slots(build, memo
     assert rig.problems() == [] and rig.found(text(1, 4)) == 4 * PAGE
 
 
-def test_the_rig_notices_when_somebody_comes_to_read_a_page_in_quarantine(build):
+def test_the_rig_notices_when_a_request_comes_to_read_a_page_in_quarantine(build):
     rig = build(FULL)
     rig.remember(text(1, 4))
     reader, other = rig.started(text(1, 4)), rig.started(text(2, 4))
@@ -88,7 +88,7 @@ def test_a_match_made_before_is_made_again(build):
     assert lease is not None and lease.cached_tokens == 0
 
 
-def test_a_prompt_without_a_whole_page_is_nobodys(build):
+def test_a_prompt_without_a_whole_page_quarantines_nothing(build):
     rig = build(DRAFTED)
     rig.remember(text(1, 4))
     assert quarantine(rig, text(1, 0, extra=PAGE - 1)) == 0
@@ -292,7 +292,7 @@ def test_scratch_is_no_traffic_and_not_prefetched(build):
 
 
 def test_both_tiers_are_watched(build):
-    """Else a rig could not tell who reads what in quarantine."""
+    """Else a rig could not tell which request reads what in quarantine."""
     rig = build()
     watched = [cell.slots for cell in rig.cache.index.tree.cells if cell.tier in TIERS]
     assert all(type(slots) is not SlotPool for slots in watched)

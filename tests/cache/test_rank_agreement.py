@@ -34,9 +34,9 @@ def test_ranks(reports: list[Report], scenario: str) -> None:
     check(reports, scenario)
 
 
-def test_one_rank_communicates_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_communicates_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("a rank that is alone has nobody to talk to")
+        raise AssertionError("a rank that is alone has no group")
 
     monkeypatch.setattr(dist, "all_reduce", refuse)
     assert not dist.is_initialized()

@@ -14,7 +14,7 @@ def keep(rig: Rig, session: str, tokens: list[int]) -> bool:
 
 
 def press(rig: Rig, number: int = 90, requests: int = 6) -> None:
-    """Requests that nobody asked for twice, one after another, enough to fill the device."""
+    """Requests that never come twice, one after another, enough to fill the device."""
     for other in range(number, number + requests):
         lease = rig.begin(text(other, 5))
         if lease is not None:
@@ -86,7 +86,7 @@ def test_a_session_that_was_kept_while_its_prefix_arrives_survives_the_landing(b
     assert rig.found(text(1, 4)) == 4 * PAGE
 
 
-def test_sessions_beyond_their_share_let_go_of_the_one_kept_longest_ago(build):
+def test_sessions_beyond_their_fraction_let_go_of_the_one_kept_longest_ago(build):
     rig = build(device=20, host=0, session_fraction=0.4)
     for number in (1, 2):
         rig.remember(text(number, 4))
@@ -99,7 +99,7 @@ def test_sessions_beyond_their_share_let_go_of_the_one_kept_longest_ago(build):
     assert [rig.found(text(number, 4)) for number in (1, 2, 3)] == [4 * PAGE, 0, 4 * PAGE]
 
 
-def test_a_session_that_is_larger_than_all_may_be_is_refused_and_costs_nobody(build):
+def test_a_session_that_is_larger_than_all_may_be_is_refused_and_costs_nothing(build):
     rig = build(device=20, host=0, session_fraction=0.4)
     rig.remember(text(1, 4))
     rig.remember(text(2, 9))
@@ -120,7 +120,7 @@ def test_a_window_counts_for_no_more_than_it_reaches_back(build):
     assert rig.cache.stats().sessions == 2
 
 
-def test_with_no_share_at_all_nothing_is_kept(build):
+def test_with_a_fraction_of_zero_nothing_is_kept(build):
     rig = build(session_fraction=0.0)
     rig.remember(text(1, 4))
     assert not keep(rig, "a", text(1, 4))

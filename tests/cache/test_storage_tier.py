@@ -92,12 +92,12 @@ def test_closing_has_an_end_whatever_the_store_does(url: str) -> None:
     rig.settle()
     began = time.monotonic()
     assert not rig.cache.close(0.2), "its memory is still in a store's hands"
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     store.gate.set()
     assert rig.cache.close(5.0)
 
 
-def test_a_question_that_nobody_waits_for_is_not_asked(url: str, rigs: list[Rig]) -> None:
+def test_a_lookup_that_no_request_waits_for_is_not_made(url: str, rigs: list[Rig]) -> None:
     rig = Rig(FULL, host=64, device=32, patience=WAIT)
     rigs.append(rig)
     store = Gated(open_store(url, rig.cache.storage.space), ("write",))

@@ -146,7 +146,7 @@ def test_a_load_comes_beside_what_was_begun_after_the_fence_unless_that_has_its_
     assert after(5) == 100, "of a page that others have too, one is free when it is committed"
 
 
-def test_a_load_comes_after_the_pass_whose_pages_a_landing_gave_back(build):
+def test_a_load_comes_after_the_step_whose_pages_a_landing_gave_back(build):
     rig = build()
     for number in (1, 2):
         rig.remember_on_host(text(number, 2))
@@ -306,7 +306,7 @@ def test_write_back_never_loses_the_only_copy_while_the_host_has_room(build, mem
 
 
 def test_write_back_refuses_rather_than_waits_while_copies_are_under_way(build):
-    """Nobody runs the lanes here: had `reserve` to wait for a copy, it would wait for ever."""
+    """Nothing runs the lanes here: had `reserve` to wait for a copy, it would wait for ever."""
     rig = build(device=16, write_policy="write_back", headroom=0.0)
     rig.remember(text(1, 6))
     rig.remember(text(2, 6))
@@ -320,7 +320,7 @@ def test_write_back_refuses_rather_than_waits_while_copies_are_under_way(build):
     assert [rig.found(text(number, 6)) for number in (1, 2)] == [6 * PAGE] * 2
 
 
-def test_write_back_begins_to_demote_before_somebody_needs_the_room(build):
+def test_write_back_begins_to_demote_before_a_request_needs_the_room(build):
     rig = build(device=20, write_policy="write_back", headroom=0.25)
     rig.remember(text(1, 8))
     rig.remember(text(2, 6))
@@ -380,7 +380,7 @@ def test_with_the_host_full_of_what_must_stay_pages_are_dropped(build):
 
 
 def test_with_little_room_on_the_host_only_the_rest_is_dropped(build):
-    """Four pages are in the way, and the host has three slots that nobody holds."""
+    """Four pages are in the way, and the host has three slots without a hold."""
     rig = build(device=8, host=4, write_policy="write_back", headroom=0.0)
     rig.remember(text(9, 2))
     admit(rig, text(1, 7, extra=0))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.conftest import _everybodys, bare_folder, client, model_folder, serve, server
+from tests.server.conftest import _shared_server, bare_folder, client, model_folder, serve, server
 
-__all__ = ["_everybodys", "bare_folder", "client", "model_folder", "serve", "server"]
+__all__ = ["_shared_server", "bare_folder", "client", "model_folder", "serve", "server"]
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_hitrate_sets_policies_beside_the_optimum(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["index", "--contestants", "nobody"], "no contestant named nobody; use full"),
+        (["index", "--contestants", "other"], "no contestant named other; use full"),
         (["index", "--growth", "many"], "--growth takes numbers separated by commas"),
         (
             ["hitrate", "--policies", "best"],

@@ -68,7 +68,7 @@ def test_every_turn_says_where_its_prompt_came_from(server: Server, say: Say, ca
     printed = capsys.readouterr().out
     assert printed.index("> Hello, tides!") < printed.index("> And again?")
     first, second = [list(map(int, found)) for found in TOOK.findall(printed)]
-    assert first == [16, 0, 0, 0, 16]  # Thirteen letters, who speaks, the end, who speaks next.
+    assert first == [16, 0, 0, 0, 16]  # Thirteen letters, the role, the end, the next role.
     tokens, device, host, storage, computed = second
     assert device >= 16 and (host, storage) == (0, 0) and computed == tokens - device
 
@@ -89,7 +89,7 @@ def test_the_key_may_come_from_the_environment(server: Server, say: Say, monkeyp
     assert say(["hi"], "--url", server.url, "--max-tokens", "1") == 0
 
 
-def test_a_wrong_key_is_refused_before_anything_is_said(server: Server, say: Say, capsys) -> None:
+def test_a_wrong_key_is_refused_before_the_first_message(server: Server, say: Say, capsys) -> None:
     assert say(["hi"], "--url", server.url, "--api-key", "wrong") == 2
     assert "API key; pass it with --api-key" in capsys.readouterr().err
 
@@ -102,7 +102,7 @@ def test_a_turn_that_cannot_be_served_is_forgotten(server: Server, say: Say, cap
     assert [int(found[0]) for found in TOOK.findall(printed)] == [5]
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(server: Server) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(server: Server) -> None:
     with _chatting("--url", server.url, "--api-key", KEY) as chat:
         assert chat.stdin is not None and chat.stdout is not None
         chat.stdin.write("first\n")
@@ -124,7 +124,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(server: Server) -> None
 def _chatting(*options: str) -> subprocess.Popen[str]:
     """With answers that go on until they are stopped; chance could end one at any word.
 
-    Whoever started the tests in the background has it ignore SIGINT, and so would a child.
+    A shell that starts the tests in the background has them ignore SIGINT, and so would a child.
     """
     return subprocess.Popen(
         [*CHAT, "--max-tokens", "3900", "--temperature", "0", *options],
@@ -149,7 +149,7 @@ def _wait_until_nothing_runs(server: Server) -> None:
     request = urllib.request.Request(
         f"{server.url}/admin/cache", headers={"Authorization": f"Bearer {KEY}"}
     )
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with urllib.request.urlopen(request) as response:
             requests = json.load(response)["requests"]
@@ -168,7 +168,7 @@ def test_sigterm_ends_the_server_too(folder: Path) -> None:
         assert url is not None and chat.stdout.read(30)
         chat.terminate()
         assert chat.wait(20) == 128 + signal.SIGTERM
-    _check_that_nobody_listens(int(url[1]))
+    _check_that_the_port_is_free(int(url[1]))
 
 
 def test_serve_starts_a_server_for_the_chat_and_ends_it(tmp_path, say: Say, capsys) -> None:
@@ -178,10 +178,10 @@ def test_serve_starts_a_server_for_the_chat_and_ends_it(tmp_path, say: Say, caps
     assert "this model has no chat template" in printed
     url = re.search(r"\[mute at http://127.0.0.1:(\d+): /reset begins anew", printed)
     assert url is not None
-    _check_that_nobody_listens(int(url[1]))
+    _check_that_the_port_is_free(int(url[1]))
 
 
-def _check_that_nobody_listens(port: int) -> None:
+def _check_that_the_port_is_free(port: int) -> None:
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -218,7 +218,7 @@ def test_what_cannot_work_is_refused(options: list[str], sentence: str, say: Say
 
 
 def test_no_server_is_a_sentence_with_the_remedy(say: Say, capsys) -> None:
-    with socket.socket() as taken:  # Bound and not listening: nobody else gets the port.
+    with socket.socket() as taken:  # Bound and not listening: no other process gets the port.
         taken.bind(("127.0.0.1", 0))
         assert say(["hi"], "--url", f"127.0.0.1:{taken.getsockname()[1]}") == 2
     assert "run `kvtide serve` in another terminal" in capsys.readouterr().err
@@ -228,7 +228,7 @@ Handler = Callable[[BaseHTTPRequestHandler], None]
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers questions as told, one after another; `asked` are their bodies."""
+    """Answers questions with the given answers in turn; `asked` are their bodies."""
 
     def __init__(self, *answers: Handler) -> None:
         self.answers, self.asked = list(answers), list[dict[str, Any]]()

@@ -1,7 +1,7 @@
-"""Which programs a device would have to compile: for an engine that starts, and then for steps.
+"""Which kernels a device would have to compile: for an engine that starts, and then for steps.
 
 Run by itself, with the name of a model, since Triton interprets in tests. Here it asks for
-programs as it does on a GPU, and neither compiles nor launches any.
+kernels as it does on a GPU, and neither compiles nor launches any.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def step_of(model: Model, cache: TieredCache, parts: list[tuple[int, int]]) -> S
 
 
 def some_parts(rng: random.Random) -> list[tuple[int, int]]:
-    """Prompts and parts of prompts, beside those who generate."""
+    """Prefill chunks, alone and beside decode tokens."""
     left, parts = rng.choice([1100, 2048, 5000, MAX_TOKENS]), []
     prompts, alike = rng.choice([1, 1, 3, 9, 16, 40]), rng.random() < 0.3
     for number in range(prompts):

@@ -112,7 +112,7 @@ def text(seed: int, count: int) -> tuple[int, ...]:
 
 
 def logits(place: Place, name: str) -> Tensor:
-    """Of every token: a prompt in chunks, and single tokens."""
+    """Of every token: a prompt in chunks, and decodes."""
     return Player(model_at(place, name), topology=place.topology).prefill(text(1, PROMPT), *CHUNKS)
 
 
@@ -141,7 +141,7 @@ class Served:
 class Stand:
     """A rank's engine on memory that holds a part of what is asked, and the host all of it.
 
-    Copies are slow or break on this rank when told.
+    Copies are slow or break on this rank on demand.
     """
 
     def __init__(self, place: Place, name: str, share: float = 0.0, **options: Any) -> None:
@@ -183,7 +183,7 @@ class Stand:
         todo, asked, steps = list(prompts), list[Request](), 0
         while todo or not self.engine.idle:
             steps += 1
-            assert steps < MAX_STEPS, "somebody waits for ever"
+            assert steps < MAX_STEPS, "a request waits for ever"
             while todo and sum(request.finish is None for request in asked) < at_once:
                 asked.append(self.engine.submit(RequestParams(todo.pop(0), 4, SAMPLING)))
             before()
@@ -267,7 +267,7 @@ def a_prefix_that_many_bring_at_once_is_computed_once(grid: Grid, name: str) -> 
     stand.end()
 
 
-def a_rank_whose_loads_break_misleads_nobody(grid: Grid, name: str) -> None:
+def a_rank_whose_loads_break_misleads_no_other(grid: Grid, name: str) -> None:
     stand, rng = Stand(grid, name), random.Random(5)
 
     def fault() -> None:
@@ -279,7 +279,7 @@ def a_rank_whose_loads_break_misleads_nobody(grid: Grid, name: str) -> None:
     stand.end()
 
 
-def a_rank_whose_loads_come_late_holds_nobody_for_long(grid: Grid, name: str) -> None:
+def a_rank_whose_loads_come_late_holds_no_other_for_long(grid: Grid, name: str) -> None:
     stand, rng = Stand(grid, name, transfer_timeout_s=0.05), random.Random(6)
     overdue = set[int]()
 
@@ -319,7 +319,7 @@ def an_engine_that_begins_anew_restores_what_one_rank_would(grid: Grid, name: st
     assert sum(one.by_tier.get(Tier.STORAGE, 0) for one in found) > 0
 
 
-def a_rank_whose_store_fails_misleads_nobody(grid: Grid, name: str) -> None:
+def a_rank_whose_store_fails_misleads_no_other(grid: Grid, name: str) -> None:
     """What it does not bring is computed, by all."""
     url = stored_at(grid, name)
     lives(grid, name, url)
@@ -363,9 +363,9 @@ ON_ENGINES = (
     an_engine_that_begins_anew_restores_what_one_rank_would,
 )
 ON_ONE_ENGINE = (
-    a_rank_whose_loads_break_misleads_nobody,
-    a_rank_whose_loads_come_late_holds_nobody_for_long,
-    a_rank_whose_store_fails_misleads_nobody,
+    a_rank_whose_loads_break_misleads_no_other,
+    a_rank_whose_loads_come_late_holds_no_other_for_long,
+    a_rank_whose_store_fails_misleads_no_other,
     stores_of_other_slices_are_never_read,
     words_of_any_length_are_heard,
 )
@@ -375,9 +375,9 @@ COMPARED = {
     "logits": (a_model_says_what_one_rank_says,),
     "answers": (
         conversations_are_answered_as_by_one_rank,
-        a_rank_whose_loads_break_misleads_nobody,
-        a_rank_whose_loads_come_late_holds_nobody_for_long,
-        a_rank_whose_store_fails_misleads_nobody,
+        a_rank_whose_loads_break_misleads_no_other,
+        a_rank_whose_loads_come_late_holds_no_other_for_long,
+        a_rank_whose_store_fails_misleads_no_other,
     ),
     "lives": (an_engine_that_begins_anew_restores_what_one_rank_would,),
     "space": (stores_of_other_slices_are_never_read,),

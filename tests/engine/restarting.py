@@ -3,7 +3,7 @@
 A `Life` is a `restoring.Stand` whose cache has a store behind it. Nothing is handed from one life
 to the next but what the store keeps, and two records of what it should keep, in a `Past`:
 
-- the ledger of what was computed goes on through all lives. So whoever asks in a later life must
+- the ledger of what was computed goes on through all lives. So a request in a later life must
   find as much as if the engine had never ended;
 - every page that was ever readable on the host, by the index's events. When a life has ended, the
   store holds just these pages; and an admission resumes at the deepest boundary that is valid with
@@ -36,7 +36,7 @@ from kvtide.transfer.storage_requests import StorageRequest
 from tests.engine.restoring import PAGE, Ledger, Stand, WatchedCache, model_of
 
 PATIENT = FetchPatience("wait_complete", min_tokens=1)
-ERRANDS_S = 30.0
+REQUESTS_S = 30.0
 
 
 class Inheritance(Ledger):
@@ -45,7 +45,7 @@ class Inheritance(Ledger):
     what never had to leave the device was not copied, and a history loses its last pages first, so
     that the store may have the end of a conversation and not its beginning.
 
-    lost  the store lost pages, so that nobody can tell from here what must be found
+    lost  the store lost pages, so that it is not known from here what must be found
     """
 
     lost = False
@@ -76,18 +76,18 @@ def object_key(page: bytes, anchor: str) -> bytes:
     return hashlib.sha256(page + anchor.encode()).digest()
 
 
-def errands(cache: TieredCache) -> Iterator[StorageRequest]:
+def storage_requests(cache: TieredCache) -> Iterator[StorageRequest]:
     """What is with the store, or waits for it to have time."""
     for one in cache.storage._stores:
         for fetch in one.fetches.open:
-            yield from (errand for errand in (fetch.lookup, fetch.reading) if errand is not None)
+            yield from (one for one in (fetch.lookup, fetch.reading) if one is not None)
         yield from (store.writing for store in one.storing._at_work)
 
 
-def await_errands(cache: TieredCache) -> None:
+def await_storage_requests(cache: TieredCache) -> None:
     """Wait until the store has done all that was asked of it."""
-    deadline = time.monotonic() + ERRANDS_S
-    while any(not (errand.quiet or errand.stopped) for errand in errands(cache)):
+    deadline = time.monotonic() + REQUESTS_S
+    while any(not (one.quiet or one.stopped) for one in storage_requests(cache)):
         assert time.monotonic() < deadline, "a store that never answers"
         time.sleep(0.0001)
 
@@ -140,7 +140,7 @@ class StoredCache(WatchedCache):
         return [keys[name] for name in event.page_keys]
 
     def poll(self) -> Progress:
-        await_errands(self)
+        await_storage_requests(self)
         return super().poll()
 
     def prompt(self, tokens: Any, *args: Any) -> Prompt:
@@ -213,7 +213,7 @@ def check_store(cache: TieredCache, past: Past) -> None:
     store = past.open(cache)
     keys = [object_key(key, anchor) for anchor, pages in past.stored.items() for key in pages]
     assert all(store.exists(keys)), "a page that was on the host is not in the store"
-    assert store.status().objects == len(keys), "the store has pages that nobody computed"
+    assert store.status().objects == len(keys), "the store has pages that no request computed"
     store.close()
 
 

@@ -1,10 +1,10 @@
 """What the proof of restoring stands on: conversations, their answers, and a cache that is watched.
 
-`script` is what is asked: the same conversations for everybody, so that what a fresh engine without
+`script` is what is asked: the same conversations for all, so that what a fresh engine without
 a cache answers (`alone`) is computed once per family and compared with many times.
 
 `Stand` serves them from memory so small that pages come and go all the time, and makes whatever is
-wrong about that show: slots that nobody owns are full of poison; copies are done by hand, as late
+wrong about that show: slots without an owner are full of poison; copies are done by hand, as late
 as a layer's `wait` allows or when a seeded draw says so, and hence the same in every run; every
 admission is compared with two records of what should be found.
 """
@@ -137,6 +137,8 @@ twice."""
 
 BRANCHES = 3
 TURNS = 3
+TURNS_ALIKE = 2
+"""Of families whose form of memory another one has."""
 ANSWER_TOKENS = 4
 MAX_STEPS = 1000
 
@@ -172,7 +174,7 @@ def alone(
 
 @cached
 def script(family: str) -> tuple[tuple[Turn, ...], ...]:
-    """Three groups of three branches each, turn by turn, each turn in an order of its own.
+    """Three groups of three branches, turn by turn, each turn in an order of its own.
 
     Its answers take longer than most tests do, so one process computes them for all of a run.
     """
@@ -191,12 +193,12 @@ def _script(family: str) -> tuple[tuple[Turn, ...], ...]:
         root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(BRANCHES)
     ]
     turns = []
-    for _ in range(TURNS):
+    for _ in range(TURNS_ALIKE if family_of(family) in ALIKE else TURNS):
         answers = [alone(family, prompt, ANSWER_TOKENS) for prompt in prompts]
         asked = [Turn(*each) for each in zip(range(len(prompts)), prompts, answers, strict=True)]
         turns.append(tuple(rng.sample(asked, len(asked))))
         prompts = [
-            turn.tokens + tuple(chosen.token for chosen in turn.answer) + text(rng, 8)
+            turn.tokens + tuple(sampled.token for sampled in turn.answer) + text(rng, 8)
             for turn in asked
         ]
     return tuple(turns)
@@ -268,7 +270,7 @@ class Ledger:
     def passed(self, lease: Lease, before: int) -> None:
         """Where a lease parts it found no checkpoint; if it had no room for one, there is none.
 
-        Of `write_back`, which keeps none where nobody has parted yet.
+        Of `write_back`, which keeps none where no prompt has parted yet.
         """
         inner, body = lease._index_lease, lease.prompt.body
         branches = (branch for branch in inner.branches if before < branch <= inner.boundary)
@@ -288,7 +290,7 @@ def _prefix(body: bytes, pages: int) -> bytes:
 
 
 class AtWork(HostTimeline):
-    """A device that is still `at_work` on a pass, and so on what that waits for, when somebody
+    """A device that is still `at_work` on a step, and so on what that waits for, when a request
     looks how far copies have come."""
 
     at_work = False
@@ -304,7 +306,7 @@ class WatchedCache(TieredCache):
     ledger   what was computed; knows nothing of pages that were given up
     dropped  pages that ceased to be readable, by tier
     found    what each admission found, beside all whole pages it had in common with others
-    breaks   whether the next load that somebody waits for breaks halfway
+    breaks   whether the next load that a request waits for breaks halfway
     """
 
     def __init__(
@@ -358,7 +360,7 @@ class WatchedCache(TieredCache):
         super().wait(lease, layer)
 
     def break_load(self) -> None:
-        """A load that is under way breaks halfway, or else the next one that somebody waits for."""
+        """A load in flight breaks halfway, or else the next one that a request waits for."""
         if self.hands[Way.LOAD].jobs:
             self.hands[Way.LOAD].run_halfway()
         else:
@@ -413,14 +415,14 @@ def converse(
 ) -> Iterator[list[Request]]:
     """Serve the script, or some rounds of it, so many requests at a time.
 
-    Yields them after every step. What is said is compared at once, so that also those who are cut
-    off said nothing wrong.
+    Yields them after every step. Tokens are compared at once, so that also requests that are cut
+    off gave no wrong token.
     """
     for turns in script(family)[rounds]:
         todo, pending, steps = list(turns), [], 0
         while todo or pending:
             steps += 1
-            assert steps < MAX_STEPS, "somebody waits for ever"
+            assert steps < MAX_STEPS, "a request waits for ever"
             while todo and len(pending) < at_once:
                 turn = todo.pop(0)
                 ask = RequestParams(turn.tokens, len(turn.answer), SAMPLING)
@@ -528,7 +530,7 @@ class Stand:
             self.cache.poll()
 
     def end(self) -> None:
-        """Nobody holds anything; what is flushed leaves nothing behind; nobody wrote elsewhere."""
+        """No hold is left; what is flushed leaves nothing behind; nothing is written elsewhere."""
         tree = self.cache.index.tree
         assert self.engine.idle
         self.settle()

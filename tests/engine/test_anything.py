@@ -134,7 +134,7 @@ class Run:
                     self.talks[talk] = tuple(request.tokens[: self.engine.max_sequence_tokens])
             self.disturb()
             quiet = 0 if updates else quiet + 1
-            assert quiet < self.patience, "somebody waits for ever"
+            assert quiet < self.patience, "a request waits for ever"
             if not self.engine.computed:
                 time.sleep(0.0002)  # Copies are on their way.
 
@@ -148,7 +148,7 @@ class Run:
         assert not self.cache.index.leases
 
 
-@pytest.mark.quick(seed=range(2))
+@pytest.mark.quick(family=["gpt_oss", "falcon_h1"], seed=range(1))
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_that_is_asked_ends_and_is_right(family: str, seed: int) -> None:

@@ -7,7 +7,7 @@ likely the tokens were (KL, as the mean of exp(r) - 1 - r) and how many were the
 
 Libraries add in another order when they have another number of rows. Where a step of computing
 ends where the prefix does, that is the same in both, and nothing differs but restoring. Elsewhere
-it shows, most in small models at random: to them many tokens are as likely as the likeliest.
+it shows, most in small models at random: to them many tokens are as likely as the argmax.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def answered(engine: Engine, asks: list[RequestParams]) -> list[Request]:
 
 
 def one_by_one(engine: Engine, asks: list[RequestParams]) -> list[Request]:
-    """Nobody's company shows in the last bits of others."""
+    """A batch does not show in the last bits of its rows."""
     return [request for ask in asks for request in answered(engine, [ask])]
 
 
@@ -104,7 +104,7 @@ def settled(engine: Engine, *tiers: Tier) -> None:
 
 
 def compared(ones: list[Request], others: list[Request]) -> tuple[float, float, int]:
-    """KL, the share of equal tokens, and how many were compared."""
+    """KL, the fraction of equal tokens, and how many were compared."""
     terms, equal = [], []
     for one, other in zip(ones, others, strict=True):
         for a, b in zip(one.output, other.output, strict=True):
@@ -186,14 +186,14 @@ def test_packed_entries_say_nearly_what_plain_ones_say(device: torch.device) -> 
 
 
 def refused(self: JITFunction, *_: object) -> None:
-    raise AssertionError(f"{self.fn.__name__} is compiled while somebody is served")
+    raise AssertionError(f"{self.fn.__name__} is compiled during service")
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1", "deepseek_v4"])
 def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory, or time that somebody waits for a compiler."""
+    """Memory, or time that a request waits for a compiler."""
     rng = random.Random(5)
     roots = [text(rng, 70) for _ in range(6)]
     with engine_of(name, model_of(name, device), 2048) as engine:
@@ -220,18 +220,18 @@ def test_ten_thousand_requests_with_aborts_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
-def test_recorded_passes_say_what_others_say(
+def test_captured_steps_answer_as_eager_ones(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several lengths: one sequence outgrows the first recordings, and the others stay."""
+    """Of several lengths: one sequence outgrows the first graphs, and the others stay."""
     monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 100)
     monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (64, 256))
-    played: list[GraphSize] = []
+    replayed: list[GraphSize] = []
     ways: Counter[str] = Counter()
     whole = cuda_graphs.StepGraph._replay
 
     def noted(self, wait):
-        played.append(self._size)
+        replayed.append(self._size)
         return whole(self, wait)
 
     def counted(way):
@@ -256,29 +256,29 @@ def test_recorded_passes_say_what_others_say(
         assert engine.scheduler.skips_loading
         engine.warm_up()
         made = dict(engine._runner._graphs._captured)
-        recorded = answered(engine, asks)
+        captured = answered(engine, asks)
         assert engine._runner._graphs._captured == made, "all were made before"
         assert ways["launch_ahead" if engine.scheduler.launches_ahead else "launch_prepared"] > 5
-    assert len(played) >= 20 and {size.length > 100 for size in played} == {True, False}
-    assert {size.kind for size in played} == {GraphKind.DECODE, GraphKind.MIXED}
-    divergence, equal, count = compared(plain, recorded)
+    assert len(replayed) >= 20 and {size.length > 100 for size in replayed} == {True, False}
+    assert {size.kind for size in replayed} == {GraphKind.DECODE, GraphKind.MIXED}
+    divergence, equal, count = compared(plain, captured)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < CLOSE and equal >= 0.97, (divergence, equal)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
-def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
+def test_prefills_are_launched_ahead_where_a_request_waits_for_room(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (64, 256))
     monkeypatch.setattr(
         scheduler, "BLOCKED_STEP_TOKENS", 32
     )  # What is left of prompts comes later.
-    begun: list[int] = []
+    launched: list[int] = []
     ahead = cuda_graphs.StepGraph.launch_ahead
 
     def counted(self, *args):
-        begun.append(self._size.prefills)
+        launched.append(self._size.prefills)
         return ahead(self, *args)
 
     monkeypatch.setattr(cuda_graphs.StepGraph, "launch_ahead", counted)
@@ -293,15 +293,15 @@ def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
         plain = answered(engine, asks)
     with engine_of(name, model, device_tokens=448) as engine:
         engine.warm_up()
-        recorded = answered(engine, asks)
+        captured = answered(engine, asks)
         assert engine.cache.validate() == []
-    assert sum(prompts > 0 for prompts in begun) > 5, "prompts"
-    divergence, equal, count = compared(plain, recorded)
+    assert sum(prompts > 0 for prompts in launched) > 5, "prompts"
+    divergence, equal, count = compared(plain, captured)
     print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
     assert divergence < 1e-6 and equal >= MIN_EQUAL, (divergence, equal)
 
 
-def test_garbage_is_left_alone_while_a_pass_is_recorded(device: torch.device) -> None:
+def test_garbage_is_left_alone_during_a_capture(device: torch.device) -> None:
     """Whatever it holds of the device could not be given back then."""
     where, collecting = graph_capture(device), []
 

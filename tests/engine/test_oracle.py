@@ -1,4 +1,4 @@
-"""The oracle finds pages that are not what they should be, says which, and lets nobody use them."""
+"""The oracle finds wrong pages, says which, and lets no request use them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serve(engine: Engine, *asks: RequestParams) -> list[Request]:
     while not engine.idle:
         seen |= {update.request for update in engine.step()}
         assert engine.cache.validate() == []
-    assert seen == set(requests), "nobody hears of checks"
+    assert seen == set(requests), "no listener hears of checks"
     assert engine.cache.drain(10)
     return requests
 
@@ -102,6 +102,9 @@ def test_one_flipped_bit_on_the_host_is_found_named_and_quarantined(
     engine.cache.close()
 
 
+@pytest.mark.quick(
+    family=["llama", "gemma3", "falcon_h1", "deepseek_v4"], pool=["kv", "swa", "state", "c4"]
+)
 @pytest.mark.parametrize(("family", "pool", "kv_dtype"), KINDS)
 def test_in_half_precision_one_flipped_bit_in_any_field_is_found_and_named(
     family: str, pool: str, kv_dtype: KVDType, caplog: pytest.LogCaptureFixture

@@ -1,6 +1,6 @@
-"""Passes that are begun before the host knows their tokens, beside copies, with traffic at random.
+"""Steps that are launched before their tokens are read, beside copies, with random traffic.
 
-Everybody is answered as if alone. And no copy meets a pass: a pass that was begun after all that a
+Requests are answered as if alone. And no copy meets a step: a step launched after all that a
 load waits for has none of the pages that it brings, and writes none that a backup reads.
 """
 
@@ -43,17 +43,17 @@ STEPS = 120
 
 
 class Pages(NamedTuple):
-    """Of a pass: those it has, and those it writes."""
+    """Of a step: those it has, and those it writes."""
 
     had: set[int]
     written: set[int]
 
 
 class Watch:
-    """A fence is the number of passes that were begun before it, and one more."""
+    """A fence is the number of steps that were launched before it, and one more."""
 
     def __init__(self) -> None:
-        self.passes: list[Pages] = []
+        self.launched: list[Pages] = []
         self.met: list[str] = []
         self.beside = 0
 
@@ -62,10 +62,10 @@ class Watch:
         for (start, end, past), table in zip(rows, tables, strict=True):
             had |= {slot for slot in table if slot >= 0}
             written |= {table[at // PAGE] for at in range(past, past + end - start)} - {-1}
-        self.passes.append(Pages(had, written))
+        self.launched.append(Pages(had, written))
 
     def copy(self, way: Way, moves: Sequence[PageMove], after: int | None) -> None:
-        later = self.passes[(after or len(self.passes) + 1) - 1 :]
+        later = self.launched[(after or len(self.launched) + 1) - 1 :]
         self.beside += len(later)
         for move, each in ((move, each) for move in moves for each in later):
             loads = way is Way.LOAD
@@ -77,12 +77,12 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     seen = Watch()
-    played, copy = cuda_graphs.StepGraph._replay, Copier.copy
+    replay, copy = cuda_graphs.StepGraph._replay, Copier.copy
 
-    def playing(self: cuda_graphs.StepGraph, wait: Wait) -> Tensor:
+    def watching(self: cuda_graphs.StepGraph, wait: Wait) -> Tensor:
         batch = self._inputs.batch
         seen.begin(batch.rows.tolist(), batch.slots["kv"].tolist())
-        return played(self, wait)
+        return replay(self, wait)
 
     def copying(
         self: Copier, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Any = None
@@ -91,14 +91,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         return copy(self, way, moves, timeout_s, after)
 
     monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 4)
-    monkeypatch.setattr(cuda_graphs.StepGraph, "_replay", playing)
+    monkeypatch.setattr(cuda_graphs.StepGraph, "_replay", watching)
     monkeypatch.setattr(Copier, "copy", copying)
-    monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.passes) + 1)
+    monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.launched) + 1)
     return seen
 
 
 def asked(rng: random.Random, at: Stand, number: int) -> Request:
-    """With a beginning that others have too; half are drawn, often by a second look."""
+    """With a beginning that others have too; half are sampled, often by a second look."""
     tokens = [*words(rng.randrange(3), rng.choice((4, 8, 12)))]
     tokens += rng.choices(range(VOCABULARY), k=rng.randint(1, 14))
     settings = rng.choice(
@@ -118,21 +118,23 @@ def asked(rng: random.Random, at: Stand, number: int) -> Request:
     )
 
 
-def told(request: Request) -> tuple[Any, ...]:
-    said = [(chosen.token, round(chosen.logprob, 4), len(chosen.top)) for chosen in request.output]
-    return said, request.finish, [chosen.token for chosen in request.scores]
+def outcome(request: Request) -> tuple[Any, ...]:
+    said = [
+        (sampled.token, round(sampled.logprob, 4), len(sampled.top)) for sampled in request.output
+    ]
+    return said, request.finish, [sampled.token for sampled in request.scores]
 
 
-@pytest.mark.quick(seed=range(6))
+@pytest.mark.quick(seed=range(3))
 @pytest.mark.parametrize("seed", range(24))
-def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
+def test_requests_are_answered_as_if_alone_and_no_copy_meets_a_step(
     seed: int, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "CANDIDATES", 4)
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 6 if seed % 2 else 1024)
     rng, late = random.Random(seed), random.Random(seed)
     at = Stand(
-        recorded=True,
+        captured=True,
         device=rng.choice((11, 16, 24)),
         host=rng.choice((16, 40)),
         max_running=rng.choice((2, 4, 8)),
@@ -147,7 +149,7 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
         patch.setattr(HostTimeline, "passed", lambda self, event: late.random() < 0.4)
         deadline, step = time.monotonic() + 60, 0
         while step < STEPS or not at.engine.idle:
-            assert time.monotonic() < deadline, "somebody is stuck"
+            assert time.monotonic() < deadline, "a request is stuck"
             if step < STEPS and rng.random() < 0.35:
                 requests.append(asked(rng, at, len(requests)))
             if requests and rng.random() < 0.06:
@@ -162,12 +164,12 @@ def test_everybody_is_answered_as_if_alone_and_no_copy_meets_a_pass(
     at.end()
     assert not watch.met
     assert ahead > 5 and watch.beside > 0
-    alone = Stand(recorded=False)
+    alone = Stand(captured=False)
     for request in requests:
-        said, *rest = told(request)
+        said, *rest = outcome(request)
         ask = request.params
         more = {"sampling": ask.sampling, "stop_ids": ask.stop_ids, "score": ask.score}
-        wanted, *others = told(alone.ask(ask.tokens, ask.max_tokens, **more))
+        wanted, *others = outcome(alone.ask(ask.tokens, ask.max_tokens, **more))
         if request.number in aborted:
             assert said == wanted[: len(said)]
         else:
@@ -183,32 +185,32 @@ def prefills_launched(at: Stand) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("device", "late", "begun"), [(26, True, True), (26, False, False), (80, True, False)]
+    ("device", "late", "launches"), [(26, True, True), (26, False, False), (80, True, False)]
 )
-def test_prompts_are_begun_beforehand_where_somebody_waits_for_room(
-    device: int, late: bool, begun: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+def test_prefills_are_launched_ahead_where_a_request_waits_for_room(
+    device: int, late: bool, launches: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And most of a pass is done: whose prefix lands before would wait for no good reason."""
+    """And most of a step is done: a request whose prefix lands before would wait in vain."""
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 6)
     monkeypatch.setattr(scheduler, "MIXED_STEP_TOKENS", 6)
     if not late:
         monkeypatch.setattr(HiddenOutput, "wait_until_late", lambda self: False)
-    at = Stand(recorded=True, device=device)
+    at = Stand(captured=True, device=device)
     requests = [at.submit(words(number, 25), 6) for number in range(8)]
     prompts = 0
     while not at.engine.idle:
         at.step()
         prompts += len(prefills_launched(at))
     assert complete(*requests) and not watch.met
-    assert prompts > 5 if begun else prompts == 0
+    assert prompts > 5 if launches else prompts == 0
     at.end()
 
 
-def test_whose_prefix_lands_in_the_course_of_a_pass_is_in_the_next(
+def test_a_request_whose_prefix_lands_during_a_step_is_in_the_next(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 8)
-    at = Stand(recorded=True, device=26)
+    at = Stand(captured=True, device=26)
     at.engine.scheduler.skips_loading = True
     at.remember_on_host(words(2, 20))
     first = at.submit(words(1, 3), 20)
@@ -249,7 +251,7 @@ def test_a_mixed_graph_tells_when_it_is_late_and_no_other_step_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
-    at = Stand(recorded=True, device=32)
+    at = Stand(captured=True, device=32)
     at.model.tried = False
     outputs: list[StepOutput] = []
     sample = at.engine._sample
@@ -272,10 +274,10 @@ def test_a_mixed_graph_tells_when_it_is_late_and_no_other_step_does(
 
 
 @pytest.mark.full
-def test_a_family_draws_the_same_in_passes_begun_beforehand(
+def test_a_family_samples_the_same_tokens_in_steps_launched_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows and sinks, by programs in an interpreter beside torch; some end unexpectedly."""
+    """Windows and sinks, by interpreted kernels beside torch; some end unexpectedly."""
     monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 32)
     monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
     models = (in_torch("gpt_oss"), by_kernels("gpt_oss", monkeypatch))
@@ -303,7 +305,9 @@ def test_a_family_draws_the_same_in_passes_begun_beforehand(
     lengths = [len(request.output) for request in answers[0]]
     assert lengths[0] == lengths[2] == 7 > lengths[1], "it would not have shown"
     for one, other in zip(*answers, strict=True):
-        assert [chosen.token for chosen in one.output] == [chosen.token for chosen in other.output]
+        assert [sampled.token for sampled in one.output] == [
+            sampled.token for sampled in other.output
+        ]
         for ours, theirs in zip(one.output, other.output, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
 

@@ -40,7 +40,8 @@ from tests.engine.restoring import (
 from tests.proofs import Proves
 
 CHUNKS = ((64, 257), (257, 64))
-BEFORE, AFTER = slice(1, 2), slice(2, 3)
+BEFORE, AFTER = slice(-2, -1), slice(-1, None)
+"""The turns of each life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def one_life(cell: Cell, past: Past, number: int) -> Life:
 
 
 def check_first_of_groups(family: str, past: Past, served: Sequence[Request]) -> None:
-    """Whoever comes first finds all that was computed before the restart, and in storage."""
+    """The first request finds all that was computed before the restart, and in storage."""
     memory = model_of(family).memory
     histories = all(anchor.reuse.reach is ALL for anchor in memory.anchors)
     said = {turn.branch: turn for turn in script(family)[BEFORE][0]}
@@ -139,7 +140,7 @@ def check_first_of_groups(family: str, past: Past, served: Sequence[Request]) ->
         turn = next(turn for turn in now if turn.branch // BRANCHES == group)
         request = next(request for request in served if request.params.tokens == turn.tokens)
         last = said[turn.branch]
-        # The last token that was said was never computed.
+        # The last generated token was never computed.
         computed = (len(last.tokens) + len(last.answer) - 1) // PAGE * PAGE
         assert request.by_tier.keys() == {Tier.STORAGE}
         found = request.by_tier[Tier.STORAGE]
@@ -162,11 +163,11 @@ def test_pages_that_are_objects_as_they_lie_are_restored_alike(
 ) -> None:
     """Those of larger models: stored from the place where they are, read to where they will be.
 
-    In another layout they do not lie in one run: who stored them and who reads them need not agree.
+    In another layout they do not lie in one run: writer and reader need not agree.
     """
     for module in (objects, host_pages):
         monkeypatch.setattr(module, "DIRECT_BYTES", 1)
-    prompt, memory = script(family)[2][0].tokens, model_of(family).memory
+    prompt, memory = script(family)[-1][0].tokens, model_of(family).memory
     for layout, restored in zip(layouts, (False, True), strict=True):
         config = CacheConfig(
             Tokens(1024), host_layout=layout, tokens_per_checkpoint=PAGE, patience=PATIENT

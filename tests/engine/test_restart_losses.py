@@ -1,4 +1,4 @@
-"""Stored pages that are lost, broken or forged between two lives: nobody is told a wrong bit.
+"""Stored pages that are lost, broken or forged between two lives: no request gets a wrong bit.
 
 A request resumes at the deepest boundary that is valid without them (checked at its admission, see
 `restarting`), computes the rest, and what it computed takes their place in the store.
@@ -77,7 +77,7 @@ def lost_pages() -> Iterator[tuple[str, str, int, str]]:
                 yield name, anchor.name, page, "corrupt"
 
 
-@pytest.mark.quick
+@pytest.mark.quick(family=NAMES)
 @pytest.mark.parametrize(("family", "anchor", "page", "harm"), list(lost_pages()))
 def test_without_a_page_the_deepest_boundary_that_needs_it_not_is_found(
     family: str, anchor: str, page: int, harm: str

@@ -35,10 +35,10 @@ def choose(
     return sample_all(logits[None], [SamplingInput(sampling, prompt, [*prompt, *output])])[0]
 
 
-def drawn(logits: torch.Tensor, sampling: SamplingParams, draws: int = 300) -> set[int]:
-    """Every token that comes in so many draws."""
-    drawings = [SamplingInput(replace(sampling, seed=s), [0], [0]) for s in range(draws)]
-    return {chosen.token for chosen in sample_all(logits.expand(draws, -1), drawings)}
+def sampled_of(logits: torch.Tensor, sampling: SamplingParams, samples: int = 300) -> set[int]:
+    """Every token that occurs in so many samples."""
+    inputs = [SamplingInput(replace(sampling, seed=s), [0], [0]) for s in range(samples)]
+    return {sampled.token for sampled in sample_all(logits.expand(samples, -1), inputs)}
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_without_rows_nothing_is_chosen():
 
 
 def test_company_changes_nothing():
-    """Every row gets what it gets alone: greedy, penalised and drawn ones side by side."""
+    """Every row gets what it gets alone: greedy, penalised and sampled ones side by side."""
     kinds = [
         SamplingParams(),
         SamplingParams(logprobs=2),
@@ -87,10 +87,10 @@ def test_company_changes_nothing():
         SamplingParams(temperature=1.3, seed=3, min_p=0.02, top_k=9),
     ]
     logits = torch.randn(12, 40, generator=torch.Generator().manual_seed(1))
-    drawings = [SamplingInput(kinds[n % 6], [n, 2], [n, 2, *range(n)]) for n in range(12)]
-    alone = [sample_all(logits[n : n + 1], [drawings[n]])[0] for n in range(12)]
-    assert sample_all(logits, drawings) == alone
-    assert sample_all(logits.flip(0), drawings[::-1]) == alone[::-1]
+    inputs = [SamplingInput(kinds[n % 6], [n, 2], [n, 2, *range(n)]) for n in range(12)]
+    alone = [sample_all(logits[n : n + 1], [inputs[n]])[0] for n in range(12)]
+    assert sample_all(logits, inputs) == alone
+    assert sample_all(logits.flip(0), inputs[::-1]) == alone[::-1]
 
 
 def test_company_changes_nothing_however_wide_the_rows():
@@ -101,12 +101,12 @@ def test_company_changes_nothing_however_wide_the_rows():
         SamplingParams(0.9, seed=1),
         SamplingParams(1.5, 0.95, seed=2, logprobs=5),
     ]
-    drawings = [SamplingInput(kinds[n % 3], [n], [n, 1]) for n in range(5)]
+    inputs = [SamplingInput(kinds[n % 3], [n], [n, 1]) for n in range(5)]
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        alone = [sample_all(logits[n : n + 1], [drawings[n]])[0] for n in range(5)]
-        assert sample_all(logits, drawings) == alone
+        alone = [sample_all(logits[n : n + 1], [inputs[n]])[0] for n in range(5)]
+        assert sample_all(logits, inputs) == alone
         said = [7, 70_000, 0, 3, 9]
         staging = Staging(logits.device)
         scores = [score(logits[n : n + 1], said[n : n + 1], 2, staging)[0] for n in range(5)]
@@ -117,12 +117,12 @@ def test_company_changes_nothing_however_wide_the_rows():
 
 def test_which_of_equals_are_reported_depends_on_no_other_row():
     logits = torch.zeros(3, 300)
-    drawings = [SamplingInput(SamplingParams(logprobs=n), [0], [0]) for n in (2, 0, 20)]
-    alone = [sample_all(logits[:1], [each])[0] for each in drawings]
-    assert sample_all(logits, drawings) == alone
+    inputs = [SamplingInput(SamplingParams(logprobs=n), [0], [0]) for n in (2, 0, 20)]
+    alone = [sample_all(logits[:1], [each])[0] for each in inputs]
+    assert sample_all(logits, inputs) == alone
 
 
-# -- draws ----------------------------------------------------------------------------------
+# -- sampling -------------------------------------------------------------------------------
 
 
 def test_a_draw_is_a_function_of_seed_and_step_alone():
@@ -145,7 +145,7 @@ def test_a_draw_leaves_the_global_generator_alone():
 def test_steps_and_seeds_draw_differently():
     logits = torch.zeros(10_000)
     assert len({choose(logits, WARM, [0], [1] * n).token for n in range(50)}) > 40
-    assert len(drawn(logits, WARM, 50)) > 40
+    assert len(sampled_of(logits, WARM, 50)) > 40
 
 
 def test_any_integer_is_a_seed():
@@ -165,23 +165,21 @@ def test_any_integer_is_a_seed():
     ],
     ids=str,
 )
-def test_draws_follow_the_chances(
+def test_samples_follow_the_probabilities(
     sampling: SamplingParams, chances: list[float], candidates: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
-    drawings = [
-        SamplingInput(replace(sampling, seed=s), [0], [0] * (s % 7 + 1)) for s in range(1500)
-    ]
-    chosen = sample_all(from_chances(0.2, 0.5, 0.3).expand(1500, -1), drawings)
-    counts = np.bincount([one.token for one in chosen], minlength=3)[[1, 2, 0]]
+    inputs = [SamplingInput(replace(sampling, seed=s), [0], [0] * (s % 7 + 1)) for s in range(1500)]
+    sampled = sample_all(from_chances(0.2, 0.5, 0.3).expand(1500, -1), inputs)
+    counts = np.bincount([one.token for one in sampled], minlength=3)[[1, 2, 0]]
     expected = np.array(chances)
     assert (np.abs(counts / 1500 - expected) <= 4 * np.sqrt(expected * (1 - expected) / 1500)).all()
 
 
 def test_steps_of_one_seed_draw_by_the_chances_too():
-    drawings = [SamplingInput(WARM, [0], [0] * (n + 1)) for n in range(2000)]
-    chosen = sample_all(from_chances(0.5, 0.3, 0.2).expand(2000, -1), drawings)
-    counts = np.bincount([one.token for one in chosen])
+    inputs = [SamplingInput(WARM, [0], [0] * (n + 1)) for n in range(2000)]
+    sampled = sample_all(from_chances(0.5, 0.3, 0.2).expand(2000, -1), inputs)
+    counts = np.bincount([one.token for one in sampled])
     assert np.allclose(counts / 2000, [0.5, 0.3, 0.2], atol=0.04)
 
 
@@ -189,24 +187,24 @@ def test_steps_of_one_seed_draw_by_the_chances_too():
 def test_how_many_are_put_in_order_changes_nothing(
     candidates: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Limits and draws that fall among the candidates, on the last of them and beyond."""
+    """Limits and samples that fall among the candidates, on the last of them and beyond."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(240, 32, generator=generator) * torch.rand(240, 1, generator=generator) * 6
     kinds = itertools.product(
         (0.0, 0.5, 1.0, 3.0), (0.1, 0.6, 0.95, 0.999, 1.0), (0, 1, 5, 31), (0.0, 0.02, 0.4)
     )
-    drawings = [
+    inputs = [
         SamplingInput(SamplingParams(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)
     ]
-    wanted = sample_all(logits, drawings)
+    wanted = sample_all(logits, inputs)
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
-    assert sample_all(logits, drawings) == wanted
+    assert sample_all(logits, inputs) == wanted
 
 
 def test_temperature_sharpens_and_flattens():
     logits = row(0, 2, 4)
-    assert drawn(logits, SamplingParams(temperature=0.05)) == {2}
-    assert drawn(logits, SamplingParams(temperature=50.0)) == {0, 1, 2}
+    assert sampled_of(logits, SamplingParams(temperature=0.05)) == {2}
+    assert sampled_of(logits, SamplingParams(temperature=50.0)) == {0, 1, 2}
 
 
 # -- what is ruled out ----------------------------------------------------------------------
@@ -222,32 +220,32 @@ def test_temperature_sharpens_and_flattens():
 def test_exactly_what_the_limits_leave_comes(order, top_k, top_p, min_p):
     chances = np.array([0.26, 0.21, 0.17, 0.14, 0.12, 0.10])[list(order)]
     sampling = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert drawn(from_chances(*chances), sampling, 150) == allowed(np.log(chances), sampling)
+    assert sampled_of(from_chances(*chances), sampling, 150) == allowed(np.log(chances), sampling)
 
 
 def test_limits_apply_after_the_temperature():
     logits = from_chances(0.6, 0.3, 0.1)
-    assert drawn(logits, SamplingParams(temperature=1.0, top_p=0.55)) == {0}
-    assert drawn(logits, SamplingParams(temperature=10.0, top_p=0.55)) == {0, 1}
+    assert sampled_of(logits, SamplingParams(temperature=1.0, top_p=0.55)) == {0}
+    assert sampled_of(logits, SamplingParams(temperature=10.0, top_p=0.55)) == {0, 1}
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-12])
 def test_top_p_always_keeps_the_argmax(top_p):
     for logits in (row(0, 0, 9), row(-50, -60, -49.5), torch.arange(500).float() / 1e4):
         argmax = int(logits.argmax())
-        assert drawn(logits, SamplingParams(temperature=1.0, top_p=top_p), 20) == {argmax}
+        assert sampled_of(logits, SamplingParams(temperature=1.0, top_p=top_p), 20) == {argmax}
 
 
 def test_a_top_k_of_more_than_the_vocabulary_rules_nothing_out():
-    assert drawn(torch.zeros(4), replace(WARM, top_k=100)) == {0, 1, 2, 3}
+    assert sampled_of(torch.zeros(4), replace(WARM, top_k=100)) == {0, 1, 2, 3}
 
 
 def test_of_equals_the_top_k_keeps_all_and_the_top_p_the_first():
     logits = row(0, 2, 1, 2, 2, 1)
-    assert drawn(logits, replace(WARM, top_k=1)) == {1, 3, 4}
-    assert drawn(logits, replace(WARM, top_k=4)) == {1, 2, 3, 4, 5}
-    assert drawn(logits, replace(WARM, top_p=0.5)) == {1, 3}
-    assert drawn(logits, replace(WARM, top_p=0.0)) == {1}
+    assert sampled_of(logits, replace(WARM, top_k=1)) == {1, 3, 4}
+    assert sampled_of(logits, replace(WARM, top_k=4)) == {1, 2, 3, 4, 5}
+    assert sampled_of(logits, replace(WARM, top_p=0.5)) == {1, 3}
+    assert sampled_of(logits, replace(WARM, top_p=0.0)) == {1}
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 3])
@@ -255,12 +253,12 @@ def test_equals_beyond_the_candidates_are_kept_too(
     candidates: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
-    assert drawn(row(0, 2, 1, 2, 2, 1), replace(WARM, top_k=1)) == {1, 3, 4}
+    assert sampled_of(row(0, 2, 1, 2, 2, 1), replace(WARM, top_k=1)) == {1, 3, 4}
 
 
 def test_what_is_impossible_never_comes():
     logits = row(-math.inf, 0, -math.inf, 0)
-    assert drawn(logits, replace(WARM, temperature=90.0)) == {1, 3}
+    assert sampled_of(logits, replace(WARM, temperature=90.0)) == {1, 3}
     assert choose(logits, SamplingParams(logprobs=2), [0], []).logprob == pytest.approx(
         -math.log(2)
     )
@@ -315,14 +313,14 @@ def test_penalties_add_up_repetition_first():
 
 def test_logprobs_are_the_models_whatever_the_settings():
     logits = from_chances(0.5, 0.3, 0.2)
-    bent = SamplingParams(
+    penalised = SamplingParams(
         temperature=3.0, top_k=1, presence_penalty=9.0, repetition_penalty=9.0, logprobs=3
     )
-    chosen = choose(logits, bent, [0], [0])
-    assert chosen.token != 0, "the penalties worked"
-    assert chosen.logprob == pytest.approx(math.log([0.5, 0.3, 0.2][chosen.token]))
-    assert [token for token, _ in chosen.top] == [0, 1, 2]
-    assert [value for _, value in chosen.top] == pytest.approx(
+    sampled = choose(logits, penalised, [0], [0])
+    assert sampled.token != 0, "the penalties worked"
+    assert sampled.logprob == pytest.approx(math.log([0.5, 0.3, 0.2][sampled.token]))
+    assert [token for token, _ in sampled.top] == [0, 1, 2]
+    assert [value for _, value in sampled.top] == pytest.approx(
         [math.log(c) for c in (0.5, 0.3, 0.2)]
     )
 
@@ -349,16 +347,16 @@ def test_the_logits_are_left_as_they_were():
 
 
 @pytest.mark.parametrize("candidates", [1, 5, 30])
-def test_the_program_draws_the_same(candidates: int, device: torch.device):
+def test_the_kernel_samples_the_same(candidates: int, device: torch.device):
     from kvtide.layers.kernels.sampling import sample_candidates
 
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(90, 40, generator=generator) * torch.rand(90, 1, generator=generator) * 6
     kinds = itertools.product((0.3, 1.0, 3.0), (0.1, 0.8, 1.0), (0, 3, 7, 35), (0.0, 0.05))
-    drawings = [
+    inputs = [
         SamplingInput(SamplingParams(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)
     ]
-    logits, rows = logits[: len(drawings)], [sampler._settings(each, 40) for each in drawings]
+    logits, rows = logits[: len(inputs)], [sampler._settings(each, 40) for each in inputs]
     limits = torch.tensor(rows, dtype=torch.float64).T.contiguous()
     facts = sampler._greedy(logits, limits[0], None)
     values = logits.topk(candidates).values
@@ -381,10 +379,8 @@ def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
         SamplingParams(temperature=4.0, top_p=0.95),
     ]
     logits = torch.randn(63, 151_936, generator=torch.Generator().manual_seed(4)) * 3
-    drawings = [
-        SamplingInput(replace(kinds[n % 7], seed=n), [n, 5], [n, 5, 8, 8]) for n in range(63)
-    ]
-    found, wanted = sample_all(logits.to(device), drawings), sample_all(logits, drawings)
+    inputs = [SamplingInput(replace(kinds[n % 7], seed=n), [n, 5], [n, 5, 8, 8]) for n in range(63)]
+    found, wanted = sample_all(logits.to(device), inputs), sample_all(logits, inputs)
     # A draw may fall on a border, which another order of sums moves a little.
     assert sum(a.token == b.token for a, b in zip(found, wanted, strict=True)) >= 62
     for ours, theirs in zip(found, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Who runs next, and how many of its tokens: without a model, steps are only counted."""
+"""Which requests run next, and how many tokens of each: without a model, steps are only counted."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def desk() -> Iterator[Callable[..., Desk]]:
         each.end()
 
 
-# -- who comes in ---------------------------------------------------------------------------
+# -- admission ------------------------------------------------------------------------------
 
 
 def test_priorities_come_before_age_and_age_among_equals(desk):
@@ -169,7 +169,7 @@ def test_no_more_run_than_may(desk):
     assert at.scheduler.running == [second, third]
 
 
-def test_nobody_overtakes_the_head_that_waits_for_room(desk):
+def test_no_request_overtakes_the_head_that_waits_for_room(desk):
     at = desk(pages=9)
     running, large, small = at.queue(4), at.queue(6), at.queue(1)
     at.scheduler.admit()
@@ -206,7 +206,7 @@ def test_a_higher_priority_takes_the_room_of_lower_ones_and_no_more_than_it_need
     )
 
 
-def test_nobody_gives_way_to_a_request_that_would_not_fit_all_the_same(desk):
+def test_no_request_is_retracted_for_one_that_would_not_fit_all_the_same(desk):
     at = desk(pages=12)
     low, high = at.queue(3), at.queue(3, priority=5)
     at.step()
@@ -260,7 +260,7 @@ def test_what_is_found_is_counted_at_the_first_admission(desk):
 # -- a step ---------------------------------------------------------------------------------
 
 
-def test_those_who_generate_come_before_prompts(desk):
+def test_decodes_come_before_prefills(desk):
     at = desk(pages=32, chunk_tokens=12)
     old = at.queue(5)
     at.step()
@@ -268,18 +268,18 @@ def test_those_who_generate_come_before_prompts(desk):
     at.scheduler.admit()
     assert at.step() == [ScheduledChunk(quick, 2), ScheduledChunk(old, 5 * PAGE + 1)]
     long = at.queue(8)
-    late = at.queue(0, extra=1)  # One token is all it has: it is as good as one that generates.
+    late = at.queue(0, extra=1)  # One token is all it has: it counts as a decode.
     chunks = at.step()
     *first, last = [chunk.request for chunk in chunks]
     assert sorted(first, key=lambda request: request.number) == [old, quick, late] and last is long
     assert chunks[-1].end == 12 - 3, "the prompt gets what is left"
 
 
-def test_prompts_are_taken_in_smaller_parts_beside_somebody_who_generates(desk, monkeypatch):
+def test_prefill_chunks_are_smaller_beside_a_decode_batch(desk, monkeypatch):
     monkeypatch.setattr(scheduler, "MIXED_STEP_TOKENS", 2 * PAGE)
     at = desk(pages=32, chunk_tokens=6 * PAGE)
     long = at.queue(8)
-    assert at.step() == [ScheduledChunk(long, 6 * PAGE)], "nobody waits for a token"
+    assert at.step() == [ScheduledChunk(long, 6 * PAGE)], "no request waits for a token"
     quick = at.queue(0, extra=1)
     assert at.step() == [ScheduledChunk(quick, 1), ScheduledChunk(long, 8 * PAGE - 1)]
     other = at.queue(4)
@@ -287,7 +287,7 @@ def test_prompts_are_taken_in_smaller_parts_beside_somebody_who_generates(desk, 
     assert len(chunks) == 3 and ScheduledChunk(other, 2 * PAGE - 3) in chunks
 
 
-def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
+def test_decodes_are_neighbours_if_they_begin_alike(desk):
     at = desk(pages=48)
     first, second = at.queue(1, answer=6), at.queue(1, answer=6)
     at.step()
@@ -299,7 +299,7 @@ def test_those_who_generate_are_neighbours_if_they_begin_alike(desk):
     assert firsts in ([0, 1, 2], [3, 4, 5])
 
 
-FORESEEN = (FULL, WINDOW, RECURRENT, DRAFTED, V4_DRAFTED)
+PLANNED_AHEAD = (FULL, WINDOW, RECURRENT, DRAFTED, V4_DRAFTED)
 
 
 class Chances:
@@ -324,32 +324,32 @@ class Chances:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("memory", FORESEEN, ids=lambda memory: memory.model)
+@pytest.mark.parametrize("memory", PLANNED_AHEAD, ids=lambda memory: memory.model)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_step_that_was_foreseen_is_the_one_that_would_be_planned(desk, memory, seed, monkeypatch):
+def test_a_step_planned_ahead_is_the_one_that_would_be_planned(desk, memory, seed, monkeypatch):
     """Or nothing is left of it."""
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 2 * PAGE)
-    foreseeing, other = (desk(memory, pages=24 if seed % 2 else 48) for _ in range(2))
-    chances = [Chances(one, seed) for one in (foreseeing, other)]
-    foreseen = 0
+    planning, other = (desk(memory, pages=24 if seed % 2 else 48) for _ in range(2))
+    chances = [Chances(one, seed) for one in (planning, other)]
+    planned = 0
     for number in range(300):
         for chance in chances:
             chance.happen()
-        foreseeing.scheduler.admit()  # What is foreseen holds if nobody is taken in.
-        foreseen += foreseeing.overlap.state is OverlapState.PLANNED
-        steps = (foreseeing.step(Ahead.MIXED if seed % 2 else Ahead.DECODE), other.step())
-        # Of those who generate, who stands where may depend on what is known of a short prompt.
-        told = [{(chunk.request.number, chunk.end) for chunk in chunks} for chunks in steps]
-        assert told[0] == told[1], f"step {number}"
-        assert foreseeing.cache.validate() == []
-        both = (foreseeing, other)
+        planning.scheduler.admit()  # The plan holds if no request is admitted.
+        planned += planning.overlap.state is OverlapState.PLANNED
+        steps = (planning.step(Ahead.MIXED if seed % 2 else Ahead.DECODE), other.step())
+        # The order of decodes may depend on what is known of a short prompt.
+        numbers = [{(chunk.request.number, chunk.end) for chunk in chunks} for chunks in steps]
+        assert numbers[0] == numbers[1], f"step {number}"
+        assert planning.cache.validate() == []
+        both = (planning, other)
         kept = [[at.cache.match(r.prompt).tokens for r in at.requests] for at in both]
         assert kept[0] == kept[1], f"step {number}"
-    assert foreseen > 10
+    assert planned > 10
 
 
-def test_who_found_no_room_is_not_looked_at_before_somebody_has_left(desk):
-    """But for whoever comes first now, and where others have to give way."""
+def test_a_request_that_found_no_room_is_not_looked_at_before_another_has_left(desk):
+    """But for the one that comes first now, and where others have to give way."""
     at = desk(pages=6)
     first, second = at.queue(2, answer=8), at.queue(2, answer=8)
     at.scheduler.admit()
@@ -394,7 +394,7 @@ def test_the_live_rows_of_a_launched_step_are_the_next_step(desk, monkeypatch):
     assert dropped == ["fence"]
 
 
-def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk):
+def test_a_step_is_not_launched_ahead_if_a_request_waits_for_one_that_ends(desk):
     at = desk(max_running=2)
     at.queue(1, answer=20)
     short = at.queue(1, answer=3)
@@ -411,7 +411,7 @@ def test_a_pass_is_not_begun_beforehand_if_somebody_waits_for_whoever_ends(desk)
     ("memory", "steady"),
     [(FULL, True), (WINDOW, True), (DRAFTED, True), (RECURRENT, False), (V4_DRAFTED, False)],
 )
-def test_a_pass_is_not_begun_beforehand_where_a_token_too_many_would_be_kept(desk, memory, steady):
+def test_a_step_is_not_launched_ahead_where_a_token_too_many_would_be_kept(desk, memory, steady):
     at = desk(memory, pages=48)
     at.queue(1, answer=20)
     at.step(Ahead.DECODE)
@@ -419,12 +419,12 @@ def test_a_pass_is_not_begun_beforehand_where_a_token_too_many_would_be_kept(des
 
 
 @pytest.mark.parametrize(
-    ("memory", "begun"),
+    ("memory", "launches"),
     [(FULL, True), (WINDOW, True), (DRAFTED, True), (RECURRENT, False), (V4_DRAFTED, False)],
     ids=lambda value: getattr(value, "model", ""),
 )
-def test_parts_of_prompts_are_begun_beforehand_where_somebody_waits_for_room(
-    desk, monkeypatch, memory, begun
+def test_prefill_chunks_are_launched_ahead_where_a_request_waits_for_room(
+    desk, monkeypatch, memory, launches
 ):
     for limit in ("MIXED_STEP_TOKENS", "BLOCKED_STEP_TOKENS"):
         monkeypatch.setattr(scheduler, limit, 2 * PAGE)
@@ -437,17 +437,19 @@ def test_parts_of_prompts_are_begun_beforehand_where_somebody_waits_for_room(
     quick, waiting = at.queue(0, answer=1), at.queue(4)
     assert quick in {chunk.request for chunk in at.step(Ahead.MIXED)}
     assert waiting.lease is None and at.scheduler.blocked
-    coming = [ScheduledChunk(first, PAGE + 6), ScheduledChunk(long, 6 * PAGE - 4)] if begun else []
-    assert at.overlap.chunks == coming and at.may_launch is begun
-    if not begun:
+    coming = (
+        [ScheduledChunk(first, PAGE + 6), ScheduledChunk(long, 6 * PAGE - 4)] if launches else []
+    )
+    assert at.overlap.chunks == coming and at.may_launch is launches
+    if not launches:
         return
     at.launch()
     at.scheduler.remove(first)
     assert at.step() == coming[1:]
 
 
-def test_prompts_have_their_turn_in_what_is_begun_beforehand(desk, monkeypatch):
-    """The higher priority first; and nothing is begun in which nobody has one."""
+def test_prefills_have_their_turn_in_steps_launched_ahead(desk, monkeypatch):
+    """The higher priority first; and no step is launched in which none has one."""
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 2 * PAGE)
     at = desk(pages=32)
     first = at.queue(1, answer=20)
@@ -464,7 +466,7 @@ def test_prompts_have_their_turn_in_what_is_begun_beforehand(desk, monkeypatch):
     assert old.lease is not None
 
 
-def test_whoever_was_left_out_of_a_pass_is_in_the_next(desk):
+def test_a_request_left_out_of_a_step_is_in_the_next(desk):
     at = desk(pages=32)
     first, second = at.queue(1, answer=20), at.queue(1, answer=20)
     at.step(Ahead.DECODE)
@@ -475,7 +477,7 @@ def test_whoever_was_left_out_of_a_pass_is_in_the_next(desk):
     assert {chunk.request for chunk in at.step()} == {first, second}
 
 
-def test_what_was_taken_for_a_part_that_is_not_begun_is_given_back(desk, monkeypatch):
+def test_slots_of_a_chunk_that_is_not_launched_are_given_back(desk, monkeypatch):
     """Windows are kept before the end of a step, and the next one ends elsewhere."""
     monkeypatch.setattr(scheduler, "BLOCKED_STEP_TOKENS", 5 * PAGE)
     at = desk(WINDOW, pages=32, chunk_tokens=PAGE, placement=EveryPages(64))
@@ -495,16 +497,16 @@ def test_what_was_taken_for_a_part_that_is_not_begun_is_given_back(desk, monkeyp
     assert long.computed > before + 4 * PAGE, "it has come where the windows were"
 
 
-def test_nothing_is_foreseen_of_who_has_more_to_compute_or_will_be_done(desk):
+def test_requests_with_more_to_compute_or_that_end_are_not_planned_ahead(desk):
     at = desk(chunk_tokens=PAGE)
     request = at.queue(2, answer=3)
-    for told in ([], [], [2 * PAGE + 2], [2 * PAGE + 3], []):
+    for ends in ([], [], [2 * PAGE + 2], [2 * PAGE + 3], []):
         at.step(Ahead.DECODE)
-        assert [chunk.end for chunk in at.overlap.chunks] == told
+        assert [chunk.end for chunk in at.overlap.chunks] == ends
     assert request.length == request.max_length
 
 
-def test_what_was_foreseen_is_forgotten_when_somebody_comes_or_goes(desk):
+def test_the_plan_ahead_is_dropped_when_a_request_comes_or_goes(desk):
     at = desk(pages=32)
     first, second = at.queue(1, answer=20), at.queue(1, answer=20)
     at.step(Ahead.DECODE)

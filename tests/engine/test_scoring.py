@@ -34,6 +34,7 @@ def text(seed: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(3, VOCABULARY) for _ in range(count))
 
 
+@pytest.mark.quick(family=["gpt_oss", "falcon_h1"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
     tokens = text(1, 75)
@@ -45,16 +46,17 @@ def test_scores_are_the_models_own_whatever_the_chunks(family: str) -> None:
         engine = engine_for(family, chunk_tokens)
         (request,) = serve(engine, RequestParams(tokens, 0, score=3))
         assert request.finish is Finish.LENGTH and request.output == []
-        assert [chosen.token for chosen in request.scores] == list(tokens[1:])
+        assert [sampled.token for sampled in request.scores] == list(tokens[1:])
         torch.testing.assert_close(
-            torch.tensor([chosen.logprob for chosen in request.scores]), wanted, atol=2e-5, rtol=0
+            torch.tensor([sampled.logprob for sampled in request.scores]), wanted, atol=2e-5, rtol=0
         )
-        assert all(len(chosen.top) == 3 for chosen in request.scores)
+        assert all(len(sampled.top) == 3 for sampled in request.scores)
         found.append(request.scores)
         engine.cache.close()
     assert found[0] == found[1] == found[2], "to the last bit"
 
 
+@pytest.mark.quick(family=["gemma3", "falcon_h1"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_scored_prompt_uses_nothing_and_leaves_nothing(family: str) -> None:
     engine = engine_for(family)
@@ -86,7 +88,7 @@ def test_a_scored_prompt_that_was_interrupted_is_scored_once() -> None:
     engine.cache.close()
 
 
-def test_who_asks_for_no_token_warms_the_cache() -> None:
+def test_a_request_for_no_token_warms_the_cache() -> None:
     engine = engine_for("llama")
     tokens = text(4, 3 * PAGE + 1)
     (nothing,) = serve(engine, RequestParams(tokens, 0))

@@ -1,4 +1,4 @@
-"""Requests that come together and share a prefix that nobody has computed: one of them does."""
+"""Requests that come together and share a prefix that none has computed: one of them does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked(number: int, tokens: int = PREFIX, rest: int = REST) -> tuple[int, ...
 
 
 class Served:
-    """An engine and what it computed. What is said is what an engine without a cache says."""
+    """An engine and what it computed. Its tokens are those of an engine without a cache."""
 
     def __init__(self, family: str = "llama", **options: Any) -> None:
         self.family = family
@@ -105,7 +105,7 @@ def opened() -> Iterator[Opener]:
 # -- computed once -----------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.quick(family=["llama", "gpt_oss", "falcon_h1", "deepseek_v4"])
 @pytest.mark.parametrize("chunk_tokens", [24, 64, 1024])
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
 def test_requests_that_come_together_compute_their_prefix_once(
@@ -189,7 +189,7 @@ def test_where_prompts_part_before_a_checkpoint_their_prefix_is_computed_twice(
 
 @pytest.mark.quick(family=["falcon_h1", "gpt_oss", "llama"])
 @pytest.mark.parametrize("family", [*HISTORIES, *CHECKPOINTS])
-def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_all(
+def test_requests_too_late_for_a_checkpoint_compute_their_prefix_twice_in_all(
     family: str, opened: Opener
 ) -> None:
     """The first is past the point where they part: one of the others leaves a checkpoint there."""
@@ -207,10 +207,10 @@ def test_those_who_come_too_late_for_a_checkpoint_compute_their_prefix_twice_in_
 
 @pytest.mark.quick(family=["falcon_h1", "gpt_oss"])
 @pytest.mark.parametrize("family", CHECKPOINTS)
-def test_where_nothing_can_be_found_nobody_waits_more_than_twice(
+def test_where_nothing_can_be_found_no_request_waits_more_than_twice(
     family: str, opened: Opener
 ) -> None:
-    """No checkpoint is left where prompts part, whoever waits for it: they all go on together."""
+    """No checkpoint is left where prompts part: the requests that wait for it go on together."""
     served, rest = opened(family, placement=LastPage(), chunk_tokens=256), 3 * PAGE
     first, *others = [served.submit(asked(number, rest=rest)) for number in range(MANY)]
     served.until(lambda: not served.engine.scheduler.waiting)
@@ -221,7 +221,7 @@ def test_where_nothing_can_be_found_nobody_waits_more_than_twice(
     assert served.computed == MANY * (PREFIX + rest + ANSWER - 1)
 
 
-# -- whoever is waited for goes ----------------------------------------------------------------
+# -- the request ahead goes --------------------------------------------------------------------
 
 
 def test_when_the_one_ahead_is_aborted_another_computes_the_rest(opened: Opener) -> None:
@@ -236,7 +236,7 @@ def test_when_the_one_ahead_is_aborted_another_computes_the_rest(opened: Opener)
     assert all(len(other.output) == ANSWER for other in others)
 
 
-def test_everybody_ahead_may_go_and_nobody_waits_for_ever(opened: Opener) -> None:
+def test_all_requests_ahead_may_go_and_none_waits_for_ever(opened: Opener) -> None:
     served = opened("falcon_h1", chunk_tokens=PAGE)
     requests = [served.submit(asked(number)) for number in range(MANY)]
     for request in requests[:-1]:
@@ -246,7 +246,7 @@ def test_everybody_ahead_may_go_and_nobody_waits_for_ever(opened: Opener) -> Non
     assert len(requests[-1].output) == ANSWER and requests[-1].prefix_waits == MAX_PREFIX_WAITS
 
 
-def test_when_one_that_waits_is_aborted_nobody_minds(opened: Opener) -> None:
+def test_aborting_one_that_waits_leaves_the_others_alone(opened: Opener) -> None:
     served = opened("llama")
     requests = [served.submit(asked(number)) for number in range(MANY)]
     served.steps()
@@ -273,7 +273,7 @@ def test_a_retracted_one_is_waited_for_again(opened: Opener) -> None:
 
 
 def test_one_whose_pages_are_taken_back_is_waited_for_no_longer(opened: Opener) -> None:
-    """It starts over like any other: whoever is first computes the rest."""
+    """It starts over like any other: the first request computes the rest."""
     served = opened("llama", chunk_tokens=2 * PAGE)
     requests = [served.submit(asked(number)) for number in range(3)]
     served.steps()
@@ -295,10 +295,10 @@ def test_what_was_quarantined_is_not_waited_for(opened: Opener) -> None:
     assert served.computed == 2 * (PREFIX + OWN)
 
 
-# -- who does not wait -------------------------------------------------------------------------
+# -- requests that do not wait-------------------------------------------------------------------
 
 
-def test_nobody_waits_for_a_lower_priority(opened: Opener) -> None:
+def test_no_request_waits_for_a_lower_priority(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=24)
     low = served.submit(asked(0))
     served.steps()
@@ -323,7 +323,7 @@ def test_namespaces_do_not_wait_for_each_other(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("more", [{"recompute": True}, {"score": 1}], ids=["recompute", "score"])
-def test_who_computes_everything_anew_neither_waits_nor_is_waited_for(
+def test_a_request_that_recomputes_neither_waits_nor_is_waited_for(
     more: dict[str, Any], opened: Opener
 ) -> None:
     served = opened("llama", chunk_tokens=24)
@@ -337,7 +337,7 @@ def test_who_computes_everything_anew_neither_waits_nor_is_waited_for(
     assert served.computed == 4 * (PREFIX + OWN)
 
 
-def test_who_waits_for_another_keeps_nobody_else_waiting(opened: Opener) -> None:
+def test_a_request_that_waits_for_another_keeps_no_third_waiting(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=24)
     first, waiting = served.submit(asked(0)), served.submit(asked(1))
     unrelated = [served.submit(text(random.Random(seed), PAGE)) for seed in (50, 51)]
@@ -347,7 +347,7 @@ def test_who_waits_for_another_keeps_nobody_else_waiting(opened: Opener) -> None
     served.right()
 
 
-def test_who_shares_less_than_a_page_does_not_wait(opened: Opener) -> None:
+def test_a_request_that_shares_less_than_a_page_does_not_wait(opened: Opener) -> None:
     served = opened("llama", chunk_tokens=24)
     first, second = (served.submit(asked(n, tokens=PAGE - 1)) for n in range(2))
     served.steps()
@@ -359,7 +359,7 @@ def test_waiting_costs_no_comparison_of_prompts(
     opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whom a request waits for is noted: it is asked again when that is over, not every step.
-    Nor is anybody asked while there is no place."""
+    Nor is a request looked at while there is no place."""
     served = opened("llama", chunk_tokens=PAGE, max_running=2)
     for number in range(MANY):
         served.submit(asked(number))

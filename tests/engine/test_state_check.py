@@ -193,7 +193,7 @@ def test_a_layer_that_its_pool_does_not_have_is_refused() -> None:
         check_declared_state(model, CPU)
 
 
-def test_slots_that_nobody_declared_are_refused() -> None:
+def test_slots_that_are_not_declared_are_refused() -> None:
     ghost = PoolSpec("ghost", (1,), ours("qwen3").memory.pools[0].entry)
 
     def keep(layer: Any, x: Tensor, run: Any) -> None:
@@ -204,7 +204,7 @@ def test_slots_that_nobody_declared_are_refused() -> None:
 
 
 @pytest.mark.parametrize("follows", [None, "kv"])
-def test_a_pool_that_nobody_uses_is_refused_by_name(follows: str | None) -> None:
+def test_a_pool_that_no_layer_uses_is_refused_by_name(follows: str | None) -> None:
     model = ours("qwen3")
     entry = model.memory.pools[0].entry
     model.memory = _with(model.memory, PoolSpec("spare", (0, 2), entry, follows=follows))
@@ -213,7 +213,7 @@ def test_a_pool_that_nobody_uses_is_refused_by_name(follows: str | None) -> None
         check_declared_state(model, CPU)
 
 
-def test_a_layer_that_nobody_uses_is_refused_by_number() -> None:
+def test_a_layer_that_no_pool_uses_is_refused_by_number() -> None:
     model: Any = ours("qwen3")
     model.layers[1] = lambda x, run: x
     with pytest.raises(EngineError, match=r"pool kv is declared for layers \[1\], "):

@@ -61,7 +61,7 @@ def compute(
 
 
 def keep(index: Index, tokens: Sequence[int], **options: Any) -> None:
-    """Have the prompt's pages in the device tier, held by nobody."""
+    """Have the prompt's pages in the device tier, not held."""
     index.release(compute(index, tokens, **options))
 
 

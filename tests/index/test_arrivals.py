@@ -137,7 +137,7 @@ def test_a_victim_entered_twice_is_demoted_once(policy: str) -> None:
 
 
 def test_a_copy_without_room_changes_nothing() -> None:
-    """Host pages above a pinned host page are in nobody's way and cannot go either."""
+    """Host pages above a pinned host page are in no lease's way and cannot go either."""
     index = build(FULL, host=6)
     keep(index, TEXT)
     back_up(index, TEXT[:8])

@@ -1,4 +1,4 @@
-"""Events are a complete account: who hears them all knows what is readable where."""
+"""Events are a complete account: a listener to all knows what is readable where."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:
     )
 
 
-def test_nothing_is_hashed_while_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_hashed_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(FULL)
     monkeypatch.setattr("kvtide.index.tree.tree.chain", None)
     keep(index, range(20))

@@ -120,7 +120,7 @@ def test_a_window_left_behind_by_a_growing_leaf_goes_first() -> None:
 
 
 def test_pages_out_of_every_reach_go_first_and_alone() -> None:
-    """Two pages of window, kept at 2 and at 8; nobody parts at 2, so those go first."""
+    """Two pages of window, kept at 2 and at 8; no prompt parts at 2, so those go first."""
     index = build(WINDOW)
     keep(index, C * 2)
     keep(index, A * 8, checkpoints=[2, 8])
@@ -203,7 +203,7 @@ def test_states_go_one_checkpoint_at_a_time() -> None:
 
 
 def test_a_host_window_left_behind_by_a_growing_leaf_goes_first() -> None:
-    """Nobody pins the host copy while its device copy is read, so growth alone must tell."""
+    """Nothing pins the host copy while its device copy is read, so growth alone must tell."""
     index = build(WINDOW)
     keep(index, C * 2)
     back_up(index, C * 2)

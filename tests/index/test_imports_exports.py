@@ -17,7 +17,7 @@ def take(index: Index, tokens: list[int], *pages: tuple[str, int]):
     return index.take(lease, [WantedPages(*page) for page in pages])
 
 
-def test_what_is_taken_is_found_by_nobody_before_it_is_adopted() -> None:
+def test_what_is_taken_is_not_found_before_it_is_adopted() -> None:
     index = build(FULL)
     arriving = take(index, TEXT, *(("kv", page) for page in range(8)))
     assert found(index, TEXT) == 0 and index.free_pages(Tier.HOST, "kv") == 32
@@ -59,7 +59,7 @@ def test_doubles_go_back() -> None:
     assert index.resident_pages(Tier.HOST, "kv") == 8 and index.validate() == []
 
 
-def test_what_comes_below_pages_that_nobody_has_is_found_when_they_come() -> None:
+def test_what_comes_below_absent_pages_is_found_when_they_come() -> None:
     index = build(FULL)
     below = take(index, TEXT, *(("kv", page) for page in range(4, 8)))
     index.adopt(below, 4, [()] * 4)

@@ -1,4 +1,4 @@
-"""Who a page is: namespaces, prompts, chained keys, holdback."""
+"""The identity of a page: namespaces, prompts, chained keys, holdback."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_shortened_node_gets_right_keys_again() -> None:
     (node,) = index.tree.walk()
     index.tree.key(node)
     assert index.evict(Tier.DEVICE, "kv", 1) == 1
-    lease_for(index, TEXT[:9])  # somebody stands there, so what follows becomes a new node
+    lease_for(index, TEXT[:9])  # a lease stands there, so what follows becomes a new node
     for each in (index, fresh):
         keep(each, TEXT[:8] + TEXT[12:20])
     assert _keys(index, TEXT[:8] + TEXT[12:20]) == _keys(fresh, TEXT[:8] + TEXT[12:20])

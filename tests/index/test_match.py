@@ -165,7 +165,7 @@ def test_why_is_silent_when_nothing_could_be_deeper() -> None:
     assert _why(index, TEXT) == [] and _why(index, TEXT[:3]) == []
 
 
-def test_why_names_tokens_nobody_kept() -> None:
+def test_why_names_tokens_that_were_not_kept() -> None:
     index = build(WINDOW)
     keep(index, TEXT[:8])
     assert _why(index, TEXT) == [

@@ -1,4 +1,4 @@
-"""Pages that nobody may find again, and pages that nobody finds to begin with."""
+"""Pages that no prompt may find again, and pages that none finds to begin with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resident(index: Index) -> int:
 
 
 @every_memory
-def test_what_nobody_holds_is_gone_from_every_tier_at_once(memory: ModelMemory) -> None:
+def test_what_is_not_held_is_gone_from_every_tier_at_once(memory: ModelMemory) -> None:
     index = build(memory)
     keep(index, TEXT)
     back_up(index, TEXT)
@@ -114,7 +114,7 @@ def test_a_lease_reads_on_and_its_release_drops_all_it_held(memory: ModelMemory)
 
 
 @every_memory
-def test_a_lease_goes_on_committing_what_nobody_finds(memory: ModelMemory) -> None:
+def test_a_lease_goes_on_committing_what_no_prompt_finds(memory: ModelMemory) -> None:
     index = build(memory)
     lease = compute(index, TEXT)
     quarantine(index, TEXT)
@@ -191,7 +191,7 @@ def test_a_root_that_only_a_lease_keeps_is_still_the_one_that_prompts_name() -> 
     assert index.validate() == [] and free(index)
 
 
-def test_who_computes_a_quarantined_page_is_not_given_the_quarantined_one() -> None:
+def test_a_lease_that_computes_a_quarantined_page_is_not_given_the_quarantined_one() -> None:
     """It stands above the page, which another lease still reads: the tokens alone are alike."""
     index = build(FULL)
     keep(index, TEXT[: 2 * PAGE])
@@ -207,7 +207,7 @@ def test_who_computes_a_quarantined_page_is_not_given_the_quarantined_one() -> N
     assert not set(own[2:]) & set(index.page_table(deep, "kv").tolist())
 
 
-# -- copies under way -----------------------------------------------------------------------
+# -- copies in flight -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", ["land", "fail"])
@@ -292,7 +292,7 @@ def test_nothing_hidden_is_demoted_where_only_copies_are_kept() -> None:
     assert free(index), "the only copy of a hidden page is not worth keeping"
 
 
-# -- who is told ----------------------------------------------------------------------------
+# -- events ---------------------------------------------------------------------------------
 
 
 @every_memory
@@ -309,9 +309,9 @@ def test_listeners_hear_once_that_quarantined_pages_are_gone_and_nothing_later(
     pages = resident(index)
     assert index.quarantine(index.prompt(TEXT)) == pages
     assert {event.kind for event in heard} == {EventKind.REMOVED}
-    told = [(event.tier, event.anchor, key) for event in heard for key in event.page_keys]
-    assert len(told) == len(set(told)) == pages
-    assert {key for _, _, key in told} <= set(naive.page_keys(TEXT))
+    heard_of = [(event.tier, event.anchor, key) for event in heard for key in event.page_keys]
+    assert len(heard_of) == len(set(heard_of)) == pages
+    assert {key for _, _, key in heard_of} <= set(naive.page_keys(TEXT))
     before = len(heard)
     if other is not None:
         index.land(other)
@@ -325,7 +325,7 @@ def test_listeners_hear_once_that_quarantined_pages_are_gone_and_nothing_later(
 
 
 @every_memory
-def test_a_scratch_prompt_finds_nothing_and_is_found_by_nobody(memory: ModelMemory) -> None:
+def test_a_scratch_prompt_finds_nothing_and_is_not_found(memory: ModelMemory) -> None:
     index = build(memory)
     keep(index, TEXT)
     before = found(index, TEXT)
@@ -343,7 +343,7 @@ def test_a_scratch_prompt_finds_nothing_and_is_found_by_nobody(memory: ModelMemo
 
 
 @every_memory
-def test_scratch_leases_share_no_page_with_anybody(memory: ModelMemory) -> None:
+def test_scratch_leases_share_no_page_with_any_lease(memory: ModelMemory) -> None:
     index = build(memory)
     scratch = index.scratch(TEXT)
     leases = [compute(index, TEXT)]
@@ -358,7 +358,7 @@ def test_scratch_leases_share_no_page_with_anybody(memory: ModelMemory) -> None:
         assert len(slots) == len(set(slots))
 
 
-def test_a_scratch_lease_is_copied_nowhere_and_nobody_hears_of_it() -> None:
+def test_a_scratch_lease_is_copied_nowhere_and_causes_no_event() -> None:
     index, heard = build(FULL), []
     index.subscribe(heard.append)
     lease = index.pin(index.match(index.scratch(TEXT)))

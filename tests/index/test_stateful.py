@@ -30,6 +30,7 @@ from kvtide.index import (
 )
 from kvtide.spec import ALL, Tier
 from kvtide.testing.naive import NaiveIndex
+from tests import grids
 from tests.index.memories import ALL_MEMORIES, PAGE
 
 LONG = bool(os.environ.get("KVTIDE_LONG_TESTS"))
@@ -39,7 +40,7 @@ PLACEMENTS = (LastPage, Branches, lambda: EveryPages(3), CostBased)
 
 @dataclass(eq=False)
 class Held:
-    """A lease with what the test knows about it. `hidden`: it computes what nobody finds."""
+    """A lease with what the test knows about it. `hidden`: it computes what no prompt finds."""
 
     lease: IndexLease
     tokens: list[int]
@@ -62,7 +63,7 @@ class Flying:
     added: list[tuple[str, bytes, frozenset[str]]]
 
 
-# Prompts are drawn from few pages, so that they share prefixes and part inside and between pages.
+# Prompts are made of few pages, so that they share prefixes and part inside and between pages.
 _chunk = st.sampled_from([[1] * PAGE, [2] * PAGE, [1, 1, 2, 2], [1] * (3 * PAGE), [2, 1]])
 prompts = st.lists(_chunk, min_size=1, max_size=7).map(
     lambda chunks: [t for c in chunks for t in c]
@@ -408,7 +409,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(
-    max_examples=2000 if LONG else 120,
+    max_examples=2000 if LONG else 120 if grids.everything() else 60,
     stateful_step_count=60 if LONG else 40,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, *((Phase.shrink,) if LONG else ())),

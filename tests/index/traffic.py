@@ -32,7 +32,7 @@ Bytes = tuple[bytes, bool]
 
 @dataclass(eq=False)
 class Running:
-    """A request. `hidden`: nobody finds what it computes. `held`: quarantined slots that it had."""
+    """A request. `hidden`: no prompt finds what it computes. `held`: quarantined slots it had."""
 
     lease: IndexLease
     tokens: list[int]
@@ -43,7 +43,7 @@ class Running:
 
 @dataclass(eq=False)
 class Flying:
-    """An arrival, the bytes it copies, and the pages that nobody will find when it lands."""
+    """An arrival, the bytes it copies, and the pages that no prompt finds when it lands."""
 
     arrival: Arrival
     copies: list[Bytes]
@@ -120,7 +120,7 @@ class Traffic:
         assert self.index.quarantine(self.index.prompt(tokens, namespace)) == expected
 
     def _note_quarantined(self, first: list[bytes]) -> None:
-        """Which slots nobody may come to read from now on, and who reads them already."""
+        """Slots that no new lease may read from now on, and the leases that read them already."""
         names = [pool.name for pool in self.memory.anchors]
         for node in [n for n in self.index.tree.walk() if not n.hidden]:
             if self.naive.first_of(self.index.tree.page_keys(node)[0].name) in first:
@@ -277,7 +277,7 @@ class Traffic:
         mirror: dict[tuple[Tier, str], set[bytes]] = {where: set() for where in self.bytes}
         for node in self.index.tree.walk():
             if node.hidden:
-                continue  # Who reads it is asked in `_wrong_tables`.
+                continue  # Its readers are checked in `_wrong_tables`.
             keys = [key.name for key in self.index.tree.page_keys(node)]
             for cell, slots in enumerate(node.slots):
                 if slots is not None:
@@ -287,7 +287,7 @@ class Traffic:
                     if [self.bytes[where][slot][0] for slot in slots.tolist()] != keys:
                         wrong.append(f"{where}: slots hold other pages than the tree says")
         if mirror != self.naive.readable:
-            wrong.append("who listened to all events believes something else than the tree")
+            wrong.append("a listener to all events believes something else than the tree")
         return wrong
 
     def _wrong_tables(self) -> list[str]:

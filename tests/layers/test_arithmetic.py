@@ -35,11 +35,11 @@ def test_no_later_product_has_torch_take_another_library() -> None:
     assert torch._C._get_mkldnn_enabled() == before
 
 
-# -- products by tiles -------------------------------------------------------------------------
+# -- GEMMs by tiles ----------------------------------------------------------------------------
 
 
 def shows_the_company(x: Tensor, weight: Tensor) -> Tensor:
-    """A product whose rows depend on each other, as no machine's should."""
+    """A GEMM whose rows depend on each other, as no machine's should."""
     return functional.linear(x, weight) + (x.sum() * 1e-3 if len(x) > 1 else 0)
 
 
@@ -48,14 +48,14 @@ def shows_the_place(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("product", [shows_the_company, shows_the_place])
-def test_a_product_whose_rows_do_not_stand_alone_is_found_out(product) -> None:
+def test_a_gemm_whose_rows_depend_on_each_other_is_found_out(product) -> None:
     assert not product_rows_stand_alone(product, random(24, 40), TILE_ROWS)
     assert product_rows_stand_alone(product, random(24, 40), 1)
 
 
 @pytest.mark.parametrize("product", [functional.linear, shows_the_company, shows_the_place])
 def test_rows_are_the_same_bits_in_any_company(product) -> None:
-    """Where the machine's product cannot do it, tiles have one row."""
+    """Where the machine's GEMM cannot do it, tiles have one row."""
     arithmetic = Deterministic(product)
     x, weight, bias = random(50, 40), random(24, 40), random(24)
     whole = arithmetic.linear(x, weight, bias)
@@ -117,8 +117,8 @@ def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, how: Attentio
             seen = slice(first, past + t + 1)
             logits = keys[seen, h // each] @ queries[t, h] * how.scale
             sink = how.sinks[h].exp() if how.sinks is not None else 0
-            shares = logits.exp() / (logits.exp().sum() + sink)
-            out[t, h] = shares @ values[seen, h // each]
+            weights = logits.exp() / (logits.exp().sum() + sink)
+            out[t, h] = weights @ values[seen, h // each]
     return out
 
 

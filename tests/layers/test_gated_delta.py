@@ -17,13 +17,13 @@ both_decays = pytest.mark.parametrize("channels", [1, KEYS], ids=["even", "by-ch
 def some(count: int, channels: int, *, steepest: float = 0.2, seed: int = 3) -> DeltaInput:
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(*shape: int) -> Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(count, HEADS, *shape, generator=generator)
 
-    query, key = (drawn(KEYS) for _ in range(2))
+    query, key = (randn(KEYS) for _ in range(2))
     decay = torch.rand(count, HEADS, channels, generator=generator) * -steepest
     key = key / key.norm(dim=-1, keepdim=True)
-    return DeltaInput(query, key, drawn(VALUES), decay, drawn().sigmoid())
+    return DeltaInput(query, key, randn(VALUES), decay, randn().sigmoid())
 
 
 def start(seed: int = 9) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is chosen depends on scores, then on who stands first, and on nothing else."""
+"""What is chosen depends on scores, then on the order of entries, and on nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtide.layers.reference.indexer import select, top_k
 COUNT = 5
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -42,7 +42,7 @@ def test_of_equals_the_first_is_taken_and_the_best_comes_first() -> None:
 
 @pytest.mark.parametrize("block", [1, 4, 64])
 def test_a_query_chooses_the_best_of_what_it_sees(block: int) -> None:
-    queries, weights, keys = drawn(12, 16, 8), drawn(12, 16, seed=1), drawn(20, 8, seed=2)
+    queries, weights, keys = randn(12, 16, 8), randn(12, 16, seed=1), randn(20, 8, seed=2)
     visible = torch.arange(3, 15)
     chosen = select(queries, weights, keys, visible, COUNT, block)
     assert chosen.shape == (12, 20)
@@ -61,16 +61,16 @@ def test_ties_go_to_the_first_entries(block: int) -> None:
 
 @pytest.mark.parametrize("block", [1, 2, 64])
 def test_what_sees_no_more_than_it_may_choose_sees_all_of_it(block: int) -> None:
-    queries, weights = drawn(4, 2, 4), drawn(4, 2, seed=1)
+    queries, weights = randn(4, 2, 4), randn(4, 2, seed=1)
     keys = torch.full((9, 4), torch.nan)
-    keys[:COUNT] = drawn(COUNT, 4, seed=2)
+    keys[:COUNT] = randn(COUNT, 4, seed=2)
     chosen = select(queries, weights, keys, torch.tensor([0, 2, 2, COUNT]), COUNT, block)
     assert as_lists(chosen) == [[], [0, 1], [0, 1], list(range(COUNT))]
 
 
 @pytest.mark.parametrize("block", [1, 64])
-def test_what_nobody_sees_does_not_matter(block: int) -> None:
-    queries, weights, keys = drawn(3, 16, 8), drawn(3, 16, seed=1), drawn(40, 8, seed=2)
+def test_what_no_query_sees_does_not_matter(block: int) -> None:
+    queries, weights, keys = randn(3, 16, 8), randn(3, 16, seed=1), randn(40, 8, seed=2)
     visible = torch.tensor([18, 19, 20])
     longer = select(queries, weights, keys, visible, COUNT, block)
     keys[20:] = torch.nan
@@ -79,7 +79,7 @@ def test_what_nobody_sees_does_not_matter(block: int) -> None:
 
 
 class Watching(TorchDispatchMode):
-    """Where in memory the operands of products begin, in bytes past the last multiple of 64."""
+    """Where in memory the operands of GEMMs begin, in bytes past the last multiple of 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Watching(TorchDispatchMode):
 
 
 def test_operands_begin_alike_wherever_a_query_stands() -> None:
-    """Else a product, and with it a choice, might depend on what stands before."""
-    queries, weights, keys = drawn(12, 3, 5), drawn(12, 3, seed=1), drawn(21, 5, seed=2)[1:]
+    """Else a GEMM, and with it a choice, might depend on what stands before."""
+    queries, weights, keys = randn(12, 3, 5), randn(12, 3, seed=1), randn(21, 5, seed=2)[1:]
     assert {query.data_ptr() % 64 for query in queries} != {0} and keys.data_ptr() % 64
     with Watching() as watched:
         select(queries, weights, keys, torch.arange(8, 20), COUNT, 1)

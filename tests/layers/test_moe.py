@@ -1,4 +1,4 @@
-"""Routing in groups chooses what `transformers` chooses, and gives everybody the same share."""
+"""Routing in groups chooses what `transformers` chooses, with the same weights."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvtide.layers.reference.moe_routing import route_scores
 TOKENS, EXPERTS, WIDTH = 200, 12, 16
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_expert(routing: Routing) -> Tensor:
-    """(tokens, experts): everybody's share, 0 where not chosen."""
+    """(tokens, experts): the weights of experts, 0 where not chosen."""
     return torch.zeros(TOKENS, EXPERTS).scatter(1, routing.experts, routing.weights)
 
 
 def of_oracle(router: torch.nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
-        _, shares, experts = router(x)
-    return torch.zeros(TOKENS, EXPERTS).scatter(1, experts, shares)
+        _, weights, experts = router(x)
+    return torch.zeros(TOKENS, EXPERTS).scatter(1, experts, weights)
 
 
 @pytest.mark.parametrize("bias", [0.3, -5.0, 0.0], ids=["mixed", "negative", "none"])
 @pytest.mark.parametrize(("groups", "allowed"), [(1, 1), (4, 2), (3, 1)])
 @pytest.mark.parametrize("renormalised", [True, False])
-def test_groups_are_judged_by_their_two_best_and_the_bias_is_in_no_share(
+def test_groups_are_judged_by_their_two_best_and_the_bias_is_in_no_weight(
     bias: float, groups: int, allowed: int, renormalised: bool
 ) -> None:
     """A bias that makes all scores negative must not let experts of other groups in."""
@@ -42,9 +42,9 @@ def test_groups_are_judged_by_their_two_best_and_the_bias_is_in_no_share(
         hidden_size=WIDTH, n_routed_experts=EXPERTS, num_experts_per_tok=3, n_group=groups,
         topk_group=allowed, norm_topk_prob=renormalised, routed_scaling_factor=2.5,
     )  # fmt: skip
-    router, x = DeepseekV3TopkRouter(config), drawn(TOKENS, WIDTH, seed=1)
-    router.weight.data = drawn(EXPERTS, WIDTH, seed=2)
-    biases = drawn(EXPERTS, seed=3) * 0.3 + min(bias, 0.0) if bias else torch.zeros(EXPERTS)
+    router, x = DeepseekV3TopkRouter(config), randn(TOKENS, WIDTH, seed=1)
+    router.weight.data = randn(EXPERTS, WIDTH, seed=2)
+    biases = randn(EXPERTS, seed=3) * 0.3 + min(bias, 0.0) if bias else torch.zeros(EXPERTS)
     router.e_score_correction_bias.copy_(biases)
     choice = RoutingRule(3, groups, allowed, renormalised=renormalised, scale=2.5)
     routing = route_scores(Batched(), (x @ router.weight.T).sigmoid(), choice, biases)
@@ -60,8 +60,8 @@ def test_groups_are_judged_by_their_best_where_the_choice_says_so(
         n_group=groups, topk_group=allowed, topk_method="group_limited_greedy",
         routed_scaling_factor=1.5,
     )  # fmt: skip
-    router, x = DeepseekV2TopkRouter(config), drawn(TOKENS, WIDTH, seed=1)
-    router.weight.data = drawn(EXPERTS, WIDTH, seed=2)
+    router, x = DeepseekV2TopkRouter(config), randn(TOKENS, WIDTH, seed=1)
+    router.weight.data = randn(EXPERTS, WIDTH, seed=2)
     choice = RoutingRule(3, groups, allowed, group_depth=1, renormalised=False, scale=1.5)
     routing = route_scores(Batched(), (x @ router.weight.T).softmax(-1), choice)
     torch.testing.assert_close(by_expert(routing), of_oracle(router, x), rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Plays the engine for a draft beside its target: one set of pages, and passes of each."""
+"""Plays the engine for a draft beside its target: one set of pages, and forward passes of each."""
 
 from __future__ import annotations
 

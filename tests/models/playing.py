@@ -26,7 +26,7 @@ ALONE = RankTopology()
 
 @dataclass
 class Played:
-    """One sequence under way: its tokens, how many are computed, and its pages by anchor."""
+    """A sequence: its tokens, how many are computed, and its pages by anchor."""
 
     tokens: list[int]
     pages: dict[str, list[int]] = field(default_factory=dict)

@@ -89,7 +89,7 @@ def test_the_labs_config_means_the_same() -> None:
     assert_close(Player(model).prefill(prompt(300), 300), expected(REAL, 300))
 
 
-def test_how_much_of_a_head_turns_may_be_given_as_a_share() -> None:
+def test_how_much_of_a_head_rotates_may_be_given_as_a_fraction() -> None:
     saved = checkpoint(TINY)
     config = {k: v for k, v in saved.config.items() if k != "qk_rope_head_dim"}
     model = build(config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 by programs, in an interpreter: the logits that its torch code gives."""
+"""DeepSeek-V4 by interpreted kernels: the logits that its torch code gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY, OTHER = "deepseek_v4", "deepseek_v4-no-hash-other-shapes"
 
 
 def together(model: Model) -> Tensor:
-    """Two sequences, of which one is a prompt while the other generates; then both do."""
+    """Two sequences: a prefill beside a decode, then two decodes."""
     player = Player(model)
     one, other = player.begin(prompt(17)), player.begin(prompt(7, seed=4))
     logits = player.step((one, 15))
@@ -27,7 +27,7 @@ def together(model: Model) -> Tensor:
 
 @pytest.mark.quick(name=[TINY])
 @pytest.mark.parametrize("name", [TINY, OTHER])
-def test_programs_give_the_logits_of_the_torch_code(
+def test_kernels_give_the_logits_of_the_torch_code(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, wanted = together(by_kernels(name, monkeypatch)), together(in_torch(name))

@@ -9,7 +9,7 @@ from kvtide.models.tokenizer import load_tokenizer
 from kvtide.spec.families import KVDType
 from tests.models.answering import greedy, greedy_of_transformers
 
-NEW_TOKENS = 30
+NEW_TOKENS = 12
 QUESTION = "What is the capital of France? Answer in one sentence."
 
 

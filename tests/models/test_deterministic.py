@@ -19,7 +19,7 @@ TOKENS = 100
 PRECISIONS = {
     "fp32": (torch.float32, KVDType.FP32, TOKENS),
     "fp32-kept-in-bf16": (torch.float32, KVDType.BF16, TOKENS),
-    "bf16": (torch.bfloat16, KVDType.BF16, 60),  # Few CPUs have products in it.
+    "bf16": (torch.bfloat16, KVDType.BF16, 60),  # Few CPUs have GEMMs in it.
 }
 FAMILIES = [
     "llama-tied-wide-heads",
@@ -42,6 +42,24 @@ FAMILIES = [
     "deepseek_v32",
     "glm_moe_dsa-shared",
 ]
+QUICK = [
+    "mistral-windows",
+    "gpt_oss",
+    "falcon_h1-groups-norm",
+    "deepseek_v4",
+    "qwen3_next",
+    "kimi_linear",
+    "glm_moe_dsa-shared",
+]
+"""One family of each form of memory, with each kind of recurrent state."""
+CASES = [
+    *covered(product(QUICK, PRECISIONS)),
+    *(
+        pytest.param(*cell, marks=pytest.mark.full)
+        for cell in product(FAMILIES, PRECISIONS)
+        if cell[0] not in QUICK
+    ),
+]
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 
@@ -59,8 +77,7 @@ class Case:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(cell.values, marks=cell.marks, id="-".join(cell.values))
-        for cell in covered(product(FAMILIES, PRECISIONS))
+        pytest.param(cell.values, marks=cell.marks, id="-".join(cell.values)) for cell in CASES
     ],
 )
 def case(request: pytest.FixtureRequest) -> Case:
@@ -103,7 +120,7 @@ def _in_random_company(case: Case, seed: int) -> list[Tensor]:
     return [torch.cat(parts) for parts in logits]
 
 
-@pytest.mark.quick(name=FAMILIES[::3])
+@pytest.mark.quick(name=FAMILIES[::6])
 @every_family
 def test_continuations_of_one_prefix_do_not_touch_it_or_each_other(name: str) -> None:
     """Two that share its pages in one step, then a third that begins when they are done."""
@@ -118,7 +135,7 @@ def test_continuations_of_one_prefix_do_not_touch_it_or_each_other(name: str) ->
         assert torch.equal(logits, alone[48:])
 
 
-@pytest.mark.quick(name=FAMILIES[1::3])
+@pytest.mark.quick(name=FAMILIES[1::6])
 @every_family
 def test_the_size_of_pages_does_not_show(name: str) -> None:
     # DeepSeek-V4's pages hold whole blocks, of 16 tokens here.

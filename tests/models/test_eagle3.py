@@ -117,8 +117,8 @@ class Plain:
         q, k = self._rotated(q), self._rotated(k)
         k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
-        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        return self._linear(f"{name}o_proj", torch.einsum("hqk,khd->qhd", shares, v).flatten(1))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return self._linear(f"{name}o_proj", torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.arange(len(x))[:, None] * self._frequencies()
@@ -299,12 +299,13 @@ def _resumed(
     """Hidden states of rows from `first` on, some of the pages before them being forgotten."""
     player = DraftPlayer(target, draft)
     sequence = player.begin(tokens)
-    (features,) = player.features((sequence, TOKENS))
+    count = len(tokens) - 1
+    (features,) = player.features((sequence, count))
     player.draft_pass(DraftChunk(sequence, 0, tokens[1 : first + 1], features[:first]))
     for page in absent:
         player.forget(sequence, page)
     hidden = []
-    for row, end in ((first, TOKENS - 2), (TOKENS - 2, TOKENS - 1), (TOKENS - 1, TOKENS)):
+    for row, end in ((first, count - 2), (count - 2, count - 1), (count - 1, count)):
         following = tokens[row + 1 : end + 1]
         hidden += player.draft_pass(DraftChunk(sequence, row, following, features[row:end], absent))
     return torch.cat(hidden)
@@ -316,9 +317,9 @@ def _resumed(
 def test_kernels_give_the_references_hidden_states(
     written: Callable[..., DraftCheckpoint], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, tokens = written(layers=2), prompt(TOKENS + 1)
+    source, tokens = written(layers=2), prompt(2 * PAGE + 7)
     target, draft = both(source)
-    wanted = _resumed(target, draft, tokens, 50, {1})
+    wanted = _resumed(target, draft, tokens, 2 * PAGE + 1, {1})
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     monkeypatch.setattr(CHOOSE, lambda deterministic, device: TritonOps())
     saved = checkpoint(TARGET)
@@ -326,7 +327,7 @@ def test_kernels_give_the_references_hidden_states(
         weights, kv = OnDevice(saved.weights, device), KVDType.FP32
         there = build(saved.config, weights, page_tokens=PAGE, kv_dtype=kv, draft=source)
         beside = source.build(there)
-        found = _resumed(there, beside, tokens, 50, {1})
+        found = _resumed(there, beside, tokens, 2 * PAGE + 1, {1})
         logits = beside.logits(found)
     close(found.cpu(), wanted, 1e-4)
     close(logits.cpu(), draft.logits(wanted), 1e-4)
@@ -369,6 +370,7 @@ def test_captured_states_are_not_changed_by_later_layers(name: str) -> None:
 def test_captured_states_are_not_changed_by_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     monkeypatch.setattr(CHOOSE, lambda deterministic, device: TritonOps())
     saved = checkpoint(TARGET)
     with device:
@@ -388,7 +390,7 @@ class Copying(CapturedStates):
 
 
 class CapturingAll:
-    """A target all of whose layers' inputs are captured, and compared when its pass is over."""
+    """A target all of whose layers' inputs are captured, and compared when it has run."""
 
     def __init__(self, target: Decoder) -> None:
         self.target, self.memory = target, target.memory
@@ -402,7 +404,7 @@ class CapturingAll:
 
 
 def _assert_unchanged(target: Decoder) -> None:
-    Player(CapturingAll(target)).prefill(prompt(12), 9, 1)
+    Player(CapturingAll(target)).prefill(prompt(10), 9, 1)
 
 
 # -- checkpoints -------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from kvtide.spec.families import KVDType
 from tests.models.answering import greedy, greedy_of_transformers
 from tests.models.tiny import Tensors
 
+pytestmark = pytest.mark.full
+
 NEW_TOKENS = 12
 PAGE = 64
 WINDOW = 512

@@ -1,4 +1,4 @@
-"""Our logits are those of `transformers`, however a prompt is cut and whoever shares the step."""
+"""Our logits are those of `transformers`, however a prompt is cut and whatever shares the step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_logits_are_the_oracles_however_a_prompt_is_cut(
     assert_close(logits, expected(name, TOKENS))
 
 
-@pytest.mark.quick(name=ONE_PER_FAMILY)
+@pytest.mark.quick(name=ONE_PER_FAMILY[::4])
 @both_modes
 @every_config
 def test_logits_are_the_oracles_token_by_token(model: Model, name: str, proves: Proves) -> None:
@@ -70,7 +70,7 @@ def test_logits_are_the_oracles_token_by_token(model: Model, name: str, proves: 
     assert_close(logits, expected(name, 80))
 
 
-@pytest.mark.quick
+@pytest.mark.quick(name=ONE_PER_FAMILY)
 @both_modes
 @every_config
 def test_logits_are_the_oracles_in_a_mixed_step(model: Model, name: str) -> None:

@@ -21,6 +21,7 @@ CHUNKS = (41, 1, 1, 47)
 CLOSE = 2e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_logits_on_the_device_are_those_on_the_cpu(name: str, device: torch.device) -> None:
     if not hasattr(transformers, f"{CONFIGS[name][0]}Config"):

@@ -125,7 +125,7 @@ def test_the_low_nibble_comes_first_and_its_highest_bit_is_the_sign(tmp_path: Pa
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("method", [V4, None], ids=["said", "not said"])
 def test_one_checkpoint_holds_all_forms(tmp_path: Path, shards: int, method: object) -> None:
-    """Told apart by what the tensors are; what is not quantised comes back as it was stored."""
+    """The tensors show which; what is not quantised comes back as it was stored."""
     powers, four = exponents(1, 2), exponents(16, 2)
     weight, values = eight_bits(64, 200, powers.view(torch.float8_e8m0fnu))
     packed, small = four_bits(16, 64, four)

@@ -60,7 +60,7 @@ def test_stages_give_the_whole_models_bits(name: str, proves: Proves) -> None:
 
 
 class Asked:
-    """Weights of a checkpoint, and which of them somebody asked for."""
+    """Weights of a checkpoint, and which of them were asked for."""
 
     def __init__(self, weights: Weights) -> None:
         self.names = set[str]()

@@ -94,6 +94,7 @@ MORE = [
 ]
 
 
+@pytest.mark.quick(name=ALL_NAMES, count=[2])
 @pytest.mark.parametrize(("name", "count"), [*((name, 2) for name in ALL_NAMES), *MORE])
 def test_ranks_give_one_ranks_logits_and_keep_their_share_of_the_state(
     name: str, count: int, proves: Proves

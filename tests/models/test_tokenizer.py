@@ -195,7 +195,7 @@ _CONTROL = ["<unk>", "<s>", "</s>", "<end_of_turn>"]
 
 
 def _piece_metadata(**more: object) -> Metadata:
-    """A small SentencePiece vocabulary, laid out as Llama's."""
+    """A small SentencePiece vocabulary in the order of Llama's."""
     single = [f"<0x{byte:02X}>" for byte in range(256)]
     user = ["\n\n", "<table>"]
     tokens = [*_CONTROL, *single, *user, *_WORDS, *_LETTERS]

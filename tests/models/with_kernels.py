@@ -1,4 +1,4 @@
-"""Models whose work is left to programs, as on a GPU; on a CPU they run in an interpreter."""
+"""Models that compute with kernels, as on a GPU; on a CPU they run in an interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_torch(name: str, kv: KVDType = KVDType.FP32) -> Model:
 
 
 def by_kernels(name: str, monkeypatch: pytest.MonkeyPatch, kv: KVDType = KVDType.FP32) -> Model:
-    # An interpreter takes long for every program.
+    # An interpreter takes long for every kernel.
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     with monkeypatch.context() as patch:
         choose = "kvtide.models.family_registry.choose"

@@ -95,11 +95,13 @@ def assert_index_agrees(trace: traces.Trace, shares: tuple[float, ...]) -> None:
         assert replayed == pytest.approx(curve.hit_rate(pages), abs=0.015), f"{pages} pages"
 
 
+@pytest.mark.quick(workload=["rag:requests=400"])
 @pytest.mark.parametrize("workload", ["chat:users=60,users_per_minute=60", "rag:requests=400"])
 def test_index_replay_of_a_workload_lies_on_the_curve(workload: str) -> None:
     assert_index_agrees(workloads.parse(workload), (0.05, 0.2, 0.5, 1.2))
 
 
+@pytest.mark.full
 def test_index_replay_of_a_public_trace_lies_on_the_curve() -> None:
     path = TRACES / "synthetic_trace.jsonl"
     if not path.exists():

@@ -152,7 +152,7 @@ sizes = st.lists(st.integers(3, 9), min_size=1, max_size=3).map(tuple)
 
 @settings(max_examples=60)
 @given(st.sampled_from([FULL, HYBRID, RECURRENT, WINDOWS]), sizes, texts)
-def test_books_balance_whatever_is_replayed(
+def test_counts_balance_whatever_is_replayed(
     memory: ModelMemory, pages: tuple[int, ...], served: list[str]
 ) -> None:
     report = serve(memory, pages, *served)
@@ -183,6 +183,7 @@ def test_a_tier_of_petabytes_gets_no_more_slots_than_the_trace_has_pages() -> No
     assert tiers[Tier.DEVICE]["kv"] <= trace.prompt_tokens // 64 + trace.requests
 
 
+@pytest.mark.full
 def test_public_trace_replays_faster_than_20000_requests_a_minute() -> None:
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():

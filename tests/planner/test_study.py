@@ -16,7 +16,7 @@ from tests.planner.recorded import conversations
 
 HYBRID = catalog.resolve("deepseek-v4-flash")
 FULL = catalog.resolve("qwen3-8b")
-# Questions about the same few documents: prompts part where nobody stopped.
+# Questions about the same few documents: prompts part where none stopped.
 RAG = workloads.parse("rag:requests=150,documents=12,retrieved=3")
 ASKED = Study(HYBRID, RAG, {Tier.DEVICE: 10**9, Tier.HOST: 4 * 10**9, Tier.STORAGE: 0})
 
@@ -87,7 +87,7 @@ def test_sweep_sizes_are_never_too_small_for_a_page() -> None:
     assert sizes == sorted(set(sizes))
 
 
-def test_progress_is_told_what_every_walk_is_for() -> None:
+def test_progress_hears_what_every_walk_is_for() -> None:
     labels: list[str] = []
 
     def walk(trace: workloads.Trace, label: str) -> workloads.Trace:

@@ -29,7 +29,7 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _everybodys(model_folder: Path) -> Iterator[Any]:
+def _shared_server(model_folder: Path) -> Iterator[Any]:
     from kvtide.server.settings import Settings
     from tests.server.serving import PAGE, InProcess
 
@@ -39,10 +39,10 @@ def _everybodys(model_folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def server(_everybodys: Any) -> Iterator[Any]:
+def server(_shared_server: Any) -> Iterator[Any]:
     """After every test nothing may be going on in it, and nothing may be missing."""
-    yield _everybodys
-    _everybodys.settled()
+    yield _shared_server
+    _shared_server.settled()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.models.tiny import VOCABULARY
 
 PAGE = 16
 ANSWER = 6
-LIKELIEST = 3
+TOP_LOGPROBS = 3
 FLAGS = (
     f"--deterministic --page-tokens {PAGE} --device-tokens 384 --host-ratio 8 "
     "--tokens-per-checkpoint 64 --chunk-tokens 64 "
@@ -34,7 +34,7 @@ FLAGS = (
 """A device so small that pages go to the host and come back; requests that wait for storage."""
 
 Json = dict[str, Any]
-Told = list[tuple[int, float, dict[str, float]]]
+Scored = list[tuple[int, float, dict[str, float]]]
 
 
 def post(url: str, body: Json) -> Json:
@@ -57,22 +57,22 @@ def complete(url: str, tokens: Sequence[int], count: int = ANSWER) -> Json:
             "prompt": list(tokens),
             "max_tokens": count,
             "temperature": 0,
-            "logprobs": LIKELIEST,
+            "logprobs": TOP_LOGPROBS,
             "return_token_ids": True,
             "return_cached_tokens_details": True,
         },
     )
 
 
-def told(answer: Json) -> Told:
+def scored(answer: Json) -> Scored:
     (choice,) = answer["choices"]
     said = choice["logprobs"]
     return list(zip(choice["token_ids"], said["token_logprobs"], said["top_logprobs"], strict=True))
 
 
-def computed(engine: Engine, tokens: Sequence[int]) -> Told:
+def computed(engine: Engine, tokens: Sequence[int]) -> Scored:
     """What an engine says that uses nothing it has kept."""
-    sampling = SamplingParams(logprobs=LIKELIEST)
+    sampling = SamplingParams(logprobs=TOP_LOGPROBS)
     request = engine.submit(RequestParams(tuple(tokens), ANSWER, sampling, recompute=True))
     while not engine.idle:
         engine.step()
@@ -115,7 +115,7 @@ class Talks:
                 self._heard(number, answer)
 
     def _heard(self, number: int, answer: Json) -> None:
-        said, prompt = told(answer), self._branches[number]
+        said, prompt = scored(answer), self._branches[number]
         assert said == computed(self._alone, prompt), (self._family, number)
         usage = answer["usage"]
         found = Counter(usage["cached_tokens_details"])
@@ -126,7 +126,7 @@ class Talks:
             assert found.total() >= self._known[number], "not all whole pages were found"
         self.found += found
         self.fetches.update(outcomes)
-        # The last token that was said was never computed.
+        # The last generated token was never computed.
         self._known[number] = (len(prompt) + len(said) - 1) // PAGE * PAGE
         self._branches[number] = prompt + [token for token, *_ in said] + self.text(9)
 
@@ -136,7 +136,7 @@ class Talks:
 
 def acknowledged(url: str) -> Json:
     """The cache's report once all that was computed has been stored."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         report = get(f"{url}/admin/cache")
         if not (report["in_flight"] or report["storage"]["waiting_pages"]):

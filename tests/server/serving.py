@@ -126,7 +126,7 @@ class InProcess:
             return await found if asyncio.iscoroutine(found) else found
 
         future: Future[Any] = asyncio.run_coroutine_threadsafe(run(), self._loop)
-        return future.result(timeout=30)
+        return future.result(timeout=60)
 
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
         service = Service(Leader(self.serving.rank), self.settings.max_requests)
@@ -148,7 +148,7 @@ class InProcess:
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The first report of the cache that is as wanted."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not wanted(report := self.client.get("/admin/cache").json()):
             assert time.monotonic() < deadline, f"never came to be: {report}"
             time.sleep(0.002)

@@ -77,7 +77,7 @@ class Frozen(_Before):
 
 
 closed: list[str] = []
-"""Who was closed in this process."""
+"""Stores that were closed in this process."""
 
 
 class Failing(_Before):

@@ -1,4 +1,4 @@
-"""A client that sends what it is told to, right or wrong."""
+"""A client that sends any request, right or wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 Json = Any
 

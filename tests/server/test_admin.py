@@ -17,7 +17,7 @@ def scraped(client: Client) -> dict[tuple[str, frozenset[tuple[str, str]]], floa
     assert reply.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(reply.body.decode()))
     names = [family.name for family in families]
-    assert len(names) == len({*names}), "a metric is told twice"
+    assert len(names) == len({*names}), "a metric is reported twice"
     assert all(family.documentation and family.type != "unknown" for family in families)
     return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
 
@@ -82,7 +82,7 @@ def test_the_report_says_how_the_cache_stands(serve: Any) -> None:
     assert (pool["name"], pool["layers"], pool["reach"]) == ("kv", 2, "all")
 
 
-def test_flushing_drops_what_nobody_needs(serve: Any) -> None:
+def test_flushing_drops_what_no_request_needs(serve: Any) -> None:
     server = serve(device_tokens=256, host_tokens=512)
     client = server.client
 

@@ -58,28 +58,28 @@ def test_a_stream_begins_with_the_role_and_says_the_same(client: Client) -> None
 def test_logprobs_come_token_by_token(server: InProcess, client: Client) -> None:
     asked = {**GREEDY, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     (choice,) = client.chat("the cat", **asked)["choices"]
-    told = choice["logprobs"]["content"]
-    assert len(told) == 30
-    for one in told:
+    logprobs = choice["logprobs"]["content"]
+    assert len(logprobs) == 30
+    for one in logprobs:
         assert one.keys() == {"token", "logprob", "bytes", "top_logprobs"}
         assert len(one["top_logprobs"]) == 2
-        likeliest = one["top_logprobs"][0]
-        assert (likeliest["token"], likeliest["logprob"]) == (one["token"], one["logprob"])
+        top = one["top_logprobs"][0]
+        assert (top["token"], top["logprob"]) == (one["token"], one["logprob"])
         named = not one["token"].startswith(("bytes:", "token_id:"))
         assert not named or bytes(one["bytes"]).decode() == one["token"]
     assert server.engine.tokenizer is not None
     spelled = [list(server.engine.tokenizer.token_bytes(i)) for i in choice["token_ids"]]
-    assert [one["bytes"] for one in told] == spelled
+    assert [one["bytes"] for one in logprobs] == spelled
     chunks = client.stream(PATH, messages=as_messages("the cat"), **asked)
     streamed = [one for c in chunks[1:] for one in c["choices"][0]["logprobs"]["content"]]
-    assert streamed == told
+    assert streamed == logprobs
     (bare,) = client.chat("the cat", **GREEDY, logprobs=True)["choices"]
     assert all(one["top_logprobs"] == [] for one in bare["logprobs"]["content"])
     (none,) = client.chat("the cat", **GREEDY, top_logprobs=2)["choices"]
     assert none["logprobs"] is None
 
 
-def test_an_answer_may_be_as_long_as_there_is_room_if_nothing_is_said(serve: Any) -> None:
+def test_an_answer_may_be_as_long_as_there_is_room_by_default(serve: Any) -> None:
     client = serve(device_tokens=64).client
     usage = client.chat("the cat", temperature=0, ignore_eos=True)["usage"]
     assert usage["total_tokens"] == 64

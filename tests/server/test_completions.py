@@ -71,7 +71,7 @@ def test_an_answer_has_the_shape_of_openais(client: Client) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + 5
 
 
-def test_sixteen_tokens_come_if_nothing_is_said(client: Client) -> None:
+def test_sixteen_tokens_come_by_default(client: Client) -> None:
     assert client.complete([5, 6], ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 
@@ -133,23 +133,23 @@ def test_no_tokens_may_be_asked_for(client: Client) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-# -- how tokens are drawn -------------------------------------------------------------------------
+# -- how tokens are sampled -----------------------------------------------------------------------
 
 
-def drawn(client: Client, **fields: Json) -> list[int]:
+def sampled(client: Client, **fields: Json) -> list[int]:
     asked = {"max_tokens": 24, "ignore_eos": True, **fields}
     return only(client.complete("that", **asked, return_token_ids=True))["token_ids"]
 
 
-def test_a_seed_says_what_is_drawn(client: Client) -> None:
-    first = drawn(client, seed=1)
-    assert drawn(client, seed=1) == first
-    assert drawn(client, seed=2) != first
-    assert drawn(client, seed=-(2**63)) == drawn(client, seed=-(2**63))
-    assert drawn(client) != drawn(client), "each request without a seed has one of its own"
+def test_a_seed_determines_the_sampled_tokens(client: Client) -> None:
+    first = sampled(client, seed=1)
+    assert sampled(client, seed=1) == first
+    assert sampled(client, seed=2) != first
+    assert sampled(client, seed=-(2**63)) == sampled(client, seed=-(2**63))
+    assert sampled(client) != sampled(client), "each request without a seed has one of its own"
 
 
-def test_choices_differ_unless_the_likeliest_tokens_are_taken(client: Client) -> None:
+def test_choices_differ_unless_they_are_greedy(client: Client) -> None:
     def texts(**fields: Json) -> list[str]:
         answer = client.complete("that", n=4, max_tokens=12, ignore_eos=True, **fields)
         return [choice["text"] for choice in answer["choices"]]
@@ -160,36 +160,36 @@ def test_choices_differ_unless_the_likeliest_tokens_are_taken(client: Client) ->
 
 
 def test_a_temperature_of_zero_ignores_seeds(client: Client) -> None:
-    greedy = drawn(client, temperature=0)
-    assert drawn(client, temperature=0, seed=4) == greedy
-    assert drawn(client, temperature=0, seed=5, top_p=0.5, top_k=7) == greedy
+    greedy = sampled(client, temperature=0)
+    assert sampled(client, temperature=0, seed=4) == greedy
+    assert sampled(client, temperature=0, seed=5, top_p=0.5, top_k=7) == greedy
 
 
 @pytest.mark.parametrize("cold", [9e-4, 1e-4, 1e-40, 1e-320, 5e-324])
-def test_hardly_any_temperature_takes_the_likeliest_tokens(client: Client, cold: float) -> None:
-    assert drawn(client, temperature=cold) == drawn(client, temperature=0)
+def test_hardly_any_temperature_is_greedy(client: Client, cold: float) -> None:
+    assert sampled(client, temperature=cold) == sampled(client, temperature=0)
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 0}, {"min_p": 1}, {"top_p": 1e-320}])
-def test_the_narrowest_choice_is_the_likeliest_token(client: Client, narrow: Json) -> None:
-    assert drawn(client, seed=1, **narrow) == drawn(client, temperature=0)
+def test_the_narrowest_top_k_or_top_p_is_greedy(client: Client, narrow: Json) -> None:
+    assert sampled(client, seed=1, **narrow) == sampled(client, temperature=0)
 
 
 @pytest.mark.parametrize("wide", [{"top_k": 0}, {"top_k": -1}, {"top_k": 10**30}, {"top_p": 1.0}])
 def test_the_widest_choice_leaves_all_tokens(client: Client, wide: Json) -> None:
-    assert drawn(client, seed=1, **wide) == drawn(client, seed=1)
+    assert sampled(client, seed=1, **wide) == sampled(client, seed=1)
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 def test_penalties_keep_tokens_from_coming_again(client: Client, penalty: str) -> None:
-    once = drawn(client, temperature=0, max_tokens=100, **{penalty: 100})
+    once = sampled(client, temperature=0, max_tokens=100, **{penalty: 100})
     assert len({*once}) == 100
-    again = drawn(client, temperature=0, max_tokens=100)
+    again = sampled(client, temperature=0, max_tokens=100)
     assert len({*again}) < 100, "the model repeats itself otherwise"
 
 
 def test_a_repetition_penalty_counts_the_prompt(client: Client) -> None:
-    eager = drawn(client, temperature=0, repetition_penalty=0.01)
+    eager = sampled(client, temperature=0, repetition_penalty=0.01)
     assert len({*eager}) == 1
 
 
@@ -197,7 +197,7 @@ def test_a_repetition_penalty_counts_the_prompt(client: Client) -> None:
 
 
 def test_an_answer_ends_at_a_stop_id(client: Client) -> None:
-    ids = drawn(client, temperature=0)
+    ids = sampled(client, temperature=0)
     asked = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
     choice = only(client.complete("that", **asked, stop_token_ids=[ids[7], 100_000, -1]))
     assert choice["finish_reason"] == "stop"
@@ -274,35 +274,37 @@ def test_a_stream_ends_with_what_was_used_if_asked_to(client: Client) -> None:
 # -- logprobs -------------------------------------------------------------------------------------
 
 
-def test_logprobs_come_with_the_likeliest_others(client: Client) -> None:
+def test_logprobs_come_with_the_top_others(client: Client) -> None:
     choice = only(client.complete(PROMPT, **GREEDY, logprobs=3, ignore_eos=True))
-    told = choice["logprobs"]
-    assert told.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
-    assert [len(values) for values in told.values()] == [24] * 4
-    for token, logprob, top in zip(*list(told.values())[:3], strict=True):
+    logprobs = choice["logprobs"]
+    assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert [len(values) for values in logprobs.values()] == [24] * 4
+    for token, logprob, top in zip(*list(logprobs.values())[:3], strict=True):
         assert len(top) == 3, "no two tokens have the same name"
         assert top[token] == logprob == max(top.values()) < 0
     none = only(client.complete(PROMPT, **GREEDY, logprobs=0, ignore_eos=True))["logprobs"]
     assert none["top_logprobs"] == [{}] * 24
-    assert none["token_logprobs"] == told["token_logprobs"]
+    assert none["token_logprobs"] == logprobs["token_logprobs"]
 
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_say_where_tokens_begin(client: Client, echo: bool) -> None:
     asked = {"prompt": "<|user|>" + PROMPT, "seed": 3, "max_tokens": 60, "ignore_eos": True}
     choice = only(client.complete(**asked, echo=echo, logprobs=0))
-    told, text = choice["logprobs"], choice["text"]
-    offsets = told["text_offset"]
+    logprobs, text = choice["logprobs"], choice["text"]
+    offsets = logprobs["text_offset"]
     assert offsets == sorted(offsets) and offsets[0] == 0
     named = 0
-    for token, begin, end in zip(told["tokens"], offsets, [*offsets[1:], len(text)], strict=True):
+    for token, begin, end in zip(
+        logprobs["tokens"], offsets, [*offsets[1:], len(text)], strict=True
+    ):
         if token in text and token.isascii():
             # Bytes that are no character are known as such only when the next token is there.
             assert text[begin:end].lstrip("\ufffd") == token
             named += 1
     assert named > 10
     if echo:
-        assert told["tokens"][0] == "<|user|>"
+        assert logprobs["tokens"][0] == "<|user|>"
         assert offsets[:2] == [0, 0], "a token that is no text takes no room"
     chunks = client.stream(PATH, **asked, echo=echo, logprobs=0)
     choices = [chunk["choices"][0] for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Bodies that nobody thought of: answered or refused, and never the end of anything."""
+"""Random bodies: answered or refused, and never the end of anything."""
 
 from __future__ import annotations
 

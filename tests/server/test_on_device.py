@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.server.serving import PAGE, Child
@@ -20,6 +21,7 @@ def asked(client: Client, prompt: list[int]) -> Json:
     return client.complete(prompt, max_tokens=12, temperature=0, return_cached_tokens_details=True)
 
 
+@pytest.mark.full
 def test_a_server_answers_many_and_finds_their_prompts_again(
     model_folder: Path, tmp_path: Path, device: torch.device
 ) -> None:

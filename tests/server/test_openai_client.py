@@ -57,9 +57,11 @@ def test_completions(ai: openai.OpenAI) -> None:
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text != answer.choices[1].text
-    told = answer.choices[0].logprobs
-    assert told is not None and told.tokens and told.top_logprobs and told.text_offset
-    assert len(told.tokens) == len(told.token_logprobs or []) == len(told.top_logprobs)
+    logprobs = answer.choices[0].logprobs
+    assert (
+        logprobs is not None and logprobs.tokens and logprobs.top_logprobs and logprobs.text_offset
+    )
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs or []) == len(logprobs.top_logprobs)
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
@@ -80,9 +82,9 @@ def test_chats(ai: openai.OpenAI) -> None:
         model=MODEL, messages=user("the cat"), max_tokens=10, n=2, logprobs=True, top_logprobs=2
     )
     assert [choice.message.role for choice in answer.choices] == ["assistant", "assistant"]
-    told = answer.choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert all(len(one.top_logprobs) == 2 and one.bytes is not None for one in told.content)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert all(len(one.top_logprobs) == 2 and one.bytes is not None for one in logprobs.content)
 
 
 def test_a_stream_of_a_chat(ai: openai.OpenAI) -> None:
@@ -185,7 +187,7 @@ def test_a_stream_that_breaks_raises(
     next(iter(stream))
 
     def step() -> None:
-        raise RuntimeError("told to break")
+        raise RuntimeError("a fault of the test")
 
     monkeypatch.setattr(server.engine, "step", step)
     with pytest.raises(openai.APIError, match="the engine has stopped"):

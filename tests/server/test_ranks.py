@@ -61,7 +61,7 @@ def workers(child: Child) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -85,7 +85,7 @@ def ends_with_its_worker(child: Child, worker: int) -> None:
     assert "rank 1 was ended by signal 9; all ranks end with it" in child.said
 
 
-def leaves_nobody_behind(child: Child, worker: int) -> None:
+def leaves_no_process_behind(child: Child, worker: int) -> None:
     child.process.kill()
     assert gone(worker)
 
@@ -95,7 +95,7 @@ def leaves_nobody_behind(child: Child, worker: int) -> None:
     ("flags", "ends"),
     [
         (("--tp", "2"), (ends_in_order, ends_with_its_worker)),
-        (("--pp", "2"), (ends_in_order, leaves_nobody_behind)),
+        (("--pp", "2"), (ends_in_order, leaves_no_process_behind)),
         (("--pp", "2", "--tp", "2"), (ends_in_order, ends_in_order)),
     ],
     ids=["tp", "pp", "both"],
@@ -140,7 +140,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
         assert reply.status == 200 and reply.json()["attached"]
         assert said(ask(client, PROMPTS[0])) == expected[0]
         dropped = {}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not dropped.get("host") or client.get("/admin/storage").json()["waiting_pages"]:
             assert time.monotonic() < deadline
             dropped = client.post("/admin/flush?tier=all").json()["dropped_pages"]
@@ -155,7 +155,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
         ends_with_its_worker(child, worker)
 
 
-@pytest.mark.quick(waits_for=["an answer"])
+@pytest.mark.full
 @pytest.mark.parametrize("waits_for", ["an answer", "the end of nothing"])
 def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
     waits_for: str, model_folder: Path
@@ -177,11 +177,11 @@ def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
         assert gone(worker)
 
 
-def test_one_rank_starts_nobody_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_starts_no_process_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr(tempfile, "mkdtemp", None)
-    with RankProcesses(Settings()) as nobody:
-        assert nobody.topology(Settings()) == (Settings(), RankTopology())
+    with RankProcesses(Settings()) as none:
+        assert none.topology(Settings()) == (Settings(), RankTopology())
 
 
 class EndsAtOnce(subprocess.Popen[str]):
@@ -190,7 +190,7 @@ class EndsAtOnce(subprocess.Popen[str]):
         self.wait()
 
 
-def test_a_worker_that_ends_before_it_is_told_anything_is_missed(
+def test_a_worker_that_ends_before_its_first_command_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", EndsAtOnce)
@@ -205,7 +205,7 @@ def test_a_worker_that_ends_before_it_is_told_anything_is_missed(
 def test_a_worker_that_never_comes_ends_the_server_with_a_sentence(model_folder: Path) -> None:
     arguments = (str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")
     with Child(arguments) as child:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (found := workers(child)):
             assert time.monotonic() < deadline and child.process.poll() is None, child.said
         os.kill(found[0], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How a server is told what to do, and what it refuses before it serves."""
+"""A server's settings, and what it refuses before it serves."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
     def run(*flags: str, model: Path | str = model_folder) -> str:
         capfd.readouterr()
         assert main.main(["serve", str(model), *flags]) == 2
-        said, told = capfd.readouterr()
-        *before, last = told.splitlines()
-        assert said == "" and "Traceback" not in told
+        out, err = capfd.readouterr()
+        *before, last = err.splitlines()
+        assert out == "" and "Traceback" not in err
         usual = ("ready after", "pages are ", "speculation: none")
-        assert all(any(words in line for words in usual) for line in before), told
+        assert all(any(words in line for words in usual) for line in before), err
         assert last.startswith("kvtide serve: ")
         return last.removeprefix("kvtide serve: ")
 
@@ -163,14 +163,14 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(tmp_path: Path) 
     assert read(parsed("--config", str(other)), {"KVTIDE_CONFIG": str(file)}).port == 4
 
 
-def test_only_this_machine_is_served_if_nothing_is_said() -> None:
+def test_only_this_machine_is_served_by_default() -> None:
     chosen = read({}, {})
     assert (chosen.address, chosen.port, chosen.device) == ("127.0.0.1", 8000, "cpu")
     for address in ("localhost", "::1", "127.1.2.3"):
         assert Settings(address=address).loopback
 
 
-# -- refused by what was said ---------------------------------------------------------------------
+# -- refused by its settings ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def stored(model_folder: Path) -> Iterator[Stored]:
     assert all(cache.close() for cache in caches)
 
 
-def test_pages_are_stored_in_the_cache_directory_if_nothing_is_said(
+def test_pages_are_stored_in_the_cache_directory_by_default(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache?"))
@@ -487,7 +487,7 @@ def test_a_store_that_refuses_to_open_keeps_its_password(model_folder: Path) -> 
     assert "hidden" not in str(refusal.value)
 
 
-def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
+def test_a_gpu_without_room_for_steps_is_not_reported_as_a_fault(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(engine: Engine) -> None:
@@ -506,12 +506,12 @@ def test_a_gpu_without_room_for_steps_is_told_apart_from_a_fault(
     assert len(closed) == 1
 
 
-def test_patience_is_as_told() -> None:
+def test_patience_follows_the_settings() -> None:
     usual = Settings().patience
     assert (usual.policy, usual.max_s, usual.complete_s) == ("timeout", 10.0, 60.0)
     assert (usual.base_s, usual.per_1k_s, usual.min_tokens) == (1.0, 0.25, 64)
     assert Settings(storage="redis://there").patience.min_tokens == 256, "asking takes longer"
-    told = Settings(
+    patience = Settings(
         storage="redis://there",
         prefetch_policy="wait_complete",
         prefetch_base_seconds=0.5,
@@ -519,7 +519,7 @@ def test_patience_is_as_told() -> None:
         prefetch_max_seconds=2.0,
         prefetch_min_tokens=7,
     ).patience
-    assert told == FetchPatience("wait_complete", 0.5, 0.0, 2.0, 2.0, 7)
+    assert patience == FetchPatience("wait_complete", 0.5, 0.0, 2.0, 2.0, 7)
 
 
 def test_pages_computed_another_way_are_kept_apart(model_folder: Path) -> None:

@@ -30,7 +30,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     master.kill()
 
 
-@pytest.mark.quick(family=["llama"], url=["file"])
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
 def test_two_servers_restore_what_the_other_computed(family: str, url: str, tmp_path: Path) -> None:
     oracle(family).save_pretrained(tmp_path)
@@ -45,7 +45,7 @@ def test_two_servers_restore_what_the_other_computed(family: str, url: str, tmp_
             talks.round(server.url, clients)
             assert acknowledged(server.url)["violations"] == []
             stored.append(talks.found["storage"] - before)
-        # Who has read nothing yet does not know whether it pays, and asks for all there is.
+        # A server that has read nothing yet does not know whether it pays, and asks for all.
         assert stored[0] == 0 and stored[1] >= 9 * PAGE and stored[2] >= PAGE
     assert one.process.returncode == other.process.returncode == 0
     talks.close()

@@ -1,4 +1,4 @@
-"""`kvtide serve` as a process: it starts as it was told, and ends as it should."""
+"""`kvtide serve` as a process: it starts with its settings, and ends as it should."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ step = Engine.step
 def slow_step(engine):
     time.sleep(0.01)
     running = engine.scheduler.running
-    assert all(request.params.priority != 13 for request in running), "told to break"
+    assert all(request.params.priority != 13 for request in running), "a fault of the test"
     return step(engine)
 Engine.step = slow_step
 """
@@ -42,10 +42,12 @@ def _children(
     """One for each test, in order, started at once: most of a start is waiting for imports."""
     file = tmp_path_factory.mktemp("config") / "kvtide.toml"
     file.write_text("name = 'from the file'\nport = 1\npage_tokens = 8\nhost-ratio = 0\n")
-    told = {"KVTIDE_CONFIG": str(file), "KVTIDE_PAGE_TOKENS": "16", "KVTIDE_API_KEY": "knock"}
+    variables = {"KVTIDE_CONFIG": str(file), "KVTIDE_PAGE_TOKENS": "16", "KVTIDE_API_KEY": "knock"}
     arguments = (str(model_folder), "--port", "0")
     with ExitStack() as stack:
-        children = [Child(arguments, told if first else {}, SLOW) for first in (True, False, False)]
+        children = [
+            Child(arguments, variables if first else {}, SLOW) for first in (True, False, False)
+        ]
         yield iter([stack.enter_context(child) for child in children])
 
 
@@ -55,7 +57,7 @@ def child(_children: Iterator[Child]) -> Child:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not until():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -100,7 +102,7 @@ def test_a_second_signal_does_not_wait(child: Child) -> None:
     child.process.send_signal(signal.SIGINT)
     assert list(events)[-1]["error"]["message"] == "the server is shutting down; ask another one"
     assert child.exit_code() == 0
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15, "3,000 steps take 30 s"
     assert "Traceback" not in child.said
 
 
@@ -108,17 +110,17 @@ def test_an_engine_that_breaks_ends_the_process_with_an_error(child: Child) -> N
     client = child.client()
     events = running(client, 3000)
     whole = client.start(PATH, prompt=[5], max_tokens=3000)
-    # Of two tokens at least: whoever is done after a step is not seen before the next.
+    # Of two tokens at least: a request that ends with a step is not seen before the next.
     broken = client.start(PATH, prompt=[5], priority=13, ignore_eos=True)
     assert list(events)[-1]["error"]["message"] == "the engine has stopped; restart the server"
     for request in (whole, broken):
         assert request.answer().status == 503
     assert child.exit_code() == 1
-    assert "told to break" in child.said
+    assert "a fault of the test" in child.said
 
 
 def test_draining_has_an_end() -> None:
-    """For whoever has not finished by then, streams end as with a second signal."""
+    """Of requests that have not finished by then, streams end as with a second signal."""
     app, service = SimpleNamespace(open_requests=1, draining=False), SimpleNamespace(broken=None)
 
     async def drained() -> None:
@@ -128,7 +130,7 @@ def test_draining_has_an_end() -> None:
     began = time.monotonic()
     asyncio.run(drained())
     assert app.draining
-    assert 0.05 <= time.monotonic() - began < 5
+    assert 0.05 <= time.monotonic() - began < 30
 
 
 def test_what_a_server_has_opened_is_not_searched_for_garbage(

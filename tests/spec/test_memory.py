@@ -76,7 +76,7 @@ def test_a_memory_that_cannot_work_is_refused_with_the_remedy(build, sentence):
         build()
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(SpecError) as refusal:
         memory(replace(KV, tokens_per_entry=3), replace(KV, tokens_per_entry=3), holdback=99)
     assert "two pools named kv" in str(refusal.value)

@@ -109,7 +109,7 @@ class Master(Process):
         self._await()
 
     def _await(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"mooncake_master does not start; {REMEDY}"
             try:

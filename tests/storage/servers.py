@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from tests.processes import free_port, freeze
 
-START_S = 20.0
+START_S = 60.0
 
 
 def program(name: str) -> str:

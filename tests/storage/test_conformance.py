@@ -364,7 +364,7 @@ FAULTS = {
     PadsToTheTarget: "longer targets are fine",
     ReadsPartOfALongObject: _SHORT,
     RaisesForATooShortTarget: _SHORT,
-    FailsTheBatchOfAMissingObject: "present and missing are told apart",
+    FailsTheBatchOfAMissingObject: "present and missing are distinguished",
     CutsKeysAtZeroBytes: "keys may hold any byte",
     Overwrites: "what was there stays",
     RefusesDuplicates: "what was there stays",

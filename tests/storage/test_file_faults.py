@@ -125,7 +125,7 @@ def fill(path: Path) -> None:
 
 # ── things one may not do ─────────────────────────────────────────────────────────────────────
 
-AS_NOBODY = (
+UNPRIVILEGED = (
     "from tests.storage.test_file_faults import *\n"
     "import kvtide.storage.file.file_store, numpy.ma, numpy.random; os.setgid(65534); "
     "os.setuid(65534)\n"
@@ -133,10 +133,10 @@ AS_NOBODY = (
 )
 
 
-def run_as_nobody(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As a user who may not do everything, which root may."""
+def run_unprivileged(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a user without root's rights."""
     assert os.getuid() == 0, "this test needs to become another user, as root"
-    command = [sys.executable, "-c", AS_NOBODY + script, str(folder)]
+    command = [sys.executable, "-c", UNPRIVILEGED + script, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -151,7 +151,7 @@ def public() -> Iterator[Path]:
 
 def test_a_folder_one_may_not_write_is_refused_in_a_sentence(public: Path) -> None:
     opened(public / "store").close()
-    ran = run_as_nobody("opened(folder)", public / "store")
+    ran = run_unprivileged("opened(folder)", public / "store")
     assert "StoreError: storage file://" in ran.stderr, ran.stderr
     assert "cannot be used (Permission denied)" in ran.stderr
 
@@ -173,7 +173,7 @@ def test_segments_one_may_not_read_are_misses(public: Path) -> None:
         "assert put(store, [1, 7]) == [True, True]\n"
         "assert got(store, 7) == body(7, 8 * KIB); store.close(); print('well')\n"
     )
-    ran = run_as_nobody(script, folder)
+    ran = run_unprivileged(script, folder)
     assert ran.stdout == "well\n", ran.stderr
     again = opened(folder)
     assert got(again, 2) == body(2, 8 * KIB)
@@ -393,11 +393,13 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_journal_may_be_torn_at_every_byte(in_memory: Path) -> None:
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.full)])
+def test_a_journal_may_be_torn_at_every_byte(step: int, in_memory: Path) -> None:
+    """Seven bytes apart, and so at every place within a record."""
     tmp_path, journal = in_memory, written(in_memory / "store")
     whole = journal.read_bytes()
     assert len(whole) == 9 * RECORD_BYTES
-    for size in range(len(whole) + 1):
+    for size in range(0, len(whole) + 1, step):
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "store", tmp_path / "copy")
         (tmp_path / "copy/journals" / journal.name).write_bytes(whole[:size])
@@ -502,6 +504,7 @@ def test_left_over_segments_are_deleted_unless_someone_uses_them(tmp_path: Path)
     living.close()
 
 
+@pytest.mark.full
 def test_opening_a_million_objects_takes_less_than_2_s(tmp_path: Path) -> None:
     from kvtide.storage.file.journal import blank, segment_of
 

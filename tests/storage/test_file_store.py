@@ -214,7 +214,7 @@ def test_recency_survives_a_restart(opened: Open) -> None:
     assert store.exists([key(n) for n in range(6)]) == [True, True, False, False, False, True]
 
 
-def test_uses_are_told_to_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_are_seen_by_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     cap = 10 * 8 * KIB
     one, two = opened(cap=cap), opened(cap=cap)
     for n in range(10):
@@ -474,7 +474,7 @@ def test_a_closed_store_says_so(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_who_is_interrupted_waits_only_for_what_others_have_begun(threads: int) -> None:
+def test_a_thread_that_is_interrupted_waits_only_for_what_others_have_begun(threads: int) -> None:
     workers = IoThreads(threads, "test")
     asker = threading.current_thread()
     interrupted = []

@@ -349,7 +349,7 @@ class longest_pause:  # noqa: N801
 
 
 @apart
-def test_nobody_at_the_address_is_an_error_at_once():
+def test_no_server_at_the_address_is_an_error_at_once():
     with (
         within(1),
         pytest.raises(StoreError, match=r"no master there.*mooncake_master --rpc_port="),

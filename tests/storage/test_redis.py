@@ -17,7 +17,7 @@ from tests.processes import free_port
 from tests.storage import servers
 
 TIMEOUT_S = 0.5
-LATE_S = 1.5
+LATE_S = 5.0
 """How much later than its time-out a call may come back on a busy machine."""
 
 
@@ -250,7 +250,7 @@ def test_a_frozen_server_is_an_error_in_time_and_works_when_it_thaws(own_server,
         _raises_in_time(lambda: open_store(_url(own_server), new_space()))
     finally:
         own_server.thaw()
-    # What the frozen server had not answered comes late, on connections that nobody reads.
+    # What the frozen server had not answered comes late, on connections that are no longer read.
     assert _read_in_the_end(store, objects) == list(objects.values())
 
 
@@ -265,11 +265,11 @@ def test_waiting_for_a_connection_ends_in_time(own_server, open_here):
             store.exists(keys)
         took.append(time.monotonic() - start)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask) for _ in range(16)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     own_server.thaw()
-    assert len(took) == 4 and max(took) < TIMEOUT_S + LATE_S
+    assert len(took) == 16 and max(took) < TIMEOUT_S + LATE_S
 
 
 # -- misbehaving ----------------------------------------------------------------------------
@@ -382,8 +382,8 @@ def _refusal(url):
 
 def test_refusals_name_the_remedy(server):
     port = server.port
-    nobody = free_port()
-    assert "start the server" in _refusal(f"redis://127.0.0.1:{nobody}/0")
+    unused = free_port()
+    assert "start the server" in _refusal(f"redis://127.0.0.1:{unused}/0")
     assert "check host" in _refusal("redis://no-such-host.invalid/0?timeout=5")
     assert "most servers have 0 to 15" in _refusal(f"redis://127.0.0.1:{port}/99")
     assert "is a number" in _refusal(f"redis://127.0.0.1:{port}/pages")
@@ -417,7 +417,7 @@ def _say(server, *lines):
         return plain.recv(1000)
 
 
-def test_a_user_who_may_not_write_is_told_what_to_allow(own_server, open_here):
+def test_a_user_without_the_right_to_write_is_refused_with_what_to_allow(own_server, open_here):
     _say(own_server, "ACL SETUSER reader on >pw ~kvtide:* +get +exists +ping")
     store = open_here(f"redis://reader:pw@127.0.0.1:{own_server.port}/0")
     assert store.exists(new_keys(1)) == [False]

@@ -36,7 +36,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class FakeCudart:
-    """Keeps the tree that CUDA would keep, and reads what it is told to let go of."""
+    """Keeps the tree that CUDA would keep, and reads what it has to let go of."""
 
     def __init__(self, answer: int = 0) -> None:
         self.answer = answer
@@ -181,7 +181,7 @@ def test_closing_unregisters_once_and_while_the_memory_is_mapped() -> None:
     assert cudart.let_go == [b"\1\2\3\4"]
 
 
-def test_an_arena_nobody_closed_is_unregistered_before_its_memory_goes() -> None:
+def test_an_arena_that_is_not_closed_is_unregistered_before_its_memory_goes() -> None:
     cudart = FakeCudart()
     arena = host_arena(ODD, pinned=True, cudart=cudart)
     arena.data[:4] = torch.tensor([4, 3, 2, 1])

@@ -253,7 +253,7 @@ class Tiers:
             for kept, count, layout in zip((memory, memory.at_rest), slots, layouts, strict=True)
         )
         pinned = device.type == "cuda"
-        # The arena is pinned for as long as somebody holds it.
+        # The arena is pinned for as long as it is referenced.
         self._arena = host_arena(on_host.bytes + 2 * GUARD_BYTES, pinned)
         beside = torch.empty(on_device.bytes + 2 * GUARD_BYTES, dtype=torch.uint8, device=device)
         self.blocks = {
@@ -312,7 +312,7 @@ class Tiers:
         return [self.device.rows(*row)[slots.tolist()] for row in self.rows_of(anchor)]
 
     def rows_of(self, anchor: str) -> list[tuple[str, int]]:
-        """What moves: all but what is under way within a page."""
+        """What moves: all but the unfinished part of a page."""
         group = self.memory.at_rest.group(anchor)
         return [(pool.name, layer) for pool in group for layer in pool.layers]
 

@@ -48,7 +48,7 @@ SMALL = ModelMemory("small", 4, (_pool("kv", (0, 1, 2), 16),), layers=3)
 
 
 class Clock:
-    """Time that passes when told."""
+    """Time that is moved by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -117,7 +117,7 @@ class Desk:
     # -- the end ----------------------------------------------------------------------------
 
     def guarded(self) -> bool:
-        """Whether nobody wrote outside the host's block."""
+        """Whether nothing is written outside the host's block."""
         bands = (self.whole[:GUARD], self.whole[GUARD + self.host.data.numel() :])
         return all(bool((band == GUARD_BYTE).all()) for band in bands)
 
@@ -132,7 +132,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(4, "little") * 8
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it does not come to pass"

@@ -53,7 +53,7 @@ def job(way: Way, *legs: Sequence[int]) -> list[Strided]:
     return [Sketch(found, (4, 2), (1, 0)).work(way=way)]
 
 
-# -- who gets what --------------------------------------------------------------------------
+# -- backends by copy -----------------------------------------------------------------------
 
 
 def test_long_pieces_go_to_the_copy_engine_and_short_ones_to_the_kernel() -> None:

@@ -72,7 +72,7 @@ def leg_bytes(job: Job) -> list[list[int]]:
 
 
 def test_a_copier_that_was_dropped_leaves_its_memory_to_the_jobs_under_way() -> None:
-    """Nobody has to close a cache before it goes, say with an exception: that must not crash."""
+    """A cache need not be closed before it goes, say with an exception: that must not crash."""
     one = setup("llama")
     blocks = [weakref.ref(tier.data) for tier in (one.tiers.device, one.tiers.host)]
     lane, move = one.lanes[Way.BACKUP], backup("kv", [0], [1])
@@ -211,7 +211,7 @@ def test_addresses_in_a_tier_of_many_terabytes_are_exact() -> None:
 
 
 class MarkedTimeline(HostTimeline):
-    """Fences that can be told apart, and a record of what the lane was told to come after."""
+    """Fences that are distinct, and a record of those that the lane has to come after."""
 
     def __init__(self) -> None:
         self.fences = 0
@@ -300,7 +300,7 @@ def test_the_leg_of_a_layer_is_the_one_that_brings_it(name: str) -> None:
         assert sum(sizes) == sum(pool.row_bytes(memory.page_tokens) for pool in kept)
 
 
-def test_a_load_that_fails_midway_is_an_error_for_whoever_waits() -> None:
+def test_a_load_that_fails_midway_is_an_error_for_its_waiters() -> None:
     one = setup("llama", groups=[range(0, 2), range(2, 4)])
     lane = HandRunLane(FaultyBackend(Reference(), raises=[1]))
     copier = Copier(one.tiers.device, one.tiers.host, dict.fromkeys(Way, lane), one.copier.groups)

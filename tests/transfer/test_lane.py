@@ -221,7 +221,7 @@ class Broken(HostTimeline):
         return event is not None
 
 
-def test_waiters_are_told_even_if_the_device_is_broken_and_it_is_never_done() -> None:
+def test_waiters_get_an_error_even_if_the_device_is_broken_and_it_is_never_done() -> None:
     ticket = Ticket(Broken(), 2, time.monotonic() + LONG_S)
     ticket.fail(ValueError("broken"))
     with pytest.raises(TransferError, match="broken"):
@@ -280,7 +280,7 @@ def test_closing_a_lane_that_hangs_says_so_and_leaves_its_job_undone(bench: Benc
     assert bench.arrived() == [0]
 
 
-def test_whoever_hands_a_job_over_waits_for_its_first_leg_and_not_for_long(bench):
+def test_handing_a_job_over_waits_for_its_first_leg_and_not_for_long(bench):
     lane, backend = bench.lane()
     backend.hold.clear()
     ticket = bench.submit(lane, [0], [1])
@@ -294,7 +294,7 @@ def test_whoever_hands_a_job_over_waits_for_its_first_leg_and_not_for_long(bench
 
 
 class Joined(HostTimeline):
-    """Points are numbers; `joined` are those that somebody waited for."""
+    """Points are numbers; `joined` are those that were waited for."""
 
     def __init__(self) -> None:
         self.points, self.joined = 0, []
@@ -310,9 +310,9 @@ class Joined(HostTimeline):
 def test_a_job_is_waited_for_when_all_of_it_was_issued():
     timeline = Joined()
     ticket = Ticket(timeline, 2, time.monotonic() + LONG_S)
-    for told in ([], [], [2]):
+    for joined in ([], [], [2]):
         ticket.join()
-        assert timeline.joined == told
+        assert timeline.joined == joined
         ticket.reached()
 
 

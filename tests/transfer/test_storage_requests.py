@@ -80,7 +80,9 @@ def test_every_page_that_is_written_counts_for_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_errand_is_quiet_when_what_was_begun_has_ended(kind: type[Paging]) -> None:
+def test_a_stopped_storage_request_is_quiet_when_what_was_begun_has_ended(
+    kind: type[Paging],
+) -> None:
     request = _request(kind, 3)
     begun = _claimed(request)
     request.stop()

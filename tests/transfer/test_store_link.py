@@ -1,4 +1,4 @@
-"""Between host and store: every byte right, every fault a miss and a count, nobody waits for ever.
+"""Between host and store: every byte right, every fault a miss and a count, no wait for ever.
 
 `Desk` has a host with guard bands, a faulty store and a clock that stands still.
 """
@@ -111,7 +111,7 @@ def test_what_one_layout_stored_any_other_reads(desks, here: Layout, there: Layo
     assert {byte for page in second.contents(untouched) for byte in page} == {GUARD_BYTE}
 
 
-def test_what_is_absent_from_a_page_is_said_of_it_when_it_is_read(desks) -> None:
+def test_what_is_absent_from_a_page_is_reported_when_it_is_read(desks) -> None:
     desk = desks(LARGE)
     pages = [page._replace(absent=("draft",) * (n % 2)) for n, page in enumerate(desk.pages(4))]
     desk.stored(pages)
@@ -198,7 +198,7 @@ class Timed:
         def passes() -> None:
             self.clock.now += read_s
 
-        self._barrier = threading.Barrier(calls, passes, timeout=5.0)
+        self._barrier = threading.Barrier(calls, passes, timeout=60.0)
 
     def read(self, keys, targets):
         self._barrier.wait()
@@ -343,7 +343,7 @@ def test_a_failed_batch_does_not_keep_others_from_being_written(desks) -> None:
 
 
 @pytest.mark.parametrize("fault", RAISING)
-def test_whoever_asks_is_told_what_went_wrong(desks, fault: Fault) -> None:
+def test_callers_learn_what_went_wrong(desks, fault: Fault) -> None:
     desk = desks()
     desk.store.next("status", fault)
     with pytest.raises(BaseException, match="status"):
@@ -415,7 +415,7 @@ def test_a_blocked_write_is_not_quiet(desks) -> None:
     ended(writing)
 
 
-def test_errands_that_were_not_begun_are_quiet_as_soon_as_they_are_stopped(desks) -> None:
+def test_storage_requests_that_were_not_begun_are_quiet_as_soon_as_they_are_stopped(desks) -> None:
     desk = desks()
     desk.store.always["read"] = Fault.BLOCK
     stuck = [desk.link.read(desk.pages(1), LONG_S) for _ in range(READERS)]
@@ -429,7 +429,7 @@ def test_errands_that_were_not_begun_are_quiet_as_soon_as_they_are_stopped(desks
     assert set(desk.contents(desk.pages(2, 4))) == {bytes([GUARD_BYTE]) * SMALL.slot_bytes("kv")}
 
 
-def test_an_errand_past_its_deadline_begins_no_further_batch(desks) -> None:
+def test_a_storage_request_past_its_deadline_begins_no_further_batch(desks) -> None:
     desk = desks(batch_bytes=1)
     desk.store.next("write", Fault.BLOCK)
     writing = desk.link.write(desk.pages(6), 1.0)
@@ -440,7 +440,7 @@ def test_an_errand_past_its_deadline_begins_no_further_batch(desks) -> None:
     assert writing.count == 1 and desk.store.calls["write"] == 1
 
 
-def test_a_stopped_errand_begins_no_further_batch(desks) -> None:
+def test_a_stopped_storage_request_begins_no_further_batch(desks) -> None:
     desk = desks(batch_bytes=1)
     desk.stored(desk.pages(6))
     desk.store.always["read"] = Fault.BLOCK
@@ -466,8 +466,8 @@ def test_memory_that_lingers_is_not_quiet_until_its_time_is_up(desks) -> None:
     assert reading.quiet
 
 
-def test_a_late_write_to_staging_that_lingers_spoils_nobody_else_s_pages(desks) -> None:
-    """The memory of a worker is as good as a slot: nobody uses it while somebody may write."""
+def test_a_late_write_to_staging_that_lingers_spoils_no_other_pages(desks) -> None:
+    """The memory of a worker is as good as a slot: it is not reused while a late call may write."""
     desk = desks()
     before = desk.stored(desk.pages(4))
     desk.store.lingers_s = 60.0
@@ -514,7 +514,7 @@ def test_a_failure_ends_a_read_and_leaves_what_came_before(desks) -> None:
     assert reading.ready == 3 and reading.count < 8
 
 
-def test_errands_take_turns(desks) -> None:
+def test_storage_requests_take_turns(desks) -> None:
     """A long one does not keep a short one waiting for its end."""
     desk = desks(batch_bytes=1, slots=64)
     desk.stored(desk.pages(63))
@@ -617,7 +617,7 @@ def test_closing_with_stuck_workers_says_so_and_does_not_hang(desks) -> None:
     desk.link.look(lambda: desk.keys(desk.pages(1)), LONG_S)
     until(lambda: desk.store.waiting == 1)
     assert not desk.link.close(0.05)
-    assert desk.store.calls["close"] == 0, "somebody still calls it"
+    assert desk.store.calls["close"] == 0, "a call is still in it"
     desk.store.release()
 
 

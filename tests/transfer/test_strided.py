@@ -1,4 +1,4 @@
-"""Strided copies: plain runs and the device program move the same bytes as a naive expansion."""
+"""Strided copies: plain runs and the device kernel move the same bytes as a naive expansion."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def jobs(draw: st.DrawFn, words: Sequence[int] = (1, 2, 4, 8, 16), works: int = 
     some follow each other on one side, on both, or on neither.
     """
     legs = draw(st.integers(1, 3))
-    return [_drawn(draw, legs, words) for _ in range(draw(st.integers(1, works)))]
+    return [_sketch(draw, legs, words) for _ in range(draw(st.integers(1, works)))]
 
 
-def _drawn(draw: st.DrawFn, legs: int, words: Sequence[int]) -> Sketch:
+def _sketch(draw: st.DrawFn, legs: int, words: Sequence[int]) -> Sketch:
     word = draw(st.sampled_from(words))
     gap = st.sampled_from(draw(st.sampled_from(((0,), (0, 1, 3)))))
     found: list[list[Piece]] = []

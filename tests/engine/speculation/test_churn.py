@@ -201,6 +201,7 @@ def assert_kept(churn: Churn) -> None:
     assert kept(last) >= KEPT * kept(first)
 
 
+@pytest.mark.full
 def test_the_accept_length_outlives_churn(tmp_path: Path) -> None:
     churn = Churn(tmp_path, seed=1)
     churn.run(REQUESTS)

@@ -38,7 +38,6 @@ from kvtide.testing.faults import FaultyBackend
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
 from kvtide.transfer.lane import Lane
 from tests.engine.speculation.test_draft_restores import PAIRS, Pair
-from tests.models.tiny_mtp import V4
 
 PAGE = 16
 MAX_ANSWER = 28
@@ -276,7 +275,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cached(lambda name: PAIRS[name](tmp_path_factory.mktemp("drafts")))
 
 
-@pytest.mark.quick(seed=range(4), name=["eagle3-llama", "eagle3-gpt_oss", "qwen3_next-mtp", V4])
+@pytest.mark.quick(seed=range(2), name=["eagle3-gpt_oss", "qwen3_next-mtp"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_that_is_asked_ends_and_is_right(

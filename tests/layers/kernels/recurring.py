@@ -57,7 +57,7 @@ class World:
         return same_again(once)[0]
 
 
-def drawn(generator: torch.Generator, *shape: int) -> Tensor:
+def randn(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
@@ -88,7 +88,7 @@ def world(
             slot = slots[(past - 1) // PAGE]
             state = {}
             for field in fields:
-                view[field.name][slot, -1] = drawn(generator, *field.shape).to(device)
+                view[field.name][slot, -1] = randn(generator, *field.shape).to(device)
                 state[field.name] = view[field.name][slot, -1].clone()
         states.append(state)
         table = torch.tensor(slots, device=device)

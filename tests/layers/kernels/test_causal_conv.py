@@ -10,7 +10,7 @@ from kvtide.layers.kernels.recurrent.causal_conv import causal_conv
 from kvtide.layers.reference.causal_conv import convolve as one_sequence
 from kvtide.spec import DType, Field
 from kvtide.tiers import Layout
-from tests.layers.kernels.recurring import STEPS, convolution, drawn, world
+from tests.layers.kernels.recurring import STEPS, convolution, randn, world
 
 PARTS = {"one": (24,), "three": (160, 24, 24), "several blocks": (300, 130, 8)}
 
@@ -33,12 +33,12 @@ def compared(
     fields = [Field(f"conv_{i}", shape, kept) for i, shape in enumerate(shapes)]
     one = world((*fields, beside), step, device, layout)
     generator = torch.Generator().manual_seed(7)
-    weights = drawn(generator, taps, sum(parts)).to(device)
-    biases = drawn(generator, sum(parts)).to(device) if bias else None
+    weights = randn(generator, taps, sum(parts)).to(device)
+    biases = randn(generator, sum(parts)).to(device) if bias else None
     conv = convolution(weights, biases, fields)
     count = one.rows[-1].end
     # Beside other columns, as a projection gives them.
-    inputs = drawn(generator, count, sum(parts) + 5).to(device, dtype)[:, 2:-3]
+    inputs = randn(generator, count, sum(parts) + 5).to(device, dtype)[:, 2:-3]
     found = causal_conv(one.run, one.place, conv, inputs, swished=swished)
     assert found.dtype is dtype
     wide = conv.rounded(one.run, one.place, inputs).float()

@@ -132,7 +132,7 @@ class Compressing:
                 Step(at, at, tuple(rows), self.page, buffers.view, lambda layer: None)
             )
             write = self.by_kernel if by_kernel else self.plain
-            # As part of a wider product.
+            # As part of a wider GEMM.
             products = functional.pad(self.project(torch.cat(inputs)), (4, 8))[:, 4:-8]
             write(products, run)
             after.append(block.clone())

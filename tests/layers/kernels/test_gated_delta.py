@@ -13,7 +13,7 @@ from kvtide.layers.elementwise import sigmoid, softplus, unit_length
 from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
 from kvtide.layers.reference.gated_delta import DeltaInput, delta_tokens
 from kvtide.spec import DType, Field
-from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
+from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, randn, world
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Case:
         generator = torch.Generator().manual_seed(11)
         channels = self.heads * (self.keys if self.by_channel else 1)
         key_width = self.key_heads * self.keys
-        convolved = drawn(generator, count, 2 * key_width + self.heads * self.values)
+        convolved = randn(generator, count, 2 * key_width + self.heads * self.values)
         convolved[:, key_width : 2 * key_width] += self.alike
-        dt = drawn(generator, count, channels).to(device, dtype)
+        dt = randn(generator, count, channels).to(device, dtype)
         # Most strengths near one.
-        strength = drawn(generator, count, self.heads + 2).to(device, dtype)[:, :-2] * 2 + 2
+        strength = randn(generator, count, self.heads + 2).to(device, dtype)[:, :-2] * 2 + 2
         decay = -torch.rand(self.heads, generator=generator).to(device) * self.steepest
-        bias = drawn(generator, channels).to(device)
+        bias = randn(generator, channels).to(device)
         return convolved.to(device, dtype), DeltaGates(dt, bias, decay, strength)
 
 
@@ -121,6 +121,6 @@ def test_rows_without_slots_write_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("case", LARGE)
 def test_published_heads_in_half_precision(case: str, device: torch.device) -> None:
     if device.type != "cuda":
-        pytest.skip("an interpreter has no such products: --device cuda")
+        pytest.skip("an interpreter has no such GEMM: --device cuda")
     for step in ([(0, 1100), (77, 1), (300, 500)], [(40 + i, 1) for i in range(64)]):
         assert_within_a_rounding(case, both(LARGE[case], step, device, torch.bfloat16))

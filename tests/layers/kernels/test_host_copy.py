@@ -12,8 +12,10 @@ from kvtide.layers.kernels.host_copy import BLOCK, CTAS, host_copy
 def test_numbers_go_to_the_device_and_back_and_no_others_are_written(
     count: int, device: torch.device
 ) -> None:
-    drawn = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(count))
-    source, back = drawn.int(), torch.full((count + 8,), -5, dtype=torch.int32)
+    values = torch.randint(
+        -(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(count)
+    )
+    source, back = values.int(), torch.full((count + 8,), -5, dtype=torch.int32)
     if device.type == "cuda":
         source, back = source.pin_memory(), back.pin_memory()
     room = torch.full((count + 8,), -7, dtype=torch.int32, device=device)

@@ -104,7 +104,7 @@ def test_kernels_give_what_the_torch_code_gives(
     if device.type != "cuda" and slow:
         pytest.skip("an interpreter would take minutes: --device cuda")
     if device.type != "cuda" and dtype is torch.bfloat16:
-        pytest.skip("an interpreter knows no products in bf16: --device cuda")
+        pytest.skip("an interpreter has no GEMM in bf16: --device cuda")
     given = Given({**CASES, **LARGE}[case], tokens, dtype, device)
     kernel, plain = (
         given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))

@@ -38,7 +38,7 @@ class Case:
     names: tuple[str, ...] = GATED
     limit: float | None = None
     activation: str = "silu"
-    told: bool = False
+    by_table: bool = False
     biased: tuple[str, ...] = ()
 
     def weights(self, device: torch.device) -> Tensors:
@@ -52,10 +52,10 @@ class Case:
                 if name.split(".")[0] in self.biased:
                     tensors[f"{name}.{projection}.bias"] = shape[:1]
         made = {
-            name: drawn(*shape, seed=number, device=device) * shape[-1] ** -0.5
+            name: randn(*shape, seed=number, device=device) * shape[-1] ** -0.5
             for number, (name, shape) in enumerate(tensors.items())
         }
-        order = drawn(VOCABULARY, self.experts, seed=999, device=device).argsort(-1)
+        order = randn(VOCABULARY, self.experts, seed=999, device=device).argsort(-1)
         made["gate.table"] = order[:, : self.choice.count].contiguous()
         return Tensors(made)
 
@@ -66,7 +66,7 @@ class Case:
         return Blueprint(config, self.weights(device), MEMORY, ops, dtype)
 
     def mixture(self, blueprint: Blueprint, shared_limit: float | None = None) -> Mixture:
-        table = "table" if self.told else None
+        table = "table" if self.by_table else None
         router = Router(blueprint.under("gate"), self.choice, sqrt_softplus, "bias", table)
         shared = self.shared(blueprint, shared_limit or self.limit)
         under = blueprint.under("experts")
@@ -85,7 +85,7 @@ CASES = {
     "three more, limited": Case(6, RoutingRule(2), wide=3, limit=0.3),
     "two more without a gate": Case(5, RoutingRule(3), 2, PLAIN, activation="relu2"),
     "groups that are left to torch": Case(6, RoutingRule(2, groups=3, allowed=2), wide=2),
-    "told by token": Case(8, RoutingRule(3, scale=2.5), limit=0.5, told=True),
+    "by token": Case(8, RoutingRule(3, scale=2.5), limit=0.5, by_table=True),
     "as many experts as fill the bins": Case(16, RoutingRule(4), wide=2),
 }
 APART = {
@@ -96,13 +96,13 @@ APART = {
 }
 
 
-def drawn(*shape: int, seed: int, device: torch.device) -> Tensor:
+def randn(*shape: int, seed: int, device: torch.device) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def rows(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
-    return drawn(count, INPUTS, seed=1, device=device), tokens.to(device)
+    return randn(count, INPUTS, seed=1, device=device), tokens.to(device)
 
 
 def experts_of(mixture: Mixture) -> Experts:

@@ -57,7 +57,7 @@ LARGE = {
 }
 
 
-def drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
@@ -65,8 +65,8 @@ def drawn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype) -> T
 def made(case: Case, device: torch.device, dtype: torch.dtype) -> Experts:
     def stack(outputs: int, inputs: int, seed: int) -> ExpertWeights:
         shape = case.experts, outputs, inputs
-        weight = drawn(*shape, seed=seed, device=device, dtype=torch.float32) * inputs**-0.5
-        bias = drawn(*shape[:2], seed=seed + 1, device=device, dtype=dtype)
+        weight = randn(*shape, seed=seed, device=device, dtype=torch.float32) * inputs**-0.5
+        bias = randn(*shape[:2], seed=seed + 1, device=device, dtype=dtype)
         return ExpertWeights(weight.to(dtype), bias if case.biased else None)
 
     outputs = case.width * (2 if case.gating.gated else 1)
@@ -78,9 +78,9 @@ def made(case: Case, device: torch.device, dtype: torch.dtype) -> Experts:
 
 
 def routed(case: Case, tokens: int, device: torch.device) -> Routing:
-    order = drawn(tokens, case.experts, seed=7, device=device, dtype=torch.float32).argsort(-1)
-    shares = drawn(tokens, case.chosen, seed=8, device=device, dtype=torch.float32).softmax(-1)
-    return Routing(order[:, : case.chosen].contiguous(), shares)
+    order = randn(tokens, case.experts, seed=7, device=device, dtype=torch.float32).argsort(-1)
+    weights = randn(tokens, case.chosen, seed=8, device=device, dtype=torch.float32).softmax(-1)
+    return Routing(order[:, : case.chosen].contiguous(), weights)
 
 
 def one_by_one(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
@@ -102,7 +102,7 @@ def test_the_kernels_give_what_experts_one_by_one_give(
 ) -> None:
     given = CASES[case]
     experts, routing = made(given, device, torch.float32), routed(given, tokens, device)
-    x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.float32)
+    x = randn(tokens, given.inputs, seed=9, device=device, dtype=torch.float32)
     wanted, found = (
         one_by_one(experts, x, routing),
         same_again(lambda: mix_experts(experts, x, routing)),
@@ -116,7 +116,7 @@ def test_with_many_pairs_there_may_be_gaps_between_blocks(
     monkeypatch.setattr(kernels, "COUNTED", 16)
     case = CASES["swish"]
     experts, routing = made(case, device, torch.float32), routed(case, 21, device)
-    x = drawn(21, case.inputs, seed=9, device=device, dtype=torch.float32)
+    x = randn(21, case.inputs, seed=9, device=device, dtype=torch.float32)
     wanted = one_by_one(experts, x, routing)
     torch.testing.assert_close(mix_experts(experts, x, routing), wanted, rtol=0, atol=2e-5)
 
@@ -128,7 +128,7 @@ def test_tiles_may_be_fetched_by_their_numbers(
     monkeypatch.setattr(kernels, "_EXACT", replace(kernels._EXACT, described=True))
     given = CASES[case]
     experts, routing = made(given, device, torch.float32), routed(given, 21, device)
-    x = drawn(21, given.inputs, seed=9, device=device, dtype=torch.float32)
+    x = randn(21, given.inputs, seed=9, device=device, dtype=torch.float32)
     wanted = one_by_one(experts, x, routing)
     torch.testing.assert_close(mix_experts(experts, x, routing), wanted, rtol=0, atol=2e-5)
 
@@ -137,7 +137,7 @@ def test_half_precision_is_rounded_between_projections_alone(device: torch.devic
     """In fp16, which an interpreter multiplies rightly."""
     case = CASES["swish"]
     experts, routing = made(case, device, torch.float16), routed(case, 3, device)
-    x = drawn(3, case.inputs, seed=9, device=device, dtype=torch.float16)
+    x = randn(3, case.inputs, seed=9, device=device, dtype=torch.float16)
     wanted, found = one_by_one(experts, x, routing), mix_experts(experts, x, routing)
     assert found.dtype == torch.float16
     torch.testing.assert_close(found.float(), wanted, rtol=2e-3, atol=2e-3)
@@ -147,7 +147,7 @@ def test_half_precision_is_rounded_between_projections_alone(device: torch.devic
 def test_ranks_add_what_their_own_experts_give(tokens: int, device: torch.device) -> None:
     case = replace(CASES["limits and biases"], experts=6)
     experts, routing = made(case, device, torch.float32), routed(case, tokens, device)
-    x = drawn(tokens, case.inputs, seed=9, device=device, dtype=torch.float32)
+    x = randn(tokens, case.inputs, seed=9, device=device, dtype=torch.float32)
     parts = []
     for rank in range(3):
         own = slice(2 * rank, 2 * rank + 2)
@@ -182,8 +182,8 @@ def test_pairs_are_in_order_and_every_block_has_rows_of_one_expert(
 def test_layers_leave_routes_and_experts_to_the_kernels(device: torch.device) -> None:
     case, ops = CASES["swish"], TritonOps()
     experts = made(case, device, torch.float32)
-    x = drawn(5, case.inputs, seed=9, device=device, dtype=torch.float32)
-    logits = drawn(5, case.experts, seed=10, device=device, dtype=torch.float32)
+    x = randn(5, case.inputs, seed=9, device=device, dtype=torch.float32)
+    logits = randn(5, case.experts, seed=10, device=device, dtype=torch.float32)
     by_scores = ops.route(logits, RoutingRule(case.chosen), softmax)
     by_logits = ops.route_by_top_softmax(logits, case.chosen)
     assert by_scores.experts.dtype == by_logits.experts.dtype == torch.int32
@@ -199,7 +199,7 @@ def test_published_experts_in_half_precision(case: str, tokens: int, device: tor
         pytest.skip("an interpreter would take minutes: --device cuda")
     given = LARGE[case]
     experts, routing = made(given, device, torch.bfloat16), routed(given, tokens, device)
-    x = drawn(tokens, given.inputs, seed=9, device=device, dtype=torch.bfloat16)
+    x = randn(tokens, given.inputs, seed=9, device=device, dtype=torch.bfloat16)
     wanted, found = (
         one_by_one(experts, x, routing),
         same_again(lambda: mix_experts(experts, x, routing)),

@@ -25,7 +25,7 @@ CHOICES = {
 }
 
 
-def drawn(*shape: int, seed: int, device: torch.device) -> Tensor:
+def randn(*shape: int, seed: int, device: torch.device) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
@@ -42,8 +42,8 @@ def test_the_kernel_chooses_what_torch_chooses(
     case: str, score: Activation, biased: bool, device: torch.device
 ) -> None:
     experts, choice = CHOICES[case]
-    logits = drawn(7, experts, seed=1, device=device) * 4
-    bias = drawn(experts, seed=2, device=device) - 0.5 if biased else None
+    logits = randn(7, experts, seed=1, device=device) * 4
+    bias = randn(experts, seed=2, device=device) - 0.5 if biased else None
     assert moe_routing.has_kernel(experts, choice, score)
     found = moe_routing.route(logits, choice, score, bias)
     same(found, route(PLAIN, logits, choice, score, bias))
@@ -52,7 +52,7 @@ def test_the_kernel_chooses_what_torch_chooses(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_softmax_of_the_best(dtype: torch.dtype, device: torch.device) -> None:
     """In bf16 many logits are equal."""
-    logits = drawn(9, 128, seed=3, device=device).to(dtype)
+    logits = randn(9, 128, seed=3, device=device).to(dtype)
     found = moe_routing.route(logits, RoutingRule(5), None, softmax_of_best=True)
     same(found, route_by_top_softmax(PLAIN, logits, 5))
 
@@ -60,12 +60,12 @@ def test_the_softmax_of_the_best(dtype: torch.dtype, device: torch.device) -> No
 @pytest.mark.quick
 @pytest.mark.parametrize("beside", [1, 3])
 @pytest.mark.parametrize("case", CHOICES)
-def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
+def test_experts_beside_have_the_next_numbers_and_a_weight_of_one(
     case: str, beside: int, device: torch.device
 ) -> None:
     experts, choice = CHOICES[case]
-    logits = drawn(7, experts, seed=1, device=device) * 4
-    bias = drawn(experts, seed=2, device=device)
+    logits = randn(7, experts, seed=1, device=device) * 4
+    bias = randn(experts, seed=2, device=device)
     found = moe_routing.route(logits, choice, sigmoid, bias, beside=beside)
     assert found.experts.shape == found.weights.shape == (7, choice.count + beside)
     assert found.experts[:, choice.count :].tolist() == [[*range(experts, experts + beside)]] * 7
@@ -80,12 +80,12 @@ def test_experts_beside_have_the_next_numbers_and_a_share_of_one(
 @pytest.mark.parametrize("kept_as", [torch.int64, torch.int32])
 @pytest.mark.parametrize("score", [sigmoid, softmax, sqrt_softplus])
 @pytest.mark.parametrize("case", ["few of many", "scaled, as they are", "one"])
-def test_experts_that_are_told_have_the_shares_that_torch_gives_them(
+def test_experts_of_a_table_have_the_weights_that_torch_gives_them(
     case: str, score: Activation, kept_as: torch.dtype, beside: int, device: torch.device
 ) -> None:
     experts, choice = CHOICES[case]
-    logits = (drawn(experts, 9, seed=1, device=device) * 4).T
-    table = drawn(30, experts, seed=2, device=device).argsort(-1)[:, : choice.count].contiguous()
+    logits = (randn(experts, 9, seed=1, device=device) * 4).T
+    table = randn(30, experts, seed=2, device=device).argsort(-1)[:, : choice.count].contiguous()
     tokens = torch.tensor([29, 0, 7, 7, 1, 12, 28, 3, 0], device=device).to(kept_as)
     fixed = FixedExperts(table.to(kept_as), tokens)
     found = moe_routing.route(logits, choice, score, fixed=fixed, beside=beside)
@@ -94,7 +94,7 @@ def test_experts_that_are_told_have_the_shares_that_torch_gives_them(
 
 
 def test_of_equals_the_first_are_chosen(device: torch.device) -> None:
-    logits = drawn(9, 48, seed=4, device=device).round()
+    logits = randn(9, 48, seed=4, device=device).round()
     logits[0] = 0.5
     logits[1, ::2] = -0.0
     logits[2, 7:] = -torch.inf

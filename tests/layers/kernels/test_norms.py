@@ -44,8 +44,8 @@ LARGE = {
 
 
 def some(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
-    return drawn.to(device, dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+    return values.to(device, dtype)
 
 
 def weights(width: int, device: torch.device, seed: int = 9) -> Tensor:

@@ -11,8 +11,8 @@ from kvtide.layers.kernels.sampling import greedy
 
 
 def some(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2
-    return drawn.to(device)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2
+    return values.to(device)
 
 
 def check(logits: Tensor, scales: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from kvtide.layers.elementwise import softplus
 from kvtide.layers.kernels.recurrent.ssd_scan import ssd_scan
 from kvtide.layers.reference.ssd_scan import ScanInput, scan_tokens
 from kvtide.spec import DType, Field
-from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, drawn, world
+from tests.layers.kernels.recurring import STEPS, World, assert_within_a_rounding, randn, world
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Case:
 
     def how(self, generator: torch.Generator, device: torch.device) -> ScanParams:
         decay = -torch.rand(self.heads, generator=generator) * self.steepest
-        bias, skip = (drawn(generator, self.heads).to(device) for _ in range(2))
+        bias, skip = (randn(generator, self.heads).to(device) for _ in range(2))
         return ScanParams(bias, decay.to(device), skip[:, None], self.limits)
 
 
@@ -72,8 +72,8 @@ def both(
     generator = torch.Generator().manual_seed(11)
     how, count = case.how(generator, device), one.rows[-1].end
     channels = case.heads * case.dim + 2 * case.groups * case.width
-    convolved = drawn(generator, count, channels).to(device, dtype)
-    dt = drawn(generator, count, case.heads + 3).to(device, dtype)[:, 1:-2]
+    convolved = randn(generator, count, channels).to(device, dtype)
+    dt = randn(generator, count, case.heads + 3).to(device, dtype)[:, 1:-2]
     wanted = plain(one, case, how, convolved, dt)
     found = [one.gone_on(lambda: ssd_scan(one.run, one.place, how, convolved, dt))]
     found += [one.after(number)["ssm"].float() for number in range(len(step))]
@@ -112,7 +112,7 @@ def test_rows_without_slots_write_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("case", LARGE)
 def test_published_heads_in_half_precision(case: str, device: torch.device) -> None:
     if device.type != "cuda":
-        pytest.skip("an interpreter has no such products: --device cuda")
+        pytest.skip("an interpreter has no such GEMM: --device cuda")
     for step in ([(0, 1100), (77, 1), (300, 500)], [(40 + i, 1) for i in range(64)]):
         # With more columns than that, not all of it is in tf32.
         times = 1.0 if LARGE[case].width <= 128 else 1.5
