@@ -48,7 +48,7 @@ class Speculation:
     ) -> None:
         assert 1 <= draft_tokens <= MAX_DRAFTS, f"{draft_tokens} drafts; use 1 to {MAX_DRAFTS}"
         self.lengths = AcceptLengths()
-        self.guard = AcceptGuard(drafter.writes) if drafter.captures else None
+        self.guard = AcceptGuard(drafter.writes) if drafter.writes else None
         self._scheduler = scheduler
         self._drafter = drafter
         self._draft_length = DraftLength(draft_tokens, drafter.cost, fixed=fixed_drafts)
