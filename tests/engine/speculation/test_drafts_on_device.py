@@ -38,15 +38,16 @@ def on_a_gpu(device: torch.device) -> None:
 def pair_on(name: str, device: torch.device, folder: Path) -> tuple[Model, DraftModel]:
     """A target and its draft in fp32, by kernels."""
     how = {"page_tokens": 16, "kv_dtype": KVDType.FP32, "dtype": torch.float32}
-    with device:
-        if name == EAGLE3:
-            config = json.loads(config_of(name).to_json_string())
-            opened = open_draft(tiny_eagle3(config, folder, captures=(0, 1, 1)))
-            saved = checkpoint(name)
+    if name == EAGLE3:
+        config = json.loads(config_of(name).to_json_string())
+        opened = open_draft(tiny_eagle3(config, folder, captures=(0, 1, 1)))
+        saved = checkpoint(name)
+        with device:
             target = build(saved.config, OnDevice(saved.weights, device), draft=opened, **how)
             return target, opened.build(target)
-        fields = tiny_mtp.config(name)
-        weights = OnDevice(tiny_mtp.Tensors(tiny_mtp.weights(name)), device)
+    fields = tiny_mtp.config(name)
+    weights = OnDevice(tiny_mtp.Tensors(tiny_mtp.weights(name)), device)
+    with device:
         target = build(fields, weights, mtp=True, **how)
         return target, build_mtp(fields, weights, target)
 
