@@ -5,17 +5,19 @@
 `scheduler`         admission, preemption, and the chunks of each step
 `overlap`           the step after the current one: planned, prepared, launched (a state machine)
 `runner`            a step's chunks through the model, as a CUDA graph or eagerly
-`cuda_graphs`       which step sizes are captured; `graph_capture` capture and replay on a device
+`graphs`            CUDA graphs of steps: sizes, inputs, capture and replay
+`speculation`       drafts: proposed, verified, accepted
 `page_tables`       slots of a step's sequences, by anchor
 `staging`           small step inputs and outputs between host and device
 `sampler`           from logits to the next token
+`updates`           what a step gives a request
 `text`              from tokens to text, up to a stop string
 `oracle`            checks restored prefixes against recomputation while serving
 `rank_topology`     a rank's stage and tensor rank, and what ranks exchange
 `state_check`       refuses a model with undeclared state; `reachable_tensors` finds its tensors
 """
 
-from kvtide.engine.engine import Engine, Update
+from kvtide.engine.engine import Engine
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import (
     CheckedRequest,
@@ -27,6 +29,7 @@ from kvtide.engine.request import (
 )
 from kvtide.engine.sampler import SampledToken, SamplingParams
 from kvtide.engine.state_check import EngineError
+from kvtide.engine.updates import Update
 
 __all__ = [
     "CheckedRequest",

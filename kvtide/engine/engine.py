@@ -10,9 +10,8 @@ order (`topology`): what a rank learns by itself decides nothing before all have
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +44,7 @@ from kvtide.engine.speculation.speculation import Speculation, VerifiedChunk
 from kvtide.engine.staging import Staging
 from kvtide.engine.state_check import check_declared_state
 from kvtide.engine.text import OutputText
+from kvtide.engine.updates import Update, append
 from kvtide.index import Prompt
 from kvtide.index.keys import highest, pack
 from kvtide.models import Model
@@ -56,15 +56,6 @@ DRAFT_TOKENS = 3
 """Drafts of a request in a step, unless said otherwise."""
 SCORED = 512
 """Prompt tokens scored at a time: each needs a row of logits."""
-
-
-class Update(NamedTuple):
-    """A request got a token and some text; `finish` says why that was its last, if it was."""
-
-    request: Request
-    sampled: SampledToken | None
-    text: str
-    finish: Finish | None
 
 
 class Engine:
@@ -342,7 +333,7 @@ class Engine:
             if chunk.drafts:
                 assert self._speculation is not None, "no drafts without speculation"
                 tokens = list(self._speculation.accepted(chunk, tokens))
-            own = self._append(chunk.request, tokens)
+            own = append(chunk.request, tokens)
             updates += own
             if chunk.drafts:
                 verified.append(VerifiedChunk(chunk, len(own) - 1, len(own) < len(tokens)))
@@ -412,17 +403,6 @@ class Engine:
             output.keep_captured()
             self._overlap.launch(requests, sampling.tokens)
 
-    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> list[Update]:
-        """Append the sampled tokens up to the request's last."""
-        if not request.params.max_tokens:
-            return [_closed(request, Finish.LENGTH)]
-        updates: list[Update] = []
-        for sampled in tokens:
-            updates.append(_appended(request, sampled))
-            if updates[-1].finish is not None:
-                break
-        return updates
-
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
             self.cache.poll()  # Its commits wait for its prefix to land.
@@ -484,24 +464,3 @@ def _sampling_inputs(chunk: ScheduledChunk) -> list[SamplingInput]:
         SamplingInput(sampling, prompt, request.tokens, drafts[:count])
         for count in range(len(drafts) + 1)
     ]
-
-
-def _appended(request: Request, sampled: SampledToken) -> Update:
-    """One more token of output; `finish` says if it is the last."""
-    request.append(sampled)
-    if sampled.token in request.params.stop_ids:
-        return _closed(request, Finish.STOP, sampled)
-    text = request.text.feed(sampled.token) if request.text else ""
-    if request.text and request.text.stopped:
-        return _closed(request, Finish.STOP, sampled, text)
-    if len(request.output) == request.params.max_tokens:
-        return _closed(request, Finish.LENGTH, sampled, text)
-    return Update(request, sampled, text, None)
-
-
-def _closed(
-    request: Request, finish: Finish, sampled: SampledToken | None = None, text: str = ""
-) -> Update:
-    """The last update; text that might have been the start of a stop string follows."""
-    rest = request.text.finish() if request.text else ""
-    return Update(request, sampled, text + rest, finish)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
-from kvtide.engine.cuda_graphs import StepGraph, StepGraphs
-from kvtide.engine.graph_capture import GraphCapture, Wait, graph_capture, no_wait
-from kvtide.engine.graph_inputs import GraphKind, GraphRow
+from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, graph_capture, no_wait
+from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
+from kvtide.engine.graphs.step_graphs import StepGraph, StepGraphs
 from kvtide.engine.page_tables import Numbers, PageTables, Table, batch_tables, chunk_spans
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request

@@ -101,8 +101,8 @@ def test_rounds_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run in an interpreter here."""
     choose = "kvtide.models.family_registry.choose"
     monkeypatch.setattr(choose, lambda deterministic, device: TritonOps())
-    monkeypatch.setattr("kvtide.engine.cuda_graphs.MIXED_TOKENS", (8, 16))
-    monkeypatch.setattr("kvtide.engine.cuda_graphs.TOKENS_PER_PREFILL", 4)
+    monkeypatch.setattr("kvtide.engine.graphs.step_graphs.MIXED_TOKENS", (8, 16))
+    monkeypatch.setattr("kvtide.engine.graphs.step_graphs.TOKENS_PER_PREFILL", 4)
     load = RoundLoad(1, 64, 1.25, steps=1, blocks=1, draft_tokens=2)
     few = EAGLE3.resized(_three_layers)
     with draft_rounds.pair(built(few), CPU, load, quiet, fixed=True) as both:

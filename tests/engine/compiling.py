@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, graph_capture
-from kvtide.engine.graph_capture import CapturedGraph, Wait
+from kvtide.engine.graphs.graph_capture import CapturedGraph, Wait
 from kvtide.engine.page_tables import batch_tables
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step

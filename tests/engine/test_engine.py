@@ -33,9 +33,9 @@ from kvtide.engine import (
     RequestState,
     SamplingParams,
     Update,
-    cuda_graphs,
     sampler,
 )
+from kvtide.engine.graphs import step_graphs
 from kvtide.engine.overlap import OverlapState
 from kvtide.engine.scheduler import Scheduler
 from kvtide.layers import Rows as Sequenced
@@ -272,7 +272,7 @@ def stand(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Stand]]:
     """Makes engines; whatever a test does with one, in the end nothing of it is missing."""
-    monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 4)  # However many prompts there are.
+    monkeypatch.setattr(step_graphs, "TOKENS_PER_PREFILL", 4)  # However many prompts there are.
     stands: list[Stand] = []
 
     def make(**options: Any) -> Stand:
@@ -826,13 +826,13 @@ def test_a_decode_step_is_prepared_before_its_tokens_are_known(stand, monkeypatc
     monkeypatch.setattr(Scheduler, "may_launch", lambda *_: steady)
     prepared: list[int] = []
     name = "launch_ahead" if steady else "launch_prepared"
-    play = getattr(cuda_graphs.StepGraph, name)
+    play = getattr(step_graphs.StepGraph, name)
 
     def counted(self: Any, *args: Any) -> Tensor:
         prepared.append(len(args[-1]))
         return play(self, *args)
 
-    monkeypatch.setattr(cuda_graphs.StepGraph, name, counted)
+    monkeypatch.setattr(step_graphs.StepGraph, name, counted)
     long, short = at.submit(words(1, 9), 12), at.submit(words(2, 9), 4)
     for _ in range(4):
         at.step()

@@ -28,9 +28,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Engine, Request, RequestParams, cuda_graphs, scheduler
-from kvtide.engine.graph_capture import Wait, graph_capture
-from kvtide.engine.graph_inputs import GraphKind, GraphSize
+from kvtide.engine import Engine, Request, RequestParams, scheduler
+from kvtide.engine.graphs import step_graphs
+from kvtide.engine.graphs.graph_capture import Wait, graph_capture
+from kvtide.engine.graphs.graph_inputs import GraphKind, GraphSize
 from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.models import Model
 from kvtide.models.checkpoint import OnDevice
@@ -224,26 +225,26 @@ def test_captured_steps_answer_as_eager_ones(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several lengths: one sequence outgrows the first graphs, and the others stay."""
-    monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 100)
-    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (64, 256))
+    monkeypatch.setattr(step_graphs, "MIN_LENGTH", 100)
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (64, 256))
     replayed: list[GraphSize] = []
     ways: Counter[str] = Counter()
-    whole = cuda_graphs.StepGraph._replay
+    whole = step_graphs.StepGraph._replay
 
     def noted(self, wait):
         replayed.append(self._size)
         return whole(self, wait)
 
     def counted(way):
-        function = getattr(cuda_graphs.StepGraph, way)
+        function = getattr(step_graphs.StepGraph, way)
 
         def call(*args):
             ways[way] += 1
             return function(*args)
 
-        monkeypatch.setattr(cuda_graphs.StepGraph, way, call)
+        monkeypatch.setattr(step_graphs.StepGraph, way, call)
 
-    monkeypatch.setattr(cuda_graphs.StepGraph, "_replay", noted)
+    monkeypatch.setattr(step_graphs.StepGraph, "_replay", noted)
     counted("launch_prepared")
     counted("launch_ahead")
     rng = random.Random(name)
@@ -270,18 +271,18 @@ def test_captured_steps_answer_as_eager_ones(
 def test_prefills_are_launched_ahead_where_a_request_waits_for_room(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (64, 256))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (64, 256))
     monkeypatch.setattr(
         scheduler, "BLOCKED_STEP_TOKENS", 32
     )  # What is left of prompts comes later.
     launched: list[int] = []
-    ahead = cuda_graphs.StepGraph.launch_ahead
+    ahead = step_graphs.StepGraph.launch_ahead
 
     def counted(self, *args):
         launched.append(self._size.prefills)
         return ahead(self, *args)
 
-    monkeypatch.setattr(cuda_graphs.StepGraph, "launch_ahead", counted)
+    monkeypatch.setattr(step_graphs.StepGraph, "launch_ahead", counted)
     # Their company differs, which shows in the last bits: these are of no account here.
     rng, model = random.Random(name), model_of(name, device, dtype=torch.float32)
     common = text(rng, 64)

@@ -21,11 +21,11 @@ from kvtide.engine import (
     Request,
     RequestParams,
     SamplingParams,
-    cuda_graphs,
     sampler,
     scheduler,
 )
-from kvtide.engine.graph_capture import Wait
+from kvtide.engine.graphs import step_graphs
+from kvtide.engine.graphs.graph_capture import Wait
 from kvtide.engine.overlap import Overlap, OverlapState
 from kvtide.engine.runner import HiddenOutput, LaunchedStep, PreparedStep, StepOutput
 from kvtide.engine.sampler import SampledToken
@@ -77,9 +77,9 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     seen = Watch()
-    replay, copy = cuda_graphs.StepGraph._replay, Copier.copy
+    replay, copy = step_graphs.StepGraph._replay, Copier.copy
 
-    def watching(self: cuda_graphs.StepGraph, wait: Wait) -> Tensor:
+    def watching(self: step_graphs.StepGraph, wait: Wait) -> Tensor:
         batch = self._inputs.batch
         seen.begin(batch.rows.tolist(), batch.slots["kv"].tolist())
         return replay(self, wait)
@@ -90,8 +90,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         seen.copy(way, moves, after)
         return copy(self, way, moves, timeout_s, after)
 
-    monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 4)
-    monkeypatch.setattr(cuda_graphs.StepGraph, "_replay", watching)
+    monkeypatch.setattr(step_graphs, "TOKENS_PER_PREFILL", 4)
+    monkeypatch.setattr(step_graphs.StepGraph, "_replay", watching)
     monkeypatch.setattr(Copier, "copy", copying)
     monkeypatch.setattr(HostTimeline, "fence", lambda self: len(seen.launched) + 1)
     return seen
@@ -250,7 +250,7 @@ def test_a_request_whose_prefix_lands_during_a_step_is_in_the_next(
 def test_a_mixed_graph_tells_when_it_is_late_and_no_other_step_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (16,))
     at = Stand(captured=True, device=32)
     at.model.tried = False
     outputs: list[StepOutput] = []
@@ -278,8 +278,8 @@ def test_a_family_samples_the_same_tokens_in_steps_launched_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Windows and sinks, by interpreted kernels beside torch; some end unexpectedly."""
-    monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 32)
-    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (16,))
+    monkeypatch.setattr(step_graphs, "MIN_LENGTH", 32)
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (16,))
     models = (in_torch("gpt_oss"), by_kernels("gpt_oss", monkeypatch))
     rng = random.Random(1)
     vocabulary = models[0].vocabulary

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from kvtide.engine import cuda_graphs
-from kvtide.engine.cuda_graphs import GraphRow, StepGraphs
-from kvtide.engine.graph_capture import graph_capture
+from kvtide.engine.graphs import step_graphs
+from kvtide.engine.graphs.graph_capture import graph_capture
+from kvtide.engine.graphs.step_graphs import GraphRow, StepGraphs
 from kvtide.layers import Step
 from kvtide.models import Model
 from tests.models import tiny
@@ -147,9 +147,9 @@ def compared(
     name: str, most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, ...]]:
     """The sizes of graphs that give the logits of eager steps."""
-    monkeypatch.setattr(cuda_graphs, "MIXED_TOKENS", (8, 16))
-    monkeypatch.setattr(cuda_graphs, "TOKENS_PER_PREFILL", 8)
-    monkeypatch.setattr(cuda_graphs, "MIN_LENGTH", 64)
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8, 16))
+    monkeypatch.setattr(step_graphs, "TOKENS_PER_PREFILL", 8)
+    monkeypatch.setattr(step_graphs, "MIN_LENGTH", 64)
     wanted = played(Player(in_torch(name)), steps)
     player = GraphPlayer(by_kernels(name, monkeypatch), most)
     assert float((played(player, steps) - wanted).abs().max()) <= CLOSE

@@ -10,9 +10,9 @@ import torch
 from kvtide.bench.gpu.ceilings import timed
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.cache import TieredCache
-from kvtide.engine.cuda_graphs import StepGraph, View
-from kvtide.engine.graph_capture import graph_capture
-from kvtide.engine.graph_inputs import GraphKind, GraphRow, GraphSize
+from kvtide.engine.graphs.graph_capture import graph_capture
+from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow, GraphSize
+from kvtide.engine.graphs.step_graphs import StepGraph, View
 from kvtide.layers.packing import packing
 from kvtide.spec import ALL, ModelMemory
 from kvtide.tiers import Arrangement, Buffers, Layout

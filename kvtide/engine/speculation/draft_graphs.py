@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtide.engine.cuda_graphs import View, lengths
 from kvtide.engine.device_kernels import DeviceKernels
-from kvtide.engine.graph_capture import GraphCapture, Wait, no_wait
-from kvtide.engine.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
+from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, no_wait
+from kvtide.engine.graphs.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
+from kvtide.engine.graphs.step_graphs import View, lengths
 from kvtide.engine.sampler import COLUMNS, sample_columns
 from kvtide.engine.speculation.drafter import DraftLimits
 from kvtide.engine.staging import Staging

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvtide.engine.graph_capture import GraphCapture
+from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.graph_capture import GraphCapture, no_wait
-from kvtide.engine.graph_inputs import GraphRow
+from kvtide.engine.graphs.graph_capture import GraphCapture, no_wait
+from kvtide.engine.graphs.graph_inputs import GraphRow
 from kvtide.engine.page_tables import Numbers, Table, TableVersion, batch_tables
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import TieredCache
-from kvtide.engine.graph_capture import GraphCapture, Wait, graph_capture, no_wait
+from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, graph_capture, no_wait
 from kvtide.engine.page_tables import PageTables
 from kvtide.engine.request import Request
 from kvtide.layers.packing import plain

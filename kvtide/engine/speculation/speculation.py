@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.graph_capture import GraphCapture
+from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import SampledToken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from kvtide.engine.graph_capture import GraphCapture
+from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import (

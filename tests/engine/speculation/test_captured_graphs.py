@@ -30,8 +30,8 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
 ) -> None:
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     # An interpreter takes long for padding.
-    monkeypatch.setattr("kvtide.engine.cuda_graphs.MIXED_TOKENS", (16, 32))
-    monkeypatch.setattr("kvtide.engine.cuda_graphs.TOKENS_PER_PREFILL", 16)
+    monkeypatch.setattr("kvtide.engine.graphs.step_graphs.MIXED_TOKENS", (16, 32))
+    monkeypatch.setattr("kvtide.engine.graphs.step_graphs.TOKENS_PER_PREFILL", 16)
     choose = "kvtide.models.family_registry.choose"
     monkeypatch.setattr(choose, lambda deterministic, device: TritonOps())
     config = json.loads(config_of("llama").to_json_string())

@@ -27,8 +27,8 @@ from itertools import count, takewhile
 import torch
 from torch import Tensor
 
-from kvtide.engine.graph_capture import GraphCapture, Wait, no_wait
-from kvtide.engine.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
+from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, no_wait
+from kvtide.engine.graphs.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
 from kvtide.layers import Step
 from kvtide.models import Model
 from kvtide.models.draft import CapturedStates

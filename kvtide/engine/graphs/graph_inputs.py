@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtide.engine.graph_capture import GraphCapture
+from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.page_tables import Numbers, Table, TableVersion
 from kvtide.layers.step import Batch, Bounds
 from kvtide.spec import ModelMemory
