@@ -18,7 +18,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from kvtide.engine.graphs import step_graphs
 from kvtide.engine.graphs.graph_capture import graph_capture
-from kvtide.engine.graphs.step_graphs import GraphRow, StepGraphs
+from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
+from kvtide.engine.graphs.step_graphs import StepGraphs
 from kvtide.layers import Step
 from kvtide.models import Model
 from tests.models import tiny
@@ -87,11 +88,12 @@ class Unasked(TorchDispatchMode):
 
 
 class GraphPlayer(Player):
-    """`sizes`: of the graphs that were replayed; `loading`: as if a prefix were on its way."""
+    """`sizes`, `kinds`: of the graphs that were replayed; `loading`: as if a prefix were on its
+    way."""
 
-    def __init__(self, model: Model, most: int) -> None:
+    def __init__(self, model: Model, most: int, verify_rows: int) -> None:
         super().__init__(model)
-        self.loading, self.sizes = False, []
+        self.loading, self.sizes, self.kinds = False, [], []
         forward, where = model.forward, graph_capture(torch.device("cpu"))
 
         def watched(step: Step) -> Tensor:
@@ -99,12 +101,15 @@ class GraphPlayer(Player):
                 return forward(step)
 
         model.forward = watched
-        self._graphs = StepGraphs(model, self.buffers.view, where, most, 16)
+        self._graphs = StepGraphs(
+            model, self.buffers.view, where, most, 16, verify_rows=verify_rows
+        )
 
     def _logits(self, step: Step) -> Tensor:
         rows = [
             GraphRow(
                 step.tokens[one.start : one.end].tolist(),
+                one.past,
                 one.past,
                 number,
                 (one.past, one.end, 0),
@@ -114,10 +119,13 @@ class GraphPlayer(Player):
         ]
         found = self._graphs.fitting(rows, self.loading)
         assert found is not None
-        self.sizes.append(found._size[:3])
+        size = found._size
+        self.sizes.append((size.tokens, size.sequences, size.prefills))
+        self.kinds.append(size.kind)
         given = found.launch(rows, step.wait)
-        if found.decode:
+        if found.kind is not GraphKind.MIXED:
             self.waited = list(self.memory.own_layers)
+        if found.kind is GraphKind.DECODE:
             return given
         return self.model.logits(given)
 
@@ -144,16 +152,16 @@ def played(player: Player, steps: Steps) -> Tensor:
 
 
 def compared(
-    name: str, most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[int, ...]]:
-    """The sizes of graphs that give the logits of eager steps."""
+    name: str, most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch, verify_rows: int = 0
+) -> GraphPlayer:
+    """Graphs that give the logits of eager steps."""
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8, 16))
     monkeypatch.setattr(step_graphs, "TOKENS_PER_PREFILL", 8)
     monkeypatch.setattr(step_graphs, "MIN_LENGTH", 64)
     wanted = played(Player(in_torch(name)), steps)
-    player = GraphPlayer(by_kernels(name, monkeypatch), most)
+    player = GraphPlayer(by_kernels(name, monkeypatch), most, verify_rows)
     assert float((played(player, steps) - wanted).abs().max()) <= CLOSE
-    return player.sizes
+    return player
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +174,7 @@ def _on_a_cpu(device: torch.device) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_steps_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills alone, beside decodes, and together; then decodes."""
-    sizes = compared(name, 3, EVERY, monkeypatch)
+    sizes = compared(name, 3, EVERY, monkeypatch).sizes
     assert sizes == [(16, 3, 3), (8, 3, 1), (16, 3, 3), (2, 2, 0), (8, 3, 1)]
 
 
@@ -184,7 +192,24 @@ def test_full_steps_and_few_sequences(
     most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token left over or none, and no more sequences than there may be."""
-    assert len(compared("gemma2", most, steps, monkeypatch)) == len(steps)
+    assert len(compared("gemma2", most, steps, monkeypatch).sizes) == len(steps)
+
+
+@pytest.mark.quick(name=["gemma2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_verify_steps_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences with a few tokens, beside others with one, and padding of several sequences."""
+    steps: Steps = [
+        ((0, 15),),
+        ((1, 9),),
+        ((0, 4), (1, 1)),
+        ((0, 3), (1, 4)),
+        ((0, 1), (1, 2)),
+        ((0, 1), (1, 2)),
+    ]
+    kinds = compared(name, 3, steps, monkeypatch, verify_rows=4).kinds
+    mixed, verify = GraphKind.MIXED, GraphKind.VERIFY
+    assert kinds == [mixed, mixed, verify, verify, verify, mixed]
 
 
 @pytest.mark.parametrize(
