@@ -107,14 +107,12 @@ def expected_acceptance(
         some = range(len(states))[first : first + SEQUENCES]
         found.append(_batch_acceptance(training, PaddedBatch.of(states, some), temperature))
     each = torch.cat(found)
-    first = each[:, :, 0].mean(0).tolist()
-    lengths = (1 + each.cumprod(-1).sum(-1).mean(0)).tolist()
-    names = tuple(METHODS)
-    return Acceptance(
-        len(each),
-        dict(zip(names, first, strict=True)),
-        dict(zip(names, lengths, strict=True)),
-    )
+    chances, lengths = each[:, :, 0].mean(0), 1 + each.cumprod(-1).sum(-1).mean(0)
+    return Acceptance(len(each), _named(chances), _named(lengths))
+
+
+def _named(values: Tensor) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(METHODS, values, strict=True)}
 
 
 def _batch_acceptance(training: DraftTraining, batch: PaddedBatch, temperature: float) -> Tensor:
