@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "evaluate",
         help="measure the accept length of a draft",
         description="Answer the prompts of text files with a draft. At a temperature the expected "
-        "acceptance is shown too: with shared random numbers, as here, and by rejection sampling.",
+        "acceptance is shown too: with shared random numbers, as here, and by other methods.",
     )
     _add_model(evaluate)
     evaluate.add_argument("--draft", type=Path, metavar="DIR", help="its folder (the model's own)")
@@ -222,18 +222,26 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _evaluated(rows: Sequence[Evaluated], plan: HeldOutPlan) -> str:
     header = ["text", "prompts", "verify steps", f"tokens per step, {plan.draft_tokens} drafts"]
     if plan.temperature == 0:
-        header += ["predicted"]
-    else:
-        header += ["expected", "by rejection", "first draft accepted", "by rejection"]
+        header.append("predicted")
     cells = []
     for row in rows:
-        one, cell = row.measured, row.acceptance
+        one = row.measured
         figures = [row.predicted or 0.0] if plan.temperature == 0 else []
-        if cell is not None:
-            figures += [cell.shared_length, cell.rejection_length, cell.shared, cell.rejection]
         numbers = [f"{figure:.2f}" for figure in (one.accept_length, *figures)]
         cells.append([one.category, one.prompts, f"{one.steps:,}", *numbers])
-    return table(header, cells)
+    found = table(header, cells)
+    return found if plan.temperature == 0 else f"{found}\n\n{_expected(rows)}"
+
+
+def _expected(rows: Sequence[Evaluated]) -> str:
+    """What to expect of each way to sample, over the same answers."""
+    cells = [
+        [row.measured.category, method, f"{chance:.3f}", f"{row.acceptance.lengths[method]:.2f}"]
+        for row in rows
+        if row.acceptance is not None
+        for method, chance in row.acceptance.first.items()
+    ]
+    return table(["text", "sampled by", "first draft accepted", "tokens per step"], cells)
 
 
 def _reporter(budget: TimeBudget) -> Report:

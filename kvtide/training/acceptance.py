@@ -1,15 +1,20 @@
-"""How often drafts are accepted when tokens are sampled: with shared random numbers, as the engine
-drafts, and by rejection sampling, as others do.
+"""How often drafts are accepted when tokens are sampled: as the engine samples, and otherwise.
 
 The engine samples target and draft with one random number u: each takes the token on whose part of
 its own cumulative distribution u falls, tokens in descending order of probability. A draft is
 accepted if both take the same one, which happens with the probability that their parts overlap.
-Rejection sampling accepts a draft x with min(1, p(x) / q(x)), together Σ min(p, q), and samples
-another token from the rest if not: the text then depends on the draft, which the engine's does not.
+Beside it, for comparison:
+
+- the same with tokens in the order of their IDs;
+- Gumbel noise: both take argmax(log p(x) + g(x)) with the same random g(x) for every token;
+- rejection sampling, which accepts a draft x with min(1, p(x) / q(x)), together Σ min(p, q), and
+  samples another token from the rest if not: the text then depends on the draft. With the others it
+  does not. No method accepts more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,40 +29,72 @@ ROWS = 256
 SEQUENCES = 16
 
 
+Method = Callable[[Tensor, Tensor], Tensor]
+"""From rows of the target's and the draft's probabilities, (rows, tokens), to how probable it is
+that each row's draft is accepted."""
+
+
 def rejection_acceptance(target: Tensor, draft: Tensor) -> Tensor:
-    """Σ min(p, q) of each row of probabilities (rows, tokens)."""
+    """Σ min(p, q)."""
     return torch.minimum(target, draft).sum(-1)
 
 
 def shared_acceptance(target: Tensor, draft: Tensor) -> Tensor:
-    """The probability that one random number samples the same token from both rows."""
-    (first, end), (draft_first, draft_end) = _parts(target), _parts(draft)
-    overlap = torch.minimum(end, draft_end) - torch.maximum(first, draft_first)
-    return overlap.clamp(min=0).sum(-1)
+    """One random number samples the same token from both rows, the most probable tokens first."""
+    return _overlap(target, _sorted_ends(target), draft, _sorted_ends(draft))
 
 
-def _parts(probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token's part of the cumulative distribution begins and ends."""
+def by_id_acceptance(target: Tensor, draft: Tensor) -> Tensor:
+    """One random number samples the same token from both rows, tokens in the order of their IDs."""
+    return _overlap(target, target.cumsum(-1), draft, draft.cumsum(-1))
+
+
+def gumbel_acceptance(target: Tensor, draft: Tensor) -> Tensor:
+    """The same Gumbel noise leads to the same token.
+
+    Both take x with the probability 1 / Σ_y max(p(y) / p(x), q(y) / q(x)). The left term is the
+    greater one for tokens y whose p(y) / q(y) is at least that of x.
+    """
+    order = (target / draft).nan_to_num(nan=0.0).argsort(dim=-1, descending=True)
+    p, q = target.gather(-1, order), draft.gather(-1, order)
+    behind = q.sum(-1, keepdim=True) - q.cumsum(-1)
+    chances = 1 / (p.cumsum(-1) / p + behind.clamp(min=0) / q)
+    return torch.where((p > 0) & (q > 0), chances, 0.0).sum(-1)
+
+
+def _sorted_ends(probabilities: Tensor) -> Tensor:
+    """Where each token's part ends, if the most probable tokens come first."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     ends = ordered.cumsum(-1)
-    end = torch.empty_like(ends).scatter_(-1, order, ends)
-    return end - probabilities, end
+    return torch.empty_like(ends).scatter_(-1, order, ends)
+
+
+def _overlap(p: Tensor, ends: Tensor, q: Tensor, draft_ends: Tensor) -> Tensor:
+    both = torch.minimum(ends, draft_ends) - torch.maximum(ends - p, draft_ends - q)
+    return both.clamp(min=0).sum(-1)
+
+
+SHARED, REJECTION = "shared numbers", "rejection"
+METHODS: Mapping[str, Method] = {
+    SHARED: shared_acceptance,
+    "shared, by token ID": by_id_acceptance,
+    "Gumbel noise": gumbel_acceptance,
+    REJECTION: rejection_acceptance,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Means over positions of the target's own answers.
+    """Means over positions of the target's own answers, by the names of `METHODS`.
 
-    shared, rejection                that a first draft is accepted
-    shared_length, rejection_length  tokens per verify step with all drafts, as far as the drafts
-                                     before are the tokens of the answer
+    first    how often a first draft is accepted
+    lengths  tokens per verify step with all drafts, as far as the drafts before are the tokens of
+             the answer
     """
 
     positions: int
-    shared: float
-    rejection: float
-    shared_length: float
-    rejection_length: float
+    first: Mapping[str, float]
+    lengths: Mapping[str, float]
 
 
 @torch.no_grad()
@@ -69,15 +106,17 @@ def expected_acceptance(
     for first in range(0, len(states), SEQUENCES):
         some = range(len(states))[first : first + SEQUENCES]
         found.append(_batch_acceptance(training, PaddedBatch.of(states, some), temperature))
-    # (positions, 2, drafts): shared and rejection.
     each = torch.cat(found)
-    lengths = 1 + each.cumprod(-1).sum(-1).mean(0)
-    shared, rejection = each[:, :, 0].mean(0).tolist()
-    return Acceptance(len(each), shared, rejection, *lengths.tolist())
+    chances, lengths = each[:, :, 0].mean(0), 1 + each.cumprod(-1).sum(-1).mean(0)
+    return Acceptance(len(each), _named(chances), _named(lengths))
+
+
+def _named(values: Tensor) -> dict[str, float]:
+    return {name: float(value) for name, value in zip(METHODS, values, strict=True)}
 
 
 def _batch_acceptance(training: DraftTraining, batch: PaddedBatch, temperature: float) -> Tensor:
-    """(positions, 2, drafts) at positions all of whose drafts are in the answer."""
+    """(positions, methods, drafts) at positions all of whose drafts are in the answer."""
     hidden = training.hidden(batch)
     rows = (batch.counted(0) & batch.counted(len(hidden) - 1)).nonzero(as_tuple=True)
     steps = []
@@ -90,6 +129,6 @@ def _batch_acceptance(training: DraftTraining, batch: PaddedBatch, temperature: 
             p = (wanted.double() / temperature).softmax(-1)
             q = torch.zeros_like(p)
             q[:, training.predicted_tokens] = (logits.double() / temperature).softmax(-1)
-            parts.append(torch.stack([shared_acceptance(p, q), rejection_acceptance(p, q)], -1))
+            parts.append(torch.stack([method(p, q) for method in METHODS.values()], -1))
         steps.append(torch.cat(parts))
     return torch.stack(steps, -1)

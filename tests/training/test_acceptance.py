@@ -1,4 +1,4 @@
-"""Acceptance when tokens are sampled: both formulas by hand, and by sampling as the engine does."""
+"""Acceptance when tokens are sampled: the formulas by hand, and by sampling as the engine does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from kvtide.engine.sampler import SamplingInput, SamplingParams, sample_all
-from kvtide.training.acceptance import rejection_acceptance, shared_acceptance
+from kvtide.training.acceptance import (
+    REJECTION,
+    SHARED,
+    by_id_acceptance,
+    gumbel_acceptance,
+    rejection_acceptance,
+    shared_acceptance,
+)
 from kvtide.training.draft_shape import ShapeRequest
 from kvtide.training.draft_training import (
     TrainingOptions,
@@ -71,6 +78,33 @@ def test_shared_acceptance_is_how_often_the_sampler_agrees() -> None:
     assert agreed == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("target", "draft", "by_id"),
+    [
+        ([0.5, 0.3, 0.2], [0.5, 0.3, 0.2], 1.0),
+        ([0.2, 0.3, 0.5], [0.3, 0.3, 0.4], 0.2 + 0.2 + 0.4),
+        ([0.0, 1.0], [1.0, 0.0], 0.0),
+    ],
+)
+def test_acceptance_by_token_id(target: list[float], draft: list[float], by_id: float) -> None:
+    assert float(by_id_acceptance(rows(target), rows(draft))) == pytest.approx(by_id)
+
+
+def test_gumbel_acceptance_is_how_often_the_same_noise_agrees() -> None:
+    chance = torch.Generator().manual_seed(2)
+    target = (2 * torch.randn(3, 30, generator=chance, dtype=torch.float64)).softmax(-1)
+    draft = (target.log() + torch.randn(3, 30, generator=chance)).softmax(-1)
+    draft[:, 5:9] = 0
+    draft[2] = target[2]
+    draft = draft / draft.sum(-1, keepdim=True)
+    noise = -torch.empty(40_000, 1, 30).exponential_(generator=chance).log()
+    agreed = (target.log() + noise).argmax(-1) == (draft.log() + noise).argmax(-1)
+    found = gumbel_acceptance(target, draft)
+    assert found.tolist() == pytest.approx(agreed.double().mean(0).tolist(), abs=0.01)
+    assert (found > 0).all() and (found[:2] < rejection_acceptance(target, draft)[:2]).all()
+    assert float(found[2]) == pytest.approx(1.0)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny model and a draft for it."""
@@ -107,6 +141,8 @@ def test_a_draft_accepts_what_is_expected(trained: tuple[Path, Path], temperatur
         return
     found = seas.acceptance
     assert found is not None and seas.predicted is None
-    assert 0 < found.shared < found.rejection <= 1
-    assert 1 < found.shared_length < found.rejection_length <= 3
-    assert measured == pytest.approx(found.shared_length, abs=0.15)
+    first, lengths = found.first, found.lengths
+    assert 0 < first[SHARED] < first[REJECTION] <= 1
+    assert all(chance < first[REJECTION] for name, chance in first.items() if name != REJECTION)
+    assert 1 < lengths[SHARED] < lengths[REJECTION] <= 3
+    assert measured == pytest.approx(lengths[SHARED], abs=0.15)
