@@ -1,9 +1,9 @@
-"""How often drafts are accepted when tokens are sampled: with shared random numbers, as the engine
-drafts, and by rejection sampling, as others do.
+"""How often drafts are accepted when tokens are sampled: with shared noise, as the engine drafts,
+and by rejection sampling, as others do.
 
-The engine samples target and draft with one random number u: each takes the token on whose part of
-its own cumulative distribution u falls, tokens in descending order of probability. A draft is
-accepted if both take the same one, which happens with the probability that their parts overlap.
+The engine samples target and draft with the same Gumbel noise: each takes the token with the
+highest log-probability plus noise. A draft is accepted if both take the same one. They both take x
+with the probability 1 / Σ_y max(p(y) / p(x), q(y) / q(x)).
 Rejection sampling accepts a draft x with min(1, p(x) / q(x)), together Σ min(p, q), and samples
 another token from the rest if not: the text then depends on the draft, which the engine's does not.
 """
@@ -30,18 +30,15 @@ def rejection_acceptance(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def shared_acceptance(target: Tensor, draft: Tensor) -> Tensor:
-    """The probability that one random number samples the same token from both rows."""
-    (first, end), (draft_first, draft_end) = _parts(target), _parts(draft)
-    overlap = torch.minimum(end, draft_end) - torch.maximum(first, draft_first)
-    return overlap.clamp(min=0).sum(-1)
+    """The probability that the same noise samples the same token from both rows.
 
-
-def _parts(probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token's part of the cumulative distribution begins and ends."""
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    ends = ordered.cumsum(-1)
-    end = torch.empty_like(ends).scatter_(-1, order, ends)
-    return end - probabilities, end
+    In ascending order of p / q the maximum is q's for tokens before x, p's from x on.
+    """
+    order = (target.log() - draft.log()).nan_to_num(nan=0.0).argsort(-1)
+    p, q = target.gather(-1, order), draft.gather(-1, order)
+    before, beyond = q.cumsum(-1) - q, p.flip(-1).cumsum(-1).flip(-1)
+    both = p * q
+    return torch.where(both > 0, both / (before * p + beyond * q), 0.0).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)
