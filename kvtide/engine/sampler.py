@@ -446,7 +446,8 @@ def _splitmix64(words: Tensor) -> Tensor:
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """To the right, with zeros from the left."""
-    return (words >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (words >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 def _signed(word: int) -> int:

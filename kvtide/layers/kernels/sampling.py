@@ -141,7 +141,7 @@ def _reduce_row(  # type: ignore[no-untyped-def]
     tl.store(result + 2, maximum.to(tl.float64) * scale + log_sum.to(tl.float64))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _gumbel_noise(word, tokens):  # type: ignore[no-untyped-def]
     """-log(-log u) with 52 bits of splitmix64 of word and token as u."""
     hashed = (word.to(tl.int64).to(tl.uint64) << 11) + tokens.to(tl.uint64)
@@ -167,7 +167,7 @@ def _sample_tile(  # type: ignore[no-untyped-def]
     offsets = row.to(tl.int64) * stride_row + column * stride_column
     x = tl.load(logits + offsets, mask=mask, other=float("-inf")).to(tl.float64)
     token = tl.load(ids + column, mask=mask, other=0) if IDS else column
-    x = x * scale + tl.where(cold, 0.0, _gumbel_noise(word, token))
+    x = tl.where(cold, x, x * scale + _gumbel_noise(word, token))
     maximum = tl.max(x, 0)
     best = tl.min(tl.where(x == maximum, column, width - 1), 0)
     partial += (row * tiles + tile) * 2

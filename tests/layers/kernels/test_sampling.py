@@ -60,6 +60,7 @@ def check_samples(logits: Tensor, ids: Tensor | None = None) -> None:
         for n in range(len(logits))
     ]
     columns = torch.from_numpy(sampling_columns(inputs, logits.shape[1]))
+    columns[:5, columns[5] > 0] = 0  # As draft graphs say that a row is greedy.
     wanted = sampler._sample_rows(logits.cpu(), columns, None if ids is None else ids.cpu(), None)
     found = sample_rows(logits, columns.to(logits.device), ids)
     assert found.tolist() == wanted.tolist()
