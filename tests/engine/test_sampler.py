@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.engine import SamplingParams, sampler
+from kvtide.engine.device_kernels import DeviceKernels
 from kvtide.engine.sampler import (
     Limits,
     SampledToken,
@@ -492,6 +493,26 @@ def test_the_kernel_samples_the_same(candidates: int, device: torch.device):
     found = sample_candidates(*(each.to(device) for each in (values, tokens, facts, columns)))
     assert torch.equal(found.cpu(), wanted)
     assert candidates == 1 or (wanted.min() == -1 and wanted.max() > 1)
+
+
+def test_kernels_sample_drafts_as_torch_does(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Greedy rows, rows with limits and rows without, over some tokens of the target."""
+    from kvtide.layers.kernels import host_copy, sampling
+
+    monkeypatch.setattr(sampler, "CANDIDATES", 6)
+    kernels = DeviceKernels(
+        host_copy.host_copy, sampling.greedy, sampling.sample_rows, sampling.sample_candidates
+    )
+    generator = torch.Generator().manual_seed(10)
+    ids = torch.randperm(500, generator=generator)[:70]
+    logits = torch.randn(32, 70, generator=generator) * 3
+    kinds = (WARM, SamplingParams(), replace(WARM, top_k=3), SamplingParams(0.7, 0.8))
+    inputs = [SamplingInput(replace(kinds[n % 4], seed=n), [0], [0]) for n in range(32)]
+    columns = torch.from_numpy(sampling_columns(inputs, 70))
+    wanted = sample_columns(logits, columns, ids, None)
+    found = sample_columns(*(each.to(device) for each in (logits, columns, ids)), kernels)
+    assert found.tolist() == wanted.tolist()
+    assert wanted[1::4].tolist() == logits[1::4].argmax(-1).tolist()
 
 
 def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
