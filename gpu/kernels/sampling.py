@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvtide.engine.sampler import SamplingInput, SamplingParams, sample_all
-from kvtide.layers.kernels.sampling import greedy
+from kvtide.engine.sampler import SamplingInput, SamplingParams, sample_all, sampling_columns
+from kvtide.layers.kernels.sampling import greedy, sample_rows
 
 Made = tuple[Callable[[], object], int, int]
 """The call to time, the bytes it moves, and its FLOPs."""
@@ -22,6 +22,13 @@ def _some(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def _greedy(rows: int, columns: int) -> Made:
     logits = _some(rows, columns, dtype=torch.float32) * 3
     return lambda: greedy(logits), 4 * logits.numel(), 3 * logits.numel()
+
+
+def _sample_rows(rows: int, columns: int) -> Made:
+    logits = _some(rows, columns, dtype=torch.float32) * 3
+    inputs = [SamplingInput(SamplingParams(temperature=0.7), [1], [1, 2, 3])] * rows
+    settings = torch.from_numpy(sampling_columns(inputs, columns)).cuda()
+    return lambda: sample_rows(logits, settings), 4 * logits.numel(), 3 * logits.numel()
 
 
 def _sampled(rows: int, columns: int, sampling: SamplingParams) -> Made:
@@ -44,6 +51,7 @@ _SETTINGS = {
 
 ROWS: list[tuple[str, Callable[[], Made]]] = [
     *((f"greedy {n} x 151936", partial(_greedy, n, 151_936)) for n in (1, 64)),
+    *((f"sample_rows {n} x 151936", partial(_sample_rows, n, 151_936)) for n in (1, 64)),
 ]
 
 EAGER: list[tuple[str, Callable[[], Made]]] = [

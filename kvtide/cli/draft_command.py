@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "evaluate",
         help="measure the accept length of a draft",
         description="Answer the prompts of text files with a draft. At a temperature the expected "
-        "acceptance is shown too: with shared random numbers, as here, and by other methods.",
+        "acceptance is shown too: with shared noise, as here, and by rejection sampling.",
     )
     _add_model(evaluate)
     evaluate.add_argument("--draft", type=Path, metavar="DIR", help="its folder (the model's own)")

@@ -19,7 +19,8 @@ class DeviceKernels:
 
     host_copy: Callable[[Tensor, Tensor], None]
     greedy: Callable[[Tensor, Tensor | None], Tensor]
-    sample_candidates: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sample_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    sample_candidates: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def device_kernels(device: torch.device) -> DeviceKernels | None:
@@ -29,4 +30,6 @@ def device_kernels(device: torch.device) -> DeviceKernels | None:
     # By name, for Triton is installed only where there is such a device.
     copies = import_module("kvtide.layers.kernels.host_copy")
     sampling = import_module("kvtide.layers.kernels.sampling")
-    return DeviceKernels(copies.host_copy, sampling.greedy, sampling.sample_candidates)
+    return DeviceKernels(
+        copies.host_copy, sampling.greedy, sampling.sample_rows, sampling.sample_candidates
+    )

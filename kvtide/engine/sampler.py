@@ -1,13 +1,14 @@
 """Sampling: from logits to the next token, greedy or at a temperature.
 
 A sampled token depends on the logits, the request's seed and the token's position alone: not on the
-batch, and not on retraction. The tokens that top-k, min-p and top-p leave over lie side by side on
-[0, 1), the most probable first, each as wide as its probability; the request gets the one that its
-random number falls on.
+batch, and not on retraction. Gumbel-max: of the tokens that top-k, min-p and top-p leave over, the
+one with the highest scaled logit plus noise. The noise of a token, -log(-log u), comes from a hash
+of seed, position and token. So a draft that is sampled with the same noise mostly agrees.
 
-Rows are computed together and independently. The host waits for the device once. Few tokens hold
-nearly all probability, so only `CANDIDATES` are sorted. Where these do not decide, the row is
-sampled again over the whole vocabulary, which takes a second round trip.
+Rows are computed together and independently. The host waits for the device once. A row without
+top-k, min-p and top-p needs no order. In others few tokens hold nearly all probability, so only
+`CANDIDATES` are sorted. Where more tokens are left over, the row is sampled again over the whole
+vocabulary, which takes a second round trip.
 """
 
 from __future__ import annotations
@@ -33,9 +34,6 @@ CANDIDATES = 1024
 """Tokens of a row that are sorted first."""
 
 _UNDECIDED = -1
-
-COLUMNS = 6
-"""Numbers that say how a row is sampled: those of `Limits`, and whether it is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class SamplingBatch:
 
     def keep_logits(self) -> None:
         """Keep them for `read`: a step launched before it overwrites the output buffer."""
-        if not all(is_greedy(each.sampling) for each in self._inputs):
+        if any(_is_limited(each.sampling) for each in self._inputs):
             self._logits = self._logits.clone()
 
     def read(self) -> list[SampledToken]:
@@ -150,7 +148,7 @@ def sample_all(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledT
 
 def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
     """Sample once of every kind, which compiles the kernels."""
-    kinds = (GREEDY, SamplingParams(temperature=1.0))
+    kinds = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5))
     logits = torch.zeros(len(kinds), vocabulary, device=staging.device)
     SamplingBatch(logits, [SamplingInput(kind, (0,), (0,)) for kind in kinds], staging).read()
 
@@ -189,6 +187,12 @@ def is_greedy(sampling: SamplingParams) -> bool:
     """Greedy, without penalties."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
+
+
+def _is_limited(sampling: SamplingParams) -> bool:
+    """Some tokens are ruled out."""
+    limited = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature >= COLDEST and limited
 
 
 def _greedy(logits: Tensor, scales: Tensor | None, kernels: DeviceKernels | None) -> Tensor:
@@ -244,16 +248,24 @@ class _Report:
 
 
 class Limits(NamedTuple):
-    """Sampling parameters and the random number; a column (rows, 1) in fp64 each.
+    """How rows are sampled, penalties aside; a column (rows, 1) in fp64 each.
 
     Where there is no such limit `top_k` is 0, `top_p` is infinite, `min_p` is 0.
+
+    word  53 bits of a hash of the seed and the token's number
+    cold  1 if the row takes its argmax, else 0
     """
 
     scale: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    uniform: Tensor
+    word: Tensor
+    cold: Tensor
+
+
+COLUMNS = len(Limits._fields)
+"""Numbers that say how a row is sampled."""
 
 
 def _sampled_tokens(
@@ -261,70 +273,104 @@ def _sampled_tokens(
 ) -> Tensor:
     """The tokens of rows that are not greedy. Applies penalties to `logits` in place."""
     _penalise(logits, inputs, staging)
-    if all(each.sampling.temperature < COLDEST for each in inputs):
-        return _greedy(logits, None, staging.kernels)[:, 0].long()
     (columns,) = staging.to_device(sampling_columns(inputs, logits.shape[1]))
-    return _by_columns(logits, columns, candidates, staging.kernels)
+    limited = [row for row, each in enumerate(inputs) if _is_limited(each.sampling)]
+    if not limited:
+        return _sample_rows(logits, columns, None, staging.kernels)
+    tokens = torch.empty(len(inputs), dtype=torch.int64, device=logits.device)
+    rows = staging.indices(limited)
+    tokens[rows] = _by_candidates(logits[rows], columns[:, rows], None, candidates, staging.kernels)
+    free = sorted({*range(len(inputs))} - {*limited})
+    if free:
+        rows = staging.indices(free)
+        tokens[rows] = _sample_rows(logits[rows], columns[:, rows], None, staging.kernels)
+    return tokens
 
 
 def sampling_columns(inputs: Sequence[SamplingInput], vocabulary: int) -> NDArray[np.float64]:
-    """(COLUMNS, rows): how each row is sampled, penalties aside."""
-    cold = [each.sampling.temperature < COLDEST for each in inputs]
-    table = [_settings(each, vocabulary) for each in inputs]
-    columns = np.array([*zip(*table, strict=True), cold], dtype=np.float64)
-    columns[0] = columns[0].astype(np.float32)  # All sums use the same scale, to the bit.
-    return columns
+    """(COLUMNS, rows): how each row is sampled, as `Limits` has it."""
+    table = [_settings(each.sampling, vocabulary) for each in inputs]
+    scale, *limits, cold = np.array(table, dtype=np.float64).T
+    scale = scale.astype(np.float32)  # All sums use the same scale, to the bit.
+    return np.stack([scale, *limits, _words(inputs), cold])
 
 
-def sample_columns(logits: Tensor, columns: Tensor, kernels: DeviceKernels | None) -> Tensor:
-    """A token of each row, by `sampling_columns`; the argmax where the candidates do not decide.
-    The host waits for nothing."""
-    tokens = _by_columns(logits, columns, min(CANDIDATES, logits.shape[1]), kernels)
-    return torch.where(tokens < 0, logits.argmax(-1), tokens)
-
-
-def _by_columns(
-    logits: Tensor, columns: Tensor, candidates: int, kernels: DeviceKernels | None
-) -> Tensor:
-    facts = _greedy(logits, columns[0], kernels)
-    if candidates < logits.shape[1]:
-        values, ids = logits.topk(candidates)
-    else:
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    places = _places(values, facts, columns[:5], logits.shape[1], kernels)
-    tokens = torch.where(places < 0, _UNDECIDED, ids.gather(1, places.clamp(min=0)))
-    return torch.where(columns[5, :, None] > 0, facts[:, :1].long(), tokens).squeeze(1)
-
-
-def _settings(each: SamplingInput, vocabulary: int) -> tuple[float, ...]:
-    """As `Limits` has them."""
-    sampling = each.sampling
+def _settings(sampling: SamplingParams, vocabulary: int) -> tuple[float, ...]:
+    """As `Limits` has them, without `word`."""
+    cold = sampling.temperature < COLDEST
     return (
-        1 / sampling.temperature if sampling.temperature >= COLDEST else 1.0,
+        1.0 if cold else 1 / sampling.temperature,
         sampling.top_k if sampling.top_k < vocabulary else 0,
         sampling.top_p if sampling.top_p < 1 else math.inf,
         sampling.min_p,
-        _uniform(sampling.seed, each.number),
+        cold,
     )
 
 
-def _places(
-    values: Tensor, facts: Tensor, limits: Tensor, vocabulary: int, kernels: DeviceKernels | None
+def sample_columns(
+    logits: Tensor, columns: Tensor, ids: Tensor | None, kernels: DeviceKernels | None
 ) -> Tensor:
-    if kernels is not None and values.shape[1] < vocabulary:
-        return kernels.sample_candidates(values, facts, limits)
-    return _sample_candidates(values.double(), facts, Limits(*limits[..., None]), vocabulary)
+    """The sampled column of each row, by `sampling_columns`. Where more tokens than the candidates
+    are left over, none is ruled out. The host waits for nothing.
+
+    ids  which token a column is of; None if the column's own number
+    """
+    free = _sample_rows(logits, columns, ids, kernels)
+    candidates = min(CANDIDATES, logits.shape[1])
+    found = _by_candidates(logits, columns, ids, candidates, kernels)
+    return torch.where((found < 0) | (columns[5] > 0), free, found)
 
 
-def _sample_candidates(values: Tensor, facts: Tensor, limits: Limits, vocabulary: int) -> Tensor:
-    """Which candidate is sampled, (rows, 1): an index into the sorted logits; negative where the
-    candidates do not decide.
+def _sample_rows(
+    logits: Tensor, columns: Tensor, ids: Tensor | None, kernels: DeviceKernels | None
+) -> Tensor:
+    """The sampled column of each row, of all columns."""
+    if kernels is not None:
+        return kernels.sample_rows(logits, columns, ids)
+    if ids is None:
+        ids = torch.arange(logits.shape[1], device=logits.device)
+    best = []
+    # Row by row: how a tensor is split may depend on the number of rows.
+    for row, (scale, _, _, _, word, cold) in zip(logits, columns.T, strict=True):
+        scores = row if cold > 0 else row.double() * scale + gumbel_noise(word, ids)
+        best.append(scores.argmax())
+    return torch.stack(best)
+
+
+def _by_candidates(
+    logits: Tensor,
+    columns: Tensor,
+    ids: Tensor | None,
+    candidates: int,
+    kernels: DeviceKernels | None,
+) -> Tensor:
+    """The sampled column of each row, of the columns that are left over; `_UNDECIDED` where these
+    are more than the candidates."""
+    facts = _greedy(logits, columns[0], kernels)
+    if candidates < logits.shape[1]:
+        values, order = logits.topk(candidates)
+    else:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+    tokens = order if ids is None else ids[order]
+    if kernels is not None and candidates < logits.shape[1]:
+        places = kernels.sample_candidates(values, tokens, facts, columns)
+    else:
+        limits = Limits(*columns[..., None])
+        places = _sample_candidates(values.double(), tokens, facts, limits, logits.shape[1])
+    return torch.where(places < 0, _UNDECIDED, order.gather(1, places.clamp(min=0))).squeeze(1)
+
+
+def _sample_candidates(
+    values: Tensor, tokens: Tensor, facts: Tensor, limits: Limits, vocabulary: int
+) -> Tensor:
+    """Which candidate is sampled, (rows, 1): an index into the sorted logits; negative where more
+    tokens may be left over.
 
     Keeps the top k and ties with the last of them, then what has at least min_p times the highest
     probability, then the top p of the rest. Each keeps a leading run of the sorted tokens, so only
     `more` tells whether tokens beyond the candidates are kept.
     """
-    scale, top_k, top_p, min_p, uniform = limits
+    scale, top_k, top_p, min_p, words, _ = limits
     count = values.shape[1]
     maximum = values[:, :1]
     weights = torch.exp((values - maximum) * scale)
@@ -335,12 +381,12 @@ def _sample_candidates(values: Tensor, facts: Tensor, limits: Limits, vocabulary
     cumulative = weights.cumsum(1)
     total = torch.where(more, torch.exp(facts[:, 2:] - maximum * scale), cumulative[:, -1:])
     undecided = more & ((top_k > 0) | (min_p > 0))
-    kept = cumulative - weights < top_p * total
+    kept &= cumulative - weights < top_p * total
     kept[:, 0] = True
-    more = more & kept[:, -1:]
-    target = uniform * torch.where(more, total, torch.where(kept, cumulative, 0.0).amax(1, True))
-    undecided = undecided | (more & ((top_p < 1) | (target >= cumulative[:, -1:])))
-    place = (kept & (cumulative <= target)).sum(1, True).clamp(max=count - 1)
+    undecided |= more & kept[:, -1:]
+    # Row by row, as in `_sample_rows`.
+    noise = torch.stack([gumbel_noise(*each) for each in zip(words, tokens, strict=True)])
+    place = torch.where(kept, values * scale + noise, -torch.inf).argmax(1, True)
     return torch.where(undecided, -1, place)
 
 
@@ -372,17 +418,38 @@ def _penalise(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging)
         logits[at] = torch.where(found > 0, found / factor, found * factor) - cost
 
 
-_WORD = 2**64 - 1
+# -- noise -----------------------------------------------------------------------------------
 
 
-def _uniform(seed: int, number: int) -> float:
-    """In [0, 1): 53 bits of a hash of the seed and the token's number."""
-    return (_splitmix64((_splitmix64(seed & _WORD) + number) & _WORD) >> 11) * 2.0**-53
+def gumbel_noise(words: Tensor, tokens: Tensor) -> Tensor:
+    """-log(-log u) in fp64, with 52 bits of a hash of word and token as u, inside (0, 1)."""
+    hashed = _splitmix64((words.long() << 11) + tokens)
+    uniform = (_shifted(hashed, 12).double() + 0.5) * 2.0**-52
+    return -torch.log(-torch.log(uniform))
 
 
-def _splitmix64(word: int) -> int:
-    """splitmix64."""
-    word = (word + 0x9E3779B97F4A7C15) & _WORD
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
-    return word ^ (word >> 31)
+def _words(inputs: Sequence[SamplingInput]) -> NDArray[np.float64]:
+    """As `Limits` has them."""
+    seeds = torch.tensor([_signed(each.sampling.seed) for each in inputs])
+    numbers = torch.tensor([each.number for each in inputs])
+    words: NDArray[np.float64] = _shifted(_splitmix64(_splitmix64(seeds) + numbers), 11).numpy()
+    return words.astype(np.float64)
+
+
+def _splitmix64(words: Tensor) -> Tensor:
+    """splitmix64, of words in int64."""
+    words = words + _signed(0x9E3779B97F4A7C15)
+    words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
+    words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    shifted: Tensor = (words >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+def _signed(word: int) -> int:
+    """The lowest 64 bits, as int64 has them."""
+    return (word + 2**63) % 2**64 - 2**63

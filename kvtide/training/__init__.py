@@ -16,6 +16,6 @@
 `publish`           the folder: `config.json` and `model.safetensors`
 `time_budget`       when each part has to be done
 `draft_training`    all of it, in order
-`acceptance`        sampling: shared random numbers against rejection sampling
+`acceptance`        sampling: shared noise against rejection sampling
 `evaluation`        a trained draft on other prompts (`kvtide draft evaluate`)
 """

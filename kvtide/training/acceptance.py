@@ -1,15 +1,11 @@
-"""How often drafts are accepted when tokens are sampled: as the engine samples, and otherwise.
+"""How often drafts are accepted when tokens are sampled: with shared noise, as the engine drafts,
+and by rejection sampling, as others do.
 
-The engine samples target and draft with one random number u: each takes the token on whose part of
-its own cumulative distribution u falls, tokens in descending order of probability. A draft is
-accepted if both take the same one, which happens with the probability that their parts overlap.
-Beside it, for comparison:
-
-- the same with tokens in the order of their IDs;
-- Gumbel noise: both take argmax(log p(x) + g(x)) with the same random g(x) for every token;
-- rejection sampling, which accepts a draft x with min(1, p(x) / q(x)), together Σ min(p, q), and
-  samples another token from the rest if not: the text then depends on the draft. With the others it
-  does not. No method accepts more.
+The engine samples target and draft with the same Gumbel noise: each takes the token with the
+highest log-probability plus noise. A draft is accepted if both take the same one. They both take x
+with the probability 1 / Σ_y max(p(y) / p(x), q(y) / q(x)).
+Rejection sampling accepts a draft x with min(1, p(x) / q(x)), together Σ min(p, q), and samples
+another token from the rest if not: the text then depends on the draft, which the engine's does not.
 """
 
 from __future__ import annotations
@@ -40,47 +36,19 @@ def rejection_acceptance(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def shared_acceptance(target: Tensor, draft: Tensor) -> Tensor:
-    """One random number samples the same token from both rows, the most probable tokens first."""
-    return _overlap(target, _sorted_ends(target), draft, _sorted_ends(draft))
+    """The probability that the same noise samples the same token from both rows.
 
-
-def by_id_acceptance(target: Tensor, draft: Tensor) -> Tensor:
-    """One random number samples the same token from both rows, tokens in the order of their IDs."""
-    return _overlap(target, target.cumsum(-1), draft, draft.cumsum(-1))
-
-
-def gumbel_acceptance(target: Tensor, draft: Tensor) -> Tensor:
-    """The same Gumbel noise leads to the same token.
-
-    Both take x with the probability 1 / Σ_y max(p(y) / p(x), q(y) / q(x)). The left term is the
-    greater one for tokens y whose p(y) / q(y) is at least that of x.
+    In ascending order of p / q the maximum is q's for tokens before x, p's from x on.
     """
-    order = (target / draft).nan_to_num(nan=0.0).argsort(dim=-1, descending=True)
+    order = (target.log() - draft.log()).nan_to_num(nan=0.0).argsort(-1)
     p, q = target.gather(-1, order), draft.gather(-1, order)
-    behind = q.sum(-1, keepdim=True) - q.cumsum(-1)
-    chances = 1 / (p.cumsum(-1) / p + behind.clamp(min=0) / q)
-    return torch.where((p > 0) & (q > 0), chances, 0.0).sum(-1)
+    before, beyond = q.cumsum(-1) - q, p.flip(-1).cumsum(-1).flip(-1)
+    both = p * q
+    return torch.where(both > 0, both / (before * p + beyond * q), 0.0).sum(-1)
 
 
-def _sorted_ends(probabilities: Tensor) -> Tensor:
-    """Where each token's part ends, if the most probable tokens come first."""
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    ends = ordered.cumsum(-1)
-    return torch.empty_like(ends).scatter_(-1, order, ends)
-
-
-def _overlap(p: Tensor, ends: Tensor, q: Tensor, draft_ends: Tensor) -> Tensor:
-    both = torch.minimum(ends, draft_ends) - torch.maximum(ends - p, draft_ends - q)
-    return both.clamp(min=0).sum(-1)
-
-
-SHARED, REJECTION = "shared numbers", "rejection"
-METHODS: Mapping[str, Method] = {
-    SHARED: shared_acceptance,
-    "shared, by token ID": by_id_acceptance,
-    "Gumbel noise": gumbel_acceptance,
-    REJECTION: rejection_acceptance,
-}
+SHARED, REJECTION = "shared noise", "rejection"
+METHODS: Mapping[str, Method] = {SHARED: shared_acceptance, REJECTION: rejection_acceptance}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a trained draft is worth on some prompts: accept length in the engine, and what to expect.
 
-At a temperature the expected acceptance is that of shared random numbers, which is the engine's,
-and that of rejection sampling, over the same answers.
+At a temperature the expected acceptance is that of shared noise, which is the engine's, and that of
+rejection sampling, over the same answers.
 """
 
 from __future__ import annotations

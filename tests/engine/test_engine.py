@@ -911,7 +911,7 @@ def test_a_token_that_takes_a_second_look_is_not_taken_for_another(stand, monkey
     said = []
     for each in (at, other):
         requests = [
-            each.submit(words(n, 9), 12, sampling=SamplingParams(temperature=20.0 * n, seed=n))
+            each.submit(words(n, 9), 12, sampling=SamplingParams(20.0 * n, top_p=0.95, seed=n))
             for n in range(4)
         ]
         each.finish()

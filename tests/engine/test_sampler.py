@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.engine import SamplingParams, sampler
-from kvtide.engine.sampler import Limits, SampledToken, SamplingInput, sample_all, score
+from kvtide.engine.device_kernels import DeviceKernels
+from kvtide.engine.sampler import (
+    Limits,
+    SampledToken,
+    SamplingBatch,
+    SamplingInput,
+    gumbel_noise,
+    sample_all,
+    sample_columns,
+    sampling_columns,
+    score,
+)
 from kvtide.engine.staging import Staging
 
 WARM = SamplingParams(temperature=1.0)
@@ -183,6 +194,51 @@ def test_steps_of_one_seed_draw_by_the_chances_too():
     assert np.allclose(counts / 2000, [0.5, 0.3, 0.2], atol=0.04)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        WARM,
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=2.0, top_k=9),
+        SamplingParams(temperature=1.3, top_p=0.85),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=1.5, top_p=0.9, top_k=12, min_p=0.03),
+    ],
+    ids=str,
+)
+def test_samples_over_seeds_and_positions_pass_a_chi_square_test(sampling: SamplingParams):
+    seeds, positions, width = 50, 60, 16
+    logits = torch.randn(width, generator=torch.Generator().manual_seed(7))
+    inputs = [
+        SamplingInput(replace(sampling, seed=seed), [0], [0] * (1 + position))
+        for seed in range(seeds)
+        for position in range(positions)
+    ]
+    sampled = sample_all(logits.expand(len(inputs), -1), inputs)
+    scaled = logits.double().numpy() / sampling.temperature
+    kept = sorted(allowed(scaled, sampling))
+    counts = np.bincount([one.token for one in sampled], minlength=width)
+    assert counts.sum() == counts[kept].sum(), "nothing else comes"
+    expected = softmax(scaled[kept]) * len(inputs)
+    assert expected.min() > 5
+    freedom = len(kept) - 1
+    excess = ((counts[kept] - expected) ** 2 / expected).sum() - freedom
+    assert abs(excess) < 4 * math.sqrt(2 * freedom)
+
+
+def test_only_rows_with_limits_are_sampled_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler, "CANDIDATES", 1)
+    kinds = (SamplingParams(), WARM, replace(WARM, top_p=0.9), SamplingParams(top_p=0.9), WARM)
+    logits = torch.zeros(len(kinds), 50)
+    inputs = [SamplingInput(kind, [0], [0]) for kind in kinds]
+    batch = SamplingBatch(logits, inputs, Staging(logits.device))
+    batch.keep_logits()
+    logits.fill_(-torch.inf)
+    sampled = batch.read()
+    assert batch.resampled == [2]
+    assert sampled == sample_all(torch.zeros(len(kinds), 50), inputs)
+
+
 @pytest.mark.parametrize("candidates", [1, 2, 5, 30, 31])
 def test_how_many_are_put_in_order_changes_nothing(
     candidates: int, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +261,79 @@ def test_temperature_sharpens_and_flattens():
     logits = row(0, 2, 4)
     assert sampled_of(logits, SamplingParams(temperature=0.05)) == {2}
     assert sampled_of(logits, SamplingParams(temperature=50.0)) == {0, 1, 2}
+
+
+# -- noise ----------------------------------------------------------------------------------
+
+
+def hashed(word: int) -> int:
+    """splitmix64, as published."""
+    word = (word + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def test_noise_is_a_hash_of_seed_number_and_token():
+    for seed, number in ((0, 0), (-1, 3), (2**63, 100_000), (12345, 7)):
+        inputs = [SamplingInput(replace(WARM, seed=seed), [0], [0] * (1 + number))]
+        word = hashed((hashed(seed % 2**64) + number) % 2**64) >> 11
+        assert sampling_columns(inputs, 9)[4].tolist() == [word]
+        tokens = [0, 1, 2, 151_935, 2**31]
+        uniform = [((hashed(((word << 11) + t) % 2**64) >> 12) + 0.5) / 2**52 for t in tokens]
+        found = gumbel_noise(torch.tensor(word, dtype=torch.float64), torch.tensor(tokens))
+        assert found.tolist() == pytest.approx([-math.log(-math.log(u)) for u in uniform])
+
+
+@pytest.mark.parametrize(("bits", "noise"), [(0, -math.log(53 * math.log(2))), (-1, 36.7368)])
+def test_noise_is_finite(bits: int, noise: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler, "_splitmix64", lambda words: torch.full_like(words, bits))
+    found = gumbel_noise(torch.tensor([1.0]).double(), torch.tensor([2]))
+    assert found.tolist() == pytest.approx([noise], abs=1e-4)
+
+
+def test_noise_is_gumbels():
+    noise = gumbel_noise(torch.tensor([[3.0], [4.0]]).double(), torch.arange(100_000)).numpy()
+    assert noise.mean(1) == pytest.approx(np.euler_gamma, abs=0.015)
+    assert noise.var(1) == pytest.approx(math.pi**2 / 6, abs=0.04)
+    assert abs(np.corrcoef(*noise)[0, 1]) < 0.01
+    assert abs(np.corrcoef(noise[0, 1:], noise[0, :-1])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("change", [0.1, 0.4, 1.0])
+def test_close_distributions_agree_nearly_as_often_as_any_method_can(change: float):
+    generator = torch.Generator().manual_seed(8)
+    target = torch.randn(50, generator=generator)
+    draft = target + change * torch.randn(50, generator=generator)
+    inputs = [SamplingInput(replace(WARM, seed=seed), [0], [0]) for seed in range(1500)]
+    ours, theirs = (sample_all(one.expand(1500, -1), inputs) for one in (target, draft))
+    agreed = sum(a.token == b.token for a, b in zip(ours, theirs, strict=True)) / 1500
+    p, q = (softmax(one.double().numpy()) for one in (target, draft))
+    distance = np.abs(p - q).sum() / 2
+    error = 3 * math.sqrt(agreed * (1 - agreed) / 1500)
+    assert (1 - distance) / (1 + distance) - error < agreed < 1 - distance + error
+    assert agreed > 5 * (p * q).sum(), "independent samples agree so often"
+
+
+@pytest.mark.parametrize("candidates", [4, 1024])
+def test_a_draft_of_fewer_tokens_has_the_noise_of_the_targets(
+    candidates: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A column is sampled like the token that it is of, in whatever order columns are."""
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.randperm(90, generator=generator)[:20]
+    logits = torch.randn(60, 20, generator=generator) * 2
+    wide = torch.full((60, 90), -torch.inf).index_copy_(1, ids, logits)
+    kinds = (WARM, SamplingParams(), replace(WARM, top_k=3), SamplingParams(0.7, 0.5))
+    inputs = [SamplingInput(replace(kinds[n % 4], seed=n), [0], [0]) for n in range(60)]
+    columns = torch.from_numpy(sampling_columns(inputs, 20))
+    found = ids[sample_columns(logits, columns, ids, None)].tolist()
+    wanted = [one.token for one in sample_all(wide, inputs)]
+    assert len({*wanted}) > 10
+    # Top-p leaves more than four tokens over in some rows: none is ruled out there.
+    same = [n for n in range(60) if n % 4 < 3 or candidates > 4]
+    assert [found[n] for n in same] == [wanted[n] for n in same]
 
 
 # -- what is ruled out ----------------------------------------------------------------------
@@ -356,14 +485,34 @@ def test_the_kernel_samples_the_same(candidates: int, device: torch.device):
     inputs = [
         SamplingInput(SamplingParams(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)
     ]
-    logits, rows = logits[: len(inputs)], [sampler._settings(each, 40) for each in inputs]
-    limits = torch.tensor(rows, dtype=torch.float64).T.contiguous()
-    facts = sampler._greedy(logits, limits[0], None)
-    values = logits.topk(candidates).values
-    wanted = sampler._sample_candidates(values.double(), facts, Limits(*limits[..., None]), 40)
-    found = sample_candidates(*(each.to(device) for each in (values, facts, limits)))
+    logits, columns = logits[: len(inputs)], torch.from_numpy(sampling_columns(inputs, 40))
+    facts = sampler._greedy(logits, columns[0], None)
+    values, tokens = logits.topk(candidates)
+    limits = Limits(*columns[..., None])
+    wanted = sampler._sample_candidates(values.double(), tokens, facts, limits, 40)
+    found = sample_candidates(*(each.to(device) for each in (values, tokens, facts, columns)))
     assert torch.equal(found.cpu(), wanted)
     assert candidates == 1 or (wanted.min() == -1 and wanted.max() > 1)
+
+
+def test_kernels_sample_drafts_as_torch_does(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Greedy rows, rows with limits and rows without, over some tokens of the target."""
+    from kvtide.layers.kernels import host_copy, sampling
+
+    monkeypatch.setattr(sampler, "CANDIDATES", 6)
+    kernels = DeviceKernels(
+        host_copy.host_copy, sampling.greedy, sampling.sample_rows, sampling.sample_candidates
+    )
+    generator = torch.Generator().manual_seed(10)
+    ids = torch.randperm(500, generator=generator)[:70]
+    logits = torch.randn(32, 70, generator=generator) * 3
+    kinds = (WARM, SamplingParams(), replace(WARM, top_k=3), SamplingParams(0.7, 0.8))
+    inputs = [SamplingInput(replace(kinds[n % 4], seed=n), [0], [0]) for n in range(32)]
+    columns = torch.from_numpy(sampling_columns(inputs, 70))
+    wanted = sample_columns(logits, columns, ids, None)
+    found = sample_columns(*(each.to(device) for each in (logits, columns, ids)), kernels)
+    assert found.tolist() == wanted.tolist()
+    assert wanted[1::4].tolist() == logits[1::4].argmax(-1).tolist()
 
 
 def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):

@@ -4,9 +4,8 @@ A verify step gives a request a few new tokens at the most. One graph extends th
 and then drafts K tokens, each sampled on the device from the pass before. The host reads the drafts
 once. Graphs are captured for a number of requests, as those of decode steps are.
 
-Drafts are sampled with the random numbers that the target samples with, and without penalties. A
-request that may have fewer than K drafts takes the first of them: rows behind its slots write
-nothing.
+Drafts are sampled with the noise of the target's tokens, and without penalties. A request that may
+have fewer than K drafts takes the first of them: rows behind its slots write nothing.
 """
 
 from __future__ import annotations
@@ -144,7 +143,8 @@ class DraftGraph:
         """The next draft of each request, as the target's token."""
         logits, vocabulary = self._draft.logits(hidden), self._draft.vocabulary
         if self._size.sampled:
-            tokens = sample_columns(logits, self._columns[number], self._kernels)
+            columns = self._columns[number]
+            tokens = sample_columns(logits, columns, vocabulary, self._kernels)
         else:
             tokens = logits.argmax(-1)
         return tokens if vocabulary is None else vocabulary[tokens]

@@ -267,7 +267,7 @@ class ModelDrafter:
             each.drafts.append(token)
 
     def _sampled(self, draft: DraftModel, active: Sequence[_Drafting], hidden: Tensor) -> Tensor:
-        """The next draft of each, with the random numbers that the target samples with."""
+        """The next draft of each, with the noise of the target's tokens."""
         logits, vocabulary = draft.logits(hidden), draft.vocabulary
         if all(is_greedy(each.request.params.sampling) for each in active):
             best = logits.argmax(-1)

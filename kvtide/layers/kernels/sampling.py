@@ -1,11 +1,14 @@
-"""Sampling: greedy argmax with log-sum-exp, and sampling from the top candidates of each row.
+"""Sampling: greedy argmax with log-sum-exp, and Gumbel-max over a row or its top candidates.
 
-`_reduce_tile`  grid (rows, tiles of columns): argmax, maximum and sum of exponentials of a tile
-`_reduce_row`   grid (rows,): the same of a row, from its tiles
-`_sample_row`   grid (rows,): top-k, min-p and top-p over sorted candidates, then inverse CDF
+`_reduce_tile`        grid (rows, tiles of columns): argmax, maximum, sum of exponentials of a tile
+`_reduce_row`         grid (rows,): the same of a row, from its tiles
+`_sample_tile`        grid (rows, tiles of columns): argmax of scaled logits plus noise in a tile
+`_sample_row`         grid (rows,): the same of a row, from its tiles
+`_sample_candidates`  grid (rows,): top-k, min-p and top-p over sorted candidates, then Gumbel-max
 
-Torch reference: `engine/sampler.py`, `_greedy` and `_sample_candidates`.
+Torch reference: `engine/sampler.py`, `_greedy`, `_sample_rows` and `_sample_candidates`.
 Surprising: `sample_candidates` returns -1 where candidates after the given ones could matter.
+Noise is computed in fp64: in fp32 improbable tokens would share few values.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from kvtide.layers.kernels.jit import kernel
 
 TILE_COLUMNS = 4096
 """Columns of a row of logits that a CTA takes."""
+NOISE_COLUMNS = 1024
+"""The same where it computes noise."""
 
 
 def greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -51,17 +56,39 @@ def greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
     return result
 
 
-def sample_candidates(values: Tensor, facts: Tensor, limits: Tensor) -> Tensor:
-    """The index of each row's sampled candidate, (rows, 1), or -1 if the candidates do not decide.
+def sample_rows(logits: Tensor, columns: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The sampled column of each row, (rows,): the argmax of scaled logit plus noise.
 
-    values  (rows, candidates): the highest logits in descending order, fewer than the vocabulary
-    facts   what `greedy` gave with the same scales
-    limits  (5, rows): scale, top_k, top_p, min_p and a uniform number, as `engine.sampler.Limits`
+    columns  (6, rows): how each row is sampled, as `engine.sampler.Limits`
+    ids      which token a column is of; None if the column's own number
+    """
+    rows, width = logits.shape
+    tiles = divided_up(width, NOISE_COLUMNS)
+    partial = torch.empty((rows, tiles, 2), dtype=torch.float64, device=logits.device)
+    result = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    id_input, given = (logits if ids is None else ids), ids is not None
+    _sample_tile[(rows, tiles)](
+        *(logits, columns, id_input, partial, rows, width, tiles, *logits.stride()),
+        IDS=given,
+        BLOCK=NOISE_COLUMNS,
+    )
+    block_tiles = power_of_two(tiles)
+    _sample_row[(rows,)](partial, result, width, tiles, BLOCK_TILES=block_tiles, num_warps=1)
+    return result
+
+
+def sample_candidates(values: Tensor, tokens: Tensor, facts: Tensor, columns: Tensor) -> Tensor:
+    """The index of each row's sampled candidate, (rows, 1), or -1 if more tokens may be left over.
+
+    values   (rows, candidates): the highest logits in descending order, fewer than the vocabulary
+    tokens   of these logits
+    facts    what `greedy` gave with the same scales
+    columns  (6, rows): how each row is sampled, as `engine.sampler.Limits`
     """
     rows, count = values.shape
     places = torch.empty((rows, 1), dtype=torch.int64, device=values.device)
-    _sample_row[(rows,)](
-        *(values.contiguous(), facts, limits, places, rows),
+    _sample_candidates[(rows,)](
+        *(values.contiguous(), tokens.contiguous(), facts, columns, places, rows),
         COUNT=count,
         BLOCK=power_of_two(count),
         num_warps=4,
@@ -114,17 +141,66 @@ def _reduce_row(  # type: ignore[no-untyped-def]
     tl.store(result + 2, maximum.to(tl.float64) * scale + log_sum.to(tl.float64))
 
 
+@triton.jit
+def _gumbel_noise(word, tokens):  # type: ignore[no-untyped-def]
+    """-log(-log u) with 52 bits of splitmix64 of word and token as u."""
+    hashed = (word.to(tl.int64).to(tl.uint64) << 11) + tokens.to(tl.uint64)
+    hashed += 0x9E3779B97F4A7C15
+    hashed = (hashed ^ (hashed >> 30)) * 0xBF58476D1CE4E5B9
+    hashed = (hashed ^ (hashed >> 27)) * 0x94D049BB133111EB
+    hashed = hashed ^ (hashed >> 31)
+    uniform = ((hashed >> 12).to(tl.float64) + 0.5) * (1.0 / 4503599627370496)
+    return -tl.log(-tl.log(uniform))
+
+
 @kernel("rows")  # type: ignore[untyped-decorator]
+def _sample_tile(  # type: ignore[no-untyped-def]
+    logits, settings, ids, partial, rows, width, tiles, stride_row, stride_column,
+    IDS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Maximum and argmax of scaled logits plus noise in one tile of a row."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    mask, settings = column < width, settings + row
+    scale, word = tl.load(settings), tl.load(settings + 4 * rows)
+    cold = tl.load(settings + 5 * rows) > 0
+    offsets = row.to(tl.int64) * stride_row + column * stride_column
+    x = tl.load(logits + offsets, mask=mask, other=float("-inf")).to(tl.float64)
+    token = tl.load(ids + column, mask=mask, other=0) if IDS else column
+    x = tl.where(cold, x, x * scale + _gumbel_noise(word, token))
+    maximum = tl.max(x, 0)
+    best = tl.min(tl.where(x == maximum, column, width - 1), 0)
+    partial += (row * tiles + tile) * 2
+    tl.store(partial, maximum)
+    tl.store(partial + 1, best.to(tl.float64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _sample_row(  # type: ignore[no-untyped-def]
-    logits, facts, limits, chosen, rows,
+    partial, result, width, tiles,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Combines the tiles of a row."""
+    row, tile = tl.program_id(0), tl.arange(0, BLOCK_TILES)
+    mask = tile < tiles
+    partial += (row * tiles + tile) * 2
+    maxima = tl.load(partial, mask=mask, other=float("-inf"))
+    columns = tl.load(partial + 1, mask=mask, other=0.0).to(tl.int64)
+    best = tl.min(tl.where(mask & (maxima == tl.max(maxima, 0)), columns, width - 1), 0)
+    tl.store(result + row, best)
+
+
+@kernel("rows")  # type: ignore[untyped-decorator]
+def _sample_candidates(  # type: ignore[no-untyped-def]
+    logits, tokens, facts, settings, chosen, rows,
     COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Samples one row; `beyond` says whether tokens after the candidates are allowed too."""
     row, candidate = tl.program_id(0), tl.arange(0, BLOCK)
-    mask, limits = candidate < COUNT, limits + row
-    scale, top_k = tl.load(limits), tl.load(limits + rows).to(tl.int32)
-    top_p, min_p = tl.load(limits + 2 * rows), tl.load(limits + 3 * rows)
-    uniform, total = tl.load(limits + 4 * rows), tl.load(facts + 3 * row + 2)
+    mask, settings = candidate < COUNT, settings + row
+    scale, top_k = tl.load(settings), tl.load(settings + rows).to(tl.int32)
+    top_p, min_p = tl.load(settings + 2 * rows), tl.load(settings + 3 * rows)
+    word, total = tl.load(settings + 4 * rows), tl.load(facts + 3 * row + 2)
     logit = tl.load(logits + row * COUNT + candidate, mask=mask, other=float("-inf"))
     maximum = tl.max(logit, 0)
     total = tl.exp((total - maximum.to(tl.float64) * scale).to(tl.float32)).to(tl.float64)
@@ -135,13 +211,13 @@ def _sample_row(  # type: ignore[no-untyped-def]
     beyond = tl.sum(tl.where(allowed & (candidate == COUNT - 1), 1, 0), 0)
     probability = tl.where(allowed, probability, 0.0)
     cumulative = tl.cumsum(probability, 0)
-    candidate_mass = tl.max(cumulative, 0)
-    mass = tl.where(beyond > 0, total, candidate_mass)
+    mass = tl.where(beyond > 0, total, tl.max(cumulative, 0))
     undecided = (beyond > 0) & ((top_k > 0) | (min_p > 0))
-    allowed = mask & ((cumulative - probability < top_p * mass) | (candidate == 0))
+    allowed = (allowed & (cumulative - probability < top_p * mass)) | (candidate == 0)
     beyond = beyond * tl.sum(tl.where(allowed & (candidate == COUNT - 1), 1, 0), 0)
-    target = uniform * tl.where(beyond > 0, mass, tl.max(tl.where(allowed, cumulative, 0.0), 0))
-    undecided = undecided | ((beyond > 0) & ((top_p < 1.0) | (target >= candidate_mass)))
-    index = tl.sum(tl.where(allowed & (cumulative <= target), 1, 0), 0)
-    tl.store(chosen + row, tl.where(undecided, -1, tl.minimum(index, COUNT - 1)).to(tl.int64))
+    token = tl.load(tokens + row * COUNT + candidate, mask=mask, other=0)
+    score = logit.to(tl.float64) * scale + _gumbel_noise(word, token)
+    score = tl.where(allowed, score, float("-inf"))
+    index = tl.min(tl.where(score == tl.max(score, 0), candidate, COUNT - 1), 0)
+    tl.store(chosen + row, tl.where(undecided | (beyond > 0), -1, index).to(tl.int64))
 # fmt: on

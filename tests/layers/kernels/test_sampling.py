@@ -1,4 +1,4 @@
-"""Greedy sampling gives the argmax and the log-sum-exp of torch."""
+"""Greedy sampling gives the argmax and the log-sum-exp of torch; sampled rows are torch's too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtide.engine import sampler
+from kvtide.engine.sampler import SamplingInput, SamplingParams, sampling_columns
 from kvtide.layers.kernels import sampling
-from kvtide.layers.kernels.sampling import greedy
+from kvtide.layers.kernels.sampling import greedy, sample_rows
+
+# A greedy row may have a scale of 0; what comes of it is not used.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 
 
 def some(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -49,3 +54,34 @@ def test_published_vocabularies(device: torch.device) -> None:
     sizes = [(1, 9000)] if device.type == "cpu" else [(64, 151_936), (1, 262_208), (300, 32_000)]
     for size in sizes:
         check(some(size, device) * 4)
+
+
+def check_samples(logits: Tensor, ids: Tensor | None = None) -> None:
+    """At several temperatures, with rows between them that take the argmax."""
+    inputs = [
+        SamplingInput(SamplingParams(temperature=(0.0, 0.5, 1.0, 4.0)[n % 4], seed=n), [0], [0, 1])
+        for n in range(len(logits))
+    ]
+    columns = torch.from_numpy(sampling_columns(inputs, logits.shape[1]))
+    columns[:5, columns[5] > 0] = 0  # As draft graphs say that a row is greedy.
+    wanted = sampler._sample_rows(logits.cpu(), columns, None if ids is None else ids.cpu(), None)
+    found = sample_rows(logits, columns.to(logits.device), ids)
+    assert found.tolist() == wanted.tolist()
+
+
+def test_sampled_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "NOISE_COLUMNS", 64)
+    for shape in ((1, 5), (4, 64), (5, 65), (8, 200)):
+        logits = some(shape, device)
+        check_samples(logits)
+        check_samples(logits.repeat(1, 2)[:, 3:])
+        check_samples(logits, torch.randperm(shape[1]).to(device) * 7)
+        logits[:, 1:] = -torch.inf
+        check_samples(logits)
+        check_samples(torch.zeros(shape, device=device))
+
+
+def test_sampled_rows_of_published_vocabularies(device: torch.device) -> None:
+    sizes = [(4, 9000)] if device.type == "cpu" else [(64, 151_936), (4, 262_208), (300, 32_000)]
+    for size in sizes:
+        check_samples(some(size, device) * 3)
