@@ -5,13 +5,14 @@ far as they are what the target samples.
        ▲                                                                                  │
        └──────────────────── extend the draft over accepted tokens ◀──────────────────────┘
 
-The target samples every row with the request's own random numbers, which depend on its seed and on
-the position alone. A draft is accepted if it equals the sampled token. So the output is that of an
+The target samples every row with the request's own noise, which depends on its seed, the position
+and the token alone. A draft is accepted if it equals the sampled token. So the output is that of an
 engine without speculation, at any temperature.
 
 `drafter`         what proposes drafts
 `ngram`           prompt lookup: drafts from the request's own tokens
 `model_drafter`   drafts by a draft model (EAGLE3, MTP) over the target's pages
+`draft_graphs`    the passes of a draft model as CUDA graphs
 `draft_length`    how many drafts a request gets
 `saved_states`    running states as they were before the drafts
 `accept_lengths`  what verify steps gave, by the origin of a prefix; `accept_guard` compares origins
