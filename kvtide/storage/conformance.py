@@ -152,7 +152,7 @@ def empty_batches_do_nothing(open_space: OpenSpace) -> Iterator[str]:
             yield f"exists, read, write and remove answer {answers} to empty batches"
 
 
-def present_and_missing_are_told_apart(open_space: OpenSpace) -> Iterator[str]:
+def present_and_missing_are_distinguished(open_space: OpenSpace) -> Iterator[str]:
     with closing(open_space(new_space())) as store:
         objects = new_objects([500] * 60)
         written = {key: content for n, (key, content) in enumerate(objects.items()) if n % 3}
@@ -477,7 +477,7 @@ CHECKS: tuple[Check, ...] = (
     what_is_written_is_there_at_once,
     objects_of_any_size_come_back,
     large_batches_come_back,
-    present_and_missing_are_told_apart,
+    present_and_missing_are_distinguished,
     what_was_there_stays,
     keys_may_repeat_in_a_batch,
     keys_may_hold_any_byte,

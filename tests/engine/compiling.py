@@ -24,7 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Engine, graph_capture
+from kvtide.engine import Engine
+from kvtide.engine.graphs import graph_capture
 from kvtide.engine.graphs.graph_capture import CapturedGraph, Wait
 from kvtide.engine.page_tables import batch_tables
 from kvtide.engine.staging import Staging
