@@ -333,6 +333,7 @@ class Engine:
             if chunk.drafts:
                 assert self._speculation is not None, "no drafts without speculation"
                 tokens = list(self._speculation.accepted(chunk, tokens))
+            chunk.request.drafts = ()  # Verified, or void behind a new token.
             own = append(chunk.request, tokens)
             updates += own
             if chunk.drafts:
@@ -349,7 +350,9 @@ class Engine:
             return
         last = {update.request: update.finish for update in updates}
         decoding = [request for request, finish in last.items() if finish is None]
-        self._speculation.extend(chunks, output, decoding)
+        # A next step that is planned already has no place for drafts.
+        planned = self._overlap.state is not OverlapState.IDLE
+        self._speculation.extend(chunks, output, () if planned else decoding)
         for chunk in chunks:
             if chunk.drafts or self._written_late(chunk.request):
                 self._commit_computed(chunk.request)

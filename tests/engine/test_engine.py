@@ -38,6 +38,7 @@ from kvtide.engine import (
 from kvtide.engine.graphs import step_graphs
 from kvtide.engine.overlap import OverlapState
 from kvtide.engine.scheduler import Scheduler
+from kvtide.engine.speculation.drafter import Drafter
 from kvtide.layers import Rows as Sequenced
 from kvtide.layers import Step
 from kvtide.models.draft import CapturedStates
@@ -126,6 +127,9 @@ class Sums:
         weights = torch.arange(1, rows.total + 1, dtype=torch.float64)
         return (layer + 1) * (history * weights).cumsum(0)[rows.past :]
 
+    def carried(self, tokens: Tensor) -> Tensor:
+        return torch.empty(len(tokens), 1, dtype=torch.float64)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return -((torch.arange(VOCABULARY) - hidden) % VOCABULARY).float()
 
@@ -153,6 +157,7 @@ class Stand:
         max_running: int = 8,
         max_positions: int = 4096,
         captured: bool = False,
+        drafter: Drafter | None = None,
         **options: Any,
     ) -> None:
         self._raises: set[int] = set()
@@ -169,7 +174,11 @@ class Stand:
                 cell.slots = PoisonedSlots(cell.slots.capacity, rows, "kv")
         self.model = Sums(max_positions, captured)
         self.engine = Engine(
-            self.model, self.cache, chunk_tokens=chunk_tokens, max_running=max_running
+            self.model,
+            self.cache,
+            chunk_tokens=chunk_tokens,
+            max_running=max_running,
+            drafter=drafter,
         )
         self.engine.scheduler.skips_loading = False
         self.model.tried = True

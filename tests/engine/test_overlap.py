@@ -30,13 +30,14 @@ from kvtide.engine.overlap import Overlap, OverlapState
 from kvtide.engine.runner import HiddenOutput, LaunchedStep, PreparedStep, StepOutput
 from kvtide.engine.sampler import SampledToken
 from kvtide.engine.scheduler import PlannedStep, ScheduledChunk, Scheduler
+from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter, UnreadDrafts
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
 from tests.cache.memories import FULL
-from tests.engine.test_engine import PAGE, VOCABULARY, Stand, complete, words
+from tests.engine.test_engine import PAGE, VOCABULARY, Stand, answer_to, complete, words
 from tests.models.with_kernels import by_kernels, in_torch
 
 STEPS = 120
@@ -270,6 +271,54 @@ def test_a_mixed_graph_tells_when_it_is_late_and_no_other_step_does(
     at.step()
     assert at.engine.steps_by_kind["mixed_graph"] and outputs[-1].wait_until_late()
     at.finish()
+    at.end()
+
+
+class DeviceDrafter(TokenDrafter):
+    """Its drafts are on the device until `propose` reads them. `right`: they are what the model
+    says, else never."""
+
+    cost = 0.05
+
+    def __init__(self, right: bool) -> None:
+        self._right = right
+
+    def extend(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
+    ) -> None:
+        said = [answer_to(wish.request.tokens, 3) for wish in wishes]
+        wrong = 0 if self._right else 1
+        drafts = torch.tensor([[(token + wrong) % VOCABULARY for token in one] for one in said])
+        rows = {wish.request: row for row, wish in enumerate(wishes)}
+        self.unread = UnreadDrafts(drafts, rows) if wishes else None
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
+        if not wishes:
+            return []
+        assert self.unread is not None
+        drafts = self.unread.tokens.tolist()
+        return [tuple(drafts[self.unread.rows[request]][:limit]) for request, limit in wishes]
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [64, 3])
+def test_verify_steps_are_launched_on_drafts_that_the_host_has_not_read(
+    right: bool, chunk_tokens: int, watch: Watch
+) -> None:
+    """Where drafts do not pay, decode steps are launched ahead, with a trial now and then. A step of
+    few tokens has room for few drafts, or none."""
+    at = Stand(captured=True, device=96, chunk_tokens=chunk_tokens, drafter=DeviceDrafter(right))
+    at.model.tried = False
+    requests = [at.submit(words(number, 2), 80) for number in (1, 2, 3)]
+    states = set()
+    while not at.engine.idle:
+        at.step()
+        states.add(at.engine.overlap_state)
+    assert complete(*requests) and not watch.met
+    assert OverlapState.LAUNCHED in states
+    lengths = at.engine.accept_lengths
+    assert lengths is not None
+    assert (lengths.accepted > 0, lengths.rejected > 0) == (right, not right)
     at.end()
 
 

@@ -124,7 +124,6 @@ class Speculation:
         begins to draft for requests that decode next."""
         self._wishes = []
         for request in decoding:
-            request.drafts = ()  # Those behind the old tokens are void.
             if request.params.speculate:
                 wanted = self._wanted(request)
                 if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
@@ -145,7 +144,7 @@ class Speculation:
 
     def read_drafts(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """The chunks with drafts in the place of unread ones."""
-        if not any(chunk.drafts for chunk in chunks):
+        if not self._wishes:
             return list(chunks)
         drafts = self.propose()
         return [
