@@ -226,8 +226,10 @@ def passage(
         "weeks": rng.randint(2, 12),
     }
     chosen = [*first_facts, *rng.sample(facts, 4)]
-    told = (one.format(place=place, what=what, where=where, who=who, **numbers) for one in chosen)
-    return " ".join(one[0].upper() + one[1:] for one in told)
+    sentences = (
+        one.format(place=place, what=what, where=where, who=who, **numbers) for one in chosen
+    )
+    return " ".join(one[0].upper() + one[1:] for one in sentences)
 
 
 def filled(rng: random.Random, template: str, given: Words) -> str:

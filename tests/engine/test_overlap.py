@@ -305,8 +305,8 @@ class DeviceDrafter(TokenDrafter):
 def test_verify_steps_are_launched_on_drafts_that_the_host_has_not_read(
     right: bool, chunk_tokens: int, watch: Watch
 ) -> None:
-    """Where drafts do not pay, decode steps are launched ahead, with a trial now and then. A step of
-    few tokens has room for few drafts, or none."""
+    """Where drafts do not pay, decode steps are launched ahead, with a trial now and then. A step
+    of few tokens has room for few drafts, or none."""
     at = Stand(captured=True, device=96, chunk_tokens=chunk_tokens, drafter=DeviceDrafter(right))
     at.model.tried = False
     requests = [at.submit(words(number, 2), 80) for number in (1, 2, 3)]

@@ -206,7 +206,7 @@ def metrics(client: Client) -> dict[str, float]:
 
 
 ADDS = re.compile(r"(o_proj|out_proj|down_proj|wo_b|w2)(\.weight)?$")
-"""Weights whose products are added to the stream."""
+"""Projections into the residual stream."""
 
 
 ORIGINS = [origin.value for origin in PrefixOrigin]

@@ -42,10 +42,10 @@ def test_the_draft_is_shipped() -> None:
 
 
 def test_the_package_has_the_draft() -> None:
-    """What setuptools is told to pack, file by file."""
+    """What setuptools packs, file by file."""
     root = Path(default_model.__file__).resolve().parents[1]
-    told = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
-    packed = {path for pattern in told["package-data"]["kvtide"] for path in root.glob(pattern)}
+    setup = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {path for pattern in setup["package-data"]["kvtide"] for path in root.glob(pattern)}
     assert {NOTE, *FOLDER.iterdir()} <= packed
 
 

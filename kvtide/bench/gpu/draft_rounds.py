@@ -43,7 +43,7 @@ CHECKPOINTS = 16
 NEVER_GOAL = 0.9
 
 Note = Callable[[str], None]
-"""Is told what begins."""
+"""Reports what begins."""
 
 
 # -- drafters ---------------------------------------------------------------------------------

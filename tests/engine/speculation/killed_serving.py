@@ -65,7 +65,7 @@ def main(folder: str, moment: str, page: str) -> None:
     sizes = {
         one.pool: one.bytes for one in formats(server.cache.memory, server.cache.config).values()
     }
-    assert len(set(sizes.values())) == len(sizes), "objects are told apart by their size"
+    assert len(set(sizes.values())) == len(sizes), "objects are distinguished by their size"
     stores[0].draft_bytes = sizes["draft"]
     server.serve(PROMPTS)
     server.settle()

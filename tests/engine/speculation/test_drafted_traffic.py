@@ -82,7 +82,7 @@ def alone(name: str, target: Any, asked: RequestParams) -> Request:
 
 
 class Sometimes:
-    """Numbers of copies that fail, drawn as they come."""
+    """Numbers of copies that fail, chosen at random as they come."""
 
     def __init__(self, rng: random.Random, chance: float) -> None:
         self._random, self._chance = rng, chance
