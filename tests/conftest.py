@@ -66,7 +66,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.getoption("--device") == "cpu" and "triton" in sys.modules:
         from tests.interpreting import quicken
 
-        quicken(checks_overflow=session.config.getoption("--all"))
+        quicken(checks=session.config.getoption("--all"))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ and then drafts K tokens, each sampled on the device from the pass before. The h
 once. Graphs are captured for a number of requests, as those of decode steps are.
 
 Drafts are sampled with the noise of the target's tokens, and without penalties. A request that may
-have fewer than K drafts takes the first of them: rows behind its slots write nothing.
+have fewer than K drafts takes the first of them; the other passes stay within its slots.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class DraftGraphSize(NamedTuple):
 class DraftGraphRow(NamedTuple):
     """A request's new tokens, and the first row of the target's step that they were captured in.
 
+    limit    drafts that there are slots for, at the most
     columns  (drafts, COLUMNS): how each draft is sampled; None if greedily
     """
 
     inputs: GraphRow
     source: int
+    limit: int = 0
     columns: NDArray[np.float64] | None = None
 
 
@@ -86,26 +88,26 @@ class DraftGraph:
         self._captured = captured[:tokens]
         # Numbers have 32 bits, those of columns 64.
         self._wide = 2 * size.drafts * COLUMNS * count if size.sampled else 0
-        extra = self._wide + tokens + 3 * count
+        extra = self._wide + tokens + 4 * count
         self._inputs = inputs = GraphInputs(draft.memory, capture, size.extension, extra)
         inputs.host_extra[:] = 0
         inputs.send()
         self._host_columns, self._host = self._parts(inputs.host_extra, np.float64)
-        self._columns, (self._sources, self._last, self._ends, self._next) = self._parts(
-            inputs.extra, torch.float64
-        )
+        self._columns, numbers = self._parts(inputs.extra, torch.float64)
+        self._sources, self._last, self._ends, self._next, self._passes = numbers
         self._singles = torch.arange(count, dtype=torch.int32, device=captured.device)
         self._output = f"drafts {size.drafts}"
         self._graph = capture.capture(self._forward, self._output, max_requests, per_layer=False)
 
-    def _parts(self, extra: Any, wide: Any) -> tuple[Any, tuple[Any, Any, Any, Any]]:
+    def _parts(self, extra: Any, wide: Any) -> tuple[Any, tuple[Any, Any, Any, Any, Any]]:
         """Columns (drafts, COLUMNS, requests), sources by token; by request the last row, the
-        entries up to it, and the position behind it."""
+        entries up to it, the position behind it, and the passes after the first that have a
+        slot."""
         size, tokens = self._size, self._size.extension.tokens
         drafts = size.drafts if size.sampled else 0
         columns = extra[: self._wide].view(wide).reshape(drafts, COLUMNS, size.requests)
         rest = extra[self._wide :]
-        by_request = rest[tokens:].reshape(3, size.requests)
+        by_request = rest[tokens:].reshape(4, size.requests)
         return columns, (rest[:tokens], *by_request)
 
     # -- passes -----------------------------------------------------------------------------
@@ -130,8 +132,9 @@ class DraftGraph:
     def _single(self, tokens: Tensor, before: int) -> Step:
         """A pass of one row per request, `before` such passes behind the extension."""
         inputs, size, singles = self._inputs, self._size, self._singles
-        # Padding has no slots: nothing may be read there.
-        past = torch.where(self._ends > 0, self._ends + before, 0).int()
+        # Nothing may be read where there are no slots: passes that no draft is taken from repeat
+        # the last of the others. Padding has no entries.
+        past = self._ends + self._passes.clamp(max=before)
         rows = torch.stack([singles, singles + 1, past], 1)
         slots = {name: table[: size.requests] for name, table in inputs.batch.slots.items()}
         batch = Batch(rows, singles, slots, Bounds(1, size.length - 1, 0, singles=True))
@@ -154,7 +157,7 @@ class DraftGraph:
     def launch(self, rows: Sequence[DraftGraphRow], captured: Tensor) -> Tensor:
         """Replay for these rows, after a step that `captured` these states; valid until the next
         replay."""
-        inputs, (sources, last, ends, following) = self._inputs, self._host
+        inputs, (sources, last, ends, following, passes) = self._inputs, self._host
         inputs.open()
         inputs.fill([row.inputs for row in rows])
         counts = np.array([len(row.inputs.tokens) for row in rows], np.int32)
@@ -163,7 +166,9 @@ class DraftGraph:
         sources[:used] = np.arange(used) + np.repeat(of_rows[:, 0] - first, counts)
         last[:given], ends[:given] = first + counts - 1, of_rows[:, 1] + counts
         following[:given] = of_rows[:, 2] + counts
-        last[given:], ends[given:], following[given:] = 0, 0, 0
+        passes[:given] = [max(row.limit - 2, 0) for row in rows]
+        for numbers in (last, ends, following, passes):
+            numbers[given:] = 0
         if self._size.sampled:
             self._host_columns[:] = 0
             self._host_columns[:, -1] = 1  # Greedy.

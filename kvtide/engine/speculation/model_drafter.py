@@ -196,15 +196,16 @@ class ModelDrafter:
         if long:
             before = [row._replace(tokens=row.tokens[:-1]) for row in long.values()]
             self._forward_captured(draft, before, captured)
-        wishing = {wish.request for wish in wishes}
+        limits = dict(wishes)
         graph_rows = []
         for request, row in rows.items():
             self._extended[row.lease] = _Extended(row.position + len(row.tokens), None)
             if request in long:
                 done = len(row.tokens) - 1
                 row = DraftRow(row.lease, row.position + done, row.tokens[-1:], row.source + done)
-            columns = self._columns(request) if request in wishing else None
-            graph_rows.append(DraftGraphRow(self._graph_row(row), row.source, columns))
+            limit = limits.get(request, 0)
+            columns = self._columns(request) if limit else None
+            graph_rows.append(DraftGraphRow(self._graph_row(row), row.source, limit, columns))
         graph = graphs.fitting(graph_rows, drafting=bool(wishes))
         tokens = graph.launch(graph_rows, captured)
         if not wishes:

@@ -71,7 +71,8 @@ def test_answers_are_those_without_drafts(
 ) -> None:
     target, draft = pair_on(name, device, tmp_path)
     size = Tokens(128 * 16)
-    cache = TieredCache(target.memory, CacheConfig(size, host_size=size, device="cuda"))
+    config = CacheConfig(size, host_size=size, device="cuda", tokens_per_checkpoint=32)
+    cache = TieredCache(target.memory, config)
     drafter = ModelDrafter(draft, draft.captures, cache, target.vocabulary)
     engine = Engine(
         target,
