@@ -9,6 +9,7 @@ order (`topology`): what a rank learns by itself decides nothing before all have
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection
 from itertools import accumulate, pairwise
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
@@ -24,9 +26,10 @@ from kvtide.engine.request import (
     CheckedRequest,
     Finish,
     Request,
-    RequestError,
     RequestParams,
     RequestState,
+    ServedLimits,
+    check_request,
 )
 from kvtide.engine.runner import Runner, StepOutput
 from kvtide.engine.sampler import (
@@ -36,7 +39,7 @@ from kvtide.engine.sampler import (
     score,
     warm_up_sampling,
 )
-from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.drafter import Drafter
@@ -46,7 +49,6 @@ from kvtide.engine.state_check import check_declared_state
 from kvtide.engine.text import OutputText
 from kvtide.engine.updates import Update, append
 from kvtide.index import Prompt
-from kvtide.index.keys import highest, pack
 from kvtide.models import Model
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
@@ -307,12 +309,19 @@ class Engine:
         sampling = SamplingBatch(logits, inputs, self._staging)
         if not self._speculates(requests):
             self._overlap_next(requests, sampling, output)
+        elif self.oracle is None and self._speculation is not None:
+            self._overlap_verify(self._speculation, chunks, sampling, output)
         sampled = sampling.read()
-        if self._overlap.state is OverlapState.LAUNCHED:
-            for row in sampling.resampled:
-                self._overlap.drop(requests[row])
+        for row in sampling.resampled:
+            self._drop_ahead(requests[bisect_right(firsts, row) - 1])
         of_chunks = [sampled[first:end] for first, end in pairwise(firsts)]
         return self._accept(chunks, of_chunks), checks
+
+    def _drop_ahead(self, request: Request) -> None:
+        """What was launched ahead ran on another token than was sampled."""
+        self._overlap.drop(request)
+        if self._speculation is not None:
+            self._speculation.undo_behind(request)
 
     def _look(self, requests: list[Request], logits: Tensor) -> Collection[Request]:
         """Show the oracle these logits; returns its own requests."""
@@ -352,7 +361,8 @@ class Engine:
         decoding = [request for request, finish in last.items() if finish is None]
         # A next step that is planned already has no place for drafts.
         planned = self._overlap.state is not OverlapState.IDLE
-        self._speculation.extend(chunks, output, () if planned else decoding)
+        waits = planned and not self._speculation.drafts_behind
+        self._speculation.extend(chunks, output, () if waits else decoding)
         for chunk in chunks:
             if chunk.drafts or self._written_late(chunk.request):
                 self._commit_computed(chunk.request)
@@ -365,7 +375,9 @@ class Engine:
                 self._finish(update.request, update.finish)
                 frees_slots = self.scheduler.waiting > 0
         speculation = self._speculation
-        if speculation is not None and (frees_slots or not self._verify_next(speculation)):
+        if speculation is None or self._overlap.state is OverlapState.LAUNCHED:
+            return
+        if frees_slots or not self._verify_next(speculation):
             speculation.propose()
 
     def _verify_next(self, speculation: Speculation) -> bool:
@@ -406,6 +418,33 @@ class Engine:
             output.keep_captured()
             self._overlap.launch(requests, sampling.tokens)
 
+    def _overlap_verify(
+        self,
+        speculation: Speculation,
+        chunks: list[ScheduledChunk],
+        sampling: SamplingBatch,
+        output: StepOutput,
+    ) -> None:
+        """Draft behind a verify step, and launch the next one of these drafts, before the host has
+        read what was sampled: the device accepts by itself.
+
+        Only a step of all running requests, none of which has a running state: a state goes back to
+        where acceptance ended before the next step.
+        """
+        planned = self.scheduler.plan_behind(chunks, speculation.wanted)
+        if planned is None:
+            return
+        drafted = speculation.draft_behind(chunks, planned, output, sampling.tokens)
+        if drafted is None:
+            return
+        planned, sampled, drafts = drafted
+        output.keep_captured()
+        self._overlap.plan(planned)
+        if self._overlap.prepare():
+            self._overlap.launch_behind(sampled, drafts)
+        else:
+            self._overlap.forget()
+
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.lease is not None and request.lease.loading:
             self.cache.poll()  # Its commits wait for its prefix to land.
@@ -421,42 +460,8 @@ class Engine:
 
         Any thread may call it: it reads what is fixed when the engine is made.
         """
-        packed = self._packed(params.tokens)
-        if problem := params.sampling.problem():
-            raise RequestError(problem)
-        if params.max_tokens < 0:
-            raise RequestError(
-                f"max_tokens is {params.max_tokens}; ask for 0 or more", param="max_tokens"
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and this model came without one; use the ids of "
-                "tokens to stop at",
-                param="stop",
-            )
-        if not all(params.stop):
-            raise RequestError("a stop string is empty; leave it out", param="stop")
-        total = len(params.tokens) + params.max_tokens
-        if total > self.max_sequence_tokens:
-            raise RequestError(
-                f"a prompt of {len(params.tokens)} tokens and an answer of up to "
-                f"{params.max_tokens} "
-                f"are {total}; this engine serves {self.max_sequence_tokens}: shorten one of them",
-                code="context_length_exceeded",
-            )
-        return CheckedRequest(params, packed)
-
-    def _packed(self, tokens: tuple[int, ...]) -> bytes:
-        if not tokens:
-            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
-        try:
-            packed = pack(tokens)
-            known = highest(packed) < self.vocabulary
-        except ValueError:
-            known = False
-        if not known:
-            raise RequestError(f"token ids must lie in 0..{self.vocabulary - 1}", param="prompt")
-        return packed
+        limits = ServedLimits(self.vocabulary, self.max_sequence_tokens, self.tokenizer is not None)
+        return check_request(params, limits)
 
 
 def _sampling_inputs(chunk: ScheduledChunk) -> list[SamplingInput]:

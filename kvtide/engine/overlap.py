@@ -13,7 +13,8 @@ the device idles meanwhile. `Overlap` holds the step after the current one, from
 IDLE      there is no next step yet
 PLANNED   its chunks are chosen and have slots (`Scheduler.plan_decode`, `plan_mixed`)
 PREPARED  the inputs of its CUDA graph are written, except tokens that are not sampled yet
-LAUNCHED  its graph runs on tokens that only the device knows: sampled ones, or drafts
+LAUNCHED  its graph runs on what only the device knows: sampled tokens, drafts, and behind a verify
+          step also where acceptance ended
 
 `take` makes it the current step, if it is still what the scheduler wants:
 
@@ -39,9 +40,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
+from kvtide.engine.chunks import PlannedStep, ScheduledChunk
 from kvtide.engine.request import Request
-from kvtide.engine.runner import LaunchedStep, PreparedStep, StepOutput
-from kvtide.engine.scheduler import PlannedStep, ScheduledChunk
+from kvtide.engine.runner import LaunchedStep, PreparedStep, StepOutput, UnreadTokens
 
 
 class OverlapState(Enum):
@@ -82,6 +83,10 @@ class Launching(Protocol):
 
     def launch_drafted(self, step: PreparedStep, drafts: Tensor) -> LaunchedStep: ...
 
+    def launch_behind(
+        self, step: PreparedStep, sampled: UnreadTokens, drafts: Tensor
+    ) -> LaunchedStep: ...
+
     def read_launched(self, step: LaunchedStep, chunks: Sequence[ScheduledChunk]) -> StepOutput: ...
 
 
@@ -107,6 +112,7 @@ class Overlap:
         self._rows: list[tuple[ScheduledChunk, Lease]] = []
         self._prepared: PreparedStep | None = None
         self._launched: LaunchedStep | None = None
+        self._behind = False
 
     @property
     def state(self) -> OverlapState:
@@ -146,6 +152,14 @@ class Overlap:
         self._launched = self._runner.launch_drafted(self._prepared, drafts)
         self._become(OverlapState.LAUNCHED)
 
+    def launch_behind(self, sampled: UnreadTokens, drafts: Tensor) -> None:
+        """Launch the next step, a verify step of these drafts behind what is `sampled`."""
+        assert self._prepared is not None, "only a prepared step is launched"
+        self._cache.fence([lease for _, lease in self._rows])
+        self._launched = self._runner.launch_behind(self._prepared, sampled, drafts)
+        self._behind = True
+        self._become(OverlapState.LAUNCHED)
+
     def forget(self) -> None:
         """The next step is scheduled afresh; slots stay taken."""
         self._become(OverlapState.IDLE)
@@ -160,11 +174,13 @@ class Overlap:
 
     def take(self, scheduler: Confirming) -> CurrentStep | None:
         """Make the next step the current one; None, and discard it, if it is not wanted."""
-        prepared, launched = self._prepared, self._launched
+        prepared, launched, behind = self._prepared, self._launched, self._behind
         chunks, planned = self.chunks, len(self._rows)
         self._become(OverlapState.IDLE)
         if launched is not None:
-            chunks = [chunk for chunk in chunks if chunk.end <= chunk.request.length]
+            chunks = [chunk for chunk in chunks if chunk.is_sampled]
+            if behind:  # Accepted tokens have moved them.
+                chunks = [chunk._replace(end=chunk.request.length) for chunk in chunks]
             read = partial(self._runner.read_launched, launched, chunks)
             return CurrentStep(chunks, read, launched=True) if chunks else None
         if not chunks or not scheduler.confirms(chunks):
@@ -193,5 +209,5 @@ class Overlap:
         """The one place where the state changes."""
         assert state in _NEXT[self._state], f"{self._state.name} does not become {state.name}"
         if state is OverlapState.IDLE:
-            self._rows, self._prepared, self._launched = [], None, None
+            self._rows, self._prepared, self._launched, self._behind = [], None, None, False
         self._state = state

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.staging import Staging
 from kvtide.layers import Rows
 from kvtide.layers.step import Batch, Bounds
@@ -45,7 +45,7 @@ class PageTables:
 def chunk_spans(chunks: Sequence[ScheduledChunk]) -> Numbers:
     """(chunks, 3): first row, end row, tokens before the step."""
     ends = np.cumsum([0, *(chunk.tokens for chunk in chunks)])
-    past = [chunk.request.computed for chunk in chunks]
+    past = [chunk.start for chunk in chunks]
     return np.stack([ends[:-1], ends[1:], past], axis=1).astype(np.int32)
 
 

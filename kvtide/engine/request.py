@@ -16,6 +16,7 @@ from kvtide.cache import Fetch, Lease, Namespace
 from kvtide.engine.sampler import GREEDY, SampledToken, SamplingParams
 from kvtide.engine.text import OutputText
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
+from kvtide.index.keys import highest, pack
 from kvtide.spec import Tier
 
 
@@ -175,3 +176,57 @@ class Request:
     def held(self) -> Lease:
         assert self.lease is not None, "only a running request has a lease"
         return self.lease
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+class ServedLimits(NamedTuple):
+    """vocabulary     tokens are below it
+    longest        tokens of a prompt and its answer, at the most
+    has_tokenizer  text can be searched for stop strings
+    """
+
+    vocabulary: int
+    longest: int
+    has_tokenizer: bool
+
+
+def check_request(params: RequestParams, limits: ServedLimits) -> CheckedRequest:
+    """Pack the prompt, and raise `RequestError` for what can never be served."""
+    packed = _packed(params.tokens, limits.vocabulary)
+    if problem := params.sampling.problem():
+        raise RequestError(problem)
+    if params.max_tokens < 0:
+        raise RequestError(
+            f"max_tokens is {params.max_tokens}; ask for 0 or more", param="max_tokens"
+        )
+    if params.stop and not limits.has_tokenizer:
+        raise RequestError(
+            "stop strings need a tokenizer, and this model came without one; use the ids of "
+            "tokens to stop at",
+            param="stop",
+        )
+    if not all(params.stop):
+        raise RequestError("a stop string is empty; leave it out", param="stop")
+    total = len(params.tokens) + params.max_tokens
+    if total > limits.longest:
+        raise RequestError(
+            f"a prompt of {len(params.tokens)} tokens and an answer of up to {params.max_tokens} "
+            f"are {total}; this engine serves {limits.longest}: shorten one of them",
+            code="context_length_exceeded",
+        )
+    return CheckedRequest(params, packed)
+
+
+def _packed(tokens: tuple[int, ...], vocabulary: int) -> bytes:
+    if not tokens:
+        raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+    try:
+        packed = pack(tokens)
+        known = highest(packed) < vocabulary
+    except ValueError:
+        known = False
+    if not known:
+        raise RequestError(f"token ids must lie in 0..{vocabulary - 1}", param="prompt")
+    return packed

@@ -8,7 +8,7 @@ ranks agree whether all loads succeeded, and if not, none of its output is used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache, TransferError
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, graph_capture, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
 from kvtide.engine.graphs.step_graphs import StepGraph, StepGraphs
 from kvtide.engine.page_tables import Numbers, PageTables, Table, batch_tables, chunk_spans
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
-from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models import Model
@@ -144,6 +144,27 @@ class LaunchedStep(NamedTuple):
     result: Tensor
 
 
+class UnreadTokens(NamedTuple):
+    """What a verify step sampled, as only the device knows it.
+
+    tokens    of all rows: behind a chunk's last token, and behind each of its drafts
+    firsts    the first row of each request; on the host
+    accepted  (requests,) int32, in the order of `firsts`: how many drafts were sampled
+    """
+
+    tokens: Tensor
+    firsts: Mapping[Request, int]
+    accepted: Tensor
+
+    def of(self, requests: Sequence[Request], staging: Staging) -> tuple[Tensor, Tensor]:
+        """The last accepted token of each of these, and how many drafts before it."""
+        order = {request: number for number, request in enumerate(self.firsts)}
+        numbers = [[order[request], self.firsts[request]] for request in requests]
+        of_requests, firsts = staging.to_device(np.array(numbers))[0].unbind(1)
+        accepted = self.accepted.index_select(0, of_requests)
+        return self.tokens.index_select(0, firsts + accepted), accepted
+
+
 class Loads:
     """The prefix loads of a step's leases; `error` if one failed."""
 
@@ -194,7 +215,7 @@ class Runner:
         captures: tuple[int, ...] = (),
         verify_rows: int = 0,
     ) -> None:
-        self._captures = captures
+        self._captures, self._verify_rows = captures, verify_rows
         self._model = model
         self._cache = cache
         self._topology = topology
@@ -288,11 +309,13 @@ class Runner:
         if self._graphs is None:
             return None
         rows = [self._graph_row(chunk) for chunk in chunks]
-        graph = self._graphs.fitting(rows, loading=False)
+        # Accepted tokens move the rows of a step behind a verify step.
+        moves = any(chunk.drafts and not chunk.is_sampled for chunk in chunks)
+        graph = self._graphs.fitting(rows, False, self._verify_rows if moves else 0)
         if graph is None:
             return None
         graph.prepare(rows)
-        unsampled = sum(chunk.end > chunk.request.length for chunk in chunks)
+        unsampled = sum(not chunk.is_sampled for chunk in chunks)
         return PreparedStep(chunks, unsampled, chunk_spans(chunks), graph)
 
     def launch_prepared(self, step: PreparedStep) -> StepOutput:
@@ -318,10 +341,20 @@ class Runner:
         self._count(step.graph)
         return LaunchedStep(step, step.graph.launch_drafted(drafts))
 
+    def launch_behind(
+        self, step: PreparedStep, sampled: UnreadTokens, drafts: Tensor
+    ) -> LaunchedStep:
+        """Launch a prepared verify step before the host knows where it begins."""
+        self._count(step.graph)
+        requests = [chunk.request for chunk in step.chunks]
+        last, accepted = sampled.of(requests, self._staging)
+        return LaunchedStep(step, step.graph.launch_behind(last, accepted, drafts))
+
     def read_launched(self, step: LaunchedStep, chunks: Sequence[ScheduledChunk]) -> StepOutput:
         """The output of those chunks of a launched step that are still wanted."""
-        rows = {chunk: row for row, chunk in enumerate(step.prepared.chunks)}
-        spans = step.prepared.spans[[rows[chunk] for chunk in chunks]]
+        rows = {chunk.request: row for row, chunk in enumerate(step.prepared.chunks)}
+        spans = step.prepared.spans[[rows[chunk.request] for chunk in chunks]]
+        spans[:, 2] = [chunk.start for chunk in chunks]
         return self._graph_output(step.prepared.graph, step.result, spans)
 
     def _run_graph(
@@ -339,12 +372,9 @@ class Runner:
         return self._graph_output(graph, result, spans)
 
     def _graph_row(self, chunk: ScheduledChunk) -> GraphRow:
-        """With token 0 in place of one that is not sampled yet."""
-        request, lease = chunk.request, chunk.request.held
-        tokens = chunk.new or (0,)
+        lease, past = chunk.request.held, chunk.start
         version, table = self._tables.of(lease)
-        past = request.computed
-        return GraphRow(tokens, past, past, lease.number, version, table)
+        return GraphRow(chunk.new, past, past, lease.number, version, table)
 
     def _count(self, graph: StepGraph) -> None:
         self.launched[f"{graph.kind.value}_graph"] += 1

@@ -16,11 +16,10 @@ compute waits until it finds them, or until they will not come from there.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.cache import TieredCache
+from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
 from kvtide.engine.request import PrefixOwner, Request, RequestState
 
 MIXED_STEP_TOKENS = 2048
@@ -34,52 +33,6 @@ MAX_PREFIX_WAITS = 2
 """How often a request waits for another's prefix. Windows and states may be missing after the first
 wait: the first request then keeps them where the prompts part, and the second wait finds them. A
 third would serve requests one by one."""
-
-
-def unread_draft(number: int) -> int:
-    """Stands for a draft that only the device knows: the one of this number of its drafts."""
-    return -1 - number
-
-
-class ScheduledChunk(NamedTuple):
-    """A request's tokens from `computed` up to `end`, in one step, and drafts behind them.
-
-    Drafts below 0 are `unread_draft`s.
-    """
-
-    request: Request
-    end: int
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """How many, drafts included, until they are computed."""
-        return self.end - self.request.computed + len(self.drafts)
-
-    @property
-    def new(self) -> list[int]:
-        """The tokens themselves, as far as they are sampled; then the drafts."""
-        return [*self.request.tokens[self.request.computed : self.end], *self.drafts]
-
-    @property
-    def completes(self) -> bool:
-        """All of the request's tokens are then computed: the next one is sampled."""
-        return self.end == self.request.length
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """The chunks of the step after the current one, whose slots are taken.
-
-    frees_slots  a request ends with the token that the current step samples
-    """
-
-    chunks: list[ScheduledChunk]
-    frees_slots: bool
-
-    @property
-    def has_prefill(self) -> bool:
-        return any(chunk.tokens > 1 for chunk in self.chunks)
 
 
 class Scheduler:
@@ -351,13 +304,17 @@ class Scheduler:
         last = min(request.length + count, request.max_length - 1)
         if self._states:
             last = min(last, -(-request.length // page) * page)
-        end = request.length
+        return self._slots_up_to(request, last) - request.length
+
+    def _slots_up_to(self, request: Request, last: int) -> int:
+        """Take slots behind a request's tokens, page by page; returns how far there are some."""
+        page, end = self._cache.memory.page_tokens, request.length
         while end < last:
             page_end = min(last, (end // page + 1) * page)
             if not self._cache.grow(request.held, page_end):
                 break
             end = page_end
-        return max(0, end - request.length)
+        return end
 
     # -- the step after it ------------------------------------------------------------------
 
@@ -416,6 +373,39 @@ class Scheduler:
             return None
         chunks = self.schedule()
         return PlannedStep(chunks, frees_slots=False) if self.running == running else None
+
+    def plan_behind(
+        self, chunks: Sequence[ScheduledChunk], wanted: Callable[[Request], int]
+    ) -> PlannedStep | None:
+        """The step behind a verify step of these chunks, before the host knows what is accepted: of
+        each request the token that is sampled last, and up to `wanted` drafts.
+
+        There are slots wherever acceptance ends. None if other requests may be in the step.
+        """
+        ending = [chunk for chunk in chunks if chunk.request.length + 1 >= chunk.request.max_length]
+        if (
+            not self.launches_ahead
+            or len(chunks) < len(self.running)
+            or (self.can_admit and not self.blocked)
+            or (ending and self.waiting)
+            or any(request.held.loading or request.held.failed for request in self.running)
+        ):
+            return None
+        planned = []
+        left = self._token_budget(len(chunks)) - len(chunks)
+        for chunk in chunks:
+            request = chunk.request
+            if chunk in ending:
+                continue
+            first = request.length + 1 + len(chunk.drafts)
+            last = max(first, min(first + wanted(request), request.max_length - 1))
+            end = self._slots_up_to(request, last)
+            if end < first:
+                return None
+            drafts = min(end - first, left)
+            left -= drafts
+            planned.append(ScheduledChunk(request, request.length + 1, (unread_draft(0),) * drafts))
+        return PlannedStep(planned, frees_slots=bool(ending)) if planned else None
 
     def may_launch(self, planned: PlannedStep) -> bool:
         """The planned step may be launched before the sampled tokens are known.

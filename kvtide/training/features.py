@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvtide.engine import Engine, RequestParams
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.models.model import Decoder
 from kvtide.training.generate import Answered, ProgressReport, Report, open_training_cache

@@ -24,12 +24,13 @@ from kvtide.engine import (
     sampler,
     scheduler,
 )
+from kvtide.engine.chunks import PlannedStep, ScheduledChunk
 from kvtide.engine.graphs import step_graphs
 from kvtide.engine.graphs.graph_capture import Wait
 from kvtide.engine.overlap import Overlap, OverlapState
 from kvtide.engine.runner import HiddenOutput, LaunchedStep, PreparedStep, StepOutput
 from kvtide.engine.sampler import SampledToken
-from kvtide.engine.scheduler import PlannedStep, ScheduledChunk, Scheduler
+from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter, UnreadDrafts
 from kvtide.spec import PageMove
 from kvtide.transfer.copier import Copier

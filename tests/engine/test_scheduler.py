@@ -13,9 +13,10 @@ import torch
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.cache.rank_agreement import Alone
 from kvtide.engine import Request, RequestParams, RequestState, scheduler
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.overlap import Overlap, OverlapState
 from kvtide.engine.sampler import SampledToken
-from kvtide.engine.scheduler import ScheduledChunk, Scheduler
+from kvtide.engine.scheduler import Scheduler
 from kvtide.index import EveryPages
 from kvtide.spec import ALL, ModelMemory, Tier
 from tests.cache.building import text

@@ -139,11 +139,25 @@ class StepGraph:
 
     def launch_drafted(self, drafts: Tensor) -> Tensor:
         """Replay what is prepared; tokens below 0 are `unread_draft`s of these, on the device."""
-        tokens, drafted = self._inputs.tokens, drafts.flatten()
         self._inputs.send()
+        return self._replay_drafted(drafts)
+
+    def _replay_drafted(self, drafts: Tensor) -> Tensor:
+        tokens, drafted = self._inputs.tokens, drafts.flatten()
         found = drafted.index_select(0, (-1 - tokens).clamp(min=0))
         tokens.copy_(torch.where(tokens < 0, found, tokens))
         return self._replay(no_wait)
+
+    def launch_behind(self, last: Tensor, accepted: Tensor, drafts: Tensor) -> Tensor:
+        """Replay what is prepared, with every sequence moved by its `accepted` tokens: `last` ones
+        are its first. Tokens below 0 are `unread_draft`s. All are on the device."""
+        inputs, count = self._inputs, len(last)
+        inputs.send()
+        spans, owners = inputs.batch.rows[:count], inputs.batch.owners[: inputs.used]
+        spans[:, 2] += accepted
+        inputs.positions[: inputs.used] += accepted.index_select(0, owners)
+        inputs.tokens.index_copy_(0, spans[:, 0].long(), last.int())
+        return self._replay_drafted(drafts)
 
     def wait_until_late(self) -> None:
         """Block until most of the last replay is done; for mixed graphs."""
@@ -184,12 +198,13 @@ class StepGraphs:
         """Larger steps have no graph."""
         return max(self._max_sequences, self._tokens[-1])
 
-    def fitting(self, rows: Sequence[GraphRow], loading: bool) -> StepGraph | None:
-        """The smallest graph for these rows, of which some may be `loading` their prefix."""
+    def fitting(self, rows: Sequence[GraphRow], loading: bool, moves: int = 0) -> StepGraph | None:
+        """The smallest graph for these rows, of which some may be `loading` their prefix, or move
+        by up to so many tokens."""
         counts = [len(row.tokens) for row in rows]
         prefills = sum(count > 1 for count in counts)
         longest = max(row.past + len(row.tokens) for row in rows)
-        length = next(length for length in lengths() if length >= longest)
+        length = next(length for length in lengths() if length >= longest + moves)
         kinds = [GraphKind.MIXED]
         if not loading and max(counts) <= self._verify_rows:
             kinds = [GraphKind.VERIFY, GraphKind.MIXED]

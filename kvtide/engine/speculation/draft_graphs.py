@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtide.engine.device_kernels import DeviceKernels
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
 from kvtide.engine.graphs.step_graphs import View, lengths
-from kvtide.engine.sampler import COLUMNS, sample_columns
+from kvtide.engine.sampler import COLUMNS, Limits, sample_columns
 from kvtide.engine.speculation.drafter import DraftLimits
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
@@ -57,7 +56,8 @@ class DraftGraphRow(NamedTuple):
     """A request's new tokens, and the first row of the target's step that they were captured in.
 
     limit    drafts that there are slots for, at the most
-    columns  (drafts, COLUMNS): how each draft is sampled; None if greedily
+    columns  (drafts, COLUMNS): how each draft is sampled; None if greedily. Behind a verify step
+             there are twice as many, since the first ones may be accepted there
     """
 
     inputs: GraphRow
@@ -77,12 +77,12 @@ class DraftGraph:
         draft: DraftModel,
         view: View,
         capture: GraphCapture,
-        kernels: DeviceKernels | None,
+        staging: Staging,
         size: DraftGraphSize,
         captured: Tensor,
         max_requests: int,
     ) -> None:
-        self._draft, self._view, self._kernels = draft, view, kernels
+        self._draft, self._view, self._staging = draft, view, staging
         self._size, self._capture = size, capture
         tokens, count = size.extension.tokens, size.requests
         self._captured = captured[:tokens]
@@ -96,6 +96,7 @@ class DraftGraph:
         self._columns, numbers = self._parts(inputs.extra, torch.float64)
         self._sources, self._last, self._ends, self._next, self._passes = numbers
         self._singles = torch.arange(count, dtype=torch.int32, device=captured.device)
+        self._numbers = torch.arange(size.drafts, device=captured.device)
         self._output = f"drafts {size.drafts}"
         self._graph = capture.capture(self._forward, self._output, max_requests, per_layer=False)
 
@@ -147,7 +148,7 @@ class DraftGraph:
         logits, vocabulary = self._draft.logits(hidden), self._draft.vocabulary
         if self._size.sampled:
             columns = self._columns[number]
-            tokens = sample_columns(logits, columns, vocabulary, self._kernels)
+            tokens = sample_columns(logits, columns, vocabulary, self._staging.kernels)
         else:
             tokens = logits.argmax(-1)
         return tokens if vocabulary is None else vocabulary[tokens]
@@ -157,6 +158,44 @@ class DraftGraph:
     def launch(self, rows: Sequence[DraftGraphRow], captured: Tensor) -> Tensor:
         """Replay for these rows, after a step that `captured` these states; valid until the next
         replay."""
+        self._write(rows, np.array([len(row.inputs.tokens) for row in rows], np.int32))
+        return self._replay(captured, len(rows))
+
+    def launch_behind(
+        self, rows: Sequence[DraftGraphRow], captured: Tensor, sampled: Tensor, accepted: Tensor
+    ) -> Tensor:
+        """The same before the host knows what a verify step `sampled`: tokens of the rows are
+        numbers of these, of which `accepted` ones behind the first count, by row."""
+        inputs, given = self._inputs, len(rows)
+        self._write(rows, np.ones(given, np.int32))
+        tokens = inputs.tokens[: inputs.used]
+        tokens.copy_(sampled.index_select(0, tokens))
+        for numbers in (self._last, self._ends, self._next):
+            numbers[:given] += accepted
+        if self._size.sampled:
+            self._shift_noise(rows, accepted)
+        return self._replay(captured, given)
+
+    def _shift_noise(self, rows: Sequence[DraftGraphRow], accepted: Tensor) -> None:
+        """Tokens are sampled with the noise of their number."""
+        count, word = self._size.drafts, Limits._fields.index("word")
+        words = np.zeros((len(rows), 2 * count))
+        for row, columns in zip(words, (each.columns for each in rows), strict=True):
+            if columns is not None:
+                row[:] = columns[:, word]
+        (table,) = self._staging.to_device(words)
+        chosen = table.gather(1, accepted.long()[:, None] + self._numbers)
+        self._columns[:, word, : len(rows)] = chosen.T
+
+    def _replay(self, captured: Tensor, given: int) -> Tensor:
+        used = self._inputs.used
+        torch.index_select(captured, 0, self._sources[:used], out=self._captured[:used])
+        self._graph.replay(no_wait)
+        return self._capture.output(self._output, given)
+
+    def _write(self, rows: Sequence[DraftGraphRow], reach: NDArray[np.int32]) -> None:
+        """Write the inputs, and queue their copy to the device. Drafts follow the first so many
+        tokens of each row."""
         inputs, (sources, last, ends, following, passes) = self._inputs, self._host
         inputs.open()
         inputs.fill([row.inputs for row in rows])
@@ -164,8 +203,8 @@ class DraftGraph:
         first, given, used = np.cumsum(counts) - counts, len(rows), inputs.used
         of_rows = np.array([(row.source, row.inputs.past, row.inputs.position) for row in rows])
         sources[:used] = np.arange(used) + np.repeat(of_rows[:, 0] - first, counts)
-        last[:given], ends[:given] = first + counts - 1, of_rows[:, 1] + counts
-        following[:given] = of_rows[:, 2] + counts
+        last[:given], ends[:given] = first + reach - 1, of_rows[:, 1] + reach
+        following[:given] = of_rows[:, 2] + reach
         passes[:given] = [max(row.limit - 2, 0) for row in rows]
         for numbers in (last, ends, following, passes):
             numbers[given:] = 0
@@ -174,11 +213,8 @@ class DraftGraph:
             self._host_columns[:, -1] = 1  # Greedy.
             for number, row in enumerate(rows):
                 if row.columns is not None:
-                    self._host_columns[:, :, number] = row.columns
+                    self._host_columns[:, :, number] = row.columns[: self._size.drafts]
         inputs.send()
-        torch.index_select(captured, 0, self._sources[:used], out=self._captured[:used])
-        self._graph.replay(no_wait)
-        return self._capture.output(self._output, given)
 
 
 class DraftGraphs:
@@ -193,7 +229,7 @@ class DraftGraphs:
         limits: DraftLimits,
     ) -> None:
         self._draft, self._view, self._capture = draft, view, capture
-        self._kernels, self._limits = staging.kernels, limits
+        self._staging, self._limits = staging, limits
         # Of a verify step all drafts may be accepted, and the token behind them.
         self.max_rows = limits.drafts + 1
         shape = (*limits.hidden.shape[1:-1], limits.hidden.shape[-1] * len(draft.captures))
@@ -206,12 +242,15 @@ class DraftGraphs:
         limit = self._limits.requests
         return [*takewhile(lambda size: size < limit, (2**power for power in range(32))), limit]
 
-    def fitting(self, rows: Sequence[DraftGraphRow], *, drafting: bool) -> DraftGraph:
-        """The smallest graph for these rows, for drafts or an extension alone."""
+    def fitting(
+        self, rows: Sequence[DraftGraphRow], *, drafting: bool, moves: int = 0
+    ) -> DraftGraph:
+        """The smallest graph for these rows, for drafts or an extension alone; rows may move by up
+        to so many tokens."""
         most = max(len(row.inputs.tokens) for row in rows)
         longest = max(row.inputs.past + len(row.inputs.tokens) for row in rows)
         extends = most == 1 and not drafting
-        length = next(n for n in lengths() if n >= longest + self._limits.drafts)
+        length = next(n for n in lengths() if n >= longest + self._limits.drafts + moves)
         requests = next(size for size in self._batches if size >= len(rows))
         if extends:
             return self._graph(DraftGraphSize(requests, 1, 0, False, length))
@@ -239,7 +278,7 @@ class DraftGraphs:
                 self._draft,
                 self._view,
                 self._capture,
-                self._kernels,
+                self._staging,
                 size,
                 self._captured,
                 self._limits.requests,

@@ -7,10 +7,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.models.draft import DraftModel
 
 
@@ -67,6 +67,20 @@ class Drafter(Protocol):
         """A step of these chunks has run, and its tokens are sampled and accepted. `propose` with
         the same wishes follows."""
 
+    def draft_behind(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        output: StepOutput,
+        sampled: UnreadTokens,
+        wishes: Sequence[DraftWish],
+    ) -> UnreadDrafts | None:
+        """Draft behind a verify step of these chunks before the host knows what was accepted; None
+        where that is not possible. `extend` follows without wishes, `propose` with the same."""
+
+    def undo_behind(self, request: Request) -> None:
+        """The device drafted behind another token than was sampled: `extend` writes this one's
+        state again."""
+
     @property
     def unread(self) -> UnreadDrafts | None:
         """What `propose` will read, if the device has all drafts of the wishes."""
@@ -94,3 +108,16 @@ class TokenDrafter:
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
     ) -> None:
         """The requests have their tokens."""
+
+    def draft_behind(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        output: StepOutput,
+        sampled: UnreadTokens,
+        wishes: Sequence[DraftWish],
+    ) -> UnreadDrafts | None:
+        """Drafts depend on tokens that the host knows."""
+        return None
+
+    def undo_behind(self, request: Request) -> None:
+        """Nothing is drafted behind unread tokens."""

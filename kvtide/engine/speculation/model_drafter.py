@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphRow
 from kvtide.engine.page_tables import Numbers, Table, TableVersion, batch_tables
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput
+from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.engine.sampler import (
     COLDEST,
     SamplingInput,
@@ -36,7 +37,6 @@ from kvtide.engine.sampler import (
     sample_all,
     sampling_columns,
 )
-from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.draft_graphs import DraftGraphRow, DraftGraphs
 from kvtide.engine.speculation.drafter import DraftLimits, DraftWish, UnreadDrafts
 from kvtide.engine.staging import Staging
@@ -133,6 +133,7 @@ class ModelDrafter:
         self._tables: WeakKeyDictionary[Lease, _DraftTable] = WeakKeyDictionary()
         self._graphs: DraftGraphs | None = None
         self._launched: _Launched | None = None
+        self._behind: set[Request] = set()
         self.captures, self.writes = captures, cache.memory.draft_sidecars
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
@@ -152,15 +153,20 @@ class ModelDrafter:
         """Extend the draft over those tokens of a step whose next token is known."""
         if self.model is None:
             return
-        self._launched, rows = None, {}
+        behind, self._behind, rows = self._behind, set(), {}
+        if not behind:
+            self._launched = None
         for number, chunk in enumerate(chunks):
-            if chunk.request.params.speculate:
-                row = self._row(chunk.request, *output.span(number))
+            request = chunk.request
+            if request in behind:
+                self._extended[request.held] = _Extended(request.length - 1, None)
+            elif request.params.speculate:
+                row = self._row(request, *output.span(number))
                 if row is not None:
-                    rows[chunk.request] = row
+                    rows[request] = row
         if not rows:
             return
-        if self._graphs is not None:
+        if self._graphs is not None and not behind:
             self._launched = self._launch(self.model, self._graphs, rows, output.captured, wishes)
             return
         extended = list(rows.values())
@@ -213,18 +219,57 @@ class ModelDrafter:
         drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(rows)})
         return _Launched(drafts, self._staging.read_back([tokens]))
 
+    def draft_behind(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        output: StepOutput,
+        sampled: UnreadTokens,
+        wishes: Sequence[DraftWish],
+    ) -> UnreadDrafts | None:
+        """Extend over all rows of the verify step: those behind the accepted ones are overwritten
+        by the next extension. Drafts follow the last accepted token."""
+        graphs, limits, rows = self._graphs, dict(wishes), list[DraftGraphRow]()
+        if self.model is None or graphs is None:
+            return None
+        drafting: list[Request] = []
+        for number, chunk in enumerate(chunks):
+            request, count = chunk.request, 1 + len(chunk.drafts)
+            if not request.params.speculate:
+                continue
+            known = self._extended.get(request.held)
+            if known is None or known.end != request.length - 1 or count > graphs.max_rows:
+                return None
+            _, end, _ = output.span(number)
+            first, limit = sampled.firsts[request], limits.get(request, 0)
+            row = DraftRow(request.held, known.end, range(first, first + count), end - count)
+            columns = self._columns(request, behind=True) if limit else None
+            rows.append(DraftGraphRow(self._graph_row(row), row.source, limit, columns))
+            drafting.append(request)
+        graph = graphs.fitting(rows, drafting=True, moves=graphs.max_rows)
+        _, accepted = sampled.of(drafting, self._staging)
+        tokens = graph.launch_behind(rows, output.captured, sampled.tokens, accepted)
+        drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(drafting)})
+        self._launched = _Launched(drafts, self._staging.read_back([tokens]))
+        self._behind = set(drafting)
+        return drafts
+
+    def undo_behind(self, request: Request) -> None:
+        self._behind.discard(request)
+
     def _graph_row(self, row: DraftRow) -> GraphRow:
         version, table, past = self._table(row)
         return GraphRow(row.tokens, past, row.position, row.lease.number, version, table)
 
-    def _columns(self, request: Request) -> NDArray[np.float64] | None:
-        """How the request's drafts are sampled; None if greedily."""
+    def _columns(self, request: Request, *, behind: bool = False) -> NDArray[np.float64] | None:
+        """How the request's drafts are sampled; None if greedily. `behind`: a token that is not
+        read yet comes first, and up to as many drafts as there may be behind it."""
         if request.params.sampling.temperature < COLDEST:
             return None
         assert self.model is not None and self._graphs is not None, "they are drafted here"
         vocabulary = self.model.vocabulary
         width = self._vocabulary if vocabulary is None else len(vocabulary)
-        drafted = range(self._graphs.max_rows - 1)
+        most = self._graphs.max_rows - 1
+        drafted = range(1, 1 + 2 * most) if behind else range(most)
         inputs = [_sampling_input(request, [0] * count) for count in drafted]
         return sampling_columns(inputs, width).T
 

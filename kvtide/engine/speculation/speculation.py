@@ -1,24 +1,29 @@
 """Speculation as the engine calls it: `before` a step, `accepted` and `verified` after sampling,
-then `extend` and `propose`."""
+then `extend` and `propose`; or `draft_behind` before the host has read what was sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
+from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
 from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput
+from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.engine.sampler import SampledToken
-from kvtide.engine.scheduler import ScheduledChunk, Scheduler, unread_draft
+from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.draft_length import DraftLength
-from kvtide.engine.speculation.drafter import Drafter, DraftLimits, DraftWish
+from kvtide.engine.speculation.drafter import Drafter, DraftLimits, DraftWish, UnreadDrafts
 from kvtide.engine.speculation.saved_states import SavedStates
+from kvtide.engine.staging import Staging
 
 MAX_DRAFTS = 16
 """Drafts of a request in a step, at the most."""
@@ -53,8 +58,10 @@ class Speculation:
         self._drafter = drafter
         self._draft_length = DraftLength(draft_tokens, drafter.cost, fixed=fixed_drafts)
         self._states = SavedStates(cache)
+        self._staging = Staging(cache.config.torch_device)
         self._wishes: list[DraftWish] = []
         self._leases: dict[Request, Lease] = {}
+        self._behind = False
 
     @property
     def verify_rows(self) -> int:
@@ -73,7 +80,7 @@ class Speculation:
 
     def wants(self, request: Request) -> bool:
         """The request may get drafts after this step, so that the next step cannot be planned."""
-        return request.params.speculate and self._draft_length.of(request) > 0
+        return self.wanted(request) > 0
 
     def writes(self, request: Request) -> bool:
         """Sidecars are written for this request."""
@@ -121,7 +128,12 @@ class Speculation:
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, decoding: Sequence[Request]
     ) -> None:
         """A step's tokens are sampled and accepted: the drafter writes its own state of them, and
-        begins to draft for requests that decode next."""
+        begins to draft for requests that decode next, unless it drafts behind them already."""
+        if self._behind:
+            self._behind = False
+            self._wishes = [wish for wish in self._wishes if wish.request in decoding]
+            self._drafter.extend(chunks, output, ())
+            return
         self._wishes = []
         for request in decoding:
             if request.params.speculate:
@@ -131,6 +143,62 @@ class Speculation:
         self._leases = {wish.request: wish.request.held for wish in self._wishes}
         self._drafter.extend(chunks, output, self._wishes)
 
+    @property
+    def drafts_behind(self) -> bool:
+        """Drafts are on their way behind tokens that the host has yet to read."""
+        return self._behind
+
+    def draft_behind(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        planned: PlannedStep,
+        output: StepOutput,
+        tokens: Tensor,
+    ) -> tuple[PlannedStep, UnreadTokens, Tensor] | None:
+        """Draft for the step planned behind a verify step of these chunks, whose sampled `tokens`
+        the host has yet to read. The step with its unread drafts, what was accepted, and the
+        drafts; None where the host has to read first.
+        """
+        wishes = [DraftWish(each.request, len(each.drafts)) for each in planned.chunks]
+        wishes = [wish for wish in wishes if wish.limit]
+        if not wishes:
+            return None
+        sampled = self._unread(chunks, tokens)
+        drafts = self._drafter.draft_behind(chunks, output, sampled, wishes)
+        if drafts is None:
+            return None
+        self._behind, self._wishes = True, wishes
+        self._leases = {wish.request: wish.request.held for wish in wishes}
+        behind = [
+            chunk._replace(drafts=_unread_drafts(drafts, chunk.request, len(chunk.drafts)))
+            for chunk in planned.chunks
+        ]
+        return replace(planned, chunks=behind), sampled, drafts.tokens
+
+    def undo_behind(self, request: Request) -> None:
+        """The device has another token than was sampled: its drafts are void."""
+        self._wishes = [wish for wish in self._wishes if wish.request is not request]
+        self._drafter.undo_behind(request)
+
+    def wanted(self, request: Request) -> int:
+        """Drafts that a request should have."""
+        return self._draft_length.of(request) if request.params.speculate else 0
+
+    def _unread(self, chunks: Sequence[ScheduledChunk], tokens: Tensor) -> UnreadTokens:
+        """Accepts on the device, as `accepted` does on the host."""
+        longest = self._draft_length.longest
+        table = np.full((len(chunks), 1 + longest), -1)
+        counts = [1 + len(chunk.drafts) for chunk in chunks]
+        table[:, 0] = np.cumsum(counts) - counts
+        for row, chunk in zip(table, chunks, strict=True):
+            row[1 : 1 + len(chunk.drafts)] = chunk.drafts
+        (there,) = self._staging.to_device(table)
+        places = there[:, :1] + torch.arange(longest, device=there.device)
+        same = tokens[places.clamp(max=len(tokens) - 1)] == there[:, 1:]
+        accepted = same.int().cumprod(1).sum(1).int()
+        firsts = dict(zip((c.request for c in chunks), table[:, 0].tolist(), strict=True))
+        return UnreadTokens(tokens, firsts, accepted)
+
     def take_unread(self) -> Tensor | None:
         """Give the requests `unread_draft`s of this tensor on the device, for a step that is
         launched before `propose`; None where the host has to propose first."""
@@ -138,8 +206,7 @@ class Speculation:
         if unread is None:
             return None
         for request, limit in self._wishes:
-            first = unread.rows[request] * unread.tokens.shape[1]
-            request.drafts = tuple(unread_draft(first + number) for number in range(limit))
+            request.drafts = _unread_drafts(unread, request, limit)
         return unread.tokens
 
     def read_drafts(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
@@ -167,3 +234,11 @@ class Speculation:
         """None while more tokens are to be computed again than drafts could win."""
         again = request.length - request.computed - 1
         return self._draft_length.of(request) if again <= self._draft_length.longest else 0
+
+
+def _unread_drafts(unread: UnreadDrafts, request: Request, count: int) -> tuple[int, ...]:
+    """Stand for a request's first drafts on the device."""
+    if not count:
+        return ()
+    first = unread.rows[request] * unread.tokens.shape[1]
+    return tuple(unread_draft(first + number) for number in range(count))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture
-from kvtide.engine.runner import StepOutput
-from kvtide.engine.scheduler import ScheduledChunk
+from kvtide.engine.request import Request
+from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.engine.speculation.drafter import (
     Drafter,
     DraftLimits,
@@ -50,13 +51,14 @@ class ErringDrafter(TokenDrafter):
 
 class ConsistentDrafter:
     """Passes drafts on, and asserts that equal tokens always get equal ones, wherever their pages
-    came from. `compared`: how often there were some to compare with."""
+    came from. `compared`: how often there were some to compare with; `behind`: how often drafts
+    were launched before the host had read what was sampled."""
 
     def __init__(self, inner: Drafter, seen: Seen) -> None:
         self._inner, self.seen = inner, seen
         self.cost, self.captures, self.writes = 0.0, inner.captures, inner.writes
         self.model = inner.model
-        self.compared = 0
+        self.compared = self.behind = 0
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
         self._inner.use_graphs(capture, limits)
@@ -68,6 +70,20 @@ class ConsistentDrafter:
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
     ) -> None:
         self._inner.extend(chunks, output, wishes)
+
+    def draft_behind(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        output: StepOutput,
+        sampled: UnreadTokens,
+        wishes: Sequence[DraftWish],
+    ) -> UnreadDrafts | None:
+        drafts = self._inner.draft_behind(chunks, output, sampled, wishes)
+        self.behind += drafts is not None
+        return drafts
+
+    def undo_behind(self, request: Request) -> None:
+        self._inner.undo_behind(request)
 
     @property
     def unread(self) -> UnreadDrafts | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
@@ -14,19 +11,19 @@ from kvtide.engine.sampler import SamplingParams
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.models import build
+from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.draft_checkpoint import open_draft
 from kvtide.spec.families import KVDType
 from tests.engine.speculation.drafting import ConsistentDrafter, Seen
-from tests.models.tiny import checkpoint, config_of, prompt
-from tests.models.tiny_eagle3 import tiny_eagle3
+from tests.engine.speculation.lookup_pair import DATA, PAGE, walks
 
-ANSWER = 5
+PAIRS, ANSWER = 5, 12
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_graphs_verify_and_draft_as_eager_steps_do(
-    temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     # An interpreter takes long for padding.
@@ -34,14 +31,13 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
     monkeypatch.setattr("kvtide.engine.graphs.step_graphs.TOKENS_PER_PREFILL", 16)
     choose = "kvtide.models.family_registry.choose"
     monkeypatch.setattr(choose, lambda deterministic, device: TritonOps())
-    config = json.loads(config_of("llama").to_json_string())
-    draft = open_draft(tiny_eagle3(config, tmp_path, captures=(0, 1, 1)))
-    saved = checkpoint("llama")
-    target = build(saved.config, saved.weights, page_tokens=16, kv_dtype=KVDType.FP32, draft=draft)
-    drafts, seen, kinds = draft.build(target), Seen(), []
+    checkpoint, source = open_checkpoint(DATA / "lookup_target"), open_draft(DATA / "lookup_draft")
+    how = {"page_tokens": PAGE, "kv_dtype": KVDType.FP32, "draft": source}
+    target = build(checkpoint.config, checkpoint.weights, **how)
+    drafts, seen, kinds = source.build(target), Seen(), []
     said = []
     for graphs in (False, True):
-        cache = TieredCache(target.memory, CacheConfig(Tokens(128), host_size=None, device="cpu"))
+        cache = TieredCache(target.memory, CacheConfig(Tokens(256), host_size=None, device="cpu"))
         inner = ModelDrafter(drafts, drafts.captures, cache, target.vocabulary)
         drafter = ConsistentDrafter(inner, seen)
         engine = Engine(
@@ -54,7 +50,8 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
             fixed_drafts=True,
         )
         sampling = SamplingParams(temperature=temperature, seed=3)
-        asks = [RequestParams(tuple(prompt(20, seed=n)), ANSWER, sampling) for n in (1, 2)]
+        prompts = [one.prompt for one in walks(2, pairs=PAIRS)]
+        asks = [RequestParams(tokens, ANSWER, sampling) for tokens in prompts]
         requests = [engine.submit(ask) for ask in asks]
         overlapped = set()
         while not engine.idle:
@@ -66,4 +63,5 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
         cache.close()
     assert said[0] == said[1] and [len(one) for one in said[0]] == [ANSWER] * 2
     assert kinds[0] == {"eager"} and {"verify_graph", "decode_graph"} <= kinds[1]
-    assert drafter.compared >= 4
+    assert drafter.compared >= 4 and drafter.behind >= 2
+    assert engine.accept_lengths is not None and engine.accept_lengths.accepted >= 4

@@ -24,10 +24,10 @@ import pytest
 
 from kvtide.cache import CacheConfig, FetchPatience, Namespace, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Finish, Request, RequestParams, SamplingParams
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import is_greedy
-from kvtide.engine.scheduler import ScheduledChunk
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models.token_bytes import Spelling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,19 @@ import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
+from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.overlap import OverlapState
+from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.engine.sampler import SamplingParams
+from kvtide.engine.speculation.drafter import DraftWish, UnreadDrafts
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models import Model, build, build_mtp
-from kvtide.models.checkpoint import OnDevice
+from kvtide.models.checkpoint import OnDevice, open_checkpoint
 from kvtide.models.draft import DraftModel
 from kvtide.models.draft_checkpoint import open_draft
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
+from tests.engine.speculation.lookup_pair import DATA, walks
 from tests.models import tiny_mtp
 from tests.models.tiny import checkpoint, config_of, prompt
 from tests.models.tiny_eagle3 import tiny_eagle3
@@ -95,6 +100,66 @@ def test_answers_are_those_without_drafts(
     for found in (cold, restored):
         assert equal(wanted, found) >= MIN_EQUAL
     assert cache.close()
+
+
+class CountingDrafter(ModelDrafter):
+    """`behind`: how often drafts were launched before the host had read what was sampled."""
+
+    behind = 0
+
+    def draft_behind(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        output: StepOutput,
+        sampled: UnreadTokens,
+        wishes: Sequence[DraftWish],
+    ) -> UnreadDrafts | None:
+        drafts = super().draft_behind(chunks, output, sampled, wishes)
+        self.behind += drafts is not None
+        return drafts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_graphs_accept_as_many_drafts_as_eager_steps(
+    temperature: float, device: torch.device
+) -> None:
+    """A trained pair accepts many. Graphs accept on the device: the next step is launched behind
+    tokens that the host has yet to read."""
+    saved, source = open_checkpoint(DATA / "lookup_target"), open_draft(DATA / "lookup_draft")
+    with device:
+        weights = OnDevice(saved.weights, device)
+        how = {"page_tokens": 16, "kv_dtype": KVDType.FP32, "dtype": torch.float32}
+        target = build(saved.config, weights, draft=source, **how)
+        draft = source.build(target)
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    prompts = [one.prompt for one in walks(12)]
+    served, rates, behind = [], [], []
+    for graphs in (False, True):
+        cache = TieredCache(target.memory, CacheConfig(Tokens(8192), None, device="cuda"))
+        drafter = CountingDrafter(draft, draft.captures, cache, target.vocabulary)
+        engine = Engine(
+            target,
+            cache,
+            max_running=8,
+            cuda_graphs=graphs,
+            drafter=drafter,
+            draft_tokens=3,
+            fixed_drafts=True,
+        )
+        # Answers of several lengths: batches change all the time.
+        asks = [RequestParams(each, 20 + 3 * n, sampling) for n, each in enumerate(prompts)]
+        served.append([engine.submit(ask) for ask in asks])
+        while not engine.idle:
+            engine.step()
+            assert cache.validate() == []
+        counts = engine.accept_lengths
+        assert counts is not None
+        rates.append(counts.accepted / (counts.accepted + counts.rejected))
+        behind.append(drafter.behind)
+        assert cache.close()
+    assert equal(*served) >= MIN_EQUAL
+    assert behind[0] == 0 and behind[1] > 10
+    assert rates[1] >= 0.98 * rates[0] > 0.3, rates
 
 
 def equal(ones: list[Request], others: list[Request]) -> float:
