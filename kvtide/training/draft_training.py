@@ -169,10 +169,10 @@ def train_draft(
 
     until = budget.end_of(time_budget.TRAINING)
     last = trainer.run(states, after, options.report_every, until)
-    predicted = {one: predicted_accept_length(trainer, some) for one, some in held_out.items()}
     trained = TrainedDraft.of(target.draft, vocabulary)
     size = trained.publish(folder)
     report(f"published {size:,} bytes; measures held-out prompts")
+    predicted = {one: predicted_accept_length(trainer, some) for one, some in held_out.items()}
     measured = target.measure(trained, text, options.held_out, budget.end_of(time_budget.ALL))
     return TrainingResult(
         size,
