@@ -18,7 +18,7 @@ from kvtide.models.model_errors import CheckpointError
 from kvtide.spec import SpecError
 from kvtide.tiers import TierError
 from kvtide.training import time_budget
-from kvtide.training.draft_shape import ShapeRequest
+from kvtide.training.draft_shape import HeadFormat, ShapeRequest
 from kvtide.training.draft_training import (
     TrainingOptions,
     TrainingResult,
@@ -36,6 +36,8 @@ from kvtide.training.time_budget import TimeBudget
 
 REFUSALS = (CheckpointError, CommandError, SpecError, TierError, TrainingError)
 _ANSWERS, _TRAINING, _HELD_OUT = AnswerPlan(), TrainingPlan(), HeldOutPlan()
+_IN_OUT = Path()
+"""The draft to go on from is the one in --out."""
 _ENDLESS = 10**9
 """Steps of a training that its time ends."""
 
@@ -118,6 +120,10 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--max-size", metavar="SIZE", help="of its file, such as 12MB: narrows the MLP"
     )
     parser.add_argument(
+        "--lm-head", choices=[one.value for one in HeadFormat], default=HeadFormat.BF16.value,
+        help="what its lm_head is published in; fp8 has block scales (bf16)",
+    )  # fmt: skip
+    parser.add_argument(
         "--capture", metavar="N,N,N", help="layers whose inputs it takes (three, over the model)"
     )
 
@@ -153,8 +159,9 @@ def _add_training_plan(parser: argparse.ArgumentParser) -> None:
         help=f"the highest ({_TRAINING.rate})",
     )  # fmt: skip
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the draft that is in --out"
-    )
+        "--resume", nargs="?", type=Path, const=_IN_OUT, metavar="DIR",
+        help="go on from the draft there (--out); with a larger --draft-vocab it gets more tokens",
+    )  # fmt: skip
 
 
 def _add_numbers(parser: argparse.ArgumentParser, whole: Mapping[str, tuple[int, str]]) -> None:
@@ -278,8 +285,9 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         raise CommandError(f"--learning-rate is {args.learning_rate:g}; use more than 0")
     size = None if args.max_size is None else parse_size(args.max_size)
     captures = None if args.capture is None else _layers(args.capture)
+    head = HeadFormat(args.lm_head)
     return TrainingOptions(
-        ShapeRequest(args.draft_vocab, args.layers, args.intermediate, captures, size),
+        ShapeRequest(args.draft_vocab, args.layers, args.intermediate, captures, size, head),
         answers,
         TrainingPlan(
             steps=args.steps or (_TRAINING.steps if args.minutes is None else _ENDLESS),
@@ -290,7 +298,7 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
             seed=args.seed,
         ),
         HeldOutPlan(draft_tokens=args.draft_tokens),
-        args.resume,
+        args.out if args.resume is _IN_OUT else args.resume,
         predict_every=args.predict_every,
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvtide.models import fp8, mxfp4
 from kvtide.models.model_errors import CheckpointError
-from kvtide.models.safetensors_folder import SafetensorsWeights, Stored
+from kvtide.models.safetensors_folder import SafetensorsWeights, Stored, StoredTensors
 
 METHODS = ("fp8", "mxfp4")
 """What a config's `quantization_config` calls these."""
@@ -32,10 +32,10 @@ _EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """Over the tensors of a folder. `names` and `stored` are of what lies there, scales too."""
+    """Over tensors as they are published. `names` and `stored` are of those, scales too."""
 
     folder: Path
-    tensors: SafetensorsWeights
+    tensors: StoredTensors
     block: tuple[int, int] = fp8.BLOCK
 
     @classmethod

@@ -25,6 +25,18 @@ class Stored:
     row_bytes: int
 
 
+class StoredTensors(Protocol):
+    """Tensors by name, as they lie on disk or will."""
+
+    def names(self) -> Collection[str]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def get(self, name: str) -> torch.Tensor: ...
+
+    def stored(self, name: str) -> Stored: ...
+
+
 class _Shard(Protocol):
     """A mapped safetensors file."""
 

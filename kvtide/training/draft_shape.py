@@ -8,20 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from kvtide.layers.rope import rope_parameters
+from kvtide.models import fp8
 from kvtide.spec.config import Config
 from kvtide.spec.families.layer_kinds import language_model
 from kvtide.training.prompts import TrainingError
 
 NUMBER_BYTES = 2
-"""Of a published weight."""
+"""Of a published weight in bf16."""
+SCALE_BYTES = 4
+TOKEN_BYTES = 4
+"""Of a token of the draft's vocabulary, in d2t."""
 HEADER_BYTES = 4096
 """Names and shapes, at the most."""
 MLP_STEP = 32
 """The width of an MLP that has to fit into a size is a multiple of this."""
+QUANTIZATION = "quantization_config"
+"""The field of `config.json` for weights with scales."""
 _LATENT_HEAD = 64
 """Of a draft whose target keeps no keys by head."""
+
+
+class HeadFormat(StrEnum):
+    """What a published `lm_head` is in. fp8 has a scale for each block of 128 × 128."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,7 @@ class DraftShape:
     captures    layers of the target whose inputs it takes; their number stands for the last output
     vocabulary  tokens that it may predict; None for all of the target's `target_vocabulary`
     rope        the rotation's fields of `config.json`
+    lm_head     what its head is published in; all else is bf16
     """
 
     hidden: int
@@ -45,6 +60,7 @@ class DraftShape:
     eps: float
     max_positions: int
     rope: Mapping[str, object]
+    lm_head: HeadFormat = HeadFormat.BF16
 
     @property
     def predicted(self) -> int:
@@ -65,9 +81,20 @@ class DraftShape:
 
     @property
     def bytes(self) -> int:
-        """Of the published file: 8 bytes more for a token of its vocabulary, 1 for a target's."""
-        mapped = 0 if self.vocabulary is None else 8 * self.vocabulary + self.target_vocabulary
-        return NUMBER_BYTES * self.weights + mapped + HEADER_BYTES
+        """Of the published file, with d2t and t2d, which has a byte for each target's token."""
+        mapped = 0
+        if self.vocabulary is not None:
+            mapped = TOKEN_BYTES * self.vocabulary + self.target_vocabulary
+        head = self.predicted * self.hidden
+        return NUMBER_BYTES * (self.weights - head) + self._head_bytes + mapped + HEADER_BYTES
+
+    @property
+    def _head_bytes(self) -> int:
+        if self.lm_head is HeadFormat.BF16:
+            return NUMBER_BYTES * self.predicted * self.hidden
+        rows, columns = fp8.BLOCK
+        scales = -(-self.predicted // rows) * -(-self.hidden // columns)
+        return self.predicted * self.hidden + SCALE_BYTES * scales
 
     def config(self) -> dict[str, object]:
         """The fields of `config.json`."""
@@ -89,11 +116,24 @@ class DraftShape:
             **self.rope,
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
+            **self._quantization(),
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.captures],
                 "use_aux_hidden_state": True,
             },
         }
+
+    def _quantization(self) -> dict[str, object]:
+        if self.lm_head is HeadFormat.BF16:
+            return {}
+        method = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(fp8.BLOCK),
+            "modules_to_not_convert": ["fc", "midlayer", "layers"],
+        }
+        return {QUANTIZATION: method}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +148,7 @@ class ShapeRequest:
     intermediate: int | None = None
     captures: Sequence[int] | None = None
     max_bytes: int | None = None
+    lm_head: HeadFormat = HeadFormat.BF16
 
 
 def draft_shape(config: Mapping[str, object], asked: ShapeRequest) -> DraftShape:
@@ -129,6 +170,7 @@ def draft_shape(config: Mapping[str, object], asked: ShapeRequest) -> DraftShape
         eps=fields.number("rms_norm_eps", "norm_eps", default=1e-6),
         max_positions=fields.count("max_position_embeddings", default=4096),
         rope=_rope(fields),
+        lm_head=asked.lm_head,
     )
     return _fitted(shape, asked)
 

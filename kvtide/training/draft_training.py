@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 
 import torch
-from torch import Tensor
 
 from kvtide.models import build
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
+from kvtide.models.eagle3 import target_tokens
 from kvtide.models.model import Decoder
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.spec.families import KVDType
 from kvtide.training import time_budget
-from kvtide.training.draft_shape import DraftShape, ShapeRequest, draft_shape
+from kvtide.training.draft_shape import QUANTIZATION, DraftShape, ShapeRequest, draft_shape
 from kvtide.training.draft_vocabulary import (
     DraftVocabulary,
     choose_vocabulary,
-    known_vocabulary,
+    extended_vocabulary,
 )
 from kvtide.training.eagle3_training import DraftTraining, TrainingPlan, TrainingStep
 from kvtide.training.features import TargetStates, target_states
@@ -47,7 +47,7 @@ from kvtide.training.prompts import (
     overlapping,
 )
 from kvtide.training.publish import TrainedDraft
-from kvtide.training.starting_weights import start_from_target
+from kvtide.training.starting_weights import start_from_draft, start_from_target
 from kvtide.training.time_budget import TimeBudget
 from kvtide.training.trainable_eagle3 import TrainableEagle3
 
@@ -63,7 +63,7 @@ _DTYPES = {"cpu": (torch.float32, KVDType.FP32), "cuda": (torch.bfloat16, KVDTyp
 class TrainingOptions:
     """What is trained, and how long.
 
-    resume         go on from the draft in the folder
+    resume         the folder of a draft to go on from; the same one, or one with more tokens
     predict_every  steps between predictions for held-out prompts, and between drafts on disk
     """
 
@@ -71,7 +71,7 @@ class TrainingOptions:
     answers: AnswerPlan = field(default_factory=AnswerPlan)
     training: TrainingPlan = field(default_factory=TrainingPlan)
     held_out: HeldOutPlan = field(default_factory=HeldOutPlan)
-    resume: bool = False
+    resume: Path | None = None
     report_every: int = 50
     predict_every: int = 500
 
@@ -148,9 +148,10 @@ def train_draft(
     budget: TimeBudget = _ENDLESS,
 ) -> TrainingResult:
     """Train a draft and publish it into the folder. `given`: answers that are there already."""
+    known = None if options.resume is None else resumable_draft(target, options.resume)
     folder.mkdir(parents=True, exist_ok=True)
     answered = _usable(given) if given else _answers(target, text, options, folder, report, budget)
-    vocabulary = _start(target, answered, folder, options.resume, report)
+    vocabulary = _start(target, answered, known, report)
     captures, model = target.shape.captures, target.model
     held_out = held_out_states(target, text, options.held_out, budget.end_of(time_budget.HELD_OUT))
     fitting = _fitting(target, answered, report)
@@ -168,10 +169,10 @@ def train_draft(
 
     until = budget.end_of(time_budget.TRAINING)
     last = trainer.run(states, after, options.report_every, until)
-    predicted = {one: predicted_accept_length(trainer, some) for one, some in held_out.items()}
     trained = TrainedDraft.of(target.draft, vocabulary)
     size = trained.publish(folder)
     report(f"published {size:,} bytes; measures held-out prompts")
+    predicted = {one: predicted_accept_length(trainer, some) for one, some in held_out.items()}
     measured = target.measure(trained, text, options.held_out, budget.end_of(time_budget.ALL))
     return TrainingResult(
         size,
@@ -293,39 +294,53 @@ def _silent(line: str) -> None:
 def _start(
     target: TrainingTarget,
     answered: Sequence[Answered],
-    folder: Path,
-    resume: bool,
+    known: DraftCheckpoint | None,
     report: Report,
 ) -> DraftVocabulary | None:
     """The weights to begin with: the target's, or those of a draft that was trained before."""
     count, tokens = target.shape.vocabulary, target.model.vocabulary
-    if resume:
-        kept = load_trained(target, open_draft(folder))
-        vocabulary = None if kept is None else known_vocabulary(answered, kept, tokens)
-        report(f"goes on from the draft in {folder}")
-    else:
+    if known is None:
         vocabulary = choose_vocabulary(answered, count, tokens)
         weights = OnDevice(target.checkpoint.weights, target.device)
         start_from_target(target.draft, target.model, weights, vocabulary)
+    else:
+        own = target_tokens(known.weights)
+        vocabulary = None
+        if own is not None and count is not None:
+            vocabulary = extended_vocabulary(answered, own, count, tokens)
+        start_from_draft(target.draft, target.model, known.weights, vocabulary)
+        report(
+            f"goes on from the draft in {known.checkpoint.path}, of {_predicted(known):,} tokens"
+        )
     if vocabulary is not None:
         report(f"{count:,} tokens cover {vocabulary.coverage:.1%} of the answers")
     return vocabulary
 
 
-def load_trained(target: TrainingTarget, known: DraftCheckpoint) -> Tensor | None:
-    """Give the target's draft the weights of one that was trained; returns the target's token of
-    each of the draft's."""
-    shape = target.shape
-    if known.config.values != shape.config():
+def resumable_draft(target: TrainingTarget, folder: Path) -> DraftCheckpoint:
+    """The draft in this folder; refuses one of another shape, or with more tokens."""
+    known, shape = open_draft(folder), target.shape
+    if _same_in_all(known.config.values) != _same_in_all(shape.config()):
         raise TrainingError(
-            f"{known.checkpoint.path}: the draft there has another shape; train into another "
-            "folder, or ask for that shape"
+            f"{folder}: the draft there has another shape; train a new one, or ask for that shape"
         )
-    state = {name: known.weights.get(name) for name in target.draft.state_dict()}
-    target.draft.load_state_dict(state)
-    if shape.vocabulary is None:
-        return None
-    return known.weights.get("d2t") + torch.arange(shape.predicted)
+    if (found := _predicted(known)) > shape.predicted:
+        raise TrainingError(
+            f"{folder}: the draft there has {found:,} tokens, and {shape.predicted:,} were asked "
+            "for; ask for as many with --draft-vocab, or for more"
+        )
+    return known
+
+
+def _same_in_all(config: Mapping[str, object]) -> dict[str, object]:
+    """The fields that a draft and one that goes on from it share."""
+    return {k: v for k, v in config.items() if k not in ("draft_vocab_size", QUANTIZATION)}
+
+
+def _predicted(known: DraftCheckpoint) -> int:
+    """Tokens that it may predict."""
+    tokens = known.config.count("vocab_size")
+    return known.config.count("draft_vocab_size", default=tokens)
 
 
 def _first_tokens(shape: DraftShape) -> DraftVocabulary | None:

@@ -42,16 +42,18 @@ def choose_vocabulary(
     """
     if count is None:
         return None
-    counts = _counts(answered, target_tokens)
-    order = torch.sort(counts, descending=True, stable=True).indices
-    return _covering(order[:count].sort().values, counts)
+    return extended_vocabulary(answered, torch.empty(0, dtype=torch.long), count, target_tokens)
 
 
-def known_vocabulary(
-    answered: Iterable[Answered], tokens: Tensor, target_tokens: int
+def extended_vocabulary(
+    answered: Iterable[Answered], known: Tensor, count: int, target_tokens: int
 ) -> DraftVocabulary:
-    """These tokens, as a vocabulary for these answers."""
-    return _covering(tokens, _counts(answered, target_tokens))
+    """These tokens, and of the others those that answers use most, `count` in all."""
+    counts = _counts(answered, target_tokens)
+    ranks = counts.clone()
+    ranks[known] = torch.iinfo(ranks.dtype).max
+    order = torch.sort(ranks, descending=True, stable=True).indices
+    return _covering(order[:count].sort().values, counts)
 
 
 def _counts(answered: Iterable[Answered], target_tokens: int) -> Tensor:

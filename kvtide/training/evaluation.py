@@ -13,14 +13,15 @@ import torch
 
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.eagle3 import target_tokens
 from kvtide.spec.families import declare
 from kvtide.training.acceptance import Acceptance, expected_acceptance
-from kvtide.training.draft_shape import ShapeRequest, draft_shape
+from kvtide.training.draft_shape import QUANTIZATION, HeadFormat, ShapeRequest, draft_shape
 from kvtide.training.draft_training import (
     TrainingTarget,
     TrainingText,
     held_out_states,
-    load_trained,
+    resumable_draft,
 )
 from kvtide.training.eagle3_training import DraftTraining, TrainingPlan
 from kvtide.training.held_out import (
@@ -29,6 +30,7 @@ from kvtide.training.held_out import (
     measure_held_out,
     predicted_accept_length,
 )
+from kvtide.training.starting_weights import start_from_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ def open_trained(model: Path, draft: Path, device: torch.device) -> TrainingTarg
         fields.count("num_hidden_layers"),
         fields.count("intermediate_size"),
         known.captures(memory),
+        lm_head=HeadFormat.FP8 if fields.find(QUANTIZATION) is not None else HeadFormat.BF16,
     )
     return TrainingTarget(checkpoint, draft_shape(checkpoint.config, asked), device)
 
@@ -63,9 +66,10 @@ def evaluate_draft(
     target: TrainingTarget, draft: Path, text: TrainingText, plan: HeldOutPlan
 ) -> list[Evaluated]:
     """The draft in this folder on the held-out prompts of `text`."""
-    known = open_draft(draft)
+    known = resumable_draft(target, draft)
+    start_from_draft(target.draft, target.model, known.weights, None)
     recurrent = TrainingPlan(recurrent=plan.draft_tokens)
-    training = DraftTraining(target.draft, target.model, load_trained(target, known), recurrent)
+    training = DraftTraining(target.draft, target.model, target_tokens(known.weights), recurrent)
     target.draft.eval()
     states = held_out_states(target, text, plan)
     model = known.build(target.model)

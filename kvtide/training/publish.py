@@ -1,4 +1,7 @@
-"""A trained draft on disk, in the published format: `config.json` and `model.safetensors`, bf16."""
+"""A trained draft on disk, in the published format: `config.json` and `model.safetensors`.
+
+Weights are bf16. The head may be fp8 with block scales (`lm_head.weight_scale_inv`).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvtide.models import fp8
 from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.draft_checkpoint import DraftCheckpoint
+from kvtide.models.quantized_weights import PublishedWeights
 from kvtide.models.safetensors_folder import Stored, missing
 from kvtide.spec.config import Config
+from kvtide.training.draft_shape import HeadFormat
 from kvtide.training.draft_vocabulary import DraftVocabulary
 from kvtide.training.trainable_eagle3 import TrainableEagle3
 
+HEAD = "lm_head.weight"
+
 
 class TensorsInMemory:
-    """Tensors as `checkpoint.StoredWeights`."""
+    """Tensors as `safetensors_folder.StoredTensors`."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -57,14 +65,17 @@ class TrainedDraft:
         dtype: torch.dtype = torch.bfloat16,
     ) -> TrainedDraft:
         tensors = draft.tensors(dtype)
+        if draft.shape.lm_head is HeadFormat.FP8:
+            head, scales = fp8.quantise(draft.lm_head.weight.detach().cpu())
+            tensors |= {HEAD: head, f"{HEAD}_scale_inv": scales}
         if vocabulary is not None:
-            tensors |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
+            tensors |= {"d2t": vocabulary.d2t.int(), "t2d": vocabulary.t2d}
         return cls(draft.shape.config(), tensors)
 
     def opened(self) -> DraftCheckpoint:
         """As `open_draft` gives it from disk."""
         config = Config("the draft in training", self.config)
-        weights = TensorsInMemory(self.tensors)
+        weights = PublishedWeights(Path(), TensorsInMemory(self.tensors))
         return DraftCheckpoint(Checkpoint(Path(), self.config, weights, {}), config)
 
     def publish(self, folder: Path) -> int:

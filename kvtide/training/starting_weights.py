@@ -1,21 +1,29 @@
-"""A draft's weights before training: what its target knows already, where shapes allow.
+"""A draft's weights before training: those of a trained draft, or what its target knows already.
 
-The last layer of the target that has weights of the draft's names gives its own; the rest of the
-first layer's wider inputs begin small. The head has the target's rows of the draft's tokens, and
-the projection of captured states passes the last of them through.
+From a target, where shapes allow: its last layer that has weights of the draft's names gives its
+own; the rest of the first layer's wider inputs begin small. The head has the target's rows of the
+draft's tokens, and the projection of captured states passes the last of them through.
+
+From a trained draft: all its weights. Tokens that it lacks begin with the target's rows, moved as
+its own rows have moved away from the target's.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kvtide.layers import Weights
+from kvtide.models.eagle3 import target_tokens
 from kvtide.models.model import Decoder
 from kvtide.training.draft_vocabulary import DraftVocabulary
+from kvtide.training.publish import HEAD
 from kvtide.training.trainable_eagle3 import TrainableEagle3, TrainableLayer
 
 _SMALL = 0.02
+_RIDGE = 0.1
+"""Of the mean square of a column."""
 
 
 @torch.no_grad()
@@ -41,6 +49,47 @@ def start_from_target(
         assert isinstance(layer, TrainableLayer)
         from_layer = max(0, last - draft.shape.layers + 1 + number)
         _start_layer(layer, weights, f"{type(target).BASE}.layers.{from_layer}")
+
+
+@torch.no_grad()
+def start_from_draft(
+    draft: TrainableEagle3,
+    target: Decoder,
+    weights: Weights,
+    vocabulary: DraftVocabulary | None,
+) -> None:
+    """Give the draft a trained draft's weights. Its vocabulary may have more tokens."""
+    state = {name: weights.get(name).float() for name in draft.state_dict()}
+    trained = state[HEAD]
+    if len(trained) < draft.shape.predicted:
+        known = target_tokens(weights)
+        assert known is not None, "a draft without d2t has all tokens"
+        tokens = torch.arange(draft.shape.predicted) if vocabulary is None else vocabulary.tokens
+        state[HEAD] = extended_rows(trained, known, tokens, target.head.weight.float().cpu())
+    draft.load_state_dict(state)
+
+
+def extended_rows(trained: Tensor, known: Tensor, tokens: Tensor, head: Tensor) -> Tensor:
+    """Rows of `tokens`, ascending: those of `known` tokens as they are, others predicted."""
+    if head.shape[1] == trained.shape[1]:
+        rows = head[tokens] + _with_one(head[tokens]) @ _moves(trained, head[known])
+    else:
+        rows = trained.mean(0).repeat(len(tokens), 1)
+    rows[torch.searchsorted(tokens, known)] = trained
+    return rows
+
+
+def _moves(trained: Tensor, began: Tensor) -> Tensor:
+    """How training moved rows, as a linear function of where they began: a ridge regression."""
+    given = _with_one(began)
+    square = given.T @ given
+    ridge = _RIDGE * square.diagonal().mean() * torch.eye(len(square))
+    found: Tensor = torch.linalg.solve(square + ridge, given.T @ (trained - began))
+    return found
+
+
+def _with_one(rows: Tensor) -> Tensor:
+    return functional.pad(rows, (0, 1), value=1.0)
 
 
 def _start_layer(layer: TrainableLayer, weights: Weights, under: str) -> None:

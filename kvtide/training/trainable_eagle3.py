@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvtide.layers.rope import Rope, rope, rope_parameters
+from kvtide.models import fp8
 from kvtide.spec.config import Config
-from kvtide.training.draft_shape import DraftShape
+from kvtide.training.draft_shape import DraftShape, HeadFormat
 
 _BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 """Those that take any mask and have gradients; on CPUs that is flash attention."""
@@ -147,8 +148,15 @@ class TrainableEagle3(nn.Module):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.lm_head(self.norm(hidden))
-        return result
+        """Of the head as it is published."""
+        return functional.linear(self.norm(hidden), self._published_head())
+
+    def _published_head(self) -> Tensor:
+        """Rounded, with the gradient of the head that is not (a straight-through estimator)."""
+        weight: Tensor = self.lm_head.weight
+        if self.shape.lm_head is HeadFormat.BF16:
+            return weight
+        return weight + (fp8.rounded(weight.detach()) - weight.detach())
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Its weights on the CPU in this dtype, by their published names."""

@@ -50,6 +50,17 @@ def test_a_draft_is_trained_measured_and_published(
     said = capsys.readouterr().out
     assert "answers.safetensors has 72 tokens" in said and "goes on from the draft" in said
 
+    other = tmp_path / "other"
+    words[words.index("--out") + 1] = str(other)
+    more = ["--resume", str(out), "--draft-vocab", "120", "--lm-head", "fp8"]
+    assert main([*words, *FEW, *more]) == 0
+    said = capsys.readouterr().out
+    assert f"goes on from the draft in {out}, of 100 tokens" in said
+    assert open_draft(other).config.count("draft_vocab_size") == 120
+    assert open_draft(out).config.count("draft_vocab_size") == 100
+    evaluate = ["draft", "evaluate", str(model), "--text", str(unseen), "--draft", str(other)]
+    assert main([*evaluate, "--answer-tokens", "8", "--device", "cpu"]) == 0
+
 
 def test_answers_of_several_processes_are_trained_on(
     model: Path, chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvtide.models import build
+from kvtide.models import build, fp8
 from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.model_errors import CheckpointError
 from kvtide.spec.families import KVDType
@@ -164,6 +164,31 @@ def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
             nearest = (sizes - table).abs().argmin(-1).to(torch.uint8)
             codes[at] = nearest | (weight[at] < 0).to(torch.uint8) << 7
     return codes.view(torch.float8_e4m3fn), scales
+
+
+def test_eight_bits_are_the_nearest_with_the_smallest_powers_of_two_as_scales() -> None:
+    """300 × 150 in blocks of 128 × 128: smaller ones at both edges, one of zeros."""
+    weight = torch.randn(300, 150, generator=torch.Generator().manual_seed(7))
+    weight *= torch.logspace(-3, 2, 300)[:, None]
+    weight[128:256, 128:] = 0.0
+    weight[256:, 128:] *= 400 / weight[256:, 128:].abs().max()
+    weight[-1, -1] = 448.0
+    codes, scales = fp8.quantise(weight)
+    assert scales.shape == (3, 2) and scales[1, 1] == scales[2, 1] == 1.0
+    table = torch.tensor([e4m3(code) for code in range(127)])
+    for i in range(3):
+        for j in range(2):
+            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scale, sizes = float(scales[i, j]), weight[at].abs()
+            assert math.frexp(scale)[0] == 0.5
+            assert sizes.max() <= 448 * scale and (sizes.max() > 224 * scale or i == j == 1)
+            least = (sizes[..., None] / scale - table).abs().amin(-1)
+            assert torch.equal((codes[at].float().abs() - sizes / scale).abs(), least)
+            assert torch.equal(
+                codes[at].float().sign(), torch.where(codes[at].float() == 0, 0, weight[at].sign())
+            )
+    values = fp8.dequantise(codes, scales, fp8.BLOCK)
+    assert torch.equal(fp8.rounded(values), values) and torch.equal(values.bfloat16(), values)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (32, 64)])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from kvtide.models.eagle3 import captured_layers
 from kvtide.spec.config import Config
-from kvtide.training.draft_shape import ShapeRequest, draft_shape
+from kvtide.training.draft_shape import HeadFormat, ShapeRequest, draft_shape
 from kvtide.training.prompts import TrainingError
 from tests.models.tiny import checkpoint
 
@@ -34,6 +35,15 @@ def test_a_draft_of_4096_tokens_for_smollm2_fits_into_12_mb() -> None:
     assert shape.captures == (2, 15, 27)
     assert shape.intermediate == 672
     assert draft_shape(SMOLLM2, ShapeRequest()).intermediate == 1536
+
+
+def test_in_fp8_a_draft_of_8192_tokens_is_as_wide_and_fits_into_12_mb() -> None:
+    asked = ShapeRequest(8192, max_bytes=LIMIT, lm_head=HeadFormat.FP8)
+    shape = draft_shape(SMOLLM2, asked)
+    assert (shape.predicted, shape.intermediate) == (8192, 672)
+    assert shape.bytes <= LIMIT < shape.bytes + 2 * 3 * 576 * 32
+    with pytest.raises(TrainingError, match="a draft of 8,192 tokens takes"):
+        draft_shape(SMOLLM2, replace(asked, lm_head=HeadFormat.BF16))
 
 
 def test_the_config_names_captured_layers_as_published_ones_do() -> None:

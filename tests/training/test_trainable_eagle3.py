@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 
+from kvtide.models import fp8
 from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.model import Decoder
-from kvtide.training.draft_shape import ShapeRequest, draft_shape
+from kvtide.training.draft_shape import HeadFormat, ShapeRequest, draft_shape
 from kvtide.training.draft_vocabulary import DraftVocabulary
 from kvtide.training.publish import TrainedDraft
 from kvtide.training.trainable_eagle3 import TrainableEagle3
@@ -22,6 +24,7 @@ FORMS = {
     "one-layer": ShapeRequest(vocabulary=64, captures=(0, 1, 2)),
     "two-layers": ShapeRequest(vocabulary=64, layers=2, captures=(1, 3)),
     "all-tokens": ShapeRequest(vocabulary=VOCABULARY, intermediate=48),
+    "fp8-head": ShapeRequest(vocabulary=150, captures=(0, 1, 2), lm_head=HeadFormat.FP8),
 }
 
 
@@ -92,5 +95,36 @@ def test_tensors_have_their_published_names_and_dtypes() -> None:
     named = ["fc", "norm", "lm_head", "midlayer.hidden_norm"]
     named += [f"{prefix}.{name}" for prefix in ("midlayer", "layers.1") for name in layer]
     assert tensors.keys() == {*(f"{name}.weight" for name in named), "d2t", "t2d"}
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert tensors["d2t"].dtype == torch.int32 and tensors["t2d"].dtype == torch.bool
     assert {tensors[f"{name}.weight"].dtype for name in named} == {torch.bfloat16}
+
+
+def test_a_head_in_fp8_is_published_with_scales_and_read_back_rounded(tmp_path: Path) -> None:
+    """150 rows of 96: two blocks, smaller than 128 × 128 at both edges."""
+    draft, vocabulary = random_draft(FORMS["fp8-head"])
+    TrainedDraft.of(draft, vocabulary).publish(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    head, scales = stored["lm_head.weight"], stored["lm_head.weight_scale_inv"]
+    assert head.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    assert head.shape == (150, 96) and scales.shape == (2, 1)
+    by_hand = torch.cat([head[:128].float() * scales[0], head[128:].float() * scales[1]])
+    opened = open_draft(tmp_path)
+    assert torch.equal(opened.weights.get("lm_head.weight"), by_hand)
+    assert torch.equal(opened.weights.get("lm_head.weight").bfloat16().float(), by_hand)
+    trained = draft.lm_head.weight.detach()
+    assert not torch.equal(by_hand, trained) and torch.allclose(by_hand, trained, rtol=1 / 16)
+    others = {one.dtype for name, one in stored.items() if name.startswith(("fc", "mid", "norm"))}
+    assert others == {torch.bfloat16}
+    method = opened.config.nested("quantization_config")
+    assert method is not None and method.values["quant_method"] == "fp8"
+    assert method.values["weight_block_size"] == [128, 128]
+
+
+def test_a_head_in_fp8_is_trained_through_its_rounding() -> None:
+    draft, _ = random_draft(FORMS["fp8-head"])
+    hidden = torch.randn(5, 96)
+    draft.logits(hidden).square().sum().backward()
+    normed, head = draft.norm(hidden), fp8.rounded(draft.lm_head.weight.detach())
+    wanted = (2 * functional.linear(normed, head)).T @ normed
+    assert draft.lm_head.weight.grad is not None
+    assert torch.allclose(draft.lm_head.weight.grad, wanted, rtol=1e-4, atol=1e-5)

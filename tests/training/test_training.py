@@ -12,8 +12,10 @@ import torch
 
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.speculation.model_drafter import ModelDrafter
+from kvtide.models.draft_checkpoint import open_draft
+from kvtide.models.eagle3 import target_tokens
 from kvtide.training.batches import PaddedBatch
-from kvtide.training.draft_shape import ShapeRequest, draft_shape
+from kvtide.training.draft_shape import HeadFormat, ShapeRequest, draft_shape
 from kvtide.training.draft_training import (
     TrainingOptions,
     TrainingTarget,
@@ -21,7 +23,7 @@ from kvtide.training.draft_training import (
     open_target,
     train_draft,
 )
-from kvtide.training.draft_vocabulary import choose_vocabulary
+from kvtide.training.draft_vocabulary import choose_vocabulary, extended_vocabulary
 from kvtide.training.eagle3_training import DraftTraining, TrainingPlan
 from kvtide.training.features import TargetStates, target_logits, target_states
 from kvtide.training.generate import (
@@ -33,6 +35,7 @@ from kvtide.training.generate import (
 )
 from kvtide.training.held_out import HeldOutPlan, measure_held_out
 from kvtide.training.prompts import EncodedPrompts, TrainingError
+from kvtide.training.starting_weights import extended_rows
 from kvtide.training.time_budget import TimeBudget
 from kvtide.training.trainable_eagle3 import TrainableEagle3
 from tests.engine.speculation.lookup_pair import pair, walks
@@ -156,6 +159,11 @@ def test_the_vocabulary_is_the_most_frequent_tokens_of_answers() -> None:
     assert choose_vocabulary(said, None, 11) is None
     padded = choose_vocabulary(said, 6, 11)
     assert padded is not None and padded.tokens.tolist() == [0, 1, 2, 3, 5, 7]
+    more = extended_vocabulary(said, torch.tensor([4, 7]), 4, 11)
+    assert more.tokens.tolist() == [2, 4, 5, 7] and more.coverage == 8 / 9
+    assert more.d2t.tolist() == [2, 3, 3, 4]
+    same = extended_vocabulary(said, torch.tensor([4, 7]), 2, 11)
+    assert same.tokens.tolist() == [4, 7] and same.coverage == 2 / 9
 
 
 def test_rows_count_whose_predicted_token_is_in_an_answer() -> None:
@@ -212,12 +220,73 @@ def test_training_lowers_the_loss_and_publishes_a_draft(saved: Path, tmp_path: P
 
     resumed: list[str] = []
     again = open_target(saved, ASKED, CPU)
-    more = train_draft(again, text(), replace(options(10), resume=True), tmp_path, resumed.append)
+    more = train_draft(
+        again, text(), replace(options(10), resume=tmp_path), tmp_path, resumed.append
+    )
     assert "has" in resumed[0] and "goes on from the draft" in resumed[1]
     assert more.last.loss < 0.8 * losses[0]
     other = open_target(saved, replace(ASKED, layers=2), CPU)
-    with pytest.raises(TrainingError, match="the draft there has another shape; train into"):
-        train_draft(other, text(), replace(options(10), resume=True), tmp_path, silent)
+    with pytest.raises(TrainingError, match="the draft there has another shape; train a new"):
+        train_draft(other, text(), replace(options(10), resume=tmp_path), tmp_path / "x", silent)
+    fewer = open_target(saved, replace(ASKED, vocabulary=63), CPU)
+    with pytest.raises(TrainingError, match="has 64 tokens, and 63 were asked for; ask for as"):
+        train_draft(fewer, text(), replace(options(10), resume=tmp_path), tmp_path / "x", silent)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("count", [100, VOCABULARY], ids=["more-tokens", "all-tokens"])
+def test_a_resumed_draft_keeps_its_weights_and_gets_more_tokens(
+    count: int, saved: Path, tmp_path: Path
+) -> None:
+    """Published as fp8, into another folder, after a step that changes next to nothing."""
+    torch.manual_seed(0)
+    first, second = tmp_path / "first", tmp_path / "second"
+    train_draft(open_target(saved, ASKED, CPU), text(), options(30), first, silent)
+    before = open_draft(first)
+    known = target_tokens(before.weights)
+    assert known is not None and len(known) == 64
+    still = replace(options(1), resume=first, training=TrainingPlan(steps=1, rate=1e-12))
+    asked, lines = replace(ASKED, vocabulary=count, lm_head=HeadFormat.FP8), list[str]()
+    target = open_target(saved, asked, CPU)
+    result = train_draft(target, text(), still, second, lines.append)
+    assert f"goes on from the draft in {first}, of 64 tokens" in lines[1]
+    assert result.bytes <= target.shape.bytes
+
+    after = open_draft(second)
+    own = target_tokens(after.weights)
+    tokens = torch.arange(VOCABULARY) if own is None else own
+    assert (own is None) == (count == VOCABULARY) and len(tokens) == count
+    assert torch.equal(tokens, tokens.unique()) and torch.isin(known, tokens).all()
+    if own is not None:
+        assert torch.equal(after.weights.get("t2d").nonzero().squeeze(1), own)
+        answers = AnswerFile(second / "answers.safetensors").read(target.checkpoint.fingerprint())
+        counts = torch.bincount(torch.tensor([t for one in answers for t in one.answer]))
+        new, left = own[~torch.isin(own, known)], counts.clone()
+        left[own] = 0
+        assert counts[new].min() >= left.max()
+
+    trained, head = (one.weights.get("lm_head.weight").float() for one in (before, after))
+    places = torch.searchsorted(tokens, known)
+    assert torch.allclose(head[places], trained, rtol=1 / 16, atol=1e-4)
+    fc = [one.weights.get("fc.weight") for one in (before, after)]
+    assert torch.equal(*fc)
+    # New rows are near the target's, and nearer than the rows of other tokens are.
+    new = ~torch.isin(tokens, known)
+    rows = target.model.head.weight
+    alike = torch.cosine_similarity(head[new][:, None], rows[None], dim=-1)
+    assert torch.equal(alike.argmax(1), tokens[new])
+
+
+def test_new_rows_of_a_head_move_as_the_known_ones_have() -> None:
+    torch.manual_seed(0)
+    head = torch.randn(400, 12)
+    turn, shift = torch.eye(12) + 0.2 * torch.randn(12, 12), torch.randn(12)
+    known, tokens = torch.arange(0, 400, 2), torch.arange(0, 300)
+    trained = head[:300:2] @ turn + shift
+    rows = extended_rows(trained, known[:150], tokens, head)
+    assert torch.equal(rows[::2], trained)
+    wanted = head[1:300:2] @ turn + shift
+    assert (rows[1::2] - wanted).norm() < 0.2 * (head[1:300:2] - wanted).norm()
 
 
 def test_training_ends_after_its_minutes(saved: Path, tmp_path: Path) -> None:
