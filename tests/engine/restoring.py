@@ -488,6 +488,7 @@ class Stand:
             chunk_tokens=chunk_tokens,
             drafter=drafter,
             draft_tokens=draft_tokens,
+            fixed_drafts=True,
         )
         self.served: list[Request] = []
         self.max_running = 0

@@ -89,6 +89,7 @@ class Run:
             oracle=self.oracle,
             drafter=ErringDrafter(Answers(family), 0.2, seed) if seed % 2 else None,
             draft_tokens=1 + seed % 7,
+            fixed_drafts=True,
         )
         self.patience = 400 + 32 * pages * PAGE // self.engine.scheduler.chunk_tokens
         self.talks = [self._words(rng.randrange(1, pages * PAGE)) for _ in range(3)]

@@ -361,8 +361,7 @@ def test_held_out_accept_length_is_that_of_a_count_by_hand() -> None:
     for one in asked:
         cache = open_training_cache(known.target, 256)
         drafter = ModelDrafter(known.draft, known.draft.captures, cache, known.target.vocabulary)
-        drafter.cost = 0.0
-        engine = Engine(known.target, cache, drafter=drafter, draft_tokens=3)
+        engine = Engine(known.target, cache, drafter=drafter, draft_tokens=3, fixed_drafts=True)
         request = engine.submit(RequestParams(one, 20))
         while not engine.idle:
             verified = bool(request.drafts)

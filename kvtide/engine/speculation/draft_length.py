@@ -1,8 +1,12 @@
 """How many drafts a request gets: as many as pay, by how often its drafts were accepted.
 
 If a draft is accepted with probability p after an accepted one, k drafts add p + p² + … + pᵏ tokens
-to a step, and cost k times the drafter's cost. The estimate of p is a moving average over the
-request's verified drafts; it begins with that of all requests.
+to a step. They cost k passes of the drafter and the rows of the verify step. The estimate of p is a
+moving average over the request's verified drafts; it begins with that of all requests.
+
+What rows cost is measured, and held constant, so that equal requests get equal drafts on all ranks
+and in all runs (`kvtide bench speculate`). A GPU reads the same weights for a few rows more. A CPU
+does so up to three rows; from four on its GEMM takes another routine, at almost twice the time.
 """
 
 from __future__ import annotations
@@ -17,6 +21,22 @@ TRIAL_TOKENS = 32
 """A request for which no draft pays gets one again after so many tokens."""
 HOPE = 0.8
 """The estimate of p before any draft was verified."""
+GPU_ROW = 0.05
+"""What a draft's row costs on a GPU, in decode steps, whatever the batch."""
+CPU_ROW, CPU_FEW_ROWS, CPU_JUMP = 0.05, 3, 0.55
+"""What a row costs on a CPU, in decode steps of one request, and what the first one costs besides
+that is beyond the few."""
+
+
+def verify_cost(device: str, batch: int, drafts: int) -> float:
+    """A verify step with so many drafts for each request of a batch, in decode steps of it."""
+    if device != "cpu":
+        return 1 + GPU_ROW * drafts
+    return _cpu_step(batch * (1 + drafts)) / _cpu_step(batch)
+
+
+def _cpu_step(rows: int) -> float:
+    return 1 + CPU_ROW * (rows - 1) + (CPU_JUMP if rows > CPU_FEW_ROWS else 0.0)
 
 
 class _Estimate:
@@ -31,11 +51,12 @@ class _Estimate:
 
 
 class DraftLength:
-    """`longest`: drafts at the most; always as many if `fixed`. Every rank sees the same outcomes,
-    and decides the same."""
+    """`longest`: drafts at the most; always as many if `fixed`. `cost`: of a drafter's pass.
+    `batch`: how many requests decode. Every rank sees the same outcomes, and decides the same."""
 
-    def __init__(self, longest: int, cost: float, *, fixed: bool = False) -> None:
+    def __init__(self, longest: int, cost: float, device: str, *, fixed: bool = False) -> None:
         self.longest, self._cost, self._fixed = longest, cost, fixed
+        self._device, self.batch = device, 1
         self._all = _Estimate(HOPE, 0)
         self._of: WeakKeyDictionary[Request, _Estimate] = WeakKeyDictionary()
 
@@ -64,7 +85,8 @@ class DraftLength:
         for count in range(1, self.longest + 1):
             power *= chance
             tokens += power
-            rate = tokens / (1 + self._cost * count)
+            verify = verify_cost(self._device, self.batch, count)
+            rate = tokens / (verify + self._cost * count)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best

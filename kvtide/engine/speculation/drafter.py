@@ -43,8 +43,7 @@ class UnreadDrafts(NamedTuple):
 class Drafter(Protocol):
     """Proposes drafts for requests.
 
-    cost      what a draft costs, in decode steps of one request: its own pass and its row of the
-              verify step
+    cost      of the pass that drafts a token, in decode steps
     captures  the layers of the target whose inputs it takes, as of `CapturedStates`
     writes    the sidecar pools that `extend` writes
     model     the draft model, where there is one on this rank

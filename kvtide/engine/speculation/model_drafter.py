@@ -106,7 +106,7 @@ class _Drafting:
 
 
 class ModelDrafter:
-    """`cost`: a pass of the draft and a row of the verify step, in decode steps.
+    """`cost`: of a pass of the draft, in decode steps.
 
     draft       beside the target's last stage; None on ranks of earlier stages
     captures    the draft's, on every rank
@@ -116,7 +116,7 @@ class ModelDrafter:
     rank samples.
     """
 
-    cost = 0.12
+    cost = 0.07
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class _Occurrences:
 
 
 class NgramDrafter(TokenDrafter):
-    cost = 0.05
+    cost = 0.0
 
     def __init__(self) -> None:
         self._occurrences: WeakKeyDictionary[Request, list[_Occurrences]] = WeakKeyDictionary()

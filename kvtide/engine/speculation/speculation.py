@@ -56,7 +56,9 @@ class Speculation:
         self.guard = AcceptGuard(drafter.writes) if drafter.writes else None
         self._scheduler = scheduler
         self._drafter = drafter
-        self._draft_length = DraftLength(draft_tokens, drafter.cost, fixed=fixed_drafts)
+        self._draft_length = DraftLength(
+            draft_tokens, drafter.cost, cache.config.torch_device.type, fixed=fixed_drafts
+        )
         self._states = SavedStates(cache)
         self._staging = Staging(cache.config.torch_device)
         self._wishes: list[DraftWish] = []
@@ -129,6 +131,7 @@ class Speculation:
     ) -> None:
         """A step's tokens are sampled and accepted: the drafter writes its own state of them, and
         begins to draft for requests that decode next, unless it drafts behind them already."""
+        self._draft_length.batch = max(1, len(self._scheduler.running))
         if self._behind:
             self._behind = False
             self._wishes = [wish for wish in self._wishes if wish.request in decoding]

@@ -115,9 +115,13 @@ class LookupServer:
             opened = open_store(f"file://{store}", self.cache.storage.space)
             self.cache.storage.attach(wrap(opened))
         drafter = ModelDrafter(draft, draft.captures, self.cache, target.vocabulary)
-        drafter.cost = 0.0  # So that every verify step has all its drafts.
         self.engine = Engine(
-            target, self.cache, chunk_tokens=256, drafter=drafter, draft_tokens=drafts
+            target,
+            self.cache,
+            chunk_tokens=256,
+            drafter=drafter,
+            draft_tokens=drafts,
+            fixed_drafts=True,
         )
 
     def serve(

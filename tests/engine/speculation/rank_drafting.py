@@ -70,7 +70,13 @@ def served(place: Place, kind: str) -> tuple[Said, Seen]:
         inner = ModelDrafter(draft, captures, cache, vocabulary, place.topology)
     drafter = ConsistentDrafter(inner, {})
     engine = Engine(
-        target, cache, chunk_tokens=32, topology=place.topology, drafter=drafter, draft_tokens=3
+        target,
+        cache,
+        chunk_tokens=32,
+        topology=place.topology,
+        drafter=drafter,
+        draft_tokens=3,
+        fixed_drafts=True,
     )
     guard = engine.accept_guard
     assert (None if guard is None else guard.pools) == (None if kind == "ngram" else ("draft",))

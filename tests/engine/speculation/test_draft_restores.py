@@ -87,7 +87,12 @@ class Bed:
         inner = ModelDrafter(model, model.captures, self.cache, target.vocabulary)
         self.drafter = ConsistentDrafter(inner, seen)
         self.engine = Engine(
-            target, self.cache, chunk_tokens=chunk, drafter=self.drafter, draft_tokens=drafts
+            target,
+            self.cache,
+            chunk_tokens=chunk,
+            drafter=self.drafter,
+            draft_tokens=drafts,
+            fixed_drafts=True,
         )
 
     def serve(self, *asked: tuple[int, ...], speculate: bool = True) -> list[Request]:

@@ -168,6 +168,7 @@ class Run:
             oracle=self.oracle,
             drafter=self.drafter,
             draft_tokens=rng.choice((1, 3, 7, 16)),
+            fixed_drafts=True,
         )
         self.talks = [self._words(rng.randrange(1, 5 * PAGE)) for _ in range(3)]
         self.requests: list[tuple[int, Request, Request]] = []

@@ -44,7 +44,13 @@ def test_nothing_leaks(name: str, requests: int) -> None:
     cache = TieredCache(memory, config)
     drafter = GuessingDrafter(rng)
     engine = Engine(
-        Idle(memory), cache, chunk_tokens=256, max_running=32, drafter=drafter, draft_tokens=7
+        Idle(memory),
+        cache,
+        chunk_tokens=256,
+        max_running=32,
+        drafter=drafter,
+        draft_tokens=7,
+        fixed_drafts=True,
     )
     asked = ended = 0
     while asked < requests or not engine.idle:
