@@ -61,11 +61,20 @@ QUOTES = (
 """Prompts whose answers quote them: three edits and a summary."""
 
 CHAT = (
+    "What equipment and how much money does bookbinding take?",
+    "Somebody gave me a voucher for geocaching. Shall I use it?",
+    "Which alternatives to learning to juggle are there for rainy afternoons?",
+    "Convince a sceptic that puppet theatre is fun.",
+)
+"""Every eighth of the chat prompts that the shipped draft is measured on: its training has prompts
+of this kind on other subjects (examples/draft_prompts)."""
+QUESTIONS = (
     "What causes the tides?",
     "Give me three tips for sleeping better.",
     "Explain to a child why the sky is blue.",
     "Write a short story about a lighthouse keeper.",
 )
+"""Prompts of no kind that the draft was trained on."""
 PROSE = tuple(f"Write a paragraph about the number {number}." for number in range(NEVER_BATCH))
 
 
@@ -99,6 +108,11 @@ class SpeculationCase:
     goal: float
     draft_tokens: int
     drafter: Callable[[ModelBed, TieredCache], Drafter]
+
+    @property
+    def needs_draft(self) -> bool:
+        """A draft model proposes."""
+        return self.drafter is _model
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +157,11 @@ CASES = {
     for case in (
         SpeculationCase("quotes", QUOTES, 1, 1.6, NGRAM_DRAFTS, _ngram),
         SpeculationCase("chat", CHAT, 1, 1.4, DRAFT_TOKENS, _model),
+        SpeculationCase("questions", QUESTIONS, 1, 1.4, DRAFT_TOKENS, _model),
         SpeculationCase("never", PROSE, NEVER_BATCH, 0.9, DRAFT_TOKENS, _wrong),
     )
 }
-"""`quotes`: n-gram; `chat`: a draft model; `never`: drafts that are never accepted."""
+"""`quotes`: n-gram; `chat`, `questions`: a draft model; `never`: drafts that are never accepted."""
 
 
 class ModelBed:

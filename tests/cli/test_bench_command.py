@@ -191,7 +191,7 @@ def test_speculate_prints_a_table(
         (["--draft-tokens", "17"], "--draft-tokens takes 1 to 16"),
         (["--rounds", "0"], "--answer-tokens and --rounds must be at least 1"),
         (["--only", "qoutes"], "qoutes is not known; use quotes, chat, never"),
-        (["--only", "chat"], "chat drafts with a draft; name its folder: --draft"),
+        (["--only", "chat"], "chat and questions are drafted by a draft; name its folder: --draft"),
         (["--only", "rounds,quotes"], "rounds needs a GPU; use --device cuda"),
         (["--draft", "/nowhere"], "/nowhere: no such file or folder"),
         (["--model", "/nowhere"], "/nowhere: no such file or folder"),

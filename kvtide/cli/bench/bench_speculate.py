@@ -75,7 +75,9 @@ Result = speculate.SpeculationGain | RoundResult | NeverResult
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="X", help="SmolLM2-135M-Instruct if none")
     parser.add_argument(
-        "--draft", metavar="DIR", help="an EAGLE3 draft, for chat (the default model's)"
+        "--draft",
+        metavar="DIR",
+        help="an EAGLE3 draft, for chat and questions (the default model's)",
     )
     parser.add_argument(
         "--only",
@@ -134,13 +136,21 @@ def _names(args: argparse.Namespace) -> list[str]:
     elif on_gpu and args.model is None and args.draft is None:
         names = list(SHAPE_CASES)
     else:
-        names = [name for name in speculate.CASES if name != "chat" or _draft(args) is not None]
+        names = [
+            case.name
+            for case in speculate.CASES.values()
+            if not case.needs_draft or _draft(args) is not None
+        ]
     if unknown := [name for name in names if name not in CASES]:
         raise CommandError(
             f"bench speculate: {', '.join(unknown)} is not known; use {', '.join(CASES)}"
         )
-    if "chat" in names and _draft(args) is None:
-        raise CommandError("bench speculate: chat drafts with a draft; name its folder: --draft")
+    drafted = [name for name, case in speculate.CASES.items() if case.needs_draft]
+    if {*drafted} & {*names} and _draft(args) is None:
+        raise CommandError(
+            f"bench speculate: {' and '.join(drafted)} are drafted by a draft; name its folder: "
+            "--draft"
+        )
     shapes = [name for name in names if name in SHAPE_CASES]
     if shapes and not (on_gpu and torch.cuda.is_available()):
         raise CommandError(
