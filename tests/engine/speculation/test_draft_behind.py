@@ -1,0 +1,132 @@
+"""What is launched behind a verify step before the host knows what was accepted: which rows, which
+slots, and the acceptance on the device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine.chunks import ScheduledChunk
+from kvtide.engine.runner import UnreadTokens
+from kvtide.engine.sampler import SampledToken
+from kvtide.engine.speculation.drafter import TokenDrafter
+from kvtide.engine.speculation.speculation import Speculation
+from kvtide.engine.staging import Staging
+from kvtide.spec import ModelMemory
+from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, WINDOW
+from tests.engine.desk import Desk
+
+CPU = torch.device("cpu")
+
+
+def decoding(at: Desk, *answers: int) -> list[ScheduledChunk]:
+    """Requests that have one token each to compute, and their chunks with three drafts."""
+    for answer in answers:
+        at.queue(1, answer=answer)
+    while any(len(request.output) < 1 for request in at.requests):
+        at.step()
+    for request in at.requests:
+        request.drafts = (1, 2, 3)[: at.scheduler.slots_for_drafts(request, 3)]
+    return at.scheduler.schedule()
+
+
+@pytest.mark.parametrize("memory", [FULL, WINDOW, DRAFTED], ids=["full", "window", "draft"])
+@pytest.mark.parametrize("accepted", range(4))
+def test_there_are_slots_wherever_acceptance_ends(memory: ModelMemory, accepted: int) -> None:
+    at = Desk(memory, pages=64)
+    chunks = decoding(at, 30, 30)
+    planned = at.scheduler.plan_behind(chunks, lambda request: 3)
+    assert planned is not None and not planned.frees_slots
+    assert [chunk.request for chunk in planned.chunks] == [chunk.request for chunk in chunks]
+    at.overlap.plan(planned)
+    assert at.overlap.prepare()
+    at.overlap.launch_behind(UnreadTokens(torch.empty(0), {}, torch.empty(0)), torch.empty(0))
+    for chunk in chunks:
+        request = chunk.request
+        request.computed = chunk.end + accepted
+        for _ in range(accepted + 1):
+            request.append(SampledToken(7, 0.0))
+        at.cache.commit(request.held, request.computed)
+        # Of the step behind: what it reads, and what it writes with its drafts.
+        at.check(request, request.length + 3)
+    taken = at.overlap.take(at.scheduler)
+    assert taken is not None and taken.launched
+    assert [chunk.end for chunk in taken.chunks] == [r.length for r in at.requests]
+    assert [chunk.start for chunk in taken.chunks] == [r.computed for r in at.requests]
+    assert all(len(chunk.drafts) == 3 and chunk.completes for chunk in taken.chunks)
+    at.end()
+
+
+def test_nothing_is_drafted_beyond_a_requests_last_token() -> None:
+    at = Desk(pages=64)
+    chunks = decoding(at, 3, 6, 30)
+    planned = at.scheduler.plan_behind(chunks, lambda request: 3)
+    assert planned is not None
+    by_request = {chunk.request: chunk for chunk in planned.chunks}
+    drafts = {chunk.request: len(chunk.drafts) for chunk in chunks}
+    for request in at.requests:
+        behind = by_request[request]
+        last = request.length + 1 + drafts[request] + len(behind.drafts)
+        assert last <= request.max_length, "a token is sampled behind every draft"
+    assert [len(by_request[request].drafts) for request in at.requests] == [0, 0, 3]
+    at.end()
+
+
+def test_a_request_that_ends_now_is_not_in_the_step_behind() -> None:
+    at = Desk(pages=64, max_running=2)
+    chunks = decoding(at, 2, 30)
+    planned = at.scheduler.plan_behind(chunks, lambda request: 3)
+    assert planned is not None and planned.frees_slots
+    assert [chunk.request for chunk in planned.chunks] == at.requests[1:]
+    at.queue(1, answer=4)
+    at.scheduler.admit()
+    assert at.scheduler.plan_behind(chunks, lambda request: 3) is None, "a request gets its slots"
+    at.end()
+
+
+@pytest.mark.parametrize("why", ["state", "prefill", "waiting"])
+def test_the_host_reads_first_where_other_requests_may_be_in_the_step(why: str) -> None:
+    at = Desk(RECURRENT if why == "state" else FULL, pages=64)
+    chunks = decoding(at, 30, 30)
+    if why == "prefill":
+        chunks = chunks[:1]
+    elif why == "waiting":
+        at.queue(1, answer=4)
+    assert at.scheduler.plan_behind(chunks, lambda request: 3) is None
+    at.end()
+
+
+# -- acceptance ---------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), max_size=4)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_device_accepts_what_the_host_does(rows: list[tuple[list[int], list[int]]]) -> None:
+    cache = TieredCache(FULL, CacheConfig(Tokens(PAGE), host_size=None))
+    speculation = Speculation(cache, None, TokenDrafter(), 4)  # type: ignore[arg-type]
+    chunks: list[Any] = []
+    sampled: list[list[SampledToken]] = []
+    for drafts, tokens in rows:
+        chunks.append(SimpleNamespace(request=object(), drafts=tuple(drafts)))
+        given_tokens = [*tokens, 0, 0, 0, 0, 0][: len(drafts) + 1]
+        sampled.append([SampledToken(token, 0.0) for token in given_tokens])
+    flat = torch.tensor([one.token for each in sampled for one in each])
+    unread = speculation._unread(chunks, flat)
+    host = [speculation.accepted(c, s) for c, s in zip(chunks, sampled, strict=True)]
+    assert unread.accepted.tolist() == [len(each) - 1 for each in host]
+    order = [chunk.request for chunk in reversed(chunks)]
+    last, accepted = unread.of(order, Staging(CPU))
+    assert last.tolist() == [each[-1].token for each in reversed(host)]
+    assert accepted.tolist() == [len(each) - 1 for each in reversed(host)]
+    cache.close()
