@@ -312,16 +312,20 @@ class Engine:
         elif self.oracle is None and self._speculation is not None:
             self._overlap_verify(self._speculation, chunks, sampling, output)
         sampled = sampling.read()
-        for row in sampling.resampled:
-            self._drop_ahead(requests[bisect_right(firsts, row) - 1])
         of_chunks = [sampled[first:end] for first, end in pairwise(firsts)]
+        for row in reversed(sampling.resampled):
+            number = bisect_right(firsts, row) - 1
+            if self._drop_ahead(requests[number]):
+                # The device knew no token there, and has overwritten what may be accepted behind.
+                of_chunks[number] = sampled[firsts[number] : row + 1]
         return self._accept(chunks, of_chunks), checks
 
-    def _drop_ahead(self, request: Request) -> None:
-        """What was launched ahead ran on another token than was sampled."""
-        self._overlap.drop(request)
+    def _drop_ahead(self, request: Request) -> bool:
+        """What was launched ahead, if anything, ran on another token than was sampled."""
         if self._speculation is not None:
             self._speculation.undo_behind(request)
+        self._overlap.drop(request)
+        return self._overlap.state is OverlapState.LAUNCHED
 
     def _look(self, requests: list[Request], logits: Tensor) -> Collection[Request]:
         """Show the oracle these logits; returns its own requests."""
@@ -431,7 +435,9 @@ class Engine:
         Only a step of all running requests, none of which has a running state: a state goes back to
         where acceptance ended before the next step.
         """
-        planned = self.scheduler.plan_behind(chunks, speculation.wanted)
+        planned = None
+        if speculation.can_draft_behind:
+            planned = self.scheduler.plan_behind(chunks, speculation.wanted_behind)
         if planned is None:
             return
         drafted = speculation.draft_behind(chunks, planned, output, sampling.tokens)

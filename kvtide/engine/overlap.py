@@ -73,7 +73,7 @@ class Launching(Protocol):
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> StepOutput: ...
 
-    def prepare(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep | None: ...
+    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> PreparedStep | None: ...
 
     def launch_prepared(self, step: PreparedStep) -> StepOutput: ...
 
@@ -112,7 +112,7 @@ class Overlap:
         self._rows: list[tuple[ScheduledChunk, Lease]] = []
         self._prepared: PreparedStep | None = None
         self._launched: LaunchedStep | None = None
-        self._behind = False
+        self._behind, self._moves = False, 0
 
     @property
     def state(self) -> OverlapState:
@@ -128,12 +128,13 @@ class Overlap:
     def plan(self, planned: PlannedStep) -> None:
         """These chunks, which have slots, are the next step."""
         self._rows = [(chunk, chunk.request.held) for chunk in planned.chunks]
+        self._moves = planned.moves
         self._become(OverlapState.PLANNED)
 
     def prepare(self) -> bool:
         """Write the next step's inputs into a CUDA graph; False, and nothing changed, if none
         fits."""
-        self._prepared = self._runner.prepare([chunk for chunk, _ in self._rows])
+        self._prepared = self._runner.prepare([chunk for chunk, _ in self._rows], self._moves)
         if self._prepared is not None:
             self._become(OverlapState.PREPARED)
         return self._prepared is not None

@@ -215,7 +215,7 @@ class Runner:
         captures: tuple[int, ...] = (),
         verify_rows: int = 0,
     ) -> None:
-        self._captures, self._verify_rows = captures, verify_rows
+        self._captures = captures
         self._model = model
         self._cache = cache
         self._topology = topology
@@ -301,17 +301,16 @@ class Runner:
             captured.enter(layer, self._topology.receive_hidden(self._model.carried(tokens)))
         return before
 
-    def prepare(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep | None:
-        """Write the inputs of the next step into a graph, None if no graph fits.
+    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> PreparedStep | None:
+        """Write the inputs of the next step into a graph, None if no graph fits. What is accepted
+        in the current step moves the rows by up to `moves` tokens.
 
         Chunks that end past their request's known tokens come first: these are sampled last.
         """
         if self._graphs is None:
             return None
         rows = [self._graph_row(chunk) for chunk in chunks]
-        # Accepted tokens move the rows of a step behind a verify step.
-        moves = any(chunk.drafts and not chunk.is_sampled for chunk in chunks)
-        graph = self._graphs.fitting(rows, False, self._verify_rows if moves else 0)
+        graph = self._graphs.fitting(rows, False, moves)
         if graph is None:
             return None
         graph.prepare(rows)

@@ -405,7 +405,8 @@ class Scheduler:
             drafts = min(end - first, left)
             left -= drafts
             planned.append(ScheduledChunk(request, request.length + 1, (unread_draft(0),) * drafts))
-        return PlannedStep(planned, frees_slots=bool(ending)) if planned else None
+        moves = max(len(chunk.drafts) for chunk in chunks)
+        return PlannedStep(planned, bool(ending), moves) if planned else None
 
     def may_launch(self, planned: PlannedStep) -> bool:
         """The planned step may be launched before the sampled tokens are known.

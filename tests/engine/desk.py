@@ -33,7 +33,7 @@ class Graphs:
     def run(self, chunks: Sequence[ScheduledChunk]) -> Any:
         return "eager", chunks
 
-    def prepare(self, chunks: Sequence[ScheduledChunk]) -> Any:
+    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> Any:
         return chunks
 
     def launch_prepared(self, step: Any) -> Any:

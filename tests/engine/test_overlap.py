@@ -375,7 +375,7 @@ class Launches:
     def run(self, chunks: Sequence[ScheduledChunk]) -> Any:
         self.done.append("run")
 
-    def prepare(self, chunks: Sequence[ScheduledChunk]) -> Any:
+    def prepare(self, chunks: Sequence[ScheduledChunk], moves: int) -> Any:
         return PreparedStep(chunks, len(chunks), None, None) if self.fits else None
 
     def launch_prepared(self, step: PreparedStep) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtide.engine import engine as engine_module
+from kvtide.engine import request as request_module
 from kvtide.index import keys
 from kvtide.server.request_parsing import RequestParser, read_json
 from tests.server.serving import InProcess
@@ -28,7 +28,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         return pack(tokens)
 
     monkeypatch.setattr(keys, "pack", counted)
-    monkeypatch.setattr(engine_module, "pack", counted)
+    monkeypatch.setattr(request_module, "pack", counted)
     return seen
 
 

@@ -242,15 +242,12 @@ class DraftGraphs:
         limit = self._limits.requests
         return [*takewhile(lambda size: size < limit, (2**power for power in range(32))), limit]
 
-    def fitting(
-        self, rows: Sequence[DraftGraphRow], *, drafting: bool, moves: int = 0
-    ) -> DraftGraph:
-        """The smallest graph for these rows, for drafts or an extension alone; rows may move by up
-        to so many tokens."""
+    def fitting(self, rows: Sequence[DraftGraphRow], *, drafting: bool) -> DraftGraph:
+        """The smallest graph for these rows, for drafts or an extension alone."""
         most = max(len(row.inputs.tokens) for row in rows)
         longest = max(row.inputs.past + len(row.inputs.tokens) for row in rows)
         extends = most == 1 and not drafting
-        length = next(n for n in lengths() if n >= longest + self._limits.drafts + moves)
+        length = next(n for n in lengths() if n >= longest + self._limits.drafts)
         requests = next(size for size in self._batches if size >= len(rows))
         if extends:
             return self._graph(DraftGraphSize(requests, 1, 0, False, length))

@@ -61,16 +61,21 @@ class DraftLength:
         self._of: WeakKeyDictionary[Request, _Estimate] = WeakKeyDictionary()
 
     def of(self, request: Request) -> int:
-        """How many drafts the request should have now."""
-        if self._fixed:
-            return self.longest
+        """How many drafts the request should have now: what pays, or one for a trial."""
+        length = self.paying(request)
+        if length == 0 and request.length - self._estimate(request).tried_at >= TRIAL_TOKENS:
+            return 1
+        return length
+
+    def paying(self, request: Request) -> int:
+        """How many drafts pay."""
+        return self.longest if self._fixed else self._best(self._estimate(request).chance)
+
+    def _estimate(self, request: Request) -> _Estimate:
         known = self._of.get(request)
         if known is None:
             known = self._of[request] = _Estimate(self._all.chance, request.length)
-        length = self._best(known.chance)
-        if length == 0 and request.length - known.tried_at >= TRIAL_TOKENS:
-            return 1
-        return length
+        return known
 
     def verified(self, request: Request, drafts: int, accepted: int) -> None:
         self._all.verified(drafts, accepted)

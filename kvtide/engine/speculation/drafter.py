@@ -47,12 +47,17 @@ class Drafter(Protocol):
     captures  the layers of the target whose inputs it takes, as of `CapturedStates`
     writes    the sidecar pools that `extend` writes
     model     the draft model, where there is one on this rank
+
+    can_draft_behind  `draft_behind` may give something
     """
 
     cost: float
     captures: tuple[int, ...]
     writes: tuple[str, ...]
     model: DraftModel | None
+
+    @property
+    def can_draft_behind(self) -> bool: ...
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
         """Steps run as CUDA graphs: so may passes of the draft."""
@@ -96,6 +101,7 @@ class TokenDrafter:
     writes: tuple[str, ...] = ()
     model: DraftModel | None = None
     unread: UnreadDrafts | None = None
+    can_draft_behind: bool = False
 
     def use_graphs(self, capture: GraphCapture, limits: DraftLimits) -> None:
         """There are no passes."""

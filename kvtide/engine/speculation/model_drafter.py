@@ -219,6 +219,10 @@ class ModelDrafter:
         drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(rows)})
         return _Launched(drafts, self._staging.read_back([tokens]))
 
+    @property
+    def can_draft_behind(self) -> bool:
+        return self._graphs is not None
+
     def draft_behind(
         self,
         chunks: Sequence[ScheduledChunk],
@@ -245,7 +249,7 @@ class ModelDrafter:
             columns = self._columns(request, behind=True) if limit else None
             rows.append(DraftGraphRow(self._graph_row(row), row.source, limit, columns))
             drafting.append(request)
-        graph = graphs.fitting(rows, drafting=True, moves=graphs.max_rows)
+        graph = graphs.fitting(rows, drafting=True)
         _, accepted = sampled.of(drafting, self._staging)
         tokens = graph.launch_behind(rows, output.captured, sampled.tokens, accepted)
         drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(drafting)})

@@ -97,10 +97,11 @@ class Speculation:
     ) -> Sequence[SampledToken]:
         """The sampled tokens up to the first that was not drafted.
 
-        `sampled` has the token after the chunk's last one, and one after every draft.
+        `sampled` has the token after the chunk's last one, and one after every draft, or after the
+        first ones.
         """
-        count = 0
-        while count < len(chunk.drafts) and sampled[count].token == chunk.drafts[count]:
+        count, most = 0, min(len(chunk.drafts), len(sampled) - 1)
+        while count < most and sampled[count].token == chunk.drafts[count]:
             count += 1
         return sampled[: count + 1]
 
@@ -147,6 +148,10 @@ class Speculation:
         self._drafter.extend(chunks, output, self._wishes)
 
     @property
+    def can_draft_behind(self) -> bool:
+        return self._drafter.can_draft_behind
+
+    @property
     def drafts_behind(self) -> bool:
         """Drafts are on their way behind tokens that the host has yet to read."""
         return self._behind
@@ -180,12 +185,18 @@ class Speculation:
 
     def undo_behind(self, request: Request) -> None:
         """The device has another token than was sampled: its drafts are void."""
+        if not self._behind:
+            return
         self._wishes = [wish for wish in self._wishes if wish.request is not request]
         self._drafter.undo_behind(request)
 
     def wanted(self, request: Request) -> int:
         """Drafts that a request should have."""
         return self._draft_length.of(request) if request.params.speculate else 0
+
+    def wanted_behind(self, request: Request) -> int:
+        """The same before the outcome of its present drafts is known: a trial is not repeated."""
+        return self._draft_length.paying(request) if request.params.speculate else 0
 
     def _unread(self, chunks: Sequence[ScheduledChunk], tokens: Tensor) -> UnreadTokens:
         """Accepts on the device, as `accepted` does on the host."""
@@ -216,11 +227,12 @@ class Speculation:
         """The chunks with drafts in the place of unread ones."""
         if not self._wishes:
             return list(chunks)
-        drafts = self.propose()
-        return [
-            chunk._replace(drafts=drafts.get(chunk.request, ())[: len(chunk.drafts)])
-            for chunk in chunks
-        ]
+        drafts, read = self.propose(), list[ScheduledChunk]()
+        for chunk in chunks:
+            found = drafts.get(chunk.request, ())[: len(chunk.drafts)]
+            assert len(found) == len(chunk.drafts), "a launched row has the drafts it ran on"
+            read.append(chunk._replace(drafts=found))
+        return read
 
     def propose(self) -> dict[Request, tuple[int, ...]]:
         """Give the requests their drafts, unless they were retracted meanwhile."""

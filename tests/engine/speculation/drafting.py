@@ -82,6 +82,10 @@ class ConsistentDrafter:
         self.behind += drafts is not None
         return drafts
 
+    @property
+    def can_draft_behind(self) -> bool:
+        return self._inner.can_draft_behind
+
     def undo_behind(self, request: Request) -> None:
         self._inner.undo_behind(request)
 
