@@ -163,6 +163,7 @@ def test_speculate_compares_tokens_a_second(
     assert [(gain["case"], gain["at_once"]) for gain in found] == [
         ("quotes", 1),
         ("chat", 1),
+        ("questions", 1),
         ("never", 64),
     ]
     for gain in found:
@@ -170,7 +171,7 @@ def test_speculate_compares_tokens_a_second(
         assert gain["on_tokens_s"] / gain["off_tokens_s"] == pytest.approx(gain["ratio"])
         assert 1 <= gain["accept_length"] <= 4
     assert found[0]["accepted"] + found[0]["rejected"] > 0
-    assert found[2]["accepted"] == 0, "and few are drafted: the first round was a lesson"
+    assert found[3]["accepted"] == 0, "and few are drafted: the first round was a lesson"
 
 
 def test_speculate_prints_a_table(
@@ -190,7 +191,7 @@ def test_speculate_prints_a_table(
     [
         (["--draft-tokens", "17"], "--draft-tokens takes 1 to 16"),
         (["--rounds", "0"], "--answer-tokens and --rounds must be at least 1"),
-        (["--only", "qoutes"], "qoutes is not known; use quotes, chat, never"),
+        (["--only", "qoutes"], "qoutes is not known; use quotes, chat, questions, never"),
         (["--only", "chat"], "chat and questions are drafted by a draft; name its folder: --draft"),
         (["--only", "rounds,quotes"], "rounds needs a GPU; use --device cuda"),
         (["--draft", "/nowhere"], "/nowhere: no such file or folder"),
