@@ -62,6 +62,6 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
         kinds.append({kind for kind, count in engine.steps_by_kind.items() if count})
         cache.close()
     assert said[0] == said[1] and [len(one) for one in said[0]] == [ANSWER] * 2
-    assert kinds[0] == {"eager"} and {"verify_graph", "decode_graph"} <= kinds[1]
+    assert kinds[0] == {"eager"} and "verify_graph" in kinds[1]
     assert drafter.compared >= 4 and drafter.behind >= 2
     assert engine.accept_lengths is not None and engine.accept_lengths.accepted >= 4
