@@ -4,9 +4,10 @@ If a draft is accepted with probability p after an accepted one, k drafts add p 
 to a step. They cost k passes of the drafter and the rows of the verify step. The estimate of p is a
 moving average over the request's verified drafts; it begins with that of all requests.
 
-What rows cost is measured, and held constant, so that equal requests get equal drafts on all ranks
-and in all runs (`kvtide bench speculate`). A GPU reads the same weights for a few rows more. A CPU
-does so up to three rows; from four on its GEMM takes another routine, at almost twice the time.
+What rows cost is a constant, so that equal requests get equal drafts on all ranks and in all runs.
+A GPU reads the same weights for a few rows more. So does a CPU up to three rows; from four on its
+fp32 GEMM takes another routine, which is much slower. The constants are set for such machines, not
+measured where the engine runs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ HOPE = 0.8
 """The estimate of p before any draft was verified."""
 GPU_ROW = 0.05
 """What a draft's row costs on a GPU, in decode steps, whatever the batch."""
-CPU_ROW, CPU_FEW_ROWS, CPU_JUMP = 0.05, 3, 0.55
-"""What a row costs on a CPU, in decode steps of one request, and what the first one costs besides
-that is beyond the few."""
+CPU_ROW = 0.05
+"""What a row more costs on a CPU, in decode steps of one request."""
+CPU_FEW_ROWS, CPU_JUMP = 3, 0.55
+"""More rows than these few cost so much more, once, in the same unit."""
 
 
 def verify_cost(device: str, batch: int, drafts: int) -> float:
