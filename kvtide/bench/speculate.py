@@ -66,15 +66,15 @@ CHAT = (
     "Which alternatives to learning to juggle are there for rainy afternoons?",
     "Convince a sceptic that puppet theatre is fun.",
 )
-"""Every eighth of the chat prompts that the shipped draft is measured on: its training has prompts
-of this kind on other subjects (examples/draft_prompts)."""
+"""Every eighth of the held-out chat prompts that the shipped draft is measured on
+(examples/draft_prompts)."""
 QUESTIONS = (
     "What causes the tides?",
     "Give me three tips for sleeping better.",
     "Explain to a child why the sky is blue.",
     "Write a short story about a lighthouse keeper.",
 )
-"""Prompts of no kind that the draft was trained on."""
+"""Questions that are neither trained on nor held out."""
 PROSE = tuple(f"Write a paragraph about the number {number}." for number in range(NEVER_BATCH))
 
 
