@@ -172,8 +172,7 @@ def _block_mean(  # type: ignore[no-untyped-def]
 def _compress(  # type: ignore[no-untyped-def]
     projected, stride_token, ape, weight, rotations, eps, rows, owners, slots, stride_slots, states,
     stride_states, own_m, own_l, own_acc, stride_own, next_m, next_l, next_acc, stride_next, field,
-    rope, scale, pad, field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
-    pad_slot, pad_entry,
+    rope, scale, pad, field_strides, rope_strides, scale_strides, pad_strides,
     PAGE: tl.constexpr, RATIO: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, OVERLAPS: tl.constexpr, ROUNDED: tl.constexpr,
     WRITES_ENTRIES: tl.constexpr, WRITES_STATE: tl.constexpr, KIND: tl.constexpr,
@@ -210,8 +209,8 @@ def _compress(  # type: ignore[no-untyped-def]
                 ROUNDED)
             store_entry(
                 tl.reshape(vector, [GROUPS, GROUP]), slot, position % PAGE // RATIO, field, rope,
-                scale, pad, field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
-                pad_slot, pad_entry, KIND, NOPE, ROPE, PAD, GROUP, GROUPS)
+                scale, pad, field_strides, rope_strides, scale_strides, pad_strides, KIND, NOPE,
+                ROPE, PAD, GROUP, GROUPS)
     if WRITES_STATE:
         if OVERLAPS:
             m_next, l_next, acc_next = _load_mean(

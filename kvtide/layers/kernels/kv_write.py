@@ -87,7 +87,7 @@ class _VectorArguments:
     """Arguments of `_write_vector`: a value (tokens, heads, dim) and its field."""
 
     tensors: tuple[Tensor, ...]
-    strides: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
     shape: tuple[int, int]
     kind: tuple[int, bool, bool]
 
@@ -101,7 +101,7 @@ class _VectorArguments:
         raw, form = bits(field), _conversion(value, field)
         scales = raw if scale is None else scale
         tensors = (bits(value), raw, scales)
-        strides = (*value.stride()[:2], *raw.stride()[:2], *scales.stride()[:2])
+        strides = (value.stride()[:2], raw.stride()[:2], scales.stride()[:2])
         kind = (form, scale is not None, back is not None)
         back = raw if back is None else bits(back)
         return cls((*tensors, back), strides, (value.shape[1], value.shape[2]), kind)
@@ -154,7 +154,7 @@ def _launch_joined(
     )
 
 
-def joined_fields(view: Mapping[str, Tensor]) -> tuple[Tensor | int, ...]:
+def joined_fields(view: Mapping[str, Tensor]) -> tuple[Tensor | tuple[int, ...], ...]:
     """Arguments of `store_joined`: a view's fields and their strides."""
     return _fields(view["nope"], view["rope"], view["scale"], view.get("pad", view["scale"]))
 
@@ -174,7 +174,7 @@ def joined_shape(place: Place) -> dict[str, int]:
 # -- one vector per entry, for kernels that compute it -------------------------------------------
 
 
-def entry_fields(place: Place, view: Mapping[str, Tensor]) -> tuple[Tensor | int, ...]:
+def entry_fields(place: Place, view: Mapping[str, Tensor]) -> tuple[Tensor | tuple[int, ...], ...]:
     """Arguments of `store_entry`: fields and strides of a pool with one vector per entry."""
     if place.pool.entry.encoding is Encoding.JOINED:
         return joined_fields(view)
@@ -201,9 +201,9 @@ def entry_shape(place: Place, view: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-def _fields(*fields: Tensor) -> tuple[Tensor | int, ...]:
+def _fields(*fields: Tensor) -> tuple[Tensor | tuple[int, ...], ...]:
     raw = [bits(field) for field in fields]
-    return (*raw, *(stride for field in raw for stride in field.stride()[:2]))
+    return (*raw, *(field.stride()[:2] for field in raw))
 
 
 # fmt: off
@@ -317,19 +317,19 @@ def store_scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_vector(  # type: ignore[no-untyped-def]
-    values, field, scales, back, token, slot, entry_index, stride_value_token, stride_value_head,
-    field_slot, field_entry, scale_slot, scale_entry,
+    values, field, scales, back, token, slot, entry_index, values_strides, field_strides,
+    scales_strides,
     CONVERSION: tl.constexpr, SCALED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):
     offs = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     in_width, valid = offs < WIDTH, slot >= 0
-    source = token.to(tl.int64) * stride_value_token
-    source = source + (offs // DIM) * stride_value_head + offs % DIM
+    source = token.to(tl.int64) * values_strides[0]
+    source = source + (offs // DIM) * values_strides[1] + offs % DIM
     value = tl.load(values + source, mask=in_width, other=0)
-    offsets = slot * field_slot + entry_index * field_entry + offs
+    offsets = slot * field_strides[0] + entry_index * field_strides[1] + offs
     if SCALED:
-        scales += slot * scale_slot + entry_index * scale_entry
+        scales += slot * scales_strides[0] + entry_index * scales_strides[1]
         stored = store_scaled(widened(value), field, offsets, valid & in_width, scales, valid,
                             WIDTH, GROUPS, GROUP)
     else:
@@ -340,9 +340,9 @@ def _write_vector(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "owners", "slots", "stride_slots_row")  # type: ignore[untyped-decorator]
 def _write_vectors(  # type: ignore[no-untyped-def]
-    rows, owners, slots, stride_slots_row, values, field, scales, back, value_token, value_head,
-    field_slot, field_entry, scale_slot, scale_entry, values2, field2, scales2, back2, value_token2,
-    value_head2, field_slot2, field_entry2, scale_slot2, scale_entry2,
+    rows, owners, slots, stride_slots_row, values, field, scales, back, values_strides,
+    field_strides, scales_strides, values2, field2, scales2, back2, values2_strides, field2_strides,
+    scales2_strides,
     PAGE_TOKENS: tl.constexpr, GROUP: tl.constexpr, CONVERSION: tl.constexpr, SCALED: tl.constexpr,
     BACK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     CONVERSION2: tl.constexpr, SCALED2: tl.constexpr, BACK2: tl.constexpr, DIM2: tl.constexpr,
@@ -352,11 +352,11 @@ def _write_vectors(  # type: ignore[no-untyped-def]
     slot, entry_index = locate(rows, owners, slots, stride_slots_row, token, PAGE_TOKENS)
     if tl.program_id(1) == 0:
         _write_vector(values, field, scales, back, token, slot, entry_index,
-                value_token, value_head, field_slot, field_entry, scale_slot, scale_entry,
+                values_strides, field_strides, scales_strides,
                 CONVERSION, SCALED, BACK, DIM, WIDTH, GROUPS, GROUP)
     else:
         _write_vector(values2, field2, scales2, back2, token, slot, entry_index,
-                value_token2, value_head2, field_slot2, field_entry2, scale_slot2, scale_entry2,
+                values2_strides, field2_strides, scales2_strides,
                 CONVERSION2, SCALED2, BACK2, DIM2, WIDTH2, GROUPS2, GROUP)
 
 
@@ -365,8 +365,8 @@ def _write_vectors(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_joined(  # type: ignore[no-untyped-def]
-    vector, slot, entry_index, nope, rope, scale, pad, nope_slot, nope_entry, rope_slot, rope_entry,
-    scale_slot, scale_entry, pad_slot, pad_entry,
+    vector, slot, entry_index, nope, rope, scale, pad, nope_strides, rope_strides, scale_strides,
+    pad_strides,
     NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -378,14 +378,14 @@ def store_joined(  # type: ignore[no-untyped-def]
     exponent = (raw >> 23) - 135 + ((raw & 0x7FFFFF) > 0x600000).to(tl.int32)
     code = e4m3(nope_value * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None])
     upper = bf16(vector)
-    nope += slot * nope_slot + entry_index * nope_entry
+    nope += slot * nope_strides[0] + entry_index * nope_strides[1]
     tl.store(nope + offs, code, mask=valid & (offs < NOPE))
-    rope += slot * rope_slot + entry_index * rope_entry
+    rope += slot * rope_strides[0] + entry_index * rope_strides[1]
     tl.store(rope + offs - NOPE, upper, mask=valid & (offs >= NOPE) & (offs < NOPE + ROPE))
-    scale += slot * scale_slot + entry_index * scale_entry
+    scale += slot * scale_strides[0] + entry_index * scale_strides[1]
     tl.store(scale + group, (exponent + 127).to(tl.uint8), mask=valid & (group * GROUP < NOPE))
     if PAD > 0:
-        pad += slot * pad_slot + entry_index * pad_entry
+        pad += slot * pad_strides[0] + entry_index * pad_strides[1]
         tl.store(pad + column, tl.zeros([GROUP], tl.uint8), mask=valid & (column < PAD))
     power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(offs < NOPE, from_e4m3(code) * power[:, None], from_bf16(upper))
@@ -394,7 +394,7 @@ def store_joined(  # type: ignore[no-untyped-def]
 @kernel("rows", "owners", "slots", "stride_slots_row")  # type: ignore[untyped-decorator]
 def _write_joined(  # type: ignore[no-untyped-def]
     rows, owners, slots, stride_slots_row, values, stride_value_token, back, nope, rope, scale, pad,
-    nope_slot, nope_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
+    nope_strides, rope_strides, scale_strides, pad_strides,
     PAGE_TOKENS: tl.constexpr, BACK: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
     PAD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
@@ -405,30 +405,28 @@ def _write_joined(  # type: ignore[no-untyped-def]
     vector = tl.load(
         values + token.to(tl.int64) * stride_value_token + offs, mask=in_width, other=0)
     stored = store_joined(
-        widened(vector), slot, entry_index, nope, rope, scale, pad, nope_slot, nope_entry,
-        rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry, NOPE, ROPE, PAD, GROUP,
-        GROUPS)
+        widened(vector), slot, entry_index, nope, rope, scale, pad, nope_strides,
+        rope_strides, scale_strides, pad_strides, NOPE, ROPE, PAD, GROUP, GROUPS)
     if BACK:
         tl.store(back + token.to(tl.int64) * (NOPE + ROPE) + offs, stored, mask=in_width)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_entry(  # type: ignore[no-untyped-def]
-    vector, slot, entry_index, field, rope, scale, pad, field_slot, field_entry, rope_slot,
-    rope_entry, scale_slot, scale_entry, pad_slot, pad_entry,
+    vector, slot, entry_index, field, rope, scale, pad, field_strides, rope_strides, scale_strides,
+    pad_strides,
     KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):
     """Stores a vector (groups, GROUP) in fp32 as an entry, and returns it as stored."""
     offs = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    offsets, valid = slot * field_slot + entry_index * field_entry + offs, slot >= 0
+    offsets, valid = slot * field_strides[0] + entry_index * field_strides[1] + offs, slot >= 0
     if KIND == 5:
         return store_joined(
-            vector, slot, entry_index, field, rope, scale, pad, field_slot, field_entry, rope_slot,
-            rope_entry, scale_slot, scale_entry, pad_slot, pad_entry, NOPE, ROPE, PAD, GROUP,
-            GROUPS)
+            vector, slot, entry_index, field, rope, scale, pad, field_strides, rope_strides,
+            scale_strides, pad_strides, NOPE, ROPE, PAD, GROUP, GROUPS)
     elif KIND == 4:
-        scale += slot * scale_slot + entry_index * scale_entry
+        scale += slot * scale_strides[0] + entry_index * scale_strides[1]
         return store_scaled(vector, field, offsets, valid & (offs < NOPE), scale, valid,
                             NOPE, GROUPS, GROUP)
     else:

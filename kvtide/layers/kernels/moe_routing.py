@@ -65,7 +65,7 @@ def route(
     )
     _route[(tokens,)](
         *(logits, logits if bias is None else bias, table, rows, selected, weights),
-        *(logits.stride(0), logits.stride(1), rule.scale),
+        *(logits.stride(), rule.scale),
         EXPERTS=experts,
         TOP_K=count,
         SHARED_EXPERTS=beside,
@@ -184,7 +184,7 @@ def _top_k(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
-    logits, bias, table, tokens, selected, expert_weights, token_stride, expert_stride, scale,
+    logits, bias, table, tokens, selected, expert_weights, logits_strides, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED_EXPERTS: tl.constexpr,
     FIXED: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_DEPTH: tl.constexpr,
@@ -194,7 +194,7 @@ def _route(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     expert, lane = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_K)
     inside = expert < EXPERTS
-    logit_ptrs = logits + token * token_stride + expert * expert_stride
+    logit_ptrs = logits + token * logits_strides[0] + expert * logits_strides[1]
     x = tl.load(logit_ptrs, mask=inside, other=float("-inf")).to(tl.float32)
     scores = _scores(x, inside, SCORE)
     if FIXED:

@@ -55,7 +55,7 @@ def _launch_norm(
     block_rows = max(1, TILE // block_width)
     _norm_rows[(min(divided_up(rows, block_rows), CTAS_PER_SM * sm_count(x.device)),)](
         *(x_heads, y_heads, weight, weight if bias is None else bias, total, result),
-        *(rows, x_heads.shape[1], *x_heads.stride()[:2], *y_heads.stride()[:2], eps),
+        *(rows, x_heads.shape[1], x_heads.stride()[:2], y_heads.stride()[:2], eps),
         RESIDUAL=y is not None,
         CENTERED=bias is not None,
         WIDTH=width,
@@ -84,7 +84,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, limit: float | None 
     block = TILE if rows > _SMALL_BATCH else TILE // 2
     blocks = divided_up(width, block)
     _activate_and_multiply[(rows * blocks,)](
-        *(gate, up, result, width, blocks, *gate.stride(), *up.stride(), limit or 0.0),
+        *(gate, up, result, width, blocks, gate.stride(), up.stride(), limit or 0.0),
         KIND=activation.__name__,
         CLAMPED=limit is not None,
         BLOCK=block,
@@ -96,8 +96,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, limit: float | None 
 # fmt: off
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _norm_rows(  # type: ignore[no-untyped-def]
-    x, y, weight, bias, total, result, rows, heads, stride_x_token, stride_x_head, stride_y_token,
-    stride_y_head, eps,
+    x, y, weight, bias, total, result, rows, heads, x_strides, y_strides, eps,
     RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
@@ -113,11 +112,11 @@ def _norm_rows(  # type: ignore[no-untyped-def]
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < rows)[:, None] & in_width[None, :]
         token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
-        offsets = (token * stride_x_token + head * stride_x_head)[:, None] + column[None, :]
+        offsets = (token * x_strides[0] + head * x_strides[1])[:, None] + column[None, :]
         out_offsets = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
         if RESIDUAL:
-            offsets = (token * stride_y_token + head * stride_y_head)[:, None] + column[None, :]
+            offsets = (token * y_strides[0] + head * y_strides[1])[:, None] + column[None, :]
             value += tl.load(y + offsets, mask=mask, other=0.0).to(tl.float32)
             rounded = value.to(total.dtype.element_ty)
             tl.store(total + out_offsets, rounded, mask=mask)
@@ -133,16 +132,15 @@ def _norm_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _activate_and_multiply(  # type: ignore[no-untyped-def]
-    gate_ptr, up_ptr, out, width, blocks, stride_gate_row, stride_gate_column, stride_up_row,
-    stride_up_column, limit,
+    gate_ptr, up_ptr, out, width, blocks, gate_strides, up_strides, limit,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    gate = gate_ptr + row * stride_gate_row + column * stride_gate_column
+    gate = gate_ptr + row * gate_strides[0] + column * gate_strides[1]
     gate = tl.load(gate, mask=mask, other=0.0)
-    up = tl.load(up_ptr + row * stride_up_row + column * stride_up_column, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row * up_strides[0] + column * up_strides[1], mask=mask, other=0.0)
     gate_value, up_value = gate.to(tl.float32), up.to(tl.float32)
     if CLAMPED:
         gate_value = tl.minimum(gate_value, limit)

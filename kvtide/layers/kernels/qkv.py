@@ -48,9 +48,10 @@ def qkv_write(
         by_head if cos_sin is None else cos_sin,
         *(by_head if norm is None else norm.weight for norm in norms),
         *(run.batch.rows, run.batch.owners, table),
-        *(count, by_head.stride(0), by_head.stride(1), table.stride(0)),
-        *view["k"].stride()[:3],
-        *view["v"].stride()[:3],
+        *(count, table.stride(0)),
+        by_head.stride()[:2],
+        view["k"].stride()[:3],
+        view["v"].stride()[:3],
         *(0.0 if norm is None else norm.eps for norm in norms),
         how.key_gain,
         PAGE_TOKENS=run.step.page_tokens,
@@ -143,9 +144,8 @@ def _to_pool_dtype(y, like, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def
 )
 def _prepare_qkv(  # type: ignore[no-untyped-def]
     by_head, queries, k_new, v_new, k_cache, v_cache, rotations, query_weight, key_weight, rows,
-    owners, block_tables, count, stride_token, stride_head, stride_table, stride_k_slot,
-    stride_k_entry, stride_k_head, stride_v_slot, stride_v_entry, stride_v_head, query_eps, key_eps,
-    key_gain,
+    owners, block_tables, count, stride_table, by_head_strides, k_cache_strides, v_cache_strides,
+    query_eps, key_eps, key_gain,
     PAGE_TOKENS: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr, GAIN: tl.constexpr,
     LIMIT: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEADS_PER_CTA: tl.constexpr, BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -162,10 +162,11 @@ def _prepare_qkv(  # type: ignore[no-untyped-def]
     page = block_tables + owner.to(tl.int64) * stride_table + position // PAGE_TOKENS
     slot = tl.load(page, mask=valid, other=-1).to(tl.int64)
     cache_mask = (slot >= 0)[:, None] & mask
-    k_cache += (slot * stride_k_slot + position % PAGE_TOKENS * stride_k_entry)[:, None] + offs_d
-    v_cache += (slot * stride_v_slot + position % PAGE_TOKENS * stride_v_entry)[:, None] + offs_d
+    entry = position % PAGE_TOKENS
+    k_cache += (slot * k_cache_strides[0] + entry * k_cache_strides[1])[:, None] + offs_d
+    v_cache += (slot * v_cache_strides[0] + entry * v_cache_strides[1])[:, None] + offs_d
     for head in range(first_head, tl.minimum(first_head + HEADS_PER_CTA, HEADS + 2 * KV_HEADS)):
-        source = by_head + token[:, None] * stride_token + head * stride_head + offs_d
+        source = by_head + token[:, None] * by_head_strides[0] + head * by_head_strides[1] + offs_d
         kv_head = (head - HEADS) % KV_HEADS
         new_offsets = (token[:, None] * KV_HEADS + kv_head) * HEAD_DIM + offs_d
         if head < HEADS:
@@ -180,9 +181,9 @@ def _prepare_qkv(  # type: ignore[no-untyped-def]
                 BLOCK_T, HEAD_DIM, BLOCK_D)
             key = _to_pool_dtype(y, k_new, LIMIT)
             tl.store(k_new + new_offsets, key, mask=mask)
-            tl.store(k_cache + kv_head * stride_k_head, key, mask=cache_mask)
+            tl.store(k_cache + kv_head * k_cache_strides[2], key, mask=cache_mask)
         else:
             value = _to_pool_dtype(tl.load(source, mask=mask, other=0.0), v_new, LIMIT)
             tl.store(v_new + new_offsets, value, mask=mask)
-            tl.store(v_cache + kv_head * stride_v_head, value, mask=cache_mask)
+            tl.store(v_cache + kv_head * v_cache_strides[2], value, mask=cache_mask)
 # fmt: on

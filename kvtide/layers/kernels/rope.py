@@ -50,7 +50,7 @@ def rope(x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = F
     columns = power_of_two(dim - first)
     rows = max(1, TILE_ELEMENTS // columns)
     _rotate_heads[(divided_up(tokens * heads, rows),)](
-        *(bits(x), cos_sin, x.stride(0), x.stride(1), tokens * heads, eps or 0.0),
+        *(bits(x), cos_sin, x.stride()[:2], tokens * heads, eps or 0.0),
         HEADS=heads,
         FIRST=first,
         DIM=dim,
@@ -143,7 +143,7 @@ def narrowed(x, like):  # type: ignore[no-untyped-def]
 
 @kernel("count")  # type: ignore[untyped-decorator]
 def _rotate_heads(  # type: ignore[no-untyped-def]
-    x, rotations, token_stride, head_stride, count, eps,
+    x, rotations, x_strides, count, eps,
     HEADS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr, INVERSE: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -151,7 +151,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, valid = FIRST + tl.arange(0, COLUMNS), row < count
     token, mask = (row // HEADS).to(tl.int64), valid[:, None] & (column < DIM)[None, :]
-    offsets = (token * token_stride + (row % HEADS) * head_stride)[:, None] + column[None, :]
+    offsets = (token * x_strides[0] + (row % HEADS) * x_strides[1])[:, None] + column[None, :]
     value = widened(tl.load(x + offsets, mask=mask, other=0))
     if NORM:
         scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)
@@ -172,8 +172,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 @kernel("rows", "owners", "slots", "stride_slots_row")  # type: ignore[untyped-decorator]
 def _norm_rotate_write(  # type: ignore[no-untyped-def]
     x, stride_x_token, weight, rotations, out, eps, rows, owners, slots, stride_slots_row, field,
-    rope, scale, pad, field_slot, field_entry, rope_slot, rope_entry, scale_slot, scale_entry,
-    pad_slot, pad_entry,
+    rope, scale, pad, field_strides, rope_strides, scale_strides, pad_strides,
     PAGE_TOKENS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, ROUNDED: tl.constexpr,
     KIND: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
@@ -185,9 +184,9 @@ def _norm_rotate_write(  # type: ignore[no-untyped-def]
     value = norm_and_rotate(
         value, weight, rotations, token64, eps, DIM, PAIRS, GROUPS * GROUP, ROUNDED)
     stored = store_entry(
-        tl.reshape(value, [GROUPS, GROUP]), slot, entry_index, field, rope, scale, pad, field_slot,
-        field_entry, rope_slot, rope_entry, scale_slot, scale_entry, pad_slot, pad_entry, KIND,
-        NOPE, ROPE, PAD, GROUP, GROUPS)
+        tl.reshape(value, [GROUPS, GROUP]), slot, entry_index, field, rope, scale, pad,
+        field_strides, rope_strides, scale_strides, pad_strides, KIND, NOPE, ROPE, PAD, GROUP,
+        GROUPS)
     offs = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if KIND > 3:
         stored = narrowed(stored, out)

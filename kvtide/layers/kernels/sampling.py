@@ -38,7 +38,7 @@ def greedy(logits: Tensor, scales: Tensor | None = None) -> Tensor:
     result = torch.empty((rows, 3), dtype=torch.float64, device=logits.device)
     scale_input, scaled = (logits if scales is None else scales.float()), scales is not None
     _reduce_tile[(rows, tiles)](
-        *(logits, scale_input, partial, columns, tiles, *logits.stride()),
+        *(logits, scale_input, partial, columns, tiles, logits.stride()),
         SCALED=scaled,
         BLOCK=TILE_COLUMNS,
     )
@@ -68,7 +68,7 @@ def sample_rows(logits: Tensor, columns: Tensor, ids: Tensor | None = None) -> T
     result = torch.empty(rows, dtype=torch.int64, device=logits.device)
     id_input, given = (logits if ids is None else ids), ids is not None
     _sample_tile[(rows, tiles)](
-        *(logits, columns, id_input, partial, rows, width, tiles, *logits.stride()),
+        *(logits, columns, id_input, partial, rows, width, tiles, logits.stride()),
         IDS=given,
         BLOCK=NOISE_COLUMNS,
     )
@@ -99,13 +99,13 @@ def sample_candidates(values: Tensor, tokens: Tensor, facts: Tensor, columns: Te
 # fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_tile(  # type: ignore[no-untyped-def]
-    logits, scales, partial, columns, tiles, stride_row, stride_column,
+    logits, scales, partial, columns, tiles, logits_strides,
     SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Maximum, sum of exponentials and argmax of one tile of a row."""
     row, tile = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK + tl.arange(0, BLOCK)
-    offsets = row.to(tl.int64) * stride_row + column * stride_column
+    offsets = row.to(tl.int64) * logits_strides[0] + column * logits_strides[1]
     x = tl.load(logits + offsets, mask=column < columns, other=float("-inf")).to(tl.float32)
     maximum = tl.max(x, 0)
     token = tl.min(tl.where(x == maximum, column, columns - 1), 0)
@@ -155,7 +155,7 @@ def _gumbel_noise(word, tokens):  # type: ignore[no-untyped-def]
 
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _sample_tile(  # type: ignore[no-untyped-def]
-    logits, settings, ids, partial, rows, width, tiles, stride_row, stride_column,
+    logits, settings, ids, partial, rows, width, tiles, logits_strides,
     IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Maximum and argmax of scaled logits plus noise in one tile of a row."""
@@ -164,7 +164,7 @@ def _sample_tile(  # type: ignore[no-untyped-def]
     mask, settings = column < width, settings + row
     scale, word = tl.load(settings), tl.load(settings + 4 * rows)
     cold = tl.load(settings + 5 * rows) > 0
-    offsets = row.to(tl.int64) * stride_row + column * stride_column
+    offsets = row.to(tl.int64) * logits_strides[0] + column * logits_strides[1]
     x = tl.load(logits + offsets, mask=mask, other=float("-inf")).to(tl.float64)
     token = tl.load(ids + column, mask=mask, other=0) if IDS else column
     x = tl.where(cold, x, x * scale + _gumbel_noise(word, token))

@@ -90,7 +90,7 @@ def gated_delta(run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaG
     }
     if batch.bounds.longest == 1:
         _delta_token[grid](
-            *(*state_args, *states.stride()[:3], convolved, convolved.stride(0)),
+            *(*state_args, states.stride()[:3], convolved, convolved.stride(0)),
             *_gate_arguments(gates),
             **constants,
             BLOCK_V=block_v,
@@ -100,7 +100,7 @@ def gated_delta(run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaG
     exact = convolved.dtype is torch.float32
     prepared = _launch_prepare(chunks, convolved, gates, constants | {"EXACT": exact})
     _delta_chunks[grid](
-        *(*state_args, *states.stride()[:3], convolved, convolved.stride(0), len(convolved)),
+        *(*state_args, states.stride()[:3], convolved, convolved.stride(0), len(convolved)),
         *(
             chunks.first_blocks,
             prepared.inverse,
@@ -380,8 +380,8 @@ def _prepare_chunks_by_channel(  # type: ignore[no-untyped-def]
 
 @kernel("rows", "count")  # type: ignore[untyped-decorator]
 def _delta_chunks(  # type: ignore[no-untyped-def]
-    out, states, rows, read, write, stride_slot, stride_head, stride_key, convolved, stride_row,
-    count, firsts, inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
+    out, states, rows, read, write, states_strides, convolved, stride_row, count, firsts,
+    inverse_ptr, attn_ptr, decay_ptr, chunk_decay_ptr, gated_ptr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr,
@@ -393,8 +393,8 @@ def _delta_chunks(  # type: ignore[no-untyped-def]
     offs_k, offs_v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = (offs_k < KEY_DIM)[None, :], (offs_v < VALUE_DIM)[None, :]
     state_mask = (offs_k < KEY_DIM)[:, None] & v_mask
-    state_offsets = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
-    old_state = states + source * stride_slot + state_offsets
+    state_offsets = head * states_strides[1] + offs_k[:, None] * states_strides[2] + offs_v[None, :]
+    old_state = states + source * states_strides[0] + state_offsets
     state = tl.load(old_state, mask=state_mask & (source >= 0), other=0.0).to(tl.float32)
     chunk_head = (tl.load(firsts + sequence) * HEADS + head).to(tl.int64)
     v_base = convolved + 2 * (HEADS // GROUP) * KEY_DIM + head * VALUE_DIM + offs_v[None, :]
@@ -437,14 +437,14 @@ def _delta_chunks(  # type: ignore[no-untyped-def]
         state += tl.dot(tl.trans(k.to(DTYPE)), update.to(DTYPE), input_precision=PRECISION)
         chunk_head += HEADS
     tl.debug_barrier()
-    new_state = states + target * stride_slot + state_offsets
+    new_state = states + target * states_strides[0] + state_offsets
     tl.store(new_state, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 
 
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _delta_token(  # type: ignore[no-untyped-def]
-    out, states, rows, read, write, stride_slot, stride_head, stride_key, convolved, stride_row,
-    gates, stride_gate, gate_biases, decays, betas, stride_beta,
+    out, states, rows, read, write, states_strides, convolved, stride_row, gates,
+    stride_gate, gate_biases, decays, betas, stride_beta,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PER_HEAD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -455,9 +455,9 @@ def _delta_token(  # type: ignore[no-untyped-def]
     target = tl.load(write + sequence).to(tl.int64)
     offs_k, offs_v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     state_mask = (offs_k < KEY_DIM)[:, None] & (offs_v < VALUE_DIM)[None, :]
-    state_offsets = head * stride_head + offs_k[:, None] * stride_key + offs_v[None, :]
-    state = tl.load(
-        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
+    state_offsets = head * states_strides[1] + offs_k[:, None] * states_strides[2] + offs_v[None, :]
+    old_state = states + source * states_strides[0] + state_offsets
+    state = tl.load(old_state, mask=state_mask & (source >= 0), other=0.0)
     ptrs = convolved + token * stride_row + (head // GROUP) * KEY_DIM + offs_k
     q = tl.load(ptrs, mask=offs_k < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(ptrs + HEADS // GROUP * KEY_DIM, mask=offs_k < KEY_DIM, other=0.0).to(tl.float32)
@@ -479,7 +479,7 @@ def _delta_token(  # type: ignore[no-untyped-def]
     ptrs = out + (token * HEADS + head) * VALUE_DIM + offs_v
     tl.store(ptrs, o, mask=offs_v < VALUE_DIM)
     tl.debug_barrier()
-    state_offsets += target * stride_slot
+    state_offsets += target * states_strides[0]
     tl.store(
         states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 # fmt: on

@@ -54,7 +54,7 @@ def ssd_scan(
     launch = _scan_token if batch.bounds.longest == 1 else _scan_chunks
     launch[grid](
         *(convolved, dt, how.dt_bias, how.decay, how.skip, out, states, batch.rows, read, write),
-        *(convolved.stride(0), dt.stride(0), *states.stride()[:3], *how.dt_limits),
+        *(convolved.stride(0), dt.stride(0), states.stride()[:3], *how.dt_limits),
         HEADS=heads,
         HEADS_PER_GROUP=heads * state_dim // bc_dim,
         BC_DIM=bc_dim,
@@ -78,7 +78,7 @@ def ssd_scan(
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _scan_chunks(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, out, states, rows, read, write, stride_row, stride_dt,
-    stride_slot, stride_head, stride_channel, min_dt, max_dt,
+    states_strides, min_dt, max_dt,
     HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, BC_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
@@ -93,10 +93,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     d_mask, n_mask = (offs_d < HEAD_DIM)[None, :], (offs_n < STATE_DIM)[None, :]
     # The state is transposed, as the GEMMs need it.
     state_mask = (offs_n < STATE_DIM)[:, None] & d_mask
-    state_offsets = head * stride_head + offs_d[None, :] * stride_channel + offs_n[:, None]
-    state = tl.load(
-        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
-    state = state.to(tl.float32)
+    state_offsets = head * states_strides[1] + offs_d[None, :] * states_strides[2] + offs_n[:, None]
+    old_state = states + source * states_strides[0] + state_offsets
+    state = tl.load(old_state, mask=state_mask & (source >= 0), other=0.0).to(tl.float32)
     bc_offsets = HEADS * HEAD_DIM + (head // HEADS_PER_GROUP) * STATE_DIM + offs_n[None, :]
     EXACT: tl.constexpr = convolved.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "tf32x3" if EXACT else "tf32"
@@ -126,7 +125,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
         state *= tl.exp(total_decay)
         state += tl.dot(tl.trans(b.to(DTYPE)), update.to(DTYPE), input_precision=PRECISION)
     tl.debug_barrier()
-    state_offsets += target * stride_slot
+    state_offsets += target * states_strides[0]
     tl.store(
         states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 
@@ -134,7 +133,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _scan_token(  # type: ignore[no-untyped-def]
     convolved, dts, biases, decays, skips, out, states, rows, read, write, stride_row, stride_dt,
-    stride_slot, stride_head, stride_channel, min_dt, max_dt,
+    states_strides, min_dt, max_dt,
     HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, BC_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
@@ -145,9 +144,9 @@ def _scan_token(  # type: ignore[no-untyped-def]
     target = tl.load(write + sequence).to(tl.int64)
     offs_n, offs_d = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     state_mask = (offs_d < HEAD_DIM)[:, None] & (offs_n < STATE_DIM)[None, :]
-    state_offsets = head * stride_head + offs_d[:, None] * stride_channel + offs_n[None, :]
-    state = tl.load(
-        states + source * stride_slot + state_offsets, mask=state_mask & (source >= 0), other=0.0)
+    state_offsets = head * states_strides[1] + offs_d[:, None] * states_strides[2] + offs_n[None, :]
+    old_state = states + source * states_strides[0] + state_offsets
+    state = tl.load(old_state, mask=state_mask & (source >= 0), other=0.0)
     ptrs = convolved + token * stride_row
     x = tl.load(ptrs + head * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(tl.float32)
     ptrs += HEADS * HEAD_DIM + (head // HEADS_PER_GROUP) * STATE_DIM + offs_n
@@ -161,7 +160,7 @@ def _scan_token(  # type: ignore[no-untyped-def]
     ptrs = out + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + offs_d
     tl.store(ptrs, y, mask=offs_d < HEAD_DIM)
     tl.debug_barrier()
-    state_offsets += target * stride_slot
+    state_offsets += target * states_strides[0]
     tl.store(
         states + state_offsets, state.to(states.dtype.element_ty), mask=state_mask & (target >= 0))
 # fmt: on
