@@ -117,15 +117,6 @@ def gathered(tokens: int) -> Work:
     return lambda: hyper_connections.gather_streams(how, x, norm), moved, flops
 
 
-def passed(tokens: int) -> Work:
-    how, x, given = mixing(), some(tokens, STREAMS, HIDDEN), some(tokens, HIDDEN)
-    norm = Norm(some(HIDDEN), 1e-6)
-    weights = some(tokens, STREAMS + STREAMS**2, dtype=torch.float32)
-    moved = tokens * HIDDEN * 2 * (3 * STREAMS + 2) + how.project.nbytes
-    flops = 2 * tokens * how.project.numel()
-    return lambda: hyper_connections.pass_streams(given, x, weights, how, norm), moved, flops
-
-
 def spread(tokens: int) -> Work:
     x, given = some(tokens, STREAMS, HIDDEN), some(tokens, HIDDEN)
     weights = some(tokens, STREAMS + STREAMS**2, dtype=torch.float32)
@@ -148,7 +139,8 @@ ROWS: list[tuple[str, Callable[[], Work]]] = [
       for n in (8192, 64, 1)),
     *((f"inverse rope of outputs, {n} tokens", lambda n=n: turned(n, DIM, None))
       for n in (8192, 64, 1)),
-    *((f"hyper-connections gather, {n} tokens", lambda n=n: gathered(n)) for n in (8192, 64, 1)),
-    *((f"hyper-connections spread and gather, {n} tokens", lambda n=n: passed(n)) for n in (64, 1)),
-    *((f"hyper-connections spread, {n} tokens", lambda n=n: spread(n)) for n in (8192, 64, 1)),
+    *((f"hyper-connections gather, {n} tokens", lambda n=n: gathered(n))
+      for n in (8192, 256, 64, 1)),
+    *((f"hyper-connections spread, {n} tokens", lambda n=n: spread(n))
+      for n in (8192, 256, 64, 1)),
 ]  # fmt: skip

@@ -142,6 +142,7 @@ ROWS: list[tuple[str, Callable[[], Timed]]] = [
     ("MLA prefill, 4k, 16 heads", lambda: _latent(16, 0, 4 * K, 1)),
     ("C4 decode, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64)),
     ("C4 decode, 64 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 64)),
+    ("C4 verify, 64 x 4 at 64k, joined", lambda: _blocks(KVDType.FP8, 63 * K, 4, 64)),
     ("C4 decode, 1 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 1)),
     ("C4 decode, 1 x 128k, joined", lambda: _blocks(KVDType.FP8, 128 * K - 1, 1, 1)),
     ("C128 decode, 64 x 128k, bf16", lambda: _blocks(KVDType.BF16, 128 * K - 1, 1, 64, 128, None)),
@@ -151,6 +152,10 @@ ROWS: list[tuple[str, Callable[[], Timed]]] = [
     ("indexer decode, 64 x 32k entries", lambda: _indexer(128 * K - 1, 1, 64)),
     ("  scores", lambda: _indexer(128 * K - 1, 1, 64, part="scores")),
     ("  scores, fp8", lambda: _indexer(128 * K - 1, 1, 64, KVDType.FP8, "scores")),
+    (
+        "  scores, 64 x 4 at 64k, fp8",
+        lambda: _indexer(63 * K, 4, 64, KVDType.FP8, "scores"),
+    ),
     ("  top-k", lambda: _indexer(128 * K - 1, 1, 64, part="top-k")),
     ("  top-k, 1 x 32k", lambda: _indexer(128 * K - 1, 1, 1, part="top-k")),
     ("  torch.topk", lambda: _indexer(128 * K - 1, 1, 64, part="torch.topk")),

@@ -48,17 +48,6 @@ class HyperConnection:
         """The streams after the sublayer."""
         return self.ops.spread_streams(given, streams, weights)
 
-    def passed(
-        self,
-        given: Tensor,
-        streams: Tensor,
-        weights: Tensor,
-        following: HyperConnection,
-        norm: RMSNorm,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The streams after the sublayer, and what `following.normed` gives of them."""
-        return self.ops.pass_streams(given, streams, weights, following.mixing, norm.params)
-
 
 class HyperHead:
     """Joins the streams after the last layer."""

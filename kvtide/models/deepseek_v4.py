@@ -163,9 +163,8 @@ class DeepSeekV4Layer:
     def __call__(self, streams: Tensor, run: ForwardPass) -> Tensor:
         x, weights = self.around_attention.normed(streams, self.before_attention)
         given = self.attention(x, run)
-        streams, x, weights = self.around_attention.passed(
-            given, streams, weights, self.around_experts, self.before_experts
-        )
+        streams = self.around_attention.spread(given, streams, weights)
+        x, weights = self.around_experts.normed(streams, self.before_experts)
         given = self.experts(x, run.step.tokens)
         return self.around_experts.spread(given, streams, weights)
 

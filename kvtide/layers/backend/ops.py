@@ -268,11 +268,5 @@ class Ops(ABC):
         """The streams after a sublayer."""
 
     @abstractmethod
-    def pass_streams(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The streams after a sublayer, and what `gather_streams` gives for the next one."""
-
-    @abstractmethod
     def join_streams(self, mixing: StreamMixing, streams: Tensor) -> Tensor:
         """One stream of all of them."""

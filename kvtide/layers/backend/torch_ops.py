@@ -229,11 +229,5 @@ class TorchOps(Ops):
     def spread_streams(self, given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
         return hyper_connections.spread(given, streams, weights)
 
-    def pass_streams(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        streams = self.spread_streams(given, streams, weights)
-        return streams, *self.gather_streams(following, streams, norm)
-
     def join_streams(self, mixing: StreamMixing, streams: Tensor) -> Tensor:
         return hyper_connections.join(self.arithmetic, mixing, streams)

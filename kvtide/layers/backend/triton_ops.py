@@ -238,11 +238,6 @@ class TritonOps(WrittenByKernel):
     def spread_streams(self, given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
         return hyper_connections.spread_streams(given, streams, weights)
 
-    def pass_streams(
-        self, given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return hyper_connections.pass_streams(given, streams, weights, following, norm)
-
     def join_streams(self, mixing: StreamMixing, streams: Tensor) -> Tensor:
         return hyper_connections.join_streams(mixing, streams)
 

@@ -9,8 +9,7 @@ Torch reference: `layers/reference/hyper_connections.py`, `gather`, `spread` and
                    the weighted sum of streams, and the sublayer's norm
 `_spread_streams`  grid (tokens, column tiles): the streams after the sublayer
 
-Streams are read twice before a sublayer and once after it, and written once. With few tokens,
-`_project` also computes the streams after the previous sublayer (FUSED_SPREAD).
+Streams are read twice before a sublayer and once after it, and written once.
 """
 
 from __future__ import annotations
@@ -32,22 +31,16 @@ from kvtide.layers.kernels.rope import ROUNDED, narrowed, rounded
 
 CTAS_PER_SM = 4
 """CTAs that the grid of the projection has per SM, at most."""
-MANY_TOKENS = 1024
-"""Tokens from which tiles are larger."""
 MIN_SPLIT_INNER = 256
 """Inputs of a split, at least."""
 _BLOCK_INNER = 128
-_WGMMA_ROWS = 64
-"""Rows from which dots are asynchronous (WGMMA). Triton 3.6 then lets pipelined loads overwrite
+_TILE_TOKENS = 64
+"""Tokens of a tile: dots are asynchronous (WGMMA). Triton 3.6 then lets pipelined loads overwrite
 operands that are still read, so the loop has one stage."""
 _PARTIALS_AT_ONCE = 8
 """Partial matrices summed at a time: so few that the matrix stays in one warp, and Sinkhorn rounds
 need no barrier."""
 _MAX_STREAMS = 4
-
-
-SublayerOutput = tuple[Tensor, Tensor, Tensor]
-"""The streams before a sublayer, its output, and the weights to spread it."""
 
 
 def packed_mixing(mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
@@ -63,42 +56,19 @@ def packed_mixing(mixing: StreamMixing, dtype: torch.dtype) -> StreamMixing:
     return replace(mixing, project=padded, scales=mixing.scales.contiguous())
 
 
-def gather_streams(
-    mixing: StreamMixing, streams: Tensor, norm: Norm, logits: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sublayer's normed input, and the weights to spread its output.
-
-    `logits`: if already computed.
-    """
+def gather_streams(mixing: StreamMixing, streams: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The sublayer's normed input, and the weights to spread its output."""
     tokens, count, width = streams.shape
     x = streams.new_empty((tokens, width))
     weights = streams.new_empty((tokens, count + count**2), dtype=torch.float32)
-    _launch_gather(mixing, streams, logits, x, weights, norm)
+    _launch_gather(mixing, streams, x, weights, norm)
     return x, weights
-
-
-def pass_streams(
-    given: Tensor, streams: Tensor, weights: Tensor, following: StreamMixing, norm: Norm
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`spread_streams`, and then `gather_streams` for the next sublayer.
-
-    With few tokens the projection kernel computes the spread streams itself.
-    """
-    tokens, count, width = streams.shape
-    _, _, span = _split_inner(tokens, count * width, streams.device)
-    if tokens >= MANY_TOKENS or width % span:
-        after = spread_streams(given, streams, weights)
-        return after, *gather_streams(following, after, norm)
-    after = torch.empty_like(streams)
-    sublayer = (streams.contiguous(), given.contiguous(), weights.contiguous())
-    logits = _project_logits(following, after, sublayer)
-    return after, *gather_streams(following, after, norm, logits)
 
 
 def join_streams(mixing: StreamMixing, streams: Tensor) -> Tensor:
     """All streams joined into one."""
     x = streams.new_empty((len(streams), streams.shape[2]))
-    _launch_gather(mixing, streams, None, x, None, None)
+    _launch_gather(mixing, streams, x, None, None)
     return x
 
 
@@ -118,16 +88,11 @@ def spread_streams(given: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def _launch_gather(
-    mixing: StreamMixing,
-    streams: Tensor,
-    logits: Tensor | None,
-    x: Tensor,
-    weights: Tensor | None,
-    norm: Norm | None,
+    mixing: StreamMixing, streams: Tensor, x: Tensor, weights: Tensor | None, norm: Norm | None
 ) -> None:
     tokens, count, width = streams.shape
     streams = streams.contiguous()
-    logits = _project_logits(mixing, streams) if logits is None else logits
+    logits = _project_logits(mixing, streams)
     _gather_streams[(tokens,)](
         *(logits, bits(streams), mixing.scales, mixing.base, bits(x)),
         logits if weights is None else weights,
@@ -146,69 +111,41 @@ def _launch_gather(
     )
 
 
-def _project_logits(
-    mixing: StreamMixing, streams: Tensor, sublayer: SublayerOutput | None = None
-) -> Tensor:
-    """Partial logits (splits, tokens, padded outputs), with the sum of squares as one more column.
-
-    With `sublayer`, the kernel first computes and stores the streams after that sublayer.
-    """
+def _project_logits(mixing: StreamMixing, streams: Tensor) -> Tensor:
+    """Partial logits (splits, tokens, padded outputs); the sum of squares is one more column."""
     (tokens, count, width), (parts, each, inner) = streams.shape, mixing.project.shape
     assert inner == count * width
-    tile, splits, span = _split_inner(tokens, inner, streams.device)
+    token_tiles = divided_up(tokens, _TILE_TOKENS)
+    splits, span = _split_inner(token_tiles, inner, streams.device)
     logits = streams.new_empty((splits, tokens, each), dtype=torch.float32)
-    before, given, weights = sublayer or (streams, streams, logits)
-    _project[(divided_up(tokens, tile), splits)](
-        *(streams, mixing.project, logits, tokens, before, given, weights),
+    _project[(token_tiles, splits)](
+        *(streams, mixing.project, logits, tokens),
         INNER=inner,
         SPAN=span,
         OUTPUTS=len(mixing.base),
         BLOCK_OUT=each,
         HALVES=parts,
-        FUSED_SPREAD=sublayer is not None,
-        STREAMS=count,
-        BLOCK_M=tile,
+        BLOCK_M=_TILE_TOKENS,
         BLOCK_K=_BLOCK_INNER,
-        num_stages=1 if tile >= _WGMMA_ROWS else 4 if sublayer is None else 2,
+        num_stages=1,
     )
     return logits
 
 
-def _split_inner(tokens: int, inner: int, device: torch.device) -> tuple[int, int, int]:
-    """Tokens of a tile, splits of the inner dimension, and inputs of a split."""
-    tile = 4 * MIN_ROWS if tokens >= MANY_TOKENS else MIN_ROWS
+def _split_inner(token_tiles: int, inner: int, device: torch.device) -> tuple[int, int]:
+    """Splits of the inner dimension, and inputs of a split."""
     ctas = CTAS_PER_SM * sm_count(device)
-    splits = max(1, min(ctas // divided_up(tokens, tile), inner // MIN_SPLIT_INNER, 64))
+    splits = max(1, min(ctas // token_tiles, inner // MIN_SPLIT_INNER, 64))
     splits = 1 << splits.bit_length() - 1
-    return tile, splits, divided_up(divided_up(inner, _BLOCK_INNER), splits) * _BLOCK_INNER
+    return splits, divided_up(divided_up(inner, _BLOCK_INNER), splits) * _BLOCK_INNER
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread_columns(  # type: ignore[no-untyped-def]
-    before, given, weights, row, valid, column_index, mask,
-    WIDTH: tl.constexpr, STREAMS: tl.constexpr,
-):
-    """Some columns of one stream after a sublayer, of all streams side by side."""
-    token, column = row.to(tl.int64), (column_index % WIDTH)[None, :]
-    stream = tl.minimum(tl.min(column_index // WIDTH, 0), STREAMS - 1)
-    weights += token * (STREAMS + STREAMS * STREAMS) + stream
-    value = tl.load(given + token[:, None] * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    value = value * tl.load(weights, mask=valid, other=0.0)[:, None]
-    for source in tl.static_range(STREAMS):
-        offsets = (token * STREAMS + source)[:, None] * WIDTH + column
-        stream_value = tl.load(before + offsets, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(weights + STREAMS + source * STREAMS, mask=valid, other=0.0)
-        value += weight[:, None] * stream_value
-    return value
-
-
 @kernel("tokens")  # type: ignore[untyped-decorator]
 def _project(  # type: ignore[no-untyped-def]
-    streams, project, logits, tokens, before, given, weights,
+    streams, project, logits, tokens,
     INNER: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    HALVES: tl.constexpr, FUSED_SPREAD: tl.constexpr, STREAMS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     output, offs_k, valid = tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_K), offs_m < tokens
@@ -219,13 +156,7 @@ def _project(  # type: ignore[no-untyped-def]
         column = first + offs_k
         mask = valid[:, None] & (column < INNER)[None, :]
         offsets = offs_m.to(tl.int64)[:, None] * INNER + column[None, :]
-        if FUSED_SPREAD:
-            value = _spread_columns(
-                before, given, weights, offs_m, valid, column, mask, INNER // STREAMS, STREAMS)
-            value = value.to(streams.dtype.element_ty)
-            tl.store(streams + offsets, value, mask=mask)
-        else:
-            value = tl.load(streams + offsets, mask=mask, other=0.0)
+        value = tl.load(streams + offsets, mask=mask, other=0.0)
         value32 = value.to(tl.float32)
         squares += value32 * value32
         value = value.to(project.dtype.element_ty)

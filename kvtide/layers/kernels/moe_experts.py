@@ -66,7 +66,7 @@ _EXACT = Tiles(rows=16, columns=32, depth=32, warps=4, stages=2)
 _HALF = {
     8: Tiles(16, 64, 128, warps=4, stages=4),
     20: Tiles(32, 64, 128, warps=4, stages=3),
-    48: Tiles(64, 64, 64, warps=4, stages=4, described=True),
+    56: Tiles(64, 128, 64, warps=8, stages=4, described=True),
 }
 """By the rows per expert if all have equally many: few experts then need a second block, which
 reads their weights twice."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pytest
 import torch
@@ -141,30 +140,7 @@ def test_many_tokens_have_the_same_bits_every_time(
     )
     sublayer = given.some(tokens, given.case.width, seed=10).to(dtype)
     _, weights = same_again(lambda: kernel.normed(streams, norm), 20)
-    same_again(lambda: kernel.passed(sublayer, streams, weights, kernel, norm), 20)
-
-
-@pytest.mark.parametrize("case", ["four", "whole parts", *LARGE])
-def test_streams_are_passed_from_one_sublayer_to_the_next(case: str, device: torch.device) -> None:
-    """By one kernel where there are few tokens and each has a part of one stream."""
-    if device.type != "cuda" and case in LARGE:
-        pytest.skip("an interpreter would take minutes: --device cuda")
-    for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-        given = Given(
-            {**CASES, **LARGE, "whole parts": Case(4, 256, rounds=2)}[case], 3, dtype, device
-        )
-        kernel, plain = (
-            given.made(HyperConnection, how, dtype) for how in (TritonOps(), TorchOps(Batched()))
-        )
-        sublayer = given.some(3, given.case.width, seed=10).to(dtype)
-        _, weights = plain.normed(given.streams, given.norm)
-        at = sublayer, given.streams, weights
-        found = same_again(partial(kernel.passed, *at, kernel, given.norm))
-        wanted = plain.passed(*at, plain, given.norm)
-        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
-            assert_near(ours, theirs, dtype)
-        loose = dtype is torch.bfloat16
-        torch.testing.assert_close(found[2], wanted[2], rtol=5e-3 if loose else 1e-4, atol=1e-4)
+    same_again(lambda: kernel.spread(sublayer, streams, weights), 20)
 
 
 def test_two_halves_are_one_projection(device: torch.device) -> None:
@@ -179,8 +155,7 @@ def test_two_halves_are_one_projection(device: torch.device) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_larger_tiles_give_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "MANY_TOKENS", 8)
+def test_several_tiles_give_the_same(device: torch.device) -> None:
     given = Given(CASES["two"], 70, torch.float32, device)
     kernel, plain = (
         given.made(HyperConnection, how, torch.float32)

@@ -21,6 +21,7 @@ PAGE = 16
 STEPS: dict[str, Sequences] = {
     "prompts": [(0, 35), (0, 3)],
     "decoding": [(70, 1), (16, 1), (3, 1)],
+    "verifying": [(70, 4), (16, 3), (30, 6), (9, 1)],
     "all at once": [(45, 1), (0, 5), (33, 9)],
 }
 
@@ -183,7 +184,9 @@ def test_nothing_is_scored_where_all_is_seen(
 
 @pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=lambda kind: kind.value)
 @pytest.mark.parametrize(
-    "step", [[(20000, 1), (700, 1)], [(9000, 1), (0, 3000), (6000, 70)]], ids=str
+    "step",
+    [[(20000, 1), (700, 1)], [(20000, 4), (700, 7), (5000, 1)], [(9000, 1), (0, 3000), (6000, 70)]],
+    ids=str,
 )
 @pytest.mark.parametrize(("ratio", "count"), [(4, 512), (1, 2048)])
 def test_published_indexers_in_half_precision(

@@ -165,7 +165,7 @@ def _find_shared_prefix(  # type: ignore[no-untyped-def]
 @kernel("rows", "block_tables", "count", "stride_table")  # type: ignore[untyped-decorator]
 def _cascade_prefix(  # type: ignore[no-untyped-def]
     q_ptr, k_cache, v_cache, partial_out, partial_stats, rows, block_tables, prefix_lengths, count,
-    stride_table, stride_q, stride_k, stride_v, cap_scale, qk_scale,
+    stride_table, q_strides, k_cache_strides, v_cache_strides, cap_scale, qk_scale,
     GROUP_SEQUENCES: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
     BLOCK_M: tl.constexpr, PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -182,16 +182,16 @@ def _cascade_prefix(  # type: ignore[no-untyped-def]
     token = tl.load(rows + 3 * sequence, mask=row_valid, other=0).to(tl.int64)
     row_valid = row_valid & (tl.load(rows + 3 * sequence + 1, mask=row_valid, other=0) - token == 1)
     mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
-    offsets = token[:, None] * stride_q[0] + head[:, None] * stride_q[1] + offs_d[None, :]
+    offsets = token[:, None] * q_strides[0] + head[:, None] * q_strides[1] + offs_d[None, :]
     q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
     split_tokens = tl.cdiv(tokens // BLOCK_N, tl.num_programs(2)) * BLOCK_N
     m_i, l_i = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     m_i, l_i, acc = attend_paged_keys(
         q, offs_m, m_i, l_i, tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
-        k_cache + kv_head * stride_k[2], v_cache + kv_head * stride_v[2],
+        k_cache + kv_head * k_cache_strides[2], v_cache + kv_head * v_cache_strides[2],
         block_tables + tl.load(prefix_lengths + 2 * group + 1).to(tl.int64) * stride_table,
         split * split_tokens, tl.minimum(split * split_tokens + split_tokens, tokens), 0,
-        stride_k, stride_v, cap_scale, qk_scale,
+        k_cache_strides, v_cache_strides, cap_scale, qk_scale,
         PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     out_row = (split.to(tl.int64) * count + sequence) * HEADS + head
     tl.store(partial_out + out_row[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask)

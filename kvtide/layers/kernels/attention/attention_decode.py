@@ -205,7 +205,7 @@ def _init_state(  # type: ignore[no-untyped-def]
 def _decode_split_kv(  # type: ignore[no-untyped-def]
     q_ptr, k_new, v_new, k_cache, v_cache, partial_out, partial_stats, rows, block_tables,
     tile_offsets, prefix_lengths, count, stride_table,
-    stride_q, stride_kn, stride_vn, stride_k, stride_v, cap_scale, qk_scale,
+    q_strides, k_new_strides, v_new_strides, k_cache_strides, v_cache_strides, cap_scale, qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
     GROUP_SEQUENCES: tl.constexpr,
@@ -230,13 +230,13 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
         seq_tiles = tl.load(tile_offsets + sequence + 1) - seq_offset
         item_begin = seq_offset * KV_HEADS + kv_head * seq_tiles
         lo, hi = tl.maximum(lo_tile - item_begin, 0), tl.minimum(hi_tile - item_begin, seq_tiles)
-        offsets = token * stride_q[0]
+        offsets = token * q_strides[0]
         heads = (kv_head * HEADS_PER_KV + offs_m)[:, None]
-        offsets = offsets + heads * stride_q[1] + offs_d[None, :]
+        offsets = offsets + heads * q_strides[1] + offs_d[None, :]
         q = tl.load(q_ptr + offsets, mask=mask, other=0.0)
-        k_offsets, v_offsets = token * stride_kn[0] + offs_d, token * stride_vn[0] + offs_d
-        k = tl.load(k_new + k_offsets + kv_head * stride_kn[1], mask=in_dim, other=0.0)
-        v = tl.load(v_new + v_offsets + kv_head * stride_vn[1], mask=in_dim, other=0.0)
+        k_offsets, v_offsets = token * k_new_strides[0] + offs_d, token * v_new_strides[0] + offs_d
+        k = tl.load(k_new + k_offsets + kv_head * k_new_strides[1], mask=in_dim, other=0.0)
+        v = tl.load(v_new + v_offsets + kv_head * v_new_strides[1], mask=in_dim, other=0.0)
         m_i, l_i, acc = _init_state(
             q, k, v, lo == 0, cap_scale, qk_scale, CAPPED, BLOCK_M, BLOCK_D
         )
@@ -248,11 +248,11 @@ def _decode_split_kv(  # type: ignore[no-untyped-def]
         first_tile_key = first_key // BLOCK_N * BLOCK_N
         m_i, l_i, acc = attend_paged_keys(
             q, offs_m * 0 + past, m_i, l_i, acc,
-            k_cache + kv_head * stride_k[2], v_cache + kv_head * stride_v[2],
+            k_cache + kv_head * k_cache_strides[2], v_cache + kv_head * v_cache_strides[2],
             block_tables + tl.cast(sequence, tl.int64) * stride_table,
             first_tile_key + lo * BLOCK_N, tl.minimum(first_tile_key + hi * BLOCK_N, past),
             first_key,
-            stride_k, stride_v, cap_scale, qk_scale,
+            k_cache_strides, v_cache_strides, cap_scale, qk_scale,
             PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
         out_row = (tl.cast(item, tl.int64) + cta) * HEADS_PER_KV + offs_m
@@ -282,7 +282,7 @@ def _accumulate_splits(  # type: ignore[no-untyped-def]
 @kernel("rows", "prefix_splits", "count", "ctas")  # type: ignore[untyped-decorator]
 def _combine_splits(  # type: ignore[no-untyped-def]
     partial_out, partial_stats, sinks, out, rows, tile_offsets, prefix_lengths, prefix_out,
-    prefix_stats, prefix_splits, count, ctas, stride_out,
+    prefix_stats, prefix_splits, count, ctas, out_strides,
     SINKS: tl.constexpr, GROUP_SEQUENCES: tl.constexpr,
     KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -317,6 +317,6 @@ def _combine_splits(  # type: ignore[no-untyped-def]
                     prefix_out, prefix_stats, out_row, split < prefix_splits,
                     m_i, l_i, acc, HEAD_DIM, BLOCK_D)
     token = tl.load(rows + 3 * sequence).to(tl.int64)
-    offsets = token * stride_out[0] + head * stride_out[1] + offs_d
+    offsets = token * out_strides[0] + head * out_strides[1] + offs_d
     tl.store(out + offsets, (acc / l_i).to(out.dtype.element_ty), mask=offs_d < HEAD_DIM)
 # fmt: on

@@ -138,9 +138,9 @@ def _attend_prefill(
 @kernel("schedule", "max_blocks", "block_tables", "stride_table")  # type: ignore[untyped-decorator]
 def _prefill(  # type: ignore[no-untyped-def]
     q_ptr, k_new, v_new, k_cache, v_cache, sinks,
-    out, partial_out, partial_stats, schedule, stride_out, max_blocks,
+    out, partial_out, partial_stats, schedule, out_strides, max_blocks,
     block_tables, stride_table,
-    stride_q, stride_kn, stride_vn, stride_k, stride_v, cap_scale, qk_scale,
+    q_strides, k_new_strides, v_new_strides, k_cache_strides, v_cache_strides, cap_scale, qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr, HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
@@ -159,7 +159,7 @@ def _prefill(  # type: ignore[no-untyped-def]
         head = kv_head * HEADS_PER_KV + offs_m % HEADS_PER_KV
         row_valid = (offs_m < BLOCK_TOKENS * HEADS_PER_KV) & (token < seq_end)
         mask = row_valid[:, None] & (offs_d < HEAD_DIM)[None, :]
-        offsets = token.to(tl.int64)[:, None] * stride_q[0] + head[:, None] * stride_q[1]
+        offsets = token.to(tl.int64)[:, None] * q_strides[0] + head[:, None] * q_strides[1]
         q = tl.load(q_ptr + offsets + offs_d[None, :], mask=mask, other=0.0)
         row_end, seq_start, past = tl.load(record + 3), tl.load(record + 4), tl.load(record + 6)
         old_whole, new_whole, old_masked, new_masked = tile_counts(
@@ -176,16 +176,16 @@ def _prefill(  # type: ignore[no-untyped-def]
             l_i = tl.where(hi == tiles, l_i + 1.0, l_i)
         m_i, l_i, acc = _attend_tiles(
             q, token, m_i, l_i,
-            k_new + kv_head * stride_kn[1], v_new + kv_head * stride_vn[1],
-            k_cache + kv_head * stride_k[2], v_cache + kv_head * stride_v[2],
+            k_new + kv_head * k_new_strides[1], v_new + kv_head * v_new_strides[1],
+            k_cache + kv_head * k_cache_strides[2], v_cache + kv_head * v_cache_strides[2],
             block_tables + tl.load(record + 1).to(tl.int64) * stride_table,
-            lo, hi, row_start, row_end, seq_start, seq_end, past, stride_kn, stride_vn,
-            stride_k, stride_v, cap_scale, qk_scale,
+            lo, hi, row_start, row_end, seq_start, seq_end, past, k_new_strides, v_new_strides,
+            k_cache_strides, v_cache_strides, cap_scale, qk_scale,
             PAGE_TOKENS, WINDOW, CAPPED, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
         if hi - lo == tiles:
             rows = token.to(tl.int64)[:, None]
-            offsets = rows * stride_out[0] + head[:, None] * stride_out[1]
+            offsets = rows * out_strides[0] + head[:, None] * out_strides[1]
             result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
             tl.store(out + offsets + offs_d[None, :], result.to(out.dtype.element_ty), mask=mask)
         else:
@@ -200,7 +200,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 def _attend_tiles(  # type: ignore[no-untyped-def]
     q, q_row, m_i, l_i, k_new, v_new, k_cache, v_cache, block_table,
     lo, hi, row_start, row_end, seq_start, seq_end, past,
-    stride_kn, stride_vn, stride_k, stride_v,
+    k_new_strides, v_new_strides, k_cache_strides, v_cache_strides,
     cap_scale, qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -218,14 +218,14 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         m_i, l_i, acc = attend_paged_keys(
             q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table,
             lo * BLOCK_N, tl.minimum(hi, old_whole) * BLOCK_N, first_key,
-            stride_k, stride_v, cap_scale, qk_scale,
+            k_cache_strides, v_cache_strides, cap_scale, qk_scale,
             PAGE_TOKENS, WINDOW, CAPPED, False, BLOCK_N, HEAD_DIM, BLOCK_D,
         )
         m_i, l_i, acc = attend_new_keys(
             q, q_row, m_i, l_i, acc, k_new, v_new,
             seq_start + tl.maximum(lo - old_whole, 0) * BLOCK_N,
             seq_start + tl.minimum(hi - old_whole, new_whole) * BLOCK_N, seq_end,
-            stride_kn, stride_vn, cap_scale, qk_scale, WINDOW, CAPPED, False, BLOCK_N,
+            k_new_strides, v_new_strides, cap_scale, qk_scale, WINDOW, CAPPED, False, BLOCK_N,
             HEAD_DIM, BLOCK_D,
         )
     lo, hi = lo - old_whole - new_whole, hi - old_whole - new_whole
@@ -234,7 +234,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         paged_start + tl.maximum(lo, 0) * BLOCK_N,
         tl.minimum(paged_start + tl.minimum(hi, old_masked) * BLOCK_N, past),
         first_key,
-        stride_k, stride_v, cap_scale, qk_scale,
+        k_cache_strides, v_cache_strides, cap_scale, qk_scale,
         PAGE_TOKENS, WINDOW, CAPPED, True, BLOCK_N, HEAD_DIM, BLOCK_D,
     )
     lo, hi = lo - old_masked, hi - old_masked
@@ -242,14 +242,14 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
         q, q_row, m_i, l_i, acc, k_new, v_new,
         new_start + tl.maximum(lo, 0) * BLOCK_N, tl.minimum(new_start + hi * BLOCK_N, row_end),
         seq_end,
-        stride_kn, stride_vn, cap_scale, qk_scale, WINDOW, CAPPED, True, BLOCK_N,
+        k_new_strides, v_new_strides, cap_scale, qk_scale, WINDOW, CAPPED, True, BLOCK_N,
         HEAD_DIM, BLOCK_D,
     )
 
 
 @kernel("schedule")  # type: ignore[untyped-decorator]
 def _combine_splits(  # type: ignore[no-untyped-def]
-    out, partial_out, partial_stats, schedule, stride_out,
+    out, partial_out, partial_stats, schedule, out_strides,
     SPLITS: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, KV_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -290,7 +290,7 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     token, head = row_start + offs_m // HEADS_PER_KV, kv_head * HEADS_PER_KV + offs_m % HEADS_PER_KV
     row_valid = (offs_m < BLOCK_TOKENS * HEADS_PER_KV) & (token < seq_end)
     rows = token.to(tl.int64)[:, None]
-    offsets = rows * stride_out[0] + head[:, None] * stride_out[1] + offs_d[None, :]
+    offsets = rows * out_strides[0] + head[:, None] * out_strides[1] + offs_d[None, :]
     result = (acc / tl.where(l_i > 0, l_i, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(out + offsets, result, mask=row_valid[:, None] & (offs_d < HEAD_DIM)[None, :])
 # fmt: on

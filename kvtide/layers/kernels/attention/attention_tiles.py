@@ -100,7 +100,7 @@ def _load_tile(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_paged_keys(  # type: ignore[no-untyped-def]
     q, q_position, m_i, l_i, acc, k_cache, v_cache, block_table, lo, hi, first_key,
-    stride_k, stride_v, cap_scale, qk_scale,
+    k_cache_strides, v_cache_strides, cap_scale, qk_scale,
     PAGE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
@@ -118,12 +118,12 @@ def attend_paged_keys(  # type: ignore[no-untyped-def]
         if PAGE_TOKENS % BLOCK_N == 0:
             slot = tl.load(block_table + start_n // PAGE_TOKENS).to(tl.int64)
             entry = start_n % PAGE_TOKENS + cols
-            k_offsets = slot * stride_k[0] + entry * stride_k[1]
-            v_offsets = slot * stride_v[0] + entry * stride_v[1]
+            k_offsets = slot * k_cache_strides[0] + entry * k_cache_strides[1]
+            v_offsets = slot * v_cache_strides[0] + entry * v_cache_strides[1]
         else:
             slot = tl.load(block_table + offs_n // PAGE_TOKENS, mask=valid, other=0).to(tl.int64)
-            k_offsets = slot * stride_k[0] + offs_n % PAGE_TOKENS * stride_k[1]
-            v_offsets = slot * stride_v[0] + offs_n % PAGE_TOKENS * stride_v[1]
+            k_offsets = slot * k_cache_strides[0] + offs_n % PAGE_TOKENS * k_cache_strides[1]
+            v_offsets = slot * v_cache_strides[0] + offs_n % PAGE_TOKENS * v_cache_strides[1]
         k = _load_tile(
             k_cache + k_offsets[None, :] + offs_d[:, None], valid[None, :], in_dim[:, None], q,
             MASKED, HEAD_DIM < BLOCK_D)
@@ -140,7 +140,7 @@ def attend_paged_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_new_keys(  # type: ignore[no-untyped-def]
-    q, q_row, m_i, l_i, acc, k_new, v_new, lo, hi, seq_end, stride_kn, stride_vn,
+    q, q_row, m_i, l_i, acc, k_new, v_new, lo, hi, seq_end, k_new_strides, v_new_strides,
     cap_scale, qk_scale,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -151,13 +151,13 @@ def attend_new_keys(  # type: ignore[no-untyped-def]
     for start_n in range(lo, hi, BLOCK_N):
         offs_n = start_n + cols
         valid = offs_n < seq_end
-        k_ptrs = k_new + tl.cast(start_n, tl.int64) * stride_kn[0] + offs_d[:, None]
+        k_ptrs = k_new + tl.cast(start_n, tl.int64) * k_new_strides[0] + offs_d[:, None]
         k = _load_tile(
-            k_ptrs + cols[None, :] * stride_kn[0], valid[None, :], in_dim[:, None], q, MASKED,
+            k_ptrs + cols[None, :] * k_new_strides[0], valid[None, :], in_dim[:, None], q, MASKED,
             HEAD_DIM < BLOCK_D)
-        v_ptrs = v_new + tl.cast(start_n, tl.int64) * stride_vn[0] + offs_d[None, :]
+        v_ptrs = v_new + tl.cast(start_n, tl.int64) * v_new_strides[0] + offs_d[None, :]
         v = _load_tile(
-            v_ptrs + cols[:, None] * stride_vn[0], valid[:, None], in_dim[None, :], q, MASKED,
+            v_ptrs + cols[:, None] * v_new_strides[0], valid[:, None], in_dim[None, :], q, MASKED,
             HEAD_DIM < BLOCK_D)
         mask = offs_n[None, :] <= q_row[:, None]
         if WINDOW > 0:

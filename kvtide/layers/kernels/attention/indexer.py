@@ -5,7 +5,7 @@ indices in place of a mask. Scores are written to memory, for as many queries at
 MAX_SCORES allows. Top-k runs tile by tile, then among the winners of all tiles, until one tile is
 left.
 
-`_score_decode`   grid (splits, tokens): one query over a split of its entries
+`_score_decode`   grid (splits, tokens or query blocks): few queries over a split of their entries
 `_score_prefill`  grid (entry tiles, query blocks): one tile of entries, all queries of a block
 `_select_tile`    grid (tokens, tiles): top-k of a tile by radix selection
 
@@ -35,10 +35,15 @@ MAX_SCORES = 1 << 26
 """Scores in memory at a time."""
 QUERY_BLOCK = 32
 """Queries of a prefill chunk per CTA."""
+FEW_QUERIES = 8
+"""New tokens of a sequence up to which a CTA scores all of them over a split of the entries: decode
+and verify steps."""
 CTAS_PER_SM = 4
-"""CTAs that the grid of a decode batch has per SM, at most."""
-_TILE_KEYS = 128
-"""Keys per tile (BLOCK_N)."""
+"""CTAs that the grid of a decode or verify step has per SM, at most."""
+_TILE_KEYS, _FEW_TILE_KEYS = 128, 64
+"""Keys per tile (BLOCK_N) of a prefill, and of few queries."""
+_FEW_ROWS = 256
+"""Heads of few queries in a dot, at most; fp32 has a quarter."""
 TILE = 4096
 """Scores per tile of the selection, or MIN_TILES_OF_TOP_K times top-k if that is more."""
 MIN_TILES_OF_TOP_K = 4
@@ -64,9 +69,9 @@ def select_entries(
         )
         return selected
     queries = queries.contiguous()
-    queries_at_once = (
-        len(queries) if batch.bounds.longest == 1 else max(1, MAX_SCORES // max_visible)
-    )
+    queries_at_once = max(1, MAX_SCORES // max_visible)
+    if batch.bounds.longest == 1:
+        queries_at_once = len(queries)
     assert weights.stride(1) == 1
     scores = weights.new_empty(
         (min(queries_at_once, len(queries)), max_visible), dtype=torch.float32
@@ -92,22 +97,24 @@ def score_entries(
     assert (scales is not None) == (place.pool.entry.encoding is Encoding.SCALED)
     assert scales is None or dim <= SCALED_GROUP, "a key has one scale"
     table = batch.slots[place.anchor]
-    tile_keys = _TILE_KEYS if queries.element_size() == 2 else 2 * MIN_ROWS
-    block_heads = max(MIN_ROWS, power_of_two(heads))
-    last = min(len(queries), first + len(scores))
-    tiles, decode = divided_up(scores.shape[1], tile_keys), batch.bounds.longest == 1
-    if decode:
-        ctas = CTAS_PER_SM * sm_count(queries.device)
-        blocks, query_tiles = batch.owners, len(queries)
-        splits = max(1, min(ctas // query_tiles, tiles))
-    else:
-        blocks = query_blocks(run, QUERY_BLOCK, rows=(first, last)).table
-        query_tiles, splits = len(blocks), tiles
-    (_score_decode if decode else _score_prefill)[(splits, query_tiles)](
+    block_heads, half = max(MIN_ROWS, power_of_two(heads)), queries.element_size() == 2
+    last, longest = min(len(queries), first + len(scores)), batch.bounds.longest
+    few = longest <= FEW_QUERIES
+    tile_keys = (_FEW_TILE_KEYS if few else _TILE_KEYS) if half else 2 * MIN_ROWS
+    # The heads of so many queries are the columns of a dot.
+    columns = (_FEW_ROWS if half else _FEW_ROWS // 4) if few else tile_keys
+    tokens = min(max(1, columns // block_heads), power_of_two(longest))
+    blocks, busy = batch.owners, len(queries)
+    if tokens > 1 or not few:
+        query_tiles = query_blocks(run, tokens if few else QUERY_BLOCK, rows=(first, last))
+        blocks, busy = query_tiles.table, query_tiles.busy
+    splits = tiles = divided_up(scores.shape[1], tile_keys)
+    if few:
+        splits = max(1, min(CTAS_PER_SM * sm_count(queries.device) // busy, tiles))
+    (_score_decode if few else _score_prefill)[(splits, len(blocks))](
         *(queries, weights, keys, keys if scales is None else scales, scores),
         *(batch.rows, blocks, table, table.stride(0), weights.stride(0), scores.stride(0), first),
-        STRIDE_SLOT=keys.stride(0),
-        STRIDE_ENTRY=keys.stride(1),
+        KEY_STRIDES=keys.stride()[:2],
         SCALED=scales is not None,
         PAGE=run.step.page_tokens // ratio,
         RATIO=ratio,
@@ -116,9 +123,9 @@ def score_entries(
         HEAD_DIM=dim,
         BLOCK_D=max(MIN_ROWS, power_of_two(dim)),
         BLOCK_N=tile_keys,
-        TOKENS=max(1, tile_keys // block_heads),
-        num_warps=4 if decode else 8,
-        num_stages=3 if decode else 2,
+        TOKENS=tokens,
+        num_warps=4 if few else 8,
+        num_stages=3 if few and tokens > 1 else 2,
     )
 
 
@@ -167,11 +174,10 @@ def _tiles_per_round(entries: int, tile: int, count: int) -> Iterator[int]:
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_keys(  # type: ignore[no-untyped-def]
     keys, scales, slot, within, queries,
-    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """A tile of keys, one per row, and the scales of their scores."""
-    offsets = slot.to(tl.int64) * STRIDE_SLOT + within * STRIDE_ENTRY
+    offsets = slot.to(tl.int64) * KEY_STRIDES[0] + within * KEY_STRIDES[1]
     dim, valid = tl.arange(0, BLOCK_D), slot >= 0
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
     key = tl.load(keys + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
@@ -183,25 +189,37 @@ def _load_keys(  # type: ignore[no-untyped-def]
 
 
 @kernel(  # type: ignore[untyped-decorator]
-    "rows", "owners", "block_tables", "stride_table", "stride_scores", "first"
+    "rows", "blocks", "block_tables", "stride_table", "stride_scores", "first"
 )
 def _score_decode(  # type: ignore[no-untyped-def]
-    queries, weights, keys, scales, scores, rows, owners, block_tables, stride_table,
+    queries, weights, keys, scales, scores, rows, blocks, block_tables, stride_table,
     stride_weights, stride_scores, first,
-    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
     RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Scores of one decode token over a split of its entries."""
-    token, splits = tl.program_id(1), tl.num_programs(0)
-    sequence = tl.load(owners + token)
-    visible = (tl.load(rows + 3 * sequence + 2) + 1) // RATIO
-    head, dim, cols = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    """Scores of a block of few queries, all at once, over a split of their entries."""
+    block, splits = tl.program_id(1), tl.num_programs(0)
+    # With one query per block, `blocks` has the sequence of a token, else it has query blocks.
+    sequence = tl.load(blocks + block * (1 if TOKENS == 1 else 3))
+    if sequence < 0:
+        return
+    lo = block if TOKENS == 1 else tl.load(blocks + block * 3 + 1)
+    hi = block + 1 if TOKENS == 1 else tl.load(blocks + block * 3 + 2)
+    position_offset = tl.load(rows + 3 * sequence + 2) - tl.load(rows + 3 * sequence)
+    visible = (position_offset + hi) // RATIO
+    row, dim, cols = tl.arange(0, TOKENS * BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    token, head, block_tokens = lo + row // BLOCK_H, row % BLOCK_H, lo + tl.arange(0, TOKENS)
+    row_valid = (head < HEADS) & (token < hi)
     query_row = token.to(tl.int64) * HEADS + head
-    mask = (head < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    mask = row_valid[:, None] & (dim < HEAD_DIM)[None, :]
     query = tl.load(queries + query_row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
     weight = weights + token.to(tl.int64) * stride_weights + head
-    weight = tl.load(weight, mask=head < HEADS, other=0.0).to(tl.float32)
+    weight = tl.load(weight, mask=row_valid, other=0.0).to(tl.float32)
+    # Entries that each query sees: none of those behind the block's end.
+    visible_to = (position_offset + block_tokens + 1) // RATIO
+    visible_to = tl.where(block_tokens < hi, visible_to, 0)[None, :]
+    score_rows = scores + (block_tokens - first).to(tl.int64)[None, :] * stride_scores
     split_entries = tl.cdiv(tl.cdiv(visible, BLOCK_N), splits) * BLOCK_N
     begin = tl.program_id(0) * split_entries
     pages, entry = block_tables + sequence * stride_table, begin + cols
@@ -209,13 +227,13 @@ def _score_decode(  # type: ignore[no-untyped-def]
     for start_n in range(begin, tl.minimum(begin + split_entries, visible), BLOCK_N):
         entry = start_n + cols
         key, factor = _load_keys(
-            keys, scales, slot, entry % PAGE, queries, STRIDE_SLOT, STRIDE_ENTRY, SCALED, HEAD_DIM,
-            BLOCK_D)
+            keys, scales, slot, entry % PAGE, queries, KEY_STRIDES, SCALED, HEAD_DIM, BLOCK_D)
         # Prefetch: the slots of the next tile, before this one is used.
         slot = tl.load(pages + (entry + BLOCK_N) // PAGE, mask=entry + BLOCK_N < visible, other=-1)
         qk = tl.dot(key, tl.trans(query), input_precision="ieee")
-        score = tl.sum(tl.maximum(qk, 0.0) * weight[None, :], 1) * factor
-        tl.store(scores + token.to(tl.int64) * stride_scores + entry, score, mask=entry < visible)
+        qk = tl.maximum(qk, 0.0) * weight[None, :]
+        score = tl.sum(tl.reshape(qk, [BLOCK_N, TOKENS, BLOCK_H]), 2) * factor[:, None]
+        tl.store(score_rows + entry[:, None], score, mask=entry[:, None] < visible_to)
 
 
 @kernel(  # type: ignore[untyped-decorator]
@@ -224,7 +242,7 @@ def _score_decode(  # type: ignore[no-untyped-def]
 def _score_prefill(  # type: ignore[no-untyped-def]
     queries, weights, keys, scales, scores, rows, blocks, block_tables, stride_table,
     stride_weights, stride_scores, first,
-    STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
+    KEY_STRIDES: tl.constexpr, SCALED: tl.constexpr, PAGE: tl.constexpr,
     RATIO: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
 ):
@@ -243,8 +261,7 @@ def _score_prefill(  # type: ignore[no-untyped-def]
     slot = tl.load(
         block_tables + sequence * stride_table + entry // PAGE, mask=entry < visible, other=-1)
     key, factor = _load_keys(
-        keys, scales, slot, entry % PAGE, queries, STRIDE_SLOT, STRIDE_ENTRY, SCALED, HEAD_DIM,
-        BLOCK_D)
+        keys, scales, slot, entry % PAGE, queries, KEY_STRIDES, SCALED, HEAD_DIM, BLOCK_D)
     # The first query that sees an entry of this tile.
     lo = tl.maximum(lo, (first_entry + 1) * RATIO - 1 - position_offset)
     for at in range(lo, hi, TOKENS):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,6 +46,9 @@ from kvtide.layers.kernels.query_blocks import longest_first, query_blocks
 from kvtide.layers.packing import plain
 from kvtide.spec import Encoding
 from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP
+
+_WORD_BYTES = 8
+"""Packed entries are padded to words, and their last one holds the scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +96,22 @@ def block_attention(
     window_fields = _packed_fields(run, window)
     compressed_fields = _packed_fields(run, compressed.place)
     tables = batch.slots[window.anchor], batch.slots[compressed.place.anchor]
+    strides = [fields[0].stride()[:2] for fields in (window_fields, compressed_fields)]
+    assert strides[0][1] == strides[1][1], "entries of both have one size"
     nope = window_fields[0].shape[-1] if window.pool.entry.encoding is Encoding.JOINED else 0
     assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, (
         "the rope part is within one group"
     )
+    # Two CTAs of fewer rows share an SM's memory.
+    tile_keys = 2 * TILE_KEYS if tile_rows == TILE_ROWS else TILE_KEYS
     _attend_compressed[(ctas, split.count)](
         *(queries, kept, *window_fields, *compressed_fields),
         *(split.partial_out, split.partial_stats),
         *(queries if other is None else other for other in (selected, how.sinks)),
         *(batch.rows, batch.owners, *tables, *(table.stride(0) for table in tables)),
         *(kept.stride(0), 0 if selected is None else selected.shape[1], how.scale * LOG2_E, tokens),
-        STRIDE_WINDOW_SLOT=window_fields[0].stride(0),
-        STRIDE_SLOT=compressed_fields[0].stride(0),
-        STRIDE_ENTRY=window_fields[0].stride(1),
+        WINDOW_STRIDES=strides[0],
+        COMPRESSED_STRIDES=strides[1],
         PAGE_TOKENS=run.step.page_tokens,
         PAGE_ENTRIES=run.step.page_tokens // max(1, compressed.ratio),
         RATIO=compressed.ratio,
@@ -118,16 +125,20 @@ def block_attention(
         NOPE=nope,
         GROUP=JOINED_GROUP,
         BLOCK_M=tile_rows,
-        **tile_constants(queries, tile_rows, dim, TILE_KEYS),
+        **tile_constants(queries, tile_rows, dim, tile_keys),
     )
     return split.combine(queries.dtype)
 
 
 def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tensor]:
-    """A vector's fields: nope, rope and scale if packed, else the vector in place of each."""
+    """A vector's fields if packed: nope, rope, and all scales as one word. Else the vector in place
+    of each."""
     view = run.step.view(place.pool.name, place.layer)
     if place.pool.entry.encoding is Encoding.JOINED:
-        return view["nope"], view["rope"], plain(view["scale"])
+        scales = plain(view["scale"])
+        assert scales.shape[-1] <= _WORD_BYTES, "a word holds the scales"
+        words = scales.as_strided((*scales.shape[:-1], _WORD_BYTES), scales.stride())
+        return view["nope"], view["rope"], words.view(torch.int64)
     return (view["kv"],) * 3
 
 
@@ -172,12 +183,9 @@ def mla_attention(
         *(split.partial_out, split.partial_stats),
         *(queries if selected is None else selected, batch.rows, blocks, table, table.stride(0)),
         *(0 if selected is None else selected.shape[1], how.scale * LOG2_E, tokens),
-        STRIDE_SLOT=latent.stride(0),
-        STRIDE_ENTRY=latent.stride(1),
-        STRIDE_SCALE_SLOT=0 if scales is None else scales.stride(0),
-        STRIDE_SCALE_ENTRY=0 if scales is None else scales.stride(1),
-        STRIDE_ROPE_SLOT=rope.stride(0),
-        STRIDE_ROPE_ENTRY=rope.stride(1),
+        LATENT_STRIDES=latent.stride()[:2],
+        SCALE_STRIDES=(0, 0) if scales is None else scales.stride()[:2],
+        ROPE_STRIDES=rope.stride()[:2],
         PAGE_TOKENS=run.step.page_tokens,
         SELECTED=selected is not None,
         SPLIT=split.count > 1,
@@ -221,13 +229,11 @@ def _count_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _locate_tile(  # type: ignore[no-untyped-def]
-    tile, cols, selected, compressed_table, window_table, compressed_tiles, window_start, past,
-    top_k, visible,
-    PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def _entries_of_tile(  # type: ignore[no-untyped-def]
+    tile, cols, selected, compressed_tiles, window_start, past, top_k, visible,
+    SELECTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """Slots of a tile's entries, -1 for none, and their offsets in the page.
+    """Indices of a tile's entries, -1 for none.
 
     Tiles of compressed entries come first, then those of the window's cached tokens.
     """
@@ -238,10 +244,18 @@ def _locate_tile(  # type: ignore[no-untyped-def]
     if SELECTED:
         indices = tl.load(selected + entry, mask=is_compressed & (entry < top_k), other=-1)
         entry = tl.where(is_compressed, indices, entry)
-    valid = (entry >= 0) & (entry < tl.where(is_compressed, visible, past))
+    return tl.where(entry < tl.where(is_compressed, visible, past), entry, -1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _locate_entries(  # type: ignore[no-untyped-def]
+    entry, is_compressed, compressed_table, window_table,
+    PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+):
+    """Slots of a tile's entries, -1 for none, and their offsets in the page."""
     page = tl.where(is_compressed, entry // PAGE_ENTRIES, entry // PAGE_TOKENS)
     table = tl.where(is_compressed, compressed_table, window_table)
-    slot = tl.load(table + page, mask=valid, other=-1)
+    slot = tl.load(table + page, mask=entry >= 0, other=-1)
     return slot, tl.where(is_compressed, entry % PAGE_ENTRIES, entry % PAGE_TOKENS)
 
 
@@ -271,7 +285,7 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     q_ptr, kv_new, window_nope, window_rope, window_scale, compressed_nope, compressed_rope,
     compressed_scale, partial_out, partial_stats, selected, sinks, rows, owners, window_tables,
     compressed_tables, stride_window_table, stride_table, stride_new_token, top_k, scale, tokens,
-    STRIDE_WINDOW_SLOT: tl.constexpr, STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr,
+    WINDOW_STRIDES: tl.constexpr, COMPRESSED_STRIDES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr,
     SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr, NOPE: tl.constexpr,
@@ -297,22 +311,30 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     selected = selected + token.to(tl.int64) * top_k
     compressed_tables = compressed_tables + sequence * stride_table
     window_tables = window_tables + sequence * stride_window_table
-    slot, within = _locate_tile(
-        lo, cols, selected, compressed_tables, window_tables, compressed_tiles, window_start, past,
-        top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+    entry = _entries_of_tile(
+        lo, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED, BLOCK_N)
+    slot, within = _locate_entries(
+        entry, lo < compressed_tiles, compressed_tables, window_tables, PAGE_ENTRIES, PAGE_TOKENS)
+    entry = _entries_of_tile(
+        lo + 1, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED,
+        BLOCK_N)
     for tile in range(lo, hi):
         is_compressed, valid = tile < compressed_tiles, slot >= 0
-        stride_slot = tl.where(is_compressed, STRIDE_SLOT, STRIDE_WINDOW_SLOT)
-        offsets = slot.to(tl.int64) * stride_slot + within * STRIDE_ENTRY
+        stride_slot = tl.where(is_compressed, COMPRESSED_STRIDES[0], WINDOW_STRIDES[0])
+        offsets = slot.to(tl.int64) * stride_slot + within * WINDOW_STRIDES[1]
         k = load_joined_tile(
             tl.where(is_compressed, compressed_nope, window_nope),
             tl.where(is_compressed, compressed_rope, window_rope),
             tl.where(is_compressed, compressed_scale, window_scale), offsets, valid, q, HEAD_DIM,
             BLOCK_D, NOPE, GROUP, BLOCK_N)
-        # Prefetch: the slots of the next tile, before this one is used.
-        slot, within = _locate_tile(
-            tile + 1, cols, selected, compressed_tables, window_tables, compressed_tiles,
-            window_start, past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+        # Prefetch, before this tile is used: the slots of the next one, and the indices of the one
+        # behind it. Each load is used an iteration later.
+        slot, within = _locate_entries(
+            entry, tile + 1 < compressed_tiles, compressed_tables, window_tables, PAGE_ENTRIES,
+            PAGE_TOKENS)
+        entry = _entries_of_tile(
+            tile + 2, cols, selected, compressed_tiles, window_start, past, top_k, visible,
+            SELECTED, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
@@ -360,9 +382,8 @@ def _load_ropes(  # type: ignore[no-untyped-def]
 )
 def _attend_latents(  # type: ignore[no-untyped-def]
     q_ptr, latents, scales, ropes, partial_out, partial_stats, selected, rows, owners, block_tables,
-    stride_table, top_k, scale, tokens, STRIDE_SLOT: tl.constexpr, STRIDE_ENTRY: tl.constexpr,
-    STRIDE_SCALE_SLOT: tl.constexpr, STRIDE_SCALE_ENTRY: tl.constexpr,
-    STRIDE_ROPE_SLOT: tl.constexpr, STRIDE_ROPE_ENTRY: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    stride_table, top_k, scale, tokens, LATENT_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
+    ROPE_STRIDES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
     SELECTED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -401,10 +422,10 @@ def _attend_latents(  # type: ignore[no-untyped-def]
             entry, page_entry = tile * BLOCK_N + cols, tile * BLOCK_N % PAGE_TOKENS + cols
         valid = (slot >= 0) & (entry < visible)
         k = load_scaled_tile(
-            latents, scales, slot_index * STRIDE_SLOT + page_entry * STRIDE_ENTRY,
-            slot_index * STRIDE_SCALE_SLOT + page_entry * STRIDE_SCALE_ENTRY,
+            latents, scales, slot_index * LATENT_STRIDES[0] + page_entry * LATENT_STRIDES[1],
+            slot_index * SCALE_STRIDES[0] + page_entry * SCALE_STRIDES[1],
             valid, q, HEAD_DIM, BLOCK_D, GROUP, BLOCK_N)
-        rope_offsets = slot_index * STRIDE_ROPE_SLOT + page_entry * STRIDE_ROPE_ENTRY
+        rope_offsets = slot_index * ROPE_STRIDES[0] + page_entry * ROPE_STRIDES[1]
         k_rope = _load_ropes(ropes, rope_offsets, valid, offs_rope, ROPE_DIM)
         visible_mask = valid[None, :] & (entry[None, :] <= (position_offset + token)[:, None])
         # Prefetch: the slots of the next tile, before this one is used.

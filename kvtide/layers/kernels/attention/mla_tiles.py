@@ -135,7 +135,7 @@ def load_joined_tile(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
 ):
     """A tile of vectors, one per row: plain, or e4m3 with a power-of-two scale per group and a
-    bf16 rope part."""
+    bf16 rope part. `scale_ptr` is of words, each of which holds a vector's scales."""
     if NOPE == 0:
         offs_d = tl.arange(0, BLOCK_D)
         mask = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -147,9 +147,10 @@ def load_joined_tile(  # type: ignore[no-untyped-def]
         offs_d = (offs_group[:, None] * GROUP_DIM + offs_within[None, :])[None, :, :]
         mask = valid[:, None, None] & (offs_d < NOPE)
         nope = tl.load(nope_ptr + offsets[:, None, None] + offs_d, mask=mask, other=0.0)
-        mask = valid[:, None] & (offs_group * GROUP_DIM < NOPE)[None, :]
-        exponent = scale_ptr + offsets[:, None] + offs_group[None, :]
-        exponent = tl.load(exponent, mask=mask, other=0).to(tl.int32)
+        # A vector's scales are one word: Triton pipelines loads of eight bytes, not of one.
+        word = tl.load(scale_ptr + offsets // 8, mask=valid, other=0)
+        exponent = (word[:, None] >> (8 * offs_group)[None, :]).to(tl.int32) & 0xFF
+        exponent = tl.where((offs_group * GROUP_DIM < NOPE)[None, :], exponent, 0)
         scale = (exponent << 23).to(tl.float32, bitcast=True).to(like.dtype)
         # The rope part is in the last group; its elements have two bytes, the others one.
         LAST: tl.constexpr = NOPE // GROUP_DIM
