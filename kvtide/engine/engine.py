@@ -430,24 +430,25 @@ class Engine:
         output: StepOutput,
     ) -> None:
         """Draft behind a verify step, and launch the next one of these drafts, before the host has
-        read what was sampled: the device accepts by itself.
+        read what was sampled: the device accepts by itself. Only a step of all running requests.
 
-        Only a step of all running requests, none of which has a running state: a state goes back to
-        where acceptance ended before the next step.
+        Running states go back to where acceptance ended before the next step: with such a model the
+        drafts alone are launched, and the host reads what was accepted while they run.
         """
         planned = None
         if speculation.can_draft_behind:
             planned = self.scheduler.plan_behind(chunks, speculation.wanted_behind)
         if planned is None:
             return
-        drafted = speculation.draft_behind(chunks, planned, output, sampling.tokens)
-        if drafted is None:
+        step = speculation.unread(chunks, output, sampling.tokens)
+        drafted = speculation.draft_behind(step, planned)
+        if drafted is None or not self.scheduler.launches_ahead:
             return
-        planned, sampled, drafts = drafted
+        planned, drafts = drafted
         output.keep_captured()
         self._overlap.plan(planned)
         if self._overlap.prepare():
-            self._overlap.launch_behind(sampled, drafts)
+            self._overlap.launch_behind(step.sampled, drafts)
         else:
             self._overlap.forget()
 

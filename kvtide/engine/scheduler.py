@@ -300,11 +300,15 @@ class Scheduler:
         are taken one by one: windows are then kept before every one of them, wherever acceptance
         ends. A running state is written where a step ends, so that drafts end with the page.
         """
-        page = self._cache.memory.page_tokens
         last = min(request.length + count, request.max_length - 1)
         if self._states:
-            last = min(last, -(-request.length // page) * page)
+            last = min(last, self._page_end(request))
         return self._slots_up_to(request, last) - request.length
+
+    def _page_end(self, request: Request) -> int:
+        """Where the page of a request's last token ends."""
+        page = self._cache.memory.page_tokens
+        return -(-request.length // page) * page
 
     def _slots_up_to(self, request: Request, last: int) -> int:
         """Take slots behind a request's tokens, page by page; returns how far there are some."""
@@ -380,12 +384,13 @@ class Scheduler:
         """The step behind a verify step of these chunks, before the host knows what is accepted: of
         each request the token that is sampled last, and up to `wanted` drafts.
 
-        There are slots wherever acceptance ends. None if other requests may be in the step.
+        There are slots wherever acceptance ends. None if other requests may be in the step. With
+        running states the step cannot be launched, only drafted for: it has no drafts that could
+        lie behind the page's end.
         """
         ending = [chunk for chunk in chunks if chunk.request.length + 1 >= chunk.request.max_length]
         if (
-            not self.launches_ahead
-            or len(chunks) < len(self.running)
+            len(chunks) < len(self.running)
             or (self.can_admit and not self.blocked)
             or (ending and self.waiting)
             or any(request.held.loading or request.held.failed for request in self.running)
@@ -399,10 +404,12 @@ class Scheduler:
                 continue
             first = request.length + 1 + len(chunk.drafts)
             last = max(first, min(first + wanted(request), request.max_length - 1))
+            if self._states:
+                last = min(last, self._page_end(request))
             end = self._slots_up_to(request, last)
-            if end < first:
+            if end < min(first, last):
                 return None
-            drafts = min(end - first, left)
+            drafts = max(0, min(end - first, left))
             left -= drafts
             planned.append(ScheduledChunk(request, request.length + 1, (unread_draft(0),) * drafts))
         moves = max(len(chunk.drafts) for chunk in chunks)

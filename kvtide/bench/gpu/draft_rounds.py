@@ -31,9 +31,9 @@ from kvtide.bench.gpu.engine_bed import (
 from kvtide.cache import TieredCache
 from kvtide.engine import Engine, RequestParams
 from kvtide.engine.chunks import ScheduledChunk
-from kvtide.engine.runner import StepOutput, UnreadTokens
+from kvtide.engine.runner import StepOutput
 from kvtide.engine.speculation.draft_length import TRIAL_TOKENS
-from kvtide.engine.speculation.drafter import DraftWish, UnreadDrafts
+from kvtide.engine.speculation.drafter import DraftWish, UnreadDrafts, UnreadStep
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 
 TAIL_TOKENS = 8
@@ -74,19 +74,13 @@ class RoundDrafter(ModelDrafter):
         with self._timed("extend"):
             super().extend(chunks, output, wishes)
 
-    def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        output: StepOutput,
-        sampled: UnreadTokens,
-        wishes: Sequence[DraftWish],
-    ) -> UnreadDrafts | None:
+    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         if self.agrees:
-            counts = torch.tensor([len(chunk.drafts) for chunk in chunks], dtype=torch.int32)
-            sampled.accepted.copy_(counts, non_blocking=True)
+            counts = torch.tensor([len(chunk.drafts) for chunk in step.chunks], dtype=torch.int32)
+            step.sampled.accepted.copy_(counts, non_blocking=True)
         if self.seconds is not None:
             return None  # Only `extend` and `propose` are timed.
-        return super().draft_behind(chunks, output, sampled, wishes)
+        return super().draft_behind(step, wishes)
 
     def propose(self, wishes: Sequence[DraftWish]) -> list[tuple[int, ...]]:
         with self._timed("propose"):

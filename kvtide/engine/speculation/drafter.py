@@ -33,6 +33,14 @@ class DraftLimits(NamedTuple):
     hidden: Tensor
 
 
+class UnreadStep(NamedTuple):
+    """A verify step, and its sampled tokens on the device."""
+
+    chunks: Sequence[ScheduledChunk]
+    output: StepOutput
+    sampled: UnreadTokens
+
+
 class UnreadDrafts(NamedTuple):
     """Drafts on the device, (rows, drafts), and the row of each request."""
 
@@ -71,15 +79,9 @@ class Drafter(Protocol):
         """A step of these chunks has run, and its tokens are sampled and accepted. `propose` with
         the same wishes follows."""
 
-    def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        output: StepOutput,
-        sampled: UnreadTokens,
-        wishes: Sequence[DraftWish],
-    ) -> UnreadDrafts | None:
-        """Draft behind a verify step of these chunks before the host knows what was accepted; None
-        where that is not possible. `extend` follows without wishes, `propose` with the same."""
+    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+        """Draft behind a verify step before the host knows what was accepted; None where that is
+        not possible. `extend` follows without wishes, `propose` with the same."""
 
     def undo_behind(self, request: Request) -> None:
         """The device drafted behind another token than was sampled: `extend` writes this one's
@@ -114,13 +116,7 @@ class TokenDrafter:
     ) -> None:
         """The requests have their tokens."""
 
-    def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        output: StepOutput,
-        sampled: UnreadTokens,
-        wishes: Sequence[DraftWish],
-    ) -> UnreadDrafts | None:
+    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Drafts depend on tokens that the host knows."""
         return None
 

@@ -29,7 +29,7 @@ from kvtide.engine.graphs.graph_inputs import GraphRow
 from kvtide.engine.page_tables import Numbers, Table, TableVersion, batch_tables
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput, UnreadTokens
+from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import (
     COLDEST,
     SamplingInput,
@@ -38,7 +38,7 @@ from kvtide.engine.sampler import (
     sampling_columns,
 )
 from kvtide.engine.speculation.draft_graphs import DraftGraphRow, DraftGraphs
-from kvtide.engine.speculation.drafter import DraftLimits, DraftWish, UnreadDrafts
+from kvtide.engine.speculation.drafter import DraftLimits, DraftWish, UnreadDrafts, UnreadStep
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models.draft import DraftModel
@@ -223,35 +223,29 @@ class ModelDrafter:
     def can_draft_behind(self) -> bool:
         return self._graphs is not None
 
-    def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        output: StepOutput,
-        sampled: UnreadTokens,
-        wishes: Sequence[DraftWish],
-    ) -> UnreadDrafts | None:
+    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Extend over all rows of the verify step: those behind the accepted ones are overwritten
         by the next extension. Drafts follow the last accepted token."""
         graphs, limits, rows = self._graphs, dict(wishes), list[DraftGraphRow]()
         if self.model is None or graphs is None:
             return None
         drafting: list[Request] = []
-        for number, chunk in enumerate(chunks):
+        for number, chunk in enumerate(step.chunks):
             request, count = chunk.request, 1 + len(chunk.drafts)
             if not request.params.speculate:
                 continue
             known = self._extended.get(request.held)
             if known is None or known.end != request.length - 1 or count > graphs.max_rows:
                 return None
-            _, end, _ = output.span(number)
-            first, limit = sampled.firsts[request], limits.get(request, 0)
+            _, end, _ = step.output.span(number)
+            first, limit = step.sampled.firsts[request], limits.get(request, 0)
             row = DraftRow(request.held, known.end, range(first, first + count), end - count)
             columns = self._columns(request, behind=True) if limit else None
             rows.append(DraftGraphRow(self._graph_row(row), row.source, limit, columns))
             drafting.append(request)
         graph = graphs.fitting(rows, drafting=True)
-        _, accepted = sampled.of(drafting, self._staging)
-        tokens = graph.launch_behind(rows, output.captured, sampled.tokens, accepted)
+        _, accepted = step.sampled.of(drafting, self._staging)
+        tokens = graph.launch_behind(rows, step.output.captured, step.sampled.tokens, accepted)
         drafts = UnreadDrafts(tokens, {request: n for n, request in enumerate(drafting)})
         self._launched = _Launched(drafts, self._staging.read_back([tokens]))
         self._behind = set(drafting)

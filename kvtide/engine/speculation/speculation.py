@@ -21,7 +21,13 @@ from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.draft_length import DraftLength
-from kvtide.engine.speculation.drafter import Drafter, DraftLimits, DraftWish, UnreadDrafts
+from kvtide.engine.speculation.drafter import (
+    Drafter,
+    DraftLimits,
+    DraftWish,
+    UnreadDrafts,
+    UnreadStep,
+)
 from kvtide.engine.speculation.saved_states import SavedStates
 from kvtide.engine.staging import Staging
 
@@ -135,13 +141,14 @@ class Speculation:
         self._draft_length.batch = max(1, len(self._scheduler.running))
         if self._behind:
             self._behind = False
-            self._wishes = [wish for wish in self._wishes if wish.request in decoding]
+            worth = {request for request in decoding if self._worth_drafts(request)}
+            self._wishes = [wish for wish in self._wishes if wish.request in worth]
             self._drafter.extend(chunks, output, ())
             return
         self._wishes = []
         for request in decoding:
             if request.params.speculate:
-                wanted = self._wanted(request)
+                wanted = self.wanted(request) if self._worth_drafts(request) else 0
                 if count := self._scheduler.slots_for_drafts(request, wanted) if wanted else 0:
                     self._wishes.append(DraftWish(request, count))
         self._leases = {wish.request: wish.request.held for wish in self._wishes}
@@ -156,23 +163,20 @@ class Speculation:
         """Drafts are on their way behind tokens that the host has yet to read."""
         return self._behind
 
+    def unread(
+        self, chunks: Sequence[ScheduledChunk], output: StepOutput, tokens: Tensor
+    ) -> UnreadStep:
+        """A verify step of these chunks, of whose sampled `tokens` the device accepts by itself."""
+        return UnreadStep(chunks, output, self._accepted_on_device(chunks, tokens))
+
     def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        planned: PlannedStep,
-        output: StepOutput,
-        tokens: Tensor,
-    ) -> tuple[PlannedStep, UnreadTokens, Tensor] | None:
-        """Draft for the step planned behind a verify step of these chunks, whose sampled `tokens`
-        the host has yet to read. The step with its unread drafts, what was accepted, and the
-        drafts; None where the host has to read first.
-        """
+        self, step: UnreadStep, planned: PlannedStep
+    ) -> tuple[PlannedStep, Tensor] | None:
+        """Draft for the step planned behind an unread one. The planned step with its unread drafts,
+        and the drafts; None where the host has to read first."""
         wishes = [DraftWish(each.request, len(each.drafts)) for each in planned.chunks]
         wishes = [wish for wish in wishes if wish.limit]
-        if not wishes:
-            return None
-        sampled = self._unread(chunks, tokens)
-        drafts = self._drafter.draft_behind(chunks, output, sampled, wishes)
+        drafts = self._drafter.draft_behind(step, wishes) if wishes else None
         if drafts is None:
             return None
         self._behind, self._wishes = True, wishes
@@ -181,7 +185,7 @@ class Speculation:
             chunk._replace(drafts=_unread_drafts(drafts, chunk.request, len(chunk.drafts)))
             for chunk in planned.chunks
         ]
-        return replace(planned, chunks=behind), sampled, drafts.tokens
+        return replace(planned, chunks=behind), drafts.tokens
 
     def undo_behind(self, request: Request) -> None:
         """The device has another token than was sampled: its drafts are void."""
@@ -198,8 +202,8 @@ class Speculation:
         """The same before the outcome of its present drafts is known: a trial is not repeated."""
         return self._draft_length.paying(request) if request.params.speculate else 0
 
-    def _unread(self, chunks: Sequence[ScheduledChunk], tokens: Tensor) -> UnreadTokens:
-        """Accepts on the device, as `accepted` does on the host."""
+    def _accepted_on_device(self, chunks: Sequence[ScheduledChunk], tokens: Tensor) -> UnreadTokens:
+        """As `accepted` does on the host."""
         longest = self._draft_length.longest
         table = np.full((len(chunks), 1 + longest), -1)
         counts = [1 + len(chunk.drafts) for chunk in chunks]
@@ -245,10 +249,9 @@ class Speculation:
                 request.drafts = drafts
         return proposed
 
-    def _wanted(self, request: Request) -> int:
-        """None while more tokens are to be computed again than drafts could win."""
-        again = request.length - request.computed - 1
-        return self._draft_length.of(request) if again <= self._draft_length.longest else 0
+    def _worth_drafts(self, request: Request) -> bool:
+        """Not while more tokens are to be computed again than drafts could win."""
+        return request.length - request.computed - 1 <= self._draft_length.longest
 
 
 def _unread_drafts(unread: UnreadDrafts, request: Request, count: int) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
-from kvtide.engine.runner import StepOutput, UnreadTokens
+from kvtide.engine.runner import StepOutput
 from kvtide.engine.speculation.drafter import (
     Drafter,
     DraftLimits,
     DraftWish,
     TokenDrafter,
     UnreadDrafts,
+    UnreadStep,
 )
 from tests.models.tiny import VOCABULARY
 
@@ -71,14 +72,8 @@ class ConsistentDrafter:
     ) -> None:
         self._inner.extend(chunks, output, wishes)
 
-    def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        output: StepOutput,
-        sampled: UnreadTokens,
-        wishes: Sequence[DraftWish],
-    ) -> UnreadDrafts | None:
-        drafts = self._inner.draft_behind(chunks, output, sampled, wishes)
+    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+        drafts = self._inner.draft_behind(step, wishes)
         self.behind += drafts is not None
         return drafts
 

@@ -90,9 +90,32 @@ def test_a_request_that_ends_now_is_not_in_the_step_behind() -> None:
     at.end()
 
 
-@pytest.mark.parametrize("why", ["state", "prefill", "waiting"])
+def test_running_states_are_drafted_for_up_to_the_end_of_their_page() -> None:
+    """A state is written where a step ends, wherever acceptance of the step before ended."""
+    at = Desk(RECURRENT, pages=64)
+    assert not at.scheduler.launches_ahead, "the host reads before the next step"
+    most = 0
+    request = at.queue(1, answer=30)
+    for length in range(PAGE + 2, 3 * PAGE + 2):
+        while request.length < length:
+            at.step()
+        request.drafts = (1,)[: at.scheduler.slots_for_drafts(request, 1)]
+        (chunk,) = at.scheduler.schedule()
+        planned = at.scheduler.plan_behind([chunk], lambda request: 2)
+        assert planned is not None
+        (behind,) = planned.chunks
+        end = -(-length // PAGE) * PAGE
+        last = length + 1 + len(chunk.drafts) + len(behind.drafts)
+        assert last <= end or not behind.drafts
+        assert len(at.cache.page_table(request.held, "state")) <= end // PAGE + 1
+        most, request.drafts = max(most, len(behind.drafts)), ()
+    assert most > 0
+    at.end()
+
+
+@pytest.mark.parametrize("why", ["prefill", "waiting"])
 def test_the_host_reads_first_where_other_requests_may_be_in_the_step(why: str) -> None:
-    at = Desk(RECURRENT if why == "state" else FULL, pages=64)
+    at = Desk(FULL, pages=64)
     chunks = decoding(at, 30, 30)
     if why == "prefill":
         chunks = chunks[:1]
@@ -122,7 +145,7 @@ def test_the_device_accepts_what_the_host_does(rows: list[tuple[list[int], list[
         given_tokens = [*tokens, 0, 0, 0, 0, 0][: len(drafts) + 1]
         sampled.append([SampledToken(token, 0.0) for token in given_tokens])
     flat = torch.tensor([one.token for each in sampled for one in each])
-    unread = speculation._unread(chunks, flat)
+    unread = speculation._accepted_on_device(chunks, flat)
     host = [speculation.accepted(c, s) for c, s in zip(chunks, sampled, strict=True)]
     assert unread.accepted.tolist() == [len(each) - 1 for each in host]
     order = [chunk.request for chunk in reversed(chunks)]

@@ -11,11 +11,9 @@ import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
-from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.overlap import OverlapState
-from kvtide.engine.runner import StepOutput, UnreadTokens
 from kvtide.engine.sampler import SamplingParams
-from kvtide.engine.speculation.drafter import DraftWish, UnreadDrafts
+from kvtide.engine.speculation.drafter import DraftWish, UnreadDrafts, UnreadStep
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.models import Model, build, build_mtp
 from kvtide.models.checkpoint import OnDevice, open_checkpoint
@@ -107,14 +105,8 @@ class CountingDrafter(ModelDrafter):
 
     behind = 0
 
-    def draft_behind(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        output: StepOutput,
-        sampled: UnreadTokens,
-        wishes: Sequence[DraftWish],
-    ) -> UnreadDrafts | None:
-        drafts = super().draft_behind(chunks, output, sampled, wishes)
+    def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
+        drafts = super().draft_behind(step, wishes)
         self.behind += drafts is not None
         return drafts
 
