@@ -40,8 +40,8 @@ FEW_QUERIES = 8
 and verify steps."""
 CTAS_PER_SM = 4
 """CTAs that the grid of a decode or verify step has per SM, at most."""
-_TILE_KEYS, _FEW_TILE_KEYS = 128, 64
-"""Keys per tile (BLOCK_N) of a prefill, and of few queries."""
+_TILE_KEYS = 128
+"""Keys per tile (BLOCK_N); half as many where few queries unpack them, or have several tokens."""
 _FEW_ROWS = 256
 """Heads of few queries in a dot, at most; fp32 has a quarter."""
 TILE = 4096
@@ -100,10 +100,12 @@ def score_entries(
     block_heads, half = max(MIN_ROWS, power_of_two(heads)), queries.element_size() == 2
     last, longest = min(len(queries), first + len(scores)), batch.bounds.longest
     few = longest <= FEW_QUERIES
-    tile_keys = (_FEW_TILE_KEYS if few else _TILE_KEYS) if half else 2 * MIN_ROWS
+    tile_keys = _TILE_KEYS if half else 2 * MIN_ROWS
     # The heads of so many queries are the columns of a dot.
     columns = (_FEW_ROWS if half else _FEW_ROWS // 4) if few else tile_keys
     tokens = min(max(1, columns // block_heads), power_of_two(longest))
+    if half and few and (tokens > 1 or scales is not None):
+        tile_keys //= 2
     blocks, busy = batch.owners, len(queries)
     if tokens > 1 or not few:
         query_tiles = query_blocks(run, tokens if few else QUERY_BLOCK, rows=(first, last))
@@ -125,7 +127,7 @@ def score_entries(
         BLOCK_N=tile_keys,
         TOKENS=tokens,
         num_warps=4 if few else 8,
-        num_stages=3 if few and tokens > 1 else 2,
+        num_stages=3 if few and (tokens > 1 or scales is None) else 2,
     )
 
 

@@ -102,8 +102,8 @@ def block_attention(
     assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, (
         "the rope part is within one group"
     )
-    # Two CTAs of fewer rows share an SM's memory.
-    tile_keys = 2 * TILE_KEYS if tile_rows == TILE_ROWS else TILE_KEYS
+    # Unpacking is what larger tiles speed up; two CTAs of fewer rows share an SM's memory.
+    tile_keys = 2 * TILE_KEYS if nope and tile_rows == TILE_ROWS else TILE_KEYS
     _attend_compressed[(ctas, split.count)](
         *(queries, kept, *window_fields, *compressed_fields),
         *(split.partial_out, split.partial_stats),
