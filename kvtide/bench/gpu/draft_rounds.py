@@ -208,6 +208,9 @@ class Pair:
         return lengths.accepted, lengths.rejected, verified
 
     def phases_s(self, steps: int) -> dict[str, float]:
+        """Where each part is waited for, drafts have other graphs: these are captured before."""
+        self.drafter.seconds = {}
+        step_s(self.bed, self.on, 2)
         self.drafter.seconds = {}
         whole = step_s(self.bed, self.on, steps)
         parts = {part: each / steps for part, each in self.drafter.seconds.items()}
