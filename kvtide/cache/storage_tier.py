@@ -90,6 +90,7 @@ class Storage:
         self._agreement = agreement
         self._stores: list[Attachment] = []
         self._unremoved: list[Removal] = []
+        self._was_attached = False
 
     # -- for callers of the cache -----------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Storage:
         link = self._linked(opened)
         self.detach(leave_s)
         self._stores.append(Attachment(link, self._index, self._config, self._agreement))
-        self._in_flight.departs = True
+        self._in_flight.departs = self._was_attached = True
         self._hand_over()
 
     def _linked(self, opened: Callable[[], StoreLink]) -> StoreLink:
@@ -192,12 +193,15 @@ class Storage:
         return bool(self._in_flight.departures) or any(one.at_work for one in self._stores)
 
     def remove(self, prompt: Prompt) -> None:
-        """Remove the known pages behind the prompt's first page from every store."""
-        if isinstance(prompt.namespace, Hidden):
+        """Remove the known pages behind the prompt's first page from every store; from one that was
+        detached, once it is attached again."""
+        if isinstance(prompt.namespace, Hidden) or not self._was_attached:
             return
-        known = self._index.keys_below(prompt) if self._stores else []
+        known = self._index.keys_below(prompt)
         for one in self._stores:
             one.remove(prompt, known)
+        if self._attached is None:
+            self._unremoved.append(Removal.of(self._index, prompt, known))
 
     def verdicts(self) -> list[int]:
         """This rank's verdicts on all that is open."""
@@ -233,7 +237,8 @@ class Storage:
             last.storing.enqueue(departure)
 
     def _hand_over(self) -> None:
-        """Removals that a store did not finish pass to the next one: it may be the same store."""
+        """Removals that a store did not finish, or that came while there was none, pass to the next
+        one: it may be the same store."""
         for one in self._stores:
             if one.state is AttachmentState.CLOSING:
                 self._unremoved += one.removals.give_up()

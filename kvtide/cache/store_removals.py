@@ -28,6 +28,12 @@ class Removal:
     keys: list[PageKey]
     answer: Future[int] | None = None
 
+    @classmethod
+    def of(cls, index: Index, prompt: Prompt, known: Sequence[PageKey]) -> Removal:
+        """Of the prompt's pages, and of those known by key."""
+        keys = list(dict.fromkeys([*index.page_keys(prompt), *known]))
+        return cls(Prompt(prompt.packed, prompt.namespace, prompt.holdback), keys)
+
 
 class Removals:
     """The removals that have not succeeded on every rank, oldest first."""
@@ -43,12 +49,11 @@ class Removals:
 
     def begin(self, prompt: Prompt, known: Sequence[PageKey]) -> list[bytes]:
         """Remove the prompt's pages, and those known by key; the keys of all these pages."""
-        keys = list(dict.fromkeys([*self._index.page_keys(prompt), *known]))
-        if keys:
-            copy = Prompt(prompt.packed, prompt.namespace, prompt.holdback)
-            self._removals.append(Removal(copy, keys))
-            self._ask(self._removals[-1])
-        return [page.key for page in keys]
+        removal = Removal.of(self._index, prompt, known)
+        if removal.keys:
+            self._removals.append(removal)
+            self._ask(removal)
+        return [page.key for page in removal.keys]
 
     def forbid(self, prompt: Prompt) -> bool:
         """Whether the store may still hold quarantined pages of the prompt."""

@@ -19,7 +19,7 @@ from kvtide.transfer.store_link import StoreLink
 from tests.cache.building import Rig, text
 from tests.cache.gated import Gated
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT
-from tests.cache.stores import WAIT, fetched, keys_of, opened, settle, stored, until
+from tests.cache.stores import WAIT, attach, fetched, keys_of, opened, settle, stored, until
 
 
 def test_a_history_that_was_on_the_host_is_not_storage_s_when_its_state_comes_from_there(
@@ -141,6 +141,31 @@ def test_what_comes_while_it_is_quarantined_is_not_found(url: str, rigs: list[Ri
     settle(again)
     assert fetch.outcome == "discarded" and again.found(text(1, 8)) == 0
     assert taken(again) == 0
+
+
+@pytest.mark.parametrize("state", ["leaving", "closing", "gone"])
+def test_a_store_that_was_detached_is_rid_of_what_was_quarantined_meanwhile(
+    state: str, url: str, rigs: list[Rig]
+) -> None:
+    rig = opened(rigs, url)
+    stored(rig, text(1, 8))
+    stored(rig, text(2, 8))
+    storage = rig.cache.storage
+    storage.detach(5.0)
+    if state != "leaving":
+        settle(rig)
+    if state == "gone":
+        until(lambda: rig.cache.poll() is not None and storage.stats() is None)
+    rig.quarantine(rig.cache.prompt(text(1, 8)))
+    attach(rig, url)
+    assert storage.fetch(rig.cache.prompt(text(1, 8))) is None, "it is being removed"
+    settle(rig)
+    assert fetched(rig, text(1, 8)).outcome == "nothing" and rig.found(text(1, 8)) == 0
+    assert not any(left_in(rig, url).exists(keys_of(rig, text(1, 8))))
+    rig.cache.flush(Tier.DEVICE)
+    rig.cache.flush(Tier.HOST)
+    attach(rig, url)
+    assert fetched(rig, text(2, 8)).outcome == "fetched"
 
 
 def test_branches_that_are_known_leave_the_store_with_what_they_share(
