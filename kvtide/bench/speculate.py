@@ -5,14 +5,16 @@ both at the same time, a step of one, then a step of the other, so that a machin
 does so for both. Greedy answers must be the same. A first round, which is not counted, leaves the
 prompts in both caches and lets the engine learn what drafts are worth: decoding is what is
 measured.
+
+`row_costs` times steps with fixed numbers of drafts: what the engine's constants should say.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ import torch
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.speculation.draft_length import verify_cost
 from kvtide.engine.speculation.drafter import Drafter, DraftWish, TokenDrafter
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS, NgramDrafter
@@ -34,6 +37,10 @@ from kvtide.models.tokenizer import Tokenizer, load_tokenizer
 from kvtide.spec.families import KVDType
 
 NEVER_BATCH = 64
+ROW_BATCHES = (1, 2, 8)
+MOST_ROW_DRAFTS = 5
+"""`row_costs`: batches, and drafts of a request."""
+ROW_STEPS, ROW_WARM_UP = 24, 3
 _TEXT = (
     "The harbour of Port Ellery lies in a bay that faces north. Twice a day the tide fills the "
     "bay, and twice a day it leaves the boats on the mud. The fishermen know the hours by heart. "
@@ -139,6 +146,21 @@ class SpeculationGain:
         return asdict(self) | {"reached": self.reached}
 
 
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """A verify step with so many drafts for every request of a batch, in decode steps of it:
+    `ratio` as measured, `assumed` as the engine counts when it chooses how many drafts pay."""
+
+    batch: int
+    drafts: int
+    step_s: float
+    ratio: float
+    assumed: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 def _ngram(bed: ModelBed, cache: TieredCache) -> Drafter:
     return NgramDrafter()
 
@@ -195,16 +217,27 @@ class ModelBed:
             tuple(self.tokenizer.encode_chat(Conversation([message]))), answer_tokens
         )
 
-    def engine(self, case: SpeculationCase, tokens: int, draft_tokens: int | None) -> Engine:
+    def engine(
+        self,
+        case: SpeculationCase,
+        tokens: int,
+        draft_tokens: int | None,
+        *,
+        fixed_drafts: bool = False,
+    ) -> Engine:
         """Without drafts if `draft_tokens` is None."""
         config = CacheConfig(Tokens(tokens), host_size=None, device=str(self.device))
         cache = TieredCache(self.model.memory, config)
         running = max(case.at_once, 2)
         if draft_tokens is None:
             return Engine(self.model, cache, max_running=running)
-        drafter = case.drafter(self, cache)
         return Engine(
-            self.model, cache, max_running=running, drafter=drafter, draft_tokens=draft_tokens
+            self.model,
+            cache,
+            max_running=running,
+            drafter=case.drafter(self, cache),
+            draft_tokens=draft_tokens,
+            fixed_drafts=fixed_drafts,
         )
 
 
@@ -256,6 +289,36 @@ def measure(
         accepted=accepted - before[0],
         rejected=rejected - before[1],
     )
+
+
+def row_costs(bed: ModelBed, batch: int, steps: int, progress: Progress) -> Iterator[RowCost]:
+    """Engines with 0 to MOST_ROW_DRAFTS drafts for every request, wrong ones, step in turns."""
+    case = replace(CASES["never"], prompts=PROSE[:batch], at_once=batch)
+    params = [bed.params(text, steps + ROW_WARM_UP + 2) for text in case.prompts]
+    page = bed.model.memory.page_tokens
+    longest = max(len(each.tokens) for each in params) + steps + ROW_WARM_UP + MOST_ROW_DRAFTS
+    tokens = batch * (longest // page + 2) * page
+    counts = (None, *range(1, MOST_ROW_DRAFTS + 1))
+    engines = [bed.engine(case, tokens, count, fixed_drafts=True) for count in counts]
+    seconds: list[list[float]] = [[] for _ in engines]
+    try:
+        for engine in engines:
+            requests = [engine.submit(each) for each in params]
+            while any(len(request.output) < ROW_WARM_UP for request in requests):
+                engine.step()
+        for _ in progress(range(steps), steps, f"rows, batch {batch}"):
+            for engine, mine in zip(engines, seconds, strict=True):
+                began = time.perf_counter()
+                engine.step()
+                mine.append(time.perf_counter() - began)
+    finally:
+        for engine in engines:
+            engine.cache.close()
+    decode_s = statistics.median(seconds[0])
+    for drafts, mine in enumerate(seconds):
+        step_s = statistics.median(mine)
+        assumed = verify_cost(bed.device.type, batch, drafts)
+        yield RowCost(batch, drafts, step_s, step_s / decode_s, assumed)
 
 
 def _verify_steps(engine: Engine) -> int:

@@ -68,8 +68,10 @@ SHAPE_CASES = {
         ),
     )
 }
-CASES = (*speculate.CASES, *SHAPE_CASES)
-Result = speculate.SpeculationGain | RoundResult | NeverResult
+ROWS = "rows"
+"""What drafts cost a step, whoever drafts; only where it is named."""
+CASES = (*speculate.CASES, ROWS, *SHAPE_CASES)
+Result = speculate.SpeculationGain | speculate.RowCost | RoundResult | NeverResult
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         metavar="NAME,…",
-        help=f"some of {', '.join(speculate.CASES)} (texts, by a model on disk) or of "
+        help=f"some of {', '.join(speculate.CASES)}, {ROWS} (texts, by a model on disk) or of "
         f"{', '.join(SHAPE_CASES)} (random weights, on a GPU). The first that can run; with "
         "`--device cuda` and no model the others",
     )
@@ -113,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     shapes = [SHAPE_CASES[name] for name in names if name in SHAPE_CASES]
     found: list[tuple[str, Result]] = []
     failed: list[str] = []
-    for one in chain(_texts(args, texts), _shapes(args, shapes, failed)):
+    for one in chain(_texts(args, texts, rows=ROWS in names), _shapes(args, shapes, failed)):
         found.append(one)
         _write(args, found)
     if args.json == "":
@@ -180,9 +182,9 @@ def _as_json(found: list[tuple[str, Result]]) -> list[dict[str, Any]]:
 
 
 def _texts(
-    args: argparse.Namespace, cases: list[speculate.SpeculationCase]
+    args: argparse.Namespace, cases: list[speculate.SpeculationCase], *, rows: bool
 ) -> Iterator[tuple[str, Result]]:
-    if not cases:
+    if not cases and not rows:
         return
     model = open_checkpoint(default_model() if args.model is None else args.model)
     bed = speculate.ModelBed(model, _draft(args), torch.device(args.device))
@@ -190,6 +192,9 @@ def _texts(
         drafts = args.draft_tokens or case.draft_tokens
         gain = speculate.measure(bed, case, args.answer_tokens, drafts, args.rounds, progress)
         yield case.name, gain
+    for batch in speculate.ROW_BATCHES if rows else ():
+        for cost in speculate.row_costs(bed, batch, speculate.ROW_STEPS, progress):
+            yield ROWS, cost
 
 
 def _shapes(
@@ -258,6 +263,7 @@ _HEADERS: dict[type[Result], tuple[str, ...]] = {
         *("case", "at once", "drafts", "tokens/s on", "tokens/s off", "on/off", "accept length"),
         *("accepted", "rejected", "goal", "reached"),
     ),
+    speculate.RowCost: ("batch", "drafts", "step ms", "of a decode step", "assumed"),
     RoundResult: (
         *("model", "drafter", "batch", "context", "accepted", "drafts", "decode ms", "round ms"),
         *("round/decode", "goal", "reached", "verify ms", "extend ms", "propose ms"),
@@ -277,6 +283,9 @@ def _tables(found: list[Result]) -> Iterator[str]:
 
 
 def _row(found: Result) -> tuple[str, ...]:
+    if isinstance(found, speculate.RowCost):
+        costs = (f"{found.ratio:.2f}×", f"{found.assumed:.2f}×")
+        return (str(found.batch), str(found.drafts), _ms(found.step_s), *costs)
     if isinstance(found, RoundResult):
         goal = "–" if found.goal is None else f"≤ {found.goal:g}×"
         parts = (found.phases_s.get(part, 0.0) for part in ("verify", "extend", "propose"))
