@@ -115,7 +115,7 @@ def test_flushing_a_tier_that_is_none_is_refused(client: Client, tier: str) -> N
 
 
 def test_flushing_leaves_requests_that_run_alone(server: InProcess, client: Client) -> None:
-    asked = {"prompt": [9] * 40, "max_tokens": 150, "seed": 1, "ignore_eos": True}
+    asked = {"prompt": [9] * 40, "max_tokens": 300, "seed": 1, "ignore_eos": True}
     expected = client.complete(**asked)["choices"][0]["text"]
     running = client.start("/v1/completions", **asked)
     server.until(lambda report: report["requests"]["running"] > 0)
