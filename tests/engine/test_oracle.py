@@ -15,6 +15,7 @@ from kvtide.models import Model
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
 from tests.engine.flipped_bits import KINDS, check_flips_are_found, host_slot
+from tests.grids import everything
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
@@ -111,7 +112,7 @@ def test_in_half_precision_one_flipped_bit_in_any_field_is_found_and_named(
 ) -> None:
     model = ours(family, page_tokens=PAGE, kv_dtype=kv_dtype, dtype=torch.bfloat16)
     engine = engine_with_oracle(model, bounds=bounds_of(model.memory, torch.bfloat16))
-    check_flips_are_found(engine, pool, caplog)
+    check_flips_are_found(engine, pool, caplog, pairs=everything())
     engine.cache.close()
 
 

@@ -195,7 +195,7 @@ def test_full_steps_and_few_sequences(
     assert len(compared("gemma2", most, steps, monkeypatch).sizes) == len(steps)
 
 
-@pytest.mark.quick(name=["gemma2"])
+@pytest.mark.quick(name=["lfm2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_verify_steps_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences with a few tokens, beside others with one, and padding of several sequences."""

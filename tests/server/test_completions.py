@@ -211,7 +211,8 @@ def test_an_answer_ends_where_the_model_ends_it(client: Client) -> None:
         asked = {"temperature": 1.5, "max_tokens": 200, "return_token_ids": True}
         return only(client.complete("that", **asked, seed=seed, **fields))
 
-    tried = ((seed, answer(seed, ignore_eos=True)) for seed in range(20))
+    # The first ends soon. Should its tokens be others somewhere, one of the rest will do.
+    tried = ((seed, answer(seed, ignore_eos=True)) for seed in (17, *range(17)))
     seed, on = next((seed, choice) for seed, choice in tried if 0 in choice["token_ids"])
     ended = answer(seed)
     assert ended["token_ids"] == on["token_ids"][: on["token_ids"].index(0) + 1]

@@ -34,7 +34,7 @@ def kill(server: Server, clients: ThreadPoolExecutor, tokens: list[int]) -> None
     assert answering.exception(30) is not None
 
 
-@pytest.mark.quick(family=["gpt_oss"])
+@pytest.mark.full
 @pytest.mark.parametrize("family", [family.name for family in FORMS])
 def test_conversations_over_http_are_answered_as_if_nothing_were_kept(
     family: str, tmp_path: Path

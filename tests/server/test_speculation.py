@@ -19,6 +19,7 @@ from kvtide.models.model_errors import CheckpointError
 from kvtide.server import settings
 from kvtide.server.engine_setup import open_engine
 from kvtide.server.settings import Settings, SettingsError
+from tests.grids import everything
 from tests.models import tiny_mtp
 from tests.models.tiny import VOCABULARY
 from tests.models.tiny_eagle3 import tiny_eagle3
@@ -106,7 +107,7 @@ def test_a_run_ends_within_its_drafts(serve: Serve) -> None:
     server = serve(speculate="ngram", draft_tokens=16)
     whole = ask(server.client, {"temperature": 0})["choices"][0]["text"]
     assert ",,,,," in whole
-    for tokens in range(1, ANSWER):
+    for tokens in range(1, ANSWER, 1 if everything() else 5):
         cut = ask(server.client, {"temperature": 0, "max_tokens": tokens})
         assert cut["usage"]["completion_tokens"] == tokens
         assert cut["choices"][0]["finish_reason"] == "length"
@@ -254,7 +255,7 @@ def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
         assert "\nspeculation: mtp, up to 3 drafts" in server.said
         counted = []
         for body in BODIES[:5]:
-            asked = {"max_tokens": ANSWER, **body}
+            asked = {"max_tokens": ANSWER if everything() else ANSWER // 2, **body}
             first, again, off = (
                 client.complete(5 * REPETITIVE, **asked, speculate=on) for on in (True, True, False)
             )
@@ -383,7 +384,7 @@ def test_a_server_says_at_its_start_what_drafts(model_folder: Path) -> None:
         assert "\nspeculation: ngram, up to 5 drafts\n" in server.said
 
 
-@pytest.mark.quick
+@pytest.mark.quick(split=["--tp"], drafts=["eagle3"])
 @pytest.mark.parametrize("split", ["--tp", "--pp"])
 @pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
 def test_ranks_draft(

@@ -234,15 +234,22 @@ def test_training_lowers_the_loss_and_publishes_a_draft(saved: Path, tmp_path: P
     assert not (tmp_path / "x").exists()
 
 
+@pytest.fixture(scope="module")
+def first(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained draft, to go on from."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("drafts") / "first"
+    train_draft(open_target(saved, ASKED, CPU), text(), options(30), folder, silent)
+    return folder
+
+
 @pytest.mark.parametrize("count", [100, VOCABULARY], ids=["more-tokens", "all-tokens"])
 def test_a_resumed_draft_keeps_its_weights_and_gets_more_tokens(
-    count: int, saved: Path, tmp_path: Path
+    count: int, saved: Path, first: Path, tmp_path: Path
 ) -> None:
     """Published as fp8, into another folder, after a step that changes next to nothing."""
     torch.manual_seed(0)
-    first, second = tmp_path / "first", tmp_path / "second"
-    train_draft(open_target(saved, ASKED, CPU), text(), options(30), first, silent)
-    before = open_draft(first)
+    second, before = tmp_path / "second", open_draft(first)
     known = target_tokens(before.weights)
     assert known is not None and len(known) == 64
     still = replace(options(1), resume=first, training=TrainingPlan(steps=1, rate=1e-12))

@@ -19,6 +19,8 @@ from tests.data.lookup_task import repetitive_walk
 from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alone, walks
 
 KEPT, FALLEN = 0.98, 0.8
+FILL = 2
+"""Tokens of an answer that is asked for to have the prompt's pages, with the draft's."""
 WALKS = walks(4)
 PROMPTS = [one.prompt for one in WALKS]
 PREFIX = (len(PROMPTS[0]) - 1) // PAGE * PAGE
@@ -54,7 +56,7 @@ def test_answers_are_right_and_most_drafts_are_accepted(cold: float) -> None:
 
 
 def test_pages_on_the_device_keep_the_accept_length(server: LookupServer, cold: float) -> None:
-    server.serve(PROMPTS)
+    server.serve(PROMPTS, count=FILL)
     again = server.serve(PROMPTS)
     assert again.origins == {PrefixOrigin.DEVICE}
     assert all(request.by_tier == {Tier.DEVICE: PREFIX} for request in again.requests)
@@ -62,7 +64,7 @@ def test_pages_on_the_device_keep_the_accept_length(server: LookupServer, cold: 
 
 
 def test_pages_from_the_host_keep_the_accept_length(server: LookupServer, cold: float) -> None:
-    server.serve(PROMPTS)
+    server.serve(PROMPTS, count=FILL)
     server.settle()
     server.cache.flush(Tier.DEVICE)
     again = server.serve(PROMPTS)
@@ -78,7 +80,7 @@ def test_pages_of_another_request_keep_the_accept_length(server: LookupServer) -
     computed = fresh.serve(others)
     fresh.close()
     assert computed.origins == {PrefixOrigin.COMPUTED}
-    server.serve(PROMPTS, count=2)
+    server.serve(PROMPTS, count=FILL)
     again = server.serve(others)
     assert all(request.by_tier == {Tier.DEVICE: PREFIX} for request in again.requests)
     assert again.accept_length >= KEPT * computed.accept_length
@@ -112,7 +114,7 @@ def test_pages_from_storage_keep_the_accept_length_after_a_restart(
     tmp_path: Path, cold: float
 ) -> None:
     first = LookupServer(tmp_path)
-    first.serve(PROMPTS)
+    first.serve(PROMPTS, count=FILL)
     first.settle()
     first.close()
     second = LookupServer(tmp_path)
@@ -148,7 +150,7 @@ def test_without_draft_pages_the_accept_length_falls(
 ) -> None:
     """The tests above can fail: pages that were committed without a draft are found, and steps
     accept far less; the text stays right."""
-    server.serve(PROMPTS, speculate=False)
+    server.serve(PROMPTS, count=FILL, speculate=False)
     server.settle()
     if tier is Tier.HOST:
         server.cache.flush(Tier.DEVICE)
@@ -160,7 +162,7 @@ def test_without_draft_pages_the_accept_length_falls(
 def test_draft_pages_dropped_on_restore_lower_the_accept_length(
     server: LookupServer, cold: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.serve(PROMPTS)
+    server.serve(PROMPTS, count=FILL)
     server.settle()
     server.cache.flush(Tier.DEVICE)
     carries = server.cache.carries
@@ -179,6 +181,6 @@ def test_some_draft_pages_absent_shorten_runs(server: LookupServer, cold: float)
     assert all(request.by_tier == {Tier.DEVICE: half - 1} for request in some.requests)
     assert some.accept_length < KEPT * cold
     none = LookupServer()
-    none.serve(PROMPTS, speculate=False)
+    none.serve(PROMPTS, count=FILL, speculate=False)
     assert some.accept_length > none.serve(PROMPTS).accept_length
     none.close()

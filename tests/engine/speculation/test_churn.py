@@ -220,6 +220,7 @@ def drop_drafts(cache: TieredCache) -> None:
     cache.carries = lambda lease, pool: carries(lease, pool) & False  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 def test_draft_pages_dropped_on_restore_are_noticed(tmp_path: Path) -> None:
     churn = Churn(tmp_path, seed=1, sabotage=drop_drafts)
     churn.run(54)

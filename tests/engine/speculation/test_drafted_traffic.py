@@ -210,10 +210,12 @@ class Run:
         sampler = rng.choice(SAMPLERS)
         for _ in range(rng.choice((1, 1, 2, 3))):
             own = replace(asked, sampling=replace(sampler, seed=rng.randrange(99)))
-            said = [one.token for one in alone(self.name, self.target, own).output]
-            own = self._stopped(own, said)
             wanted = alone(self.name, self.target, own)
-            request = self.engine.submit(own)
+            said = [one.token for one in wanted.output]
+            stopped = self._stopped(own, said)
+            if stopped is not own:
+                wanted = alone(self.name, self.target, stopped)
+            request = self.engine.submit(stopped)
             self.drafter.answers[request] = said
             self.requests.append((talk, request, wanted))
 

@@ -109,6 +109,7 @@ def test_all_that_is_asked_ends_and_is_right(
         assert run.drafter.behind > 4 and run.drafter.moved > 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["eagle3-llama", "eagle3-gpt_oss"])
 def test_tokens_that_take_a_second_look_end_what_the_device_accepts(

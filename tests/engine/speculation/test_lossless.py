@@ -65,7 +65,7 @@ def test_every_family_answers_as_without(family: str) -> None:
     stand.end()
 
 
-@pytest.mark.quick
+@pytest.mark.quick(family=["llama", "gpt_oss", "falcon_h1"])
 @pytest.mark.parametrize("chunk", [16, 257])
 @pytest.mark.parametrize("drafts", [1, 3, 16])
 @pytest.mark.parametrize("errors", [0.0, 0.1, 0.6, 1.0])
