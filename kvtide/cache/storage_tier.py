@@ -201,7 +201,7 @@ class Storage:
         for one in self._stores:
             one.remove(prompt, known)
         if self._attached is None:
-            self._unremoved.append(Removal.of(self._index, prompt, known))
+            self._remember(Removal.of(self._index, prompt, known))
 
     def verdicts(self) -> list[int]:
         """This rank's verdicts on all that is open."""
@@ -241,11 +241,18 @@ class Storage:
         one: it may be the same store."""
         for one in self._stores:
             if one.state is AttachmentState.CLOSING:
-                self._unremoved += one.removals.give_up()
+                for removal in one.removals.give_up():
+                    self._remember(removal)
         if self._attached is not None:
             unremoved, self._unremoved = self._unremoved, []
             for removal in unremoved:
                 self._attached.removals.begin(removal.prompt, removal.keys)
+
+    def _remember(self, removal: Removal) -> None:
+        """For the store that is attached next. There is one removal for every first page."""
+        size = self._index.page_bytes
+        if removal.keys and not any(one.joined_with(removal, size) for one in self._unremoved):
+            self._unremoved.append(removal)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the leaving stores are closed; False if a call did not return."""

@@ -34,6 +34,13 @@ class Removal:
         keys = list(dict.fromkeys([*index.page_keys(prompt), *known]))
         return cls(Prompt(prompt.packed, prompt.namespace, prompt.holdback), keys)
 
+    def joined_with(self, other: Removal, page_bytes: int) -> bool:
+        """Take over the keys of a removal behind the same first page; False of another one."""
+        if not self.prompt.same_first_page(other.prompt, page_bytes):
+            return False
+        self.keys = list(dict.fromkeys([*self.keys, *other.keys]))
+        return True
+
 
 class Removals:
     """The removals that have not succeeded on every rank, oldest first."""

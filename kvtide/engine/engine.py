@@ -438,7 +438,7 @@ class Engine:
         planned = None
         if speculation.can_draft_behind:
             planned = self.scheduler.plan_behind(chunks, speculation.wanted_behind)
-        if planned is None:
+        if planned is None or not any(chunk.drafts for chunk in planned.chunks):
             return
         step = speculation.unread(chunks, output, sampling.tokens)
         drafted = speculation.draft_behind(step, planned)

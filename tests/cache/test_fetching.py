@@ -168,6 +168,24 @@ def test_a_store_that_was_detached_is_rid_of_what_was_quarantined_meanwhile(
     assert fetched(rig, text(2, 8)).outcome == "fetched"
 
 
+def test_quarantines_without_a_store_are_one_removal_for_every_first_page(
+    url: str, rigs: list[Rig]
+) -> None:
+    rig = opened(rigs, url)
+    branch = [*text(1, 4, 0), *text(2, 4)]
+    for tokens in (text(1, 8), branch, text(3, 8)):
+        stored(rig, tokens)
+    rig.cache.storage.detach(5.0)
+    settle(rig)
+    for tokens in (text(1, 8), branch, text(3, 8), text(1, 0, 2), text(1, 8)):
+        rig.quarantine(rig.cache.prompt(tokens))
+    assert len(rig.cache.storage._unremoved) == 2
+    attach(rig, url)
+    assert len(rig.cache.storage.stores[-1].removals) == 2
+    objects = left_in(rig, url)
+    assert objects.status().objects == 0
+
+
 def test_branches_that_are_known_leave_the_store_with_what_they_share(
     url: str, rigs: list[Rig]
 ) -> None:

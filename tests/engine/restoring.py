@@ -17,7 +17,7 @@ import os
 import pickle
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from pathlib import Path
@@ -172,6 +172,21 @@ def alone(
     return tuple(request.output)
 
 
+def together(family: str, prompts: Sequence[tuple[int, ...]]) -> list[tuple[SampledToken, ...]]:
+    """The same of all prompts at once, of which the engine keeps nothing: each is told what it is
+    told alone, in less time."""
+    model = model_of(family)
+    cache = TieredCache(model.memory, CacheConfig(Tokens(8192), None, tokens_per_checkpoint=16))
+    engine = Engine(model, cache, chunk_tokens=4096)
+    params = [RequestParams(tokens, ANSWER_TOKENS, SAMPLING, recompute=True) for tokens in prompts]
+    requests = [engine.submit(each) for each in params]
+    while not engine.idle:
+        engine.step()
+    assert all(request.by_tier == {} for request in requests)
+    cache.close()
+    return [tuple(request.output) for request in requests]
+
+
 @cached
 def script(family: str) -> tuple[tuple[Turn, ...], ...]:
     """Three groups of three branches, turn by turn, each turn in an order of its own.
@@ -194,7 +209,7 @@ def _script(family: str) -> tuple[tuple[Turn, ...], ...]:
     ]
     turns = []
     for _ in range(TURNS_ALIKE if family_of(family) in ALIKE else TURNS):
-        answers = [alone(family, prompt, ANSWER_TOKENS) for prompt in prompts]
+        answers = together(family, prompts)
         asked = [Turn(*each) for each in zip(range(len(prompts)), prompts, answers, strict=True)]
         turns.append(tuple(rng.sample(asked, len(asked))))
         prompts = [

@@ -21,18 +21,20 @@ from kvtide.tiers import Layout
 from tests.engine.restoring import (
     ALIKE,
     ALL_NAMES,
+    ANSWER_TOKENS,
     FORMS,
     NAMES,
     PAGE,
     VARIANTS,
     WRITING,
     Stand,
+    alone,
     converse,
     family_of,
     model_of,
     script,
 )
-from tests.grids import covered
+from tests.grids import covered, everything
 from tests.models.tiny import family_of as model_type
 from tests.proofs import Proves
 
@@ -73,6 +75,15 @@ CELLS = [
 
 def test_every_family_with_a_forward_pass_is_here() -> None:
     assert {model_type(name) for name in ALL_NAMES} == models.FAMILIES.keys()
+
+
+@pytest.mark.quick(family=[family.name for family in FORMS])
+@pytest.mark.parametrize("family", ALL_NAMES)
+def test_the_wanted_answers_are_those_that_each_prompt_gets_alone(family: str) -> None:
+    """They are computed together. The quick run asks for the shortest prompts."""
+    turns = sorted(script(family)[-1], key=lambda turn: len(turn.tokens))
+    for turn in turns if everything() else turns[:3]:
+        assert turn.answer == alone(family, turn.tokens, ANSWER_TOKENS)
 
 
 @pytest.mark.parametrize(("family", "writing", "layout", "chunk_tokens"), CELLS)

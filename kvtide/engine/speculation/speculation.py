@@ -176,7 +176,7 @@ class Speculation:
         and the drafts; None where the host has to read first."""
         wishes = [DraftWish(each.request, len(each.drafts)) for each in planned.chunks]
         wishes = [wish for wish in wishes if wish.limit]
-        drafts = self._drafter.draft_behind(step, wishes) if wishes else None
+        drafts = self._drafter.draft_behind(step, wishes)
         if drafts is None:
             return None
         self._behind, self._wishes = True, wishes

@@ -28,6 +28,7 @@ NAMES = (
     "eagle3-falcon_h1",  # Mamba2: states go back.
     "deepseek_v3-mtp",
     "qwen3_next-mtp",  # Gated delta.
+    "deepseek_v4-mtp",  # Open entries.
 )
 
 

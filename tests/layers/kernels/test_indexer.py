@@ -106,14 +106,18 @@ def test_the_kernels_choose_what_torch_chooses(
         assert torch.equal(found, mask)
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("_unscored_is_worst")
+@pytest.mark.parametrize("heads", [2, 40])
+@pytest.mark.parametrize("step", ["verifying", "all at once"])
 def test_queries_are_taken_a_few_at_a_time(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    step: str, heads: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With many heads a block of few queries has one, and the blocks are the step's rows."""
     monkeypatch.setattr(indexer, "MAX_SCORES", 4 * 46)
     monkeypatch.setattr(indexer, "QUERY_BLOCK", 4)
-    filled, place, keys = a_step(STEPS["all at once"], 1, 16, device, torch.float32, KVDType.FP32)
-    queries, weights = filled.some(filled.tokens, 2, 16), filled.some(filled.tokens, 2)
+    filled, place, keys = a_step(STEPS[step], 1, 16, device, torch.float32, KVDType.FP32)
+    queries, weights = filled.some(filled.tokens, heads, 16), filled.some(filled.tokens, heads)
     chosen = select_entries(filled.run, place, queries, weights, 9)
     wanted = plainly(filled, keys, 1, queries, weights, 9)
     for found, mask in zip(mask_of(filled, chosen, keys), wanted, strict=True):

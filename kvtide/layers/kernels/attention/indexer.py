@@ -106,7 +106,7 @@ def score_entries(
     tokens = min(max(1, columns // block_heads), power_of_two(longest))
     if half and few and (tokens > 1 or scales is not None):
         tile_keys //= 2
-    blocks, busy = batch.owners, len(queries)
+    blocks, busy = batch.owners[first:last], last - first
     if tokens > 1 or not few:
         query_tiles = query_blocks(run, tokens if few else QUERY_BLOCK, rows=(first, last))
         blocks, busy = query_tiles.table, query_tiles.busy
@@ -206,8 +206,8 @@ def _score_decode(  # type: ignore[no-untyped-def]
     sequence = tl.load(blocks + block * (1 if TOKENS == 1 else 3))
     if sequence < 0:
         return
-    lo = block if TOKENS == 1 else tl.load(blocks + block * 3 + 1)
-    hi = block + 1 if TOKENS == 1 else tl.load(blocks + block * 3 + 2)
+    lo = first + block if TOKENS == 1 else tl.load(blocks + block * 3 + 1)
+    hi = lo + 1 if TOKENS == 1 else tl.load(blocks + block * 3 + 2)
     position_offset = tl.load(rows + 3 * sequence + 2) - tl.load(rows + 3 * sequence)
     visible = (position_offset + hi) // RATIO
     row, dim, cols = tl.arange(0, TOKENS * BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)

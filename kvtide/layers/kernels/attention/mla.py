@@ -45,10 +45,7 @@ from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.query_blocks import longest_first, query_blocks
 from kvtide.layers.packing import plain
 from kvtide.spec import Encoding
-from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP
-
-_WORD_BYTES = 8
-"""Packed entries are padded to words, and their last one holds the scales."""
+from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP, WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +95,7 @@ def block_attention(
     tables = batch.slots[window.anchor], batch.slots[compressed.place.anchor]
     strides = [fields[0].stride()[:2] for fields in (window_fields, compressed_fields)]
     assert strides[0][1] == strides[1][1], "entries of both have one size"
-    nope = window_fields[0].shape[-1] if window.pool.entry.encoding is Encoding.JOINED else 0
-    assert nope // JOINED_GROUP == (dim - 1) // JOINED_GROUP or nope == 0, (
-        "the rope part is within one group"
-    )
+    nope = _packed_nope(window, window_fields[0], dim)
     # Unpacking is what larger tiles speed up; two CTAs of fewer rows share an SM's memory.
     tile_keys = 2 * TILE_KEYS if nope and tile_rows == TILE_ROWS else TILE_KEYS
     _attend_compressed[(ctas, split.count)](
@@ -130,14 +124,22 @@ def block_attention(
     return split.combine(queries.dtype)
 
 
+def _packed_nope(place: Place, nope: Tensor, dim: int) -> int:
+    """Elements of a packed vector in e4m3; 0 if vectors are plain."""
+    if place.pool.entry.encoding is not Encoding.JOINED:
+        return 0
+    count = nope.shape[-1]
+    assert count // JOINED_GROUP == (dim - 1) // JOINED_GROUP, "the rope part is within one group"
+    return count
+
+
 def _packed_fields(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor, Tensor]:
     """A vector's fields if packed: nope, rope, and all scales as one word. Else the vector in place
     of each."""
     view = run.step.view(place.pool.name, place.layer)
     if place.pool.entry.encoding is Encoding.JOINED:
         scales = plain(view["scale"])
-        assert scales.shape[-1] <= _WORD_BYTES, "a word holds the scales"
-        words = scales.as_strided((*scales.shape[:-1], _WORD_BYTES), scales.stride())
+        words = scales.as_strided((*scales.shape[:-1], WORD_BYTES), scales.stride())
         return view["nope"], view["rope"], words.view(torch.int64)
     return (view["kv"],) * 3
 
@@ -248,15 +250,22 @@ def _entries_of_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _locate_entries(  # type: ignore[no-untyped-def]
-    entry, is_compressed, compressed_table, window_table,
-    PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+def _locate_tile(  # type: ignore[no-untyped-def]
+    tile, entry, cols, selected, compressed_table, window_table, compressed_tiles, window_start,
+    past, top_k, visible,
+    PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Slots of a tile's entries, -1 for none, and their offsets in the page."""
+    """Slots of a tile's entries, -1 for none, and their offsets in the page; and the indices of the
+    next tile's entries, which its own call takes: so no load waits for another."""
+    is_compressed = tile < compressed_tiles
     page = tl.where(is_compressed, entry // PAGE_ENTRIES, entry // PAGE_TOKENS)
     table = tl.where(is_compressed, compressed_table, window_table)
     slot = tl.load(table + page, mask=entry >= 0, other=-1)
-    return slot, tl.where(is_compressed, entry % PAGE_ENTRIES, entry % PAGE_TOKENS)
+    within = tl.where(is_compressed, entry % PAGE_ENTRIES, entry % PAGE_TOKENS)
+    return slot, within, _entries_of_tile(
+        tile + 1, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED,
+        BLOCK_N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -313,11 +322,9 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     window_tables = window_tables + sequence * stride_window_table
     entry = _entries_of_tile(
         lo, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED, BLOCK_N)
-    slot, within = _locate_entries(
-        entry, lo < compressed_tiles, compressed_tables, window_tables, PAGE_ENTRIES, PAGE_TOKENS)
-    entry = _entries_of_tile(
-        lo + 1, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED,
-        BLOCK_N)
+    slot, within, entry = _locate_tile(
+        lo, entry, cols, selected, compressed_tables, window_tables, compressed_tiles, window_start,
+        past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
     for tile in range(lo, hi):
         is_compressed, valid = tile < compressed_tiles, slot >= 0
         stride_slot = tl.where(is_compressed, COMPRESSED_STRIDES[0], WINDOW_STRIDES[0])
@@ -327,14 +334,10 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
             tl.where(is_compressed, compressed_rope, window_rope),
             tl.where(is_compressed, compressed_scale, window_scale), offsets, valid, q, HEAD_DIM,
             BLOCK_D, NOPE, GROUP, BLOCK_N)
-        # Prefetch, before this tile is used: the slots of the next one, and the indices of the one
-        # behind it. Each load is used an iteration later.
-        slot, within = _locate_entries(
-            entry, tile + 1 < compressed_tiles, compressed_tables, window_tables, PAGE_ENTRIES,
-            PAGE_TOKENS)
-        entry = _entries_of_tile(
-            tile + 2, cols, selected, compressed_tiles, window_start, past, top_k, visible,
-            SELECTED, BLOCK_N)
+        # Prefetch: the slots of the next tile, before this one is used.
+        slot, within, entry = _locate_tile(
+            tile + 1, entry, cols, selected, compressed_tables, window_tables, compressed_tiles,
+            window_start, past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
