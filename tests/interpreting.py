@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def quicken(*, checks: bool) -> None:
@@ -67,6 +68,8 @@ class CheckedMemory:
         return self._memory.store(pointers, values, mask)
 
     def _check(self, what: str, pointers: Any, mask: Any) -> None:
+        if not self._spans:
+            return  # The kernel was given addresses, and no tensors.
         used = np.asarray(pointers)[np.asarray(mask, bool)].astype(np.int64)
         inside = np.zeros(used.shape, bool)
         for first, end in self._spans:
@@ -89,5 +92,7 @@ def _spans(arguments: list[Any]) -> Iterator[tuple[int, int]]:
         if isinstance(argument, Tensor):
             memory = argument.untyped_storage()
             yield memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+        elif isinstance(argument, TensorDescriptor):
+            yield from _spans([argument.base])
         elif isinstance(argument, tuple):
             yield from _spans(list(argument))
