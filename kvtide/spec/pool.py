@@ -151,8 +151,6 @@ class Encoding(Enum):
 
 SCALED_GROUP, JOINED_GROUP = 128, 64
 """Values that share a scale, by encoding. The last group may be shorter."""
-WORD_BYTES = 8
-"""The scales of a joined entry are within one word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +215,11 @@ def _check_joined(entry: Entry) -> None:
             f"entry of {', '.join(name for name, _ in found)}: joined; use the vectors {wanted}, "
             "in this order and not sharded (pad may be left out)"
         )
-    nope, rope, scale, *_ = entry.fields
+    nope, _, scale, *_ = entry.fields
     if not _fits(nope, scale, JOINED_GROUP, DType.UE8M0):
         raise SpecError(
             f"field scale: {scale.shape} for {nope.shape} of nope; use one for every "
             f"{JOINED_GROUP} values"
-        )
-    if (nope.bytes + rope.bytes) % WORD_BYTES or entry.bytes % WORD_BYTES:
-        raise SpecError(
-            f"entry of {nope.bytes} bytes of nope and {rope.bytes} of rope in {entry.bytes}: "
-            f"scales are read as words; use multiples of {WORD_BYTES} bytes before them and in all"
-        )
-    if scale.bytes > WORD_BYTES:
-        raise SpecError(
-            f"field scale: {scale.bytes} scales; a word holds {WORD_BYTES}, so use at most "
-            f"{WORD_BYTES * JOINED_GROUP} values of nope"
         )
 
 

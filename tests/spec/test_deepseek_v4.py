@@ -187,3 +187,11 @@ def test_a_draft_follows_the_tree_of_v4():
     both = with_draft(memory, draft_for(memory, 1))
     assert both.pool("draft").follows == "kv"
     assert both.pool("draft").layers == (43,)
+
+
+@pytest.mark.parametrize(("head_dim", "rope"), [(68, 16), (640, 64)])
+def test_packed_vectors_whose_scales_are_no_word_are_refused(head_dim: int, rope: int) -> None:
+    says = r"use a multiple of 8 bytes before them and at most 512 values .* --kv-dtype bf16"
+    with pytest.raises(SpecError, match=says):
+        tiny(KVDType.FP8, head_dim=head_dim, qk_rope_head_dim=rope)
+    assert tiny(KVDType.BF16, head_dim=head_dim, qk_rope_head_dim=rope).pools

@@ -19,6 +19,9 @@ from kvtide.spec.pool import (
     SpecError,
 )
 
+WORD_BYTES = 8
+"""The scales of a packed vector are within one word, its last."""
+
 
 class KVDType(Enum):
     """How keys and values are kept. FP8 packs latents and index keys together with their scales."""
@@ -118,12 +121,18 @@ def packed(head_dim: int, rope: int, kv: KVDType) -> Entry:
         return Entry((Field("kv", (head_dim,), kv.element),))
     nope = head_dim - rope
     scales = -(-nope // JOINED_GROUP)
+    if (nope + 2 * rope) % WORD_BYTES or scales > WORD_BYTES:
+        raise SpecError(
+            f"{nope} values in 8 bits and {rope} rotary ones in 16: their scales are read as one "
+            f"word; use a multiple of {WORD_BYTES} bytes before them and at most "
+            f"{WORD_BYTES * JOINED_GROUP} values in 8 bits, or --kv-dtype bf16"
+        )
     fields = [
         Field("nope", (nope,), DType.FP8_E4M3),
         Field("rope", (rope,), DType.BF16),
         Field("scale", (scales,), DType.UE8M0),
     ]
-    if pad := -(nope + 2 * rope + scales) % 8:
+    if pad := -scales % WORD_BYTES:
         fields.append(Field("pad", (pad,), DType.UINT8))
     return Entry(tuple(fields), row_align_bytes=nope + 2 * rope, encoding=Encoding.JOINED)
 

@@ -22,7 +22,7 @@ STEP = [(0, 9), (13, 1), (5, 4), (0, 1)]
 
 ENTRIES: dict[str, Entry] = {
     "joined": packed(512, 64, KVDType.FP8),
-    "joined, a short group and no pad": packed(132, 18, KVDType.FP8),
+    "joined, a short group and no pad": packed(510, 10, KVDType.FP8),
     "scaled": scaled("index_key", 128, KVDType.FP8),
     "scaled, a short group, beside a plain one": scaled(
         "latent", 300, KVDType.FP8, Field("rope", (16,), DType.BF16)

@@ -45,7 +45,8 @@ from kvtide.layers.kernels.jit import kernel
 from kvtide.layers.kernels.query_blocks import longest_first, query_blocks
 from kvtide.layers.packing import plain
 from kvtide.spec import Encoding
-from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP, WORD_BYTES
+from kvtide.spec.families.pool_parts import WORD_BYTES
+from kvtide.spec.pool import JOINED_GROUP, SCALED_GROUP
 
 
 @dataclass(frozen=True, slots=True)
