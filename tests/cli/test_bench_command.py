@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtide.bench import speculate
 from kvtide.bench.contestants import Full, Handle, Timings
 from kvtide.cli.main import main
+from kvtide.engine.speculation.draft_length import verify_cost
 from kvtide.tiers import Layout
 from tests.models.tiny_eagle3 import tiny_eagle3
 from tests.server import tiny_model
@@ -184,6 +186,20 @@ def test_speculate_prints_a_table(
     assert "accept length" in header and row.startswith("| quotes |") and "≥ 1.6×" in row
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert found["case"] == "quotes" and found["draft_tokens"] == 2
+
+
+def test_speculate_times_rows_beside_what_the_engine_assumes(
+    talker: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculate, "ROW_BATCHES", (2,))
+    monkeypatch.setattr(speculate, "ROW_STEPS", 3)
+    assert main(["bench", "speculate", "--model", str(talker), "--only", "rows"]) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert "of a decode step" in header and len(rows) == 6
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    assert [cell[:2] for cell in cells] == [["2", str(drafts)] for drafts in range(6)]
+    assert cells[0][3:] == ["1.00×", "1.00×"]
+    assert cells[1][4] == f"{verify_cost('cpu', 2, 1):.2f}×" != "1.00×"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ moving average over the request's verified drafts; it begins with that of all re
 What rows cost is a constant, so that equal requests get equal drafts on all ranks and in all runs.
 A GPU reads the same weights for a few rows more. So does a CPU up to three rows; from four on its
 fp32 GEMM takes another routine, which is much slower. The constants are set for such machines, not
-measured where the engine runs.
+measured where the engine runs; `kvtide bench speculate --only rows` shows how well they fit.
 """
 
 from __future__ import annotations
