@@ -46,6 +46,14 @@ def gated(
     return rig, store
 
 
+def with_a_branch(rigs: list[Rig], url: str) -> tuple[Rig, list[int]]:
+    """Prompts 1 and 3 are stored, and a branch of the first, which is returned."""
+    rig, branch = opened(rigs, url), [*text(1, 4, 0), *text(2, 4)]
+    for tokens in (text(1, 8), branch, text(3, 8)):
+        stored(rig, tokens)
+    return rig, branch
+
+
 def left_in(rig: Rig, url: str) -> Store:
     """The store when it has done all that it was asked, removals too."""
     settle(rig)
@@ -171,10 +179,7 @@ def test_a_store_that_was_detached_is_rid_of_what_was_quarantined_meanwhile(
 def test_quarantines_without_a_store_are_one_removal_for_every_first_page(
     url: str, rigs: list[Rig]
 ) -> None:
-    rig = opened(rigs, url)
-    branch = [*text(1, 4, 0), *text(2, 4)]
-    for tokens in (text(1, 8), branch, text(3, 8)):
-        stored(rig, tokens)
+    rig, branch = with_a_branch(rigs, url)
     rig.cache.storage.detach(5.0)
     settle(rig)
     for tokens in (text(1, 8), branch, text(3, 8), text(1, 0, 2), text(1, 8)):
@@ -189,10 +194,7 @@ def test_quarantines_without_a_store_are_one_removal_for_every_first_page(
 def test_branches_that_are_known_leave_the_store_with_what_they_share(
     url: str, rigs: list[Rig]
 ) -> None:
-    rig = opened(rigs, url)
-    branch = [*text(1, 4, 0), *text(2, 4)]
-    for tokens in (text(1, 8), branch, text(3, 8)):
-        stored(rig, tokens)
+    rig, branch = with_a_branch(rigs, url)
     rig.quarantine(rig.cache.prompt(text(1, 8)))
     objects = left_in(rig, url)
     assert all(objects.exists(keys_of(rig, text(3, 8))))

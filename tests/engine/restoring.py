@@ -173,8 +173,8 @@ def alone(
 
 
 def together(family: str, prompts: Sequence[tuple[int, ...]]) -> list[tuple[SampledToken, ...]]:
-    """The same of all prompts at once, of which the engine keeps nothing: each is told what it is
-    told alone, in less time."""
+    """The same for all prompts in one batch, without the prefix cache: in deterministic arithmetic
+    an answer does not depend on the batch."""
     model = model_of(family)
     cache = TieredCache(model.memory, CacheConfig(Tokens(8192), None, tokens_per_checkpoint=16))
     engine = Engine(model, cache, chunk_tokens=4096)

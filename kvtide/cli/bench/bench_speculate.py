@@ -69,7 +69,7 @@ SHAPE_CASES = {
     )
 }
 ROWS = "rows"
-"""What drafts cost a step, whoever drafts; only where it is named."""
+"""What drafts cost a step, without the drafter's own time; not in the default selection."""
 CASES = (*speculate.CASES, ROWS, *SHAPE_CASES)
 Result = speculate.SpeculationGain | speculate.RowCost | RoundResult | NeverResult
 

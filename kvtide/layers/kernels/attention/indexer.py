@@ -42,8 +42,8 @@ CTAS_PER_SM = 4
 """CTAs that the grid of a decode or verify step has per SM, at most."""
 _TILE_KEYS = 128
 """Keys per tile (BLOCK_N); half as many where few queries unpack them, or have several tokens."""
-_FEW_ROWS = 256
-"""Heads of few queries in a dot, at most; fp32 has a quarter."""
+_FEW_COLUMNS = 256
+"""Columns of the dot for few queries (tokens times heads), at most; a quarter in fp32."""
 TILE = 4096
 """Scores per tile of the selection, or MIN_TILES_OF_TOP_K times top-k if that is more."""
 MIN_TILES_OF_TOP_K = 4
@@ -102,7 +102,7 @@ def score_entries(
     few = longest <= FEW_QUERIES
     tile_keys = _TILE_KEYS if half else 2 * MIN_ROWS
     # The heads of so many queries are the columns of a dot.
-    columns = (_FEW_ROWS if half else _FEW_ROWS // 4) if few else tile_keys
+    columns = (_FEW_COLUMNS if half else _FEW_COLUMNS // 4) if few else tile_keys
     tokens = min(max(1, columns // block_heads), power_of_two(longest))
     if half and few and (tokens > 1 or scales is not None):
         tile_keys //= 2
