@@ -497,11 +497,18 @@ def test_a_late_write_to_staging_that_lingers_spoils_no_other_pages(desks) -> No
 def test_pages_come_in_order_whatever_the_readers_do(desks) -> None:
     desk = desks(batch_bytes=1)
     before = desk.stored(desk.pages(8))
-    desk.store.next("read", Fault.BLOCK)
+    first, released, plain = desk.keys(desk.pages(1))[0], threading.Event(), desk.store._store.read
+
+    def first_page_last(keys, targets):
+        if first in keys:
+            released.wait(LONG_S)
+        return plain(keys, targets)
+
+    desk.store._store.read = first_page_last
     reading = desk.link.read(desk.pages(8), LONG_S)
     until(lambda: reading.count == 7)
     assert reading.ready == 0 and not reading.over
-    desk.store.release()
+    released.set()
     until(lambda: reading.over)
     assert reading.ready == 8 and desk.contents(desk.pages(8)) == before
 
