@@ -5,6 +5,7 @@
 `config`    a published `config.json`, read field by field
 `families`  from such a config to a memory, one function per family
 `catalog`   models known by name
+`residency` which pools stay on the host while requests run
 `tier`      device, host, storage; the values that request copies
 `sizing`    how many pages of every anchor so many bytes hold
 """

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvtide.spec.pool import ALL, PoolSpec, SpecError
+from kvtide.spec.pool import ALL, PoolSpec, Reuse, SpecError
 from kvtide.spec.tier import Tier
 
 
@@ -100,8 +100,19 @@ class ModelMemory:
         lasting = tuple(pool for pool in self.pools if pool.reuse.reach != 0)
         return self if lasting == self.pools else replace(self, pools=lasting)
 
+    @property
+    def hot_pools(self) -> tuple[PoolSpec, ...]:
+        """The pools whose pages are on the host while requests run; all of them are anchors."""
+        return tuple(pool for pool in self.pools if pool.hot is not None)
+
+    @property
+    def in_device_pages(self) -> ModelMemory:
+        """The pools whose pages are on the device while requests run."""
+        resident = tuple(pool for pool in self.pools if pool.hot is None)
+        return self if resident == self.pools else replace(self, pools=resident)
+
     def kept_in(self, tier: Tier) -> ModelMemory:
-        return self if tier is Tier.DEVICE else self.at_rest
+        return self.in_device_pages if tier is Tier.DEVICE else self.at_rest
 
     # -- sizes ------------------------------------------------------------------------------
 
@@ -237,7 +248,8 @@ def with_draft(memory: ModelMemory, draft: ModelMemory, holdback: int = 1) -> Mo
 
 def _anchor_for(memory: ModelMemory, draft: ModelMemory, pool: PoolSpec) -> PoolSpec:
     """The target's anchor with the shortest reach that still covers the draft's pool."""
-    covering = [anchor for anchor in memory.anchors if _outlasts(anchor, pool)]
+    resident = memory.in_device_pages.anchors
+    covering = [anchor for anchor in resident if _outlasts(anchor, pool)]
     if not covering:
         raise SpecError(
             f"draft {draft.model}: pool {pool.name} reaches further back than every anchor of "
@@ -324,6 +336,26 @@ def _strides_meet_page_ends(memory: ModelMemory) -> Iterator[str]:
             )
 
 
+def _hot_pools_are_selected_from(memory: ModelMemory) -> Iterator[str]:
+    for pool in memory.hot_pools:
+        if pool.selected is None:
+            yield (
+                f"pool {pool.name}: attention reads all its entries, so none of them can stay on "
+                "the host; leave it resident"
+            )
+        elif pool.hot is not None and pool.hot < pool.selected:
+            yield (
+                f"pool {pool.name}: a hot buffer of {pool.hot:,} entries, and a query selects up "
+                f"to {pool.selected:,}; use at least {pool.selected:,}"
+            )
+        if pool.follows is not None or pool.reuse != Reuse():
+            yield f"pool {pool.name}: hot, and no history with slots of its own; make it one"
+        if any(other.follows == pool.name for other in memory.pools):
+            yield f"pool {pool.name}: hot, and others follow it to the host; let them own slots"
+    if memory.hot_pools and not any(a.hot is None and a.reuse.reach is ALL for a in memory.anchors):
+        yield f"{memory.model}: no history stays on the device; leave one resident"
+
+
 _CHECKS = (
     _has_an_anchor,
     _anchors_keep_something,
@@ -331,4 +363,5 @@ _CHECKS = (
     _sidecars_follow_anchors,
     _pages_hold_whole_entries,
     _strides_meet_page_ends,
+    _hot_pools_are_selected_from,
 )

@@ -10,9 +10,12 @@ Layer numbers are global: a pipeline stage's pool still says 30, not 0.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+
+from kvtide.spec.tier import Tier
 
 
 class SpecError(ValueError):
@@ -250,6 +253,12 @@ class PoolSpec:
                   (1 for a recurrent state: the state after the page's last token).
     follows       None: the pool is an anchor and owns slots. A name: it is a sidecar and its
                   page lies at the slot number of that anchor's page.
+    selected      None: attention reads all entries. n: a query reads n of them at most, which an
+                  indexer selects.
+    hot           None: pages of running requests are on the device. n: they are on the host, and a
+                  running request has n entries on the device (`spec/residency.py`).
+
+    The last two say nothing about stored bytes, and are not part of the schema.
     """
 
     name: str
@@ -259,6 +268,8 @@ class PoolSpec:
     tail_entries: int | None = None
     follows: str | None = None
     reuse: Reuse = Reuse()
+    selected: int | None = dataclasses.field(default=None, repr=False)
+    hot: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if list(self.layers) != sorted(set(self.layers)):
@@ -274,6 +285,11 @@ class PoolSpec:
     @property
     def is_anchor(self) -> bool:
         return self.follows is None
+
+    @property
+    def home(self) -> Tier:
+        """The tier that has the pages of running requests."""
+        return Tier.DEVICE if self.hot is None else Tier.HOST
 
     def entries_per_page(self, page_tokens: int) -> int:
         entries = page_tokens // self.tokens_per_entry

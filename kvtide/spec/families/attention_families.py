@@ -6,6 +6,7 @@ Where a config does not list which layers are windowed, the family has a rule fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvtide.spec.config import Config
 from kvtide.spec.families.layer_kinds import LayerKind, every, layer_count, listed_kinds, of_kind
@@ -15,6 +16,7 @@ from kvtide.spec.families.pool_parts import (
     history,
     latent_entry,
     scaled,
+    top_k,
     windowed,
 )
 from kvtide.spec.pool import PoolSpec
@@ -84,7 +86,11 @@ def mla(config: Config, choices: Choices) -> list[PoolSpec]:
 def dsa(config: Config, choices: Choices) -> list[PoolSpec]:
     """MLA with an index key per token, on the layers with an indexer of their own."""
     keys = scaled("index_key", config.count("index_head_dim"), choices.kv)
-    return [*mla(config, choices), PoolSpec("index", _indexed(config), keys, follows="kv")]
+    (latents,) = mla(config, choices)
+    return [
+        replace(latents, selected=top_k(config)),
+        PoolSpec("index", _indexed(config), keys, follows="kv"),
+    ]
 
 
 def mla_mtp(config: Config, choices: Choices) -> list[PoolSpec]:

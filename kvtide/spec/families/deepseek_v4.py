@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from kvtide.spec.config import Config
 from kvtide.spec.families.layer_kinds import layer_count
-from kvtide.spec.families.pool_parts import Choices, KVDType, packed, scaled, windowed
+from kvtide.spec.families.pool_parts import Choices, KVDType, packed, scaled, top_k, windowed
 from kvtide.spec.pool import NOTHING, DType, Entry, Field, PoolSpec, Reuse
 
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -34,8 +34,18 @@ def deepseek_v4(config: Config, choices: Choices) -> list[PoolSpec]:
     states: list[PoolSpec] = []
     for ratio in sorted(set(ratios) - {0}):
         layers = tuple(i for i, r in enumerate(ratios) if r == ratio)
-        pools.append(PoolSpec(f"c{ratio}", layers, entry, tokens_per_entry=ratio, follows="kv"))
         overlaps = ratio == _v4_rates(config)[_SPARSE]
+        selected = top_k(config) if overlaps else None
+        pools.append(
+            PoolSpec(
+                f"c{ratio}",
+                layers,
+                entry,
+                tokens_per_entry=ratio,
+                follows="kv",
+                selected=selected,
+            )
+        )
         states += _v4_means(f"c{ratio}", layers, head_dim, overlaps)
         if overlaps:
             index_dim = config.count("index_head_dim")

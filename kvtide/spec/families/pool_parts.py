@@ -157,6 +157,11 @@ def recurrent_state(name: str, heads: int, rows: int, columns: int) -> Field:
     return Field(name, (heads, rows, columns), DType.FP32, sharded=True)
 
 
+def top_k(config: Config) -> int | None:
+    """How many entries an indexer selects for a query; None where the config leaves it out."""
+    return None if config.find("index_topk") is None else config.count("index_topk")
+
+
 # -- pools -----------------------------------------------------------------------------------
 
 
