@@ -271,6 +271,17 @@ class TieredCache:
         hot = self.hardware.hot.get(pool)
         return self.hardware.device.view(pool, layer) if hot is None else hot.view
 
+    def home_view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
+        """A layer's buffers where `page_table` has its slots: of a hot pool, on the host."""
+        tier = self.memory.pool(pool).home
+        buffers = self.hardware.device if tier is Tier.DEVICE else self.hardware.host
+        return buffers.view(pool, layer)
+
+    def wait_for_steps(self) -> None:
+        """Block until the device has done all that is queued now: host pages may be read."""
+        if self.config.torch_device.type == "cuda":
+            torch.cuda.current_stream(self.config.torch_device).synchronize()
+
     def hot_row(self, lease: Lease) -> int:
         """The lease's row in the hot pools; -1 where the memory has none."""
         return lease._index_lease.hot_row

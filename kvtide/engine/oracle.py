@@ -252,6 +252,8 @@ class Oracle:
         The device is read once, when all pools have been compared there.
         """
         cache = self._cache
+        if cache.memory.hot_pools:
+            cache.wait_for_steps()  # Their pages are read on the host.
         match = cache.match(restore.request.prompt, Tier.DEVICE)
         self.counts.logits_only += match.tokens < restore.cached_tokens
         compared = []
@@ -272,8 +274,9 @@ class Oracle:
 
     def _unlike(self, pool: PoolSpec, layer: int, slots: Tensor) -> Tensor:
         """Which of the pages differ in this layer, in what a layer reads of them."""
-        view = self._cache.view(pool.name, layer)
-        return torch.cat([self._unlike_block(pool, view, some) for some in blocks(view, slots)])
+        view, device = self._cache.home_view(pool.name, layer), self._cache.config.torch_device
+        unlike = [self._unlike_block(pool, view, some) for some in blocks(view, slots)]
+        return torch.cat(unlike).to(device)
 
     def _unlike_block(self, pool: PoolSpec, view: Mapping[str, Tensor], slots: Tensor) -> Tensor:
         unlike = torch.zeros(slots.shape[1], dtype=torch.bool, device=slots.device)
@@ -310,7 +313,7 @@ def compared_pools(memory: ModelMemory) -> list[PoolSpec]:
 def common_pages(
     cache: TieredCache, pool: PoolSpec, match: Match, computed: Lease, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """The pages of the first `tokens` that both sides have on the device, and their slots.
+    """The pages of the first `tokens` that both sides have at home, and their slots.
 
     Slots are two rows: of the restored pages and of the computed ones.
     """
@@ -320,7 +323,8 @@ def common_pages(
     for table, side in zip(tables, sides, strict=True):
         table[: len(side)] = torch.from_numpy(side[:pages].astype("int64"))
     numbers = (tables >= 0).all(0).nonzero().flatten()
-    return numbers, tables[:, numbers].to(cache.config.torch_device)
+    on = torch.device("cpu") if pool.home is Tier.HOST else cache.config.torch_device
+    return numbers, tables[:, numbers].to(on)
 
 
 def blocks(view: Mapping[str, Tensor], slots: Tensor) -> list[Tensor]:

@@ -21,7 +21,8 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, graph_capture, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
 from kvtide.engine.graphs.step_graphs import StepGraph, StepGraphs
-from kvtide.engine.page_tables import Numbers, PageTables, Table, batch_tables, chunk_spans
+from kvtide.engine.hot_residency import HotResidency
+from kvtide.engine.page_tables import Numbers, Table, batch_tables, chunk_spans
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
 from kvtide.engine.staging import Staging
@@ -221,7 +222,7 @@ class Runner:
         self._topology = topology
         self._device = cache.config.torch_device
         self._max_sequences, self._max_step_tokens = max_sequences, max_step_tokens
-        self._tables = PageTables(cache)
+        self._hot = HotResidency(cache)
         self._staging = staging
         self._logits_width: int | None = None
         self.launched: Counter[str] = Counter()
@@ -231,7 +232,7 @@ class Runner:
             self.capture = graph_capture(self._device)
             limits = max_sequences, max_step_tokens
             self._graphs = StepGraphs(
-                model, cache.view, self.capture, *limits, captures, verify_rows
+                model, cache.view, self.capture, *limits, captures, verify_rows, self._hot
             )
 
     @property
@@ -265,7 +266,8 @@ class Runner:
         for count in counts:
             slots = np.full(-(-(past + count) // page), -1, np.int32)
             slots[: past // page] = 0
-            tables.append({anchor.name: slots for anchor in self._cache.memory.anchors})
+            table = {anchor.name: slots for anchor in self._cache.memory.anchors}
+            tables.append(table | self._hot.padding(len(slots)))
         positions = np.concatenate([np.arange(past, past + count) for count in counts])
         step = self._step(np.stack([np.zeros_like(positions), positions]), rows, tables, no_wait)
         self.logits(self._model.forward(step)[-1:])
@@ -309,7 +311,7 @@ class Runner:
         """
         if self._graphs is None:
             return None
-        rows = [self._graph_row(chunk) for chunk in chunks]
+        rows = self._graph_rows(chunks)
         graph = self._graphs.fitting(rows, False, moves)
         if graph is None:
             return None
@@ -361,7 +363,7 @@ class Runner:
     ) -> StepOutput | None:
         if self._graphs is None or spans[-1, 1] > self._graphs.max_step_tokens:
             return None
-        rows = [self._graph_row(chunk) for chunk in chunks]
+        rows = self._graph_rows(chunks)
         graph = self._graphs.fitting(rows, loads.any)
         if graph is None:
             return None
@@ -370,10 +372,12 @@ class Runner:
         loads.check()
         return self._graph_output(graph, result, spans)
 
-    def _graph_row(self, chunk: ScheduledChunk) -> GraphRow:
-        lease, past = chunk.request.held, chunk.start
-        version, table = self._tables.of(lease)
-        return GraphRow(chunk.new, past, past, lease.number, version, table)
+    def _graph_rows(self, chunks: Sequence[ScheduledChunk]) -> list[GraphRow]:
+        rows = []
+        for chunk, (version, table) in zip(chunks, self._hot.tables(chunks), strict=True):
+            lease, past = chunk.request.held, chunk.start
+            rows.append(GraphRow(chunk.new, past, past, lease.number, version, table))
+        return rows
 
     def _count(self, graph: StepGraph) -> None:
         self.launched[f"{graph.kind.value}_graph"] += 1
@@ -385,7 +389,7 @@ class Runner:
         return HiddenOutput(self, found, spans, captured, graph)
 
     def _eager_step(self, chunks: Sequence[ScheduledChunk], rows: Numbers, loads: Loads) -> Step:
-        tables = [self._tables.of(chunk.request.held)[1] for chunk in chunks]
+        tables = [table for _, table in self._hot.tables(chunks)]
         new = [chunk.new for chunk in chunks]
         positions = [
             np.arange(chunk.request.computed, chunk.request.computed + chunk.tokens)
@@ -401,7 +405,8 @@ class Runner:
         sequences, batch = batch_tables(rows, tables, self._staging)
         tokens, positions = self._staging.to_device(both.astype(np.int32))[0].long()
         page, view = self._cache.memory.page_tokens, self._cache.view
-        return Step(tokens, positions, sequences, page, view, wait, batch)
+        self._hot.advance()
+        return Step(tokens, positions, sequences, page, view, wait, batch, self._hot.pools)
 
     # -- logits -----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.cache import TieredCache
 from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
+from kvtide.engine.hot_residency import GatherBudget
 from kvtide.engine.request import PrefixOwner, Request, RequestState
 
 MIXED_STEP_TOKENS = 2048
@@ -228,9 +229,10 @@ class Scheduler:
         ready = sorted(self._ready(), key=_schedule_order)
         decoding = sum(request.length - request.computed == 1 for request in ready)
         left, chunks = self._token_budget(decoding), list[ScheduledChunk]()
+        gathered = GatherBudget(self._cache)
         for request in ready:
             count = min(request.length - request.computed, left)
-            if count == 0 or request.lease is None:
+            if count == 0 or request.lease is None or not gathered.take(request.computed, count):
                 continue
             end = self._grown(request, request.computed + count)
             while end is None and request.lease is not None:
@@ -356,9 +358,10 @@ class Scheduler:
         if left < (2 if prefills else 0):  # A prefill chunk of one token would pass for decode.
             return None
         chunks = [ScheduledChunk(request, request.length + 1) for request in decoding]
+        gathered = GatherBudget(self._cache)
         for request in prefills:
             count = min(request.length - request.computed, left)
-            if count > 1:
+            if count > 1 and gathered.take(request.computed, count):
                 chunks.append(ScheduledChunk(request, request.computed + count))
                 left -= count
         if not all(self._cache.grow(chunk.request.held, chunk.end) for chunk in chunks):

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvtide.engine.hot_residency import hot_pools, hot_tables
 from kvtide.engine.reachable_tensors import Sighting, tensors
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 from kvtide.models.draft import DraftModel
 from kvtide.spec import ModelMemory
-from kvtide.tiers import Arrangement, Buffers, Layout
+from kvtide.spec.residency import HotShape
+from kvtide.tiers import Arrangement, Buffers, HotBuffers, Layout
 
 _GUIDE = "docs/ADDING_A_MODEL.md says how"
 _SEQUENCES = 3
@@ -60,10 +63,16 @@ class Probe:
         self._model, self._memory, self._device = model, model.memory, device
         self._pages = -(-tokens // self._memory.page_tokens)
         self._past = [0] * _SEQUENCES
-        slots = {anchor.name: _SEQUENCES * self._pages for anchor in self._memory.anchors}
+        pages = _SEQUENCES * self._pages
+        slots = {anchor.name: pages for anchor in self._memory.anchors}
         arrangement = Arrangement(self._memory, slots, Layout.LAYER_FIRST)
         block = torch.zeros(arrangement.bytes, dtype=torch.uint8, device=device)
         self._buffers = Buffers(arrangement, block)
+        page = self._memory.page_tokens
+        self._hot = {
+            pool.name: HotBuffers(pool, HotShape.of(pool, page, _SEQUENCES, pages), page, device)
+            for pool in self._memory.hot_pools
+        }
 
     def step(self, counts: tuple[int, ...]) -> None:
         """The next so many tokens of each sequence."""
@@ -71,12 +80,13 @@ class Probe:
         sequences = []
         for number, count in enumerate(counts):
             past, start = self._past[number], len(positions)
-            sequences.append(Rows(start, start + count, past, self._slots(number)))
+            sequences.append(Rows(start, start + count, past, self._slots(number, count)))
             positions += range(past, past + count)
             self._past[number] += count
         at = torch.tensor(positions, device=self._device)
         tokens, page = at % self._model.vocabulary, self._memory.page_tokens
-        step = Step(tokens, at, tuple(sequences), page, self._view, lambda layer: None)
+        hot = hot_pools(self._hot, self._buffers)
+        step = Step(tokens, at, tuple(sequences), page, self._view, lambda layer: None, None, hot)
         try:
             self._pass(step)
         except (RuntimeError, IndexError) as flaw:
@@ -102,16 +112,21 @@ class Probe:
         hidden = draft.forward(step, draft.features(torch.cat(captured, dim=-1)))
         draft.logits(hidden[-1:])
 
-    def _slots(self, sequence: int) -> Mapping[str, Tensor]:
+    def _slots(self, sequence: int, count: int) -> Mapping[str, Tensor]:
         first = sequence * self._pages
-        table = torch.arange(first, first + self._pages, device=self._device)
-        return _Tables({anchor.name: table for anchor in self._memory.anchors})
+        slots = np.arange(first, first + self._pages, dtype=np.int32)
+        tables = {anchor.name: slots for anchor in self._memory.anchors}
+        if self._hot:
+            tables |= hot_tables(self._hot, tables, sequence, count, first, self._pages)
+        return _Tables(
+            {name: torch.from_numpy(t).long().to(self._device) for name, t in tables.items()}
+        )
 
     def _view(self, pool: str, layer: int) -> Mapping[str, Tensor]:
         if not any(p.name == pool and layer in p.layers for p in self._memory.pools):
             raise _undeclared(f"{pool} for layer {layer}")
         self.asked.add((pool, layer))
-        return self._buffers.view(pool, layer)
+        return self._hot[pool].view if pool in self._hot else self._buffers.view(pool, layer)
 
 
 class _Tables(dict[str, Tensor]):

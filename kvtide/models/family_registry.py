@@ -38,6 +38,7 @@ from kvtide.models.smollm3 import SmolLM3
 from kvtide.spec import with_draft
 from kvtide.spec.config import Config
 from kvtide.spec.families import KVDType, declare, declare_mtp, language_model, mtp_layers
+from kvtide.spec.residency import ALL_RESIDENT, Residency
 
 __all__ = ["FAMILIES", "MTP", "Model", "build", "build_mtp", "has_mtp", "mtp_remark"]
 
@@ -135,6 +136,8 @@ def build(
     checkpoint_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
+    resident: Residency = ALL_RESIDENT,
+    draft_tokens: int = 0,
     mtp: bool = False,
     draft: DraftSource | None = None,
     stage: int = 0,
@@ -144,7 +147,8 @@ def build(
     """The model that this `config.json` describes, with these weights.
 
     `dtype` is what it computes in; `kv_dtype` and `page_tokens` are what its memory is declared
-    with, None for the family's own. Of a multimodal model it is the language model. `mtp`, `draft`:
+    with, None for the family's own. `resident` says which of its pools live on the host, beside
+    so many draft tokens in a step. Of a multimodal model it is the language model. `mtp`, `draft`:
     its memory also has the pools of the draft that `build_mtp` gives, or of this one; a draft is
     built afterwards. It may be one of several stages, and have one of several ranks' share of
     every layer. It computes on torch's default device, where weights are: call this under
@@ -158,6 +162,7 @@ def build(
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,
     )
+    memory = resident.of(memory, draft_tokens + 1)
     if mtp and draft is not None:
         raise published.fields.refusal(
             "multi-token prediction and a draft are two drafts; use one of them"

@@ -38,10 +38,13 @@ class Residency:
             return "auto"
         return "all" if self.hot is None else f"hot:{self.hot}"
 
-    def of(self, memory: ModelMemory) -> ModelMemory:
+    def of(self, memory: ModelMemory, queries: int = 1) -> ModelMemory:
         """The memory served this way; `auto` is decided by its caller."""
         assert not self.auto, "auto becomes all or hot before it is applied"
-        return memory if self.hot is None else served_hot(memory, self.hot)
+        return memory if self.hot is None else served_hot(memory, self.hot, queries)
+
+
+ALL_RESIDENT = Residency()
 
 
 def served_hot(memory: ModelMemory, entries: int, queries: int = 1) -> ModelMemory:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtide.engine.graphs.graph_capture import GraphCapture
+from kvtide.engine.hot_residency import table_names
 from kvtide.engine.page_tables import Numbers, Table, TableVersion
 from kvtide.layers.step import Batch, Bounds
 from kvtide.spec import ModelMemory
@@ -78,7 +79,7 @@ class GraphInputs:
         self, memory: ModelMemory, capture: GraphCapture, size: GraphSize, extra: int = 0
     ) -> None:
         self.size, self._sequences = size, size.sequences + size.padding
-        self._names = [anchor.name for anchor in memory.anchors]
+        self._names = table_names(memory)
         pages = -(-max(size.length, size.tokens) // memory.page_tokens)
         numbers = 3 * size.tokens + self._sequences * (3 + len(self._names) * pages)
         self._buffer = capture.input_buffer(extra + numbers)

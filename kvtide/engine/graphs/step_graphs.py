@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
+from kvtide.engine.hot_residency import HotResidency
 from kvtide.layers import Step
 from kvtide.models import Model
 from kvtide.models.draft import CapturedStates
@@ -65,6 +66,7 @@ class StepGraph:
     """The captured pass of one size; its output buffer holds `max_rows` rows.
 
     captures  layers of the model whose inputs a draft takes
+    hot       pools that live on the host
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class StepGraph:
         size: GraphSize,
         max_rows: int,
         captures: tuple[int, ...] = (),
+        hot: HotResidency | None = None,
     ) -> None:
         self._size, self._capture = size, capture
         self._inputs = inputs = GraphInputs(model.memory, capture, size)
@@ -82,7 +85,11 @@ class StepGraph:
 
         def forward(wait: Wait) -> Tensor:
             tokens, positions = inputs.tokens.long(), inputs.positions.long()
-            step = Step(tokens, positions, (), page, view, wait, inputs.batch)
+            step = Step(
+                tokens, positions, (), page, view, wait, inputs.batch, hot.pools if hot else {}
+            )
+            if hot is not None:
+                hot.advance()
             if captures:
                 return self._forward_captured(model, step, captures)
             hidden = model.forward(step)
@@ -184,8 +191,9 @@ class StepGraphs:
         max_step_tokens: int,
         captures: tuple[int, ...] = (),
         verify_rows: int = 0,
+        hot: HotResidency | None = None,
     ) -> None:
-        self._model, self._view, self._capture = model, view, capture
+        self._model, self._view, self._capture, self._hot = model, view, capture, hot
         self._captures, self._verify_rows = captures, verify_rows
         self._max_sequences = max_sequences
         self._batches = sorted(set(decode_batches(max_sequences)))
@@ -247,6 +255,7 @@ class StepGraphs:
             decode = size.kind is GraphKind.DECODE
             max_rows = self._max_sequences if decode else MIXED_TOKENS[-1]
             self._captured[size] = StepGraph(
-                self._model, self._view, self._capture, size, max_rows, self._captures
+                *(self._model, self._view, self._capture, size, max_rows),
+                *(self._captures, self._hot),
             )
         return self._captured[size]
