@@ -30,19 +30,22 @@ from kvtide.layers.backend.ops import Ops
 from kvtide.layers.blueprint import Blueprint, Weights
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.self_attention import Attention
-from kvtide.layers.step import Rows, Step
+from kvtide.layers.step import HOT_ROWS, HotPool, Rows, Step, host_table
 
 __all__ = [
+    "HOT_ROWS",
     "Arithmetic",
     "Attention",
     "Batched",
     "Blueprint",
     "Deterministic",
     "ForwardPass",
+    "HotPool",
     "Ops",
     "Place",
     "Rows",
     "Step",
     "Weights",
     "choose",
+    "host_table",
 ]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvtide.layers.packing import Fields, Packing, at_slots, packing
+from kvtide.layers.packing import Fields, Packing, at_slots, packing, plain
 from kvtide.layers.step import Batch, Rows, Step
 from kvtide.spec import ALL, Field, ModelMemory, PoolSpec, SpecError
 
@@ -66,12 +66,15 @@ class ForwardPass:
     """A step, as layers see it.
 
     left_by_layers  what a layer leaves for the layers after it, such as an indexer's selection
+    located         of a hot pool, where each sequence's earlier entries lie in the arena: by entry,
+                    -1 where no query selected it. The reference of `Ops.swap_in` fills it.
     """
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self._shared: dict[Hashable, Any] = {}
         self.left_by_layers: dict[str, list[Tensor]] = {}
+        self.located: dict[Place, list[Tensor]] = {}
 
     @property
     def sequences(self) -> tuple[Rows, ...]:
@@ -99,9 +102,12 @@ class ForwardPass:
     def read_entries(self, place: Place, rows: Rows, first: int = 0) -> Fields:
         """The stored entries of a sequence's tokens [first, past), in their order.
 
-        In a pool of one entry for r tokens: the entries that end before `past`.
+        In a pool of one entry for r tokens: the entries that end before `past`. Entries of a hot
+        pool that no query selected are zeros.
         """
         pool, per_page = place.pool, self.entries_per_page(place)
+        if pool.hot is not None:
+            return self._read_located(place, rows, first // pool.tokens_per_entry)
         begin, end = first // pool.tokens_per_entry, rows.past // pool.tokens_per_entry
         pages = range(begin // per_page, -(-end // per_page))
         slots = rows.slots[place.anchor][pages.start : pages.stop]
@@ -113,6 +119,18 @@ class ForwardPass:
         found = {}
         for name, field in view.items():
             found[name] = at_slots(field, slots).flatten(0, 1)[span]
+        return place.packing.unpack(found)
+
+    def _read_located(self, place: Place, rows: Rows, first: int) -> Fields:
+        """As `read_entries` of a hot pool, after its swap-in."""
+        number = next(n for n, known in enumerate(self.sequences) if known is rows)
+        where = self.located[place][number][first:]
+        found_at, per_page = where.clamp(min=0), self.entries_per_page(place)
+        found = {}
+        for name, field in self.step.view(place.pool.name, place.layer).items():
+            values = plain(field)[found_at // per_page, found_at % per_page]
+            values[where < 0] = 0
+            found[name] = values.view(field.dtype)
         return place.packing.unpack(found)
 
     def entries_per_page(self, place: Place) -> int:

@@ -93,6 +93,9 @@ class LatentAttention:
         Without a selection, queries see all tokens up to themselves.
         """
         queries, kept = self._latent_queries(narrow, run), self._keep(x, run)
+        if self.place.pool.hot is not None:
+            assert selected is not None, "a hot pool is read through a selection"
+            selected = self.ops.swap_in(run, self.place, selected)
         out = self.ops.mla_attention(run, self.place, queries, kept, self.how, selected)
         return self.out(self.by_head(out, self.from_latent).flatten(1))
 

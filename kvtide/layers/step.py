@@ -10,15 +10,27 @@ in an anchor's pools is `slots[anchor][page]`, -1 where that anchor keeps no suc
 state, a convolution's tail) after token p lies in the slot of p's page: it is read from the page of
 the last token before the step and written to the page of the last token in it. A complete page is
 never written again, so the state at its end is a checkpoint.
+
+A pool served *hot* keeps its pages on the host. Its slots in a step are pages of the device memory
+of a `HotPool`, to which the step writes its new entries. Two more tables say where the rest is:
+`host_table(anchor)` has the host slots of its pages, and HOT_ROWS the sequence's hot row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+HOT_ROWS = "hot row"
+"""The table whose first column has each sequence's hot row, -1 for padding."""
+
+
+def host_table(anchor: str) -> str:
+    """The name of the table with the host slots of a hot anchor's pages."""
+    return f"{anchor} on host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +111,70 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class HotPool:
+    """Device memory of a pool whose pages live on the host.
+
+    Pages of the arena, in this order; `number` i of a layer, row r:
+        i, r, k    hot rows: page k of `row_pages`
+        r, k       ring, from `first_ring` on: entries that a step of few tokens writes
+        ...        gather region, from `first_gather` on: the contexts of sequences that prefill
+    Ring and gather region serve one layer at a time.
+
+    entries       of a hot row
+    rows          hot rows of a layer, one for each running request
+    ring_pages    pages of the ring, for each row
+    page_entries  entries of a page
+    pages         (pages, bytes of a page) uint8: the arena
+    held          (layers, rows, entries) int32: the entry in each hot slot, -1 for none
+    used          (layers, rows, entries) int32: the clock at its last use, -1 for none
+    clock         (1,) int32, advanced once per forward pass
+    marks         (rows, entries of the longest sequence) int32, all -1 between calls
+    wanted        (entries of the gather region,) int32, all 0 between calls
+    host_rows     of a layer, (host slots, bytes of a page) uint8; pinned if the arena is on CUDA
+    counts        (layers, 2) int64: hits and misses since the start
+    """
+
+    entries: int
+    rows: int
+    ring_pages: int
+    layers: tuple[int, ...]
+    page_entries: int
+    pages: Tensor
+    held: Tensor
+    used: Tensor
+    clock: Tensor
+    marks: Tensor
+    wanted: Tensor
+    host_rows: Callable[[int], Tensor]
+    counts: Tensor
+
+    @property
+    def row_pages(self) -> int:
+        """Pages of a hot row."""
+        return -(-self.entries // self.page_entries)
+
+    @property
+    def first_ring(self) -> int:
+        """The first page of the ring."""
+        return len(self.layers) * self.rows * self.row_pages
+
+    @property
+    def first_gather(self) -> int:
+        """The first page of the gather region."""
+        return self.first_ring + self.rows * self.ring_pages
+
+    def number(self, layer: int) -> int:
+        """The position of a global layer among those of the pool."""
+        return self.layers.index(layer)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """`view(pool, layer)` gives a layer's fields as tensors (slots, entries of a page, *shape).
 
     `wait(layer)` must be called before a layer reads the state of earlier tokens: a load may still
-    be in flight. `batch` is None where the engine has not prepared it.
+    be in flight. `batch` is None where the engine has not prepared it. `hot` has the pools that are
+    served hot, by name.
     """
 
     tokens: torch.Tensor
@@ -113,3 +184,4 @@ class Step:
     view: Callable[[str, int], Mapping[str, torch.Tensor]]
     wait: Callable[[int], None]
     batch: Batch | None = None
+    hot: Mapping[str, HotPool] = field(default_factory=dict)

@@ -119,6 +119,8 @@ class CompressedAttention:
             entries, stream = self.compressor(values_gates[0], run), self.compressor.stream
         if self.indexer is not None:
             selected = self.indexer(low, rest[0], values_gates[1], cos_sin, run)
+            if stream is not None and stream.entries.pool.hot is not None:
+                selected = self.ops.swap_in(run, stream.entries, selected)
         queries = self.ops.rope(self.queries(low).unflatten(1, (-1, self.dim)), cos_sin, self.eps)
         out = self.ops.block_attention(
             run, self.window, kept, stream, entries, queries, self.how, selected

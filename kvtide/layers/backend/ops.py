@@ -157,7 +157,7 @@ class Ops(ABC):
         """Writes the entries of the blocks that the step closes, and the means of open blocks.
 
         values_gates  of every token, side by side, in fp32
-        Returns every sequence's entries so far; none where kernels read them from their pages.
+        Returns the closed entries of every sequence; none where kernels read them from their pages.
         """
 
     @abstractmethod
@@ -171,7 +171,10 @@ class Ops(ABC):
         scale: float,
         count: int,
     ) -> Selection:
-        """As `select_tokens`, of the entries of a compressed stream; `scale` multiplies weights."""
+        """As `select_tokens`, of the entries of a compressed stream; `scale` multiplies weights.
+
+        entries  what `compress` returned
+        """
 
     @abstractmethod
     def block_attention(
@@ -188,6 +191,14 @@ class Ops(ABC):
         """Attention over a window of tokens and over entries of a stream, one vector for all heads.
 
         Without a selection, a query sees all blocks that are closed at its position.
+        """
+
+    @abstractmethod
+    def swap_in(self, run: ForwardPass, place: Place, selected: Selection) -> Selection:
+        """Brings selected entries of a hot pool to the device, and new ones to the host.
+
+        It comes after the step's entries are written, and before attention, which takes the
+        selection that it returns: for kernels, places in the arena in place of entry numbers.
         """
 
     # -- recurrent layers ------------------------------------------------------------------------

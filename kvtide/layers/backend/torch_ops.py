@@ -41,6 +41,7 @@ from kvtide.layers.reference.moe_experts import mix_experts
 from kvtide.layers.reference.moe_routing import route, route_by_top_softmax
 from kvtide.layers.reference.qkv import split_heads
 from kvtide.layers.reference.ssd_scan import ssd_scan
+from kvtide.layers.reference.swap_in import swap_in
 from kvtide.layers.rope import inverse_rotation, rotate_interleaved
 
 
@@ -153,7 +154,7 @@ class TorchOps(Ops):
         count: int,
     ) -> Selection:
         block = self.arithmetic.query_block
-        return select_blocks(run, stream.ratio, entries, queries, weights * scale, count, block)
+        return select_blocks(run, stream, entries, queries, weights * scale, count, block)
 
     def block_attention(
         self,
@@ -166,9 +167,12 @@ class TorchOps(Ops):
         how: AttentionParams,
         selected: Selection | None,
     ) -> Tensor:
-        ratio = 1 if stream is None else stream.ratio
         block = self.arithmetic.query_block
-        return block_attention(run, window, kept, ratio, entries, queries, how, selected, block)
+        return block_attention(run, window, kept, stream, entries, queries, how, selected, block)
+
+    def swap_in(self, run: ForwardPass, place: Place, selected: Selection) -> Selection:
+        swap_in(run, place, selected)
+        return selected
 
     # -- recurrent layers ------------------------------------------------------------------------
 

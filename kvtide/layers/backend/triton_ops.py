@@ -43,6 +43,7 @@ from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
 from kvtide.layers.kernels.recurrent.gated_norm import gated_norm
 from kvtide.layers.kernels.recurrent.ssd_scan import ssd_scan
 from kvtide.layers.kernels.rope import norm_rope_write, rope
+from kvtide.layers.kernels.swap_in import swap_in
 from kvtide.layers.packing import Fields
 
 
@@ -173,6 +174,9 @@ class TritonOps(WrittenByKernel):
     ) -> Tensor:
         blocks = None if stream is None else stream.entries
         return block_attention(run, window, kept, blocks, queries, how, _numbers(selected))
+
+    def swap_in(self, run: ForwardPass, place: Place, selected: Selection) -> Selection:
+        return [swap_in(run, place, selected[0])]
 
     # -- recurrent layers ------------------------------------------------------------------------
 

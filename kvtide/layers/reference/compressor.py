@@ -110,7 +110,7 @@ class Blocks:
 def compress(
     arithmetic: Arithmetic, run: ForwardPass, stream: CompressedStream, values_gates: Tensor
 ) -> list[Tensor]:
-    """Every sequence's entries, those of earlier steps and those that this one closes."""
+    """Writes the entries that the step closes, and gives every sequence's, as they read back."""
     values, gates = values_gates.chunk(2, dim=-1)
     gates = gates + stream.position[run.positions % stream.ratio]
     closed = []
@@ -122,11 +122,13 @@ def compress(
     name = stream.entries.packing.parts[0].logical.name
     entries = _normed_and_rotated(arithmetic, run, stream, torch.cat(closed).to(stream.dtype))
     kept = kv_write(run, stream.entries, {name: entries})[name]
-    parts = kept.split([len(part) for part in closed])
-    return [
-        torch.cat([run.read_entries(stream.entries, rows)[name], new])
-        for rows, new in zip(run.sequences, parts, strict=True)
-    ]
+    return list(kept.split([len(part) for part in closed]))
+
+
+def all_entries(run: ForwardPass, stream: CompressedStream, rows: Rows, closed: Tensor) -> Tensor:
+    """A sequence's entries, those of earlier steps and those that this one closes."""
+    name = stream.entries.packing.parts[0].logical.name
+    return torch.cat([run.read_entries(stream.entries, rows)[name], closed])
 
 
 def _normed_and_rotated(

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kvtide.layers.backend.arithmetic import aligned
+from kvtide.layers.backend.kernel_args import CompressedStream
 from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.reference.compressor import all_entries
 
 
 def top_k(scores: Tensor, count: int) -> Tensor:
@@ -45,18 +47,21 @@ def select_tokens(
 
 def select_blocks(
     run: ForwardPass,
-    ratio: int,
-    entries: Sequence[Tensor],
+    stream: CompressedStream,
+    closed: Sequence[Tensor],
     queries: Tensor,
     weights: Tensor,
     count: int,
     block: int,
 ) -> list[Tensor]:
-    """What each query selects of the closed blocks before it: a mask for every sequence."""
+    """What each query selects of the closed blocks before it: a mask for every sequence.
+
+    `closed` are the entries of the step, by sequence.
+    """
     masks = []
-    for rows, keys in zip(run.sequences, entries, strict=True):
-        new = slice(rows.start, rows.end)
-        visible = (run.positions[new] + 1) // ratio
+    for rows, ours in zip(run.sequences, closed, strict=True):
+        new, keys = slice(rows.start, rows.end), all_entries(run, stream, rows, ours)
+        visible = (run.positions[new] + 1) // stream.ratio
         masks.append(select(queries[new], weights[new], keys, visible, count, block))
     return masks
 

@@ -10,10 +10,11 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from kvtide.layers.backend.kernel_args import AttentionParams
+from kvtide.layers.backend.kernel_args import AttentionParams, CompressedStream
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.packing import Fields
 from kvtide.layers.reference.attention import attend, attend_masked
+from kvtide.layers.reference.compressor import all_entries
 from kvtide.layers.step import Rows
 
 
@@ -51,27 +52,28 @@ def block_attention(
     run: ForwardPass,
     window: Place,
     kept: Tensor,
-    ratio: int,
-    entries: Sequence[Tensor],
+    stream: CompressedStream | None,
+    closed: Sequence[Tensor],
     queries: Tensor,
     how: AttentionParams,
     masks: Sequence[Tensor] | None,
     block: int,
 ) -> Tensor:
-    """Attention over the last tokens and over entries of `ratio` tokens each, as one head.
+    """Attention over the last tokens and over entries of a stream, as one head.
 
-    Masks are (queries, entries) by sequence; without them all closed blocks are seen.
+    `closed` are the entries of the step, by sequence. Masks are (queries, entries) by sequence;
+    without them all closed blocks are seen.
     """
     out = []
     for number, rows in enumerate(run.sequences):
         new = slice(rows.start, rows.end)
         past = run.read_entries(window, rows, how.first_seen(rows.past))["kv"]
-        ours = entries[number] if entries else kept[:0]
+        ours = kept[:0] if stream is None else all_entries(run, stream, rows, closed[number])
         context = torch.cat([past, kept[new], ours])[:, None]
-        closed = (run.positions[new] + 1) // ratio
-        blocks = torch.arange(len(ours), device=closed.device) < closed[:, None]
+        visible = (run.positions[new] + 1) // (1 if stream is None else stream.ratio)
+        blocks = torch.arange(len(ours), device=visible.device) < visible[:, None]
         blocks = blocks if masks is None else masks[number]
-        seen = torch.cat([_in_window(rows, len(past), how, closed.device), blocks], dim=1)
+        seen = torch.cat([_in_window(rows, len(past), how, visible.device), blocks], dim=1)
         out.append(attend_masked(queries[new], context, context, seen, how, block))
     return torch.cat(out)
 

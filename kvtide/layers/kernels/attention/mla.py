@@ -14,6 +14,7 @@ the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
 What always holds:
 - Grids depend on shapes and `Bounds` alone, so a CUDA graph can be replayed.
 - Nothing is read where a table has no slot. A query without visible keys gets zeros.
+- Of a hot pool, a selection has places in the arena (`swap_in`, LOCATED): page by page, -1 for none.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def block_attention(
 
     A query sees a sliding window: cached tokens through the pages of `window`, the step's own in
     `kept` (tokens, dim). Of the compressed `entries` it sees the `selected` top-k
-    (`select_entries`), or all that are complete at its position.
+    (`select_entries`; `swap_in` if they are hot), or all that are complete at its position.
     """
     batch, queries = run.batch, queries.contiguous()
     # Exact if queries have 16 bits, or the dtype of `kept`.
@@ -111,6 +112,7 @@ def block_attention(
         PAGE_ENTRIES=run.step.page_tokens // max(1, compressed.ratio),
         RATIO=compressed.ratio,
         SELECTED=selected is not None,
+        LOCATED=compressed.place.pool.hot is not None,
         WINDOW=how.window,
         SINKS=how.sinks is not None,
         SPLIT=split.count > 1,
@@ -158,8 +160,8 @@ def mla_attention(
     """Of queries (tokens, heads, latent + rope) the output (tokens, heads, latent).
 
     A key is a token's latent with its rope part, and its value the latent. A query sees the
-    `selected` top-k tokens (`select_entries`), or all up to itself. The step's own tokens are read
-    from the pages too.
+    `selected` top-k tokens (`select_entries`; `swap_in` if they are hot), or all up to itself. The
+    step's own tokens are read from the pages too.
     """
     batch, queries = run.batch, queries.contiguous()
     tokens, heads, _ = queries.shape
@@ -191,6 +193,7 @@ def mla_attention(
         ROPE_STRIDES=rope.stride()[:2],
         PAGE_TOKENS=run.step.page_tokens,
         SELECTED=selected is not None,
+        LOCATED=place.pool.hot is not None,
         SPLIT=split.count > 1,
         HEADS=heads,
         TOKENS=block_tokens,
@@ -234,7 +237,7 @@ def _count_tiles(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _entries_of_tile(  # type: ignore[no-untyped-def]
     tile, cols, selected, compressed_tiles, window_start, past, top_k, visible,
-    SELECTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    SELECTED: tl.constexpr, LOCATED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Indices of a tile's entries, -1 for none.
 
@@ -247,7 +250,10 @@ def _entries_of_tile(  # type: ignore[no-untyped-def]
     if SELECTED:
         indices = tl.load(selected + entry, mask=is_compressed & (entry < top_k), other=-1)
         entry = tl.where(is_compressed, indices, entry)
-    return tl.where(entry < tl.where(is_compressed, visible, past), entry, -1)
+    if LOCATED:
+        return tl.where(is_compressed | (entry < past), entry, -1)
+    else:
+        return tl.where(entry < tl.where(is_compressed, visible, past), entry, -1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -255,18 +261,22 @@ def _locate_tile(  # type: ignore[no-untyped-def]
     tile, entry, cols, selected, compressed_table, window_table, compressed_tiles, window_start,
     past, top_k, visible,
     PAGE_ENTRIES: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    LOCATED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Slots of a tile's entries, -1 for none, and their offsets in the page; and the indices of the
     next tile's entries, which its own call takes: so no load waits for another."""
     is_compressed = tile < compressed_tiles
     page = tl.where(is_compressed, entry // PAGE_ENTRIES, entry // PAGE_TOKENS)
-    table = tl.where(is_compressed, compressed_table, window_table)
-    slot = tl.load(table + page, mask=entry >= 0, other=-1)
+    if LOCATED:
+        slot = tl.load(window_table + page, mask=(entry >= 0) & (tile >= compressed_tiles), other=-1)
+        slot = tl.where(is_compressed & (entry >= 0), page, slot)
+    else:
+        table = tl.where(is_compressed, compressed_table, window_table)
+        slot = tl.load(table + page, mask=entry >= 0, other=-1)
     within = tl.where(is_compressed, entry % PAGE_ENTRIES, entry % PAGE_TOKENS)
     return slot, within, _entries_of_tile(
         tile + 1, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED,
-        BLOCK_N)
+        LOCATED, BLOCK_N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -297,9 +307,10 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     compressed_tables, stride_window_table, stride_table, stride_new_token, top_k, scale, tokens,
     WINDOW_STRIDES: tl.constexpr, COMPRESSED_STRIDES: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr,
-    SELECTED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr, NOPE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SELECTED: tl.constexpr, LOCATED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
     token, split, splits = tl.program_id(0) // HEAD_TILES, tl.program_id(1), tl.num_programs(1)
@@ -322,10 +333,11 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     compressed_tables = compressed_tables + sequence * stride_table
     window_tables = window_tables + sequence * stride_window_table
     entry = _entries_of_tile(
-        lo, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED, BLOCK_N)
+        lo, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED, LOCATED,
+        BLOCK_N)
     slot, within, entry = _locate_tile(
         lo, entry, cols, selected, compressed_tables, window_tables, compressed_tiles, window_start,
-        past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+        past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, LOCATED, BLOCK_N)
     for tile in range(lo, hi):
         is_compressed, valid = tile < compressed_tiles, slot >= 0
         stride_slot = tl.where(is_compressed, COMPRESSED_STRIDES[0], WINDOW_STRIDES[0])
@@ -338,7 +350,8 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
         # Prefetch: the slots of the next tile, before this one is used.
         slot, within, entry = _locate_tile(
             tile + 1, entry, cols, selected, compressed_tables, window_tables, compressed_tiles,
-            window_start, past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, BLOCK_N)
+            window_start, past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, LOCATED,
+            BLOCK_N)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
         m_i, l_i, acc = online_softmax_step(scores, k, m_i, l_i, acc)
@@ -355,14 +368,16 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _locate_latents(  # type: ignore[no-untyped-def]
     tile, cols, selected, block_table, top_k, visible,
-    PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr, LOCATED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Indices of a tile's tokens, and their slots (one slot if a page holds whole tiles), -1 for
     none."""
     entry = tile * BLOCK_N + cols
     if SELECTED:
         entry = tl.load(selected + entry, mask=entry < top_k, other=-1)
-    if SELECTED or PAGE_TOKENS % BLOCK_N > 0:
+    if LOCATED:
+        slot = tl.where(entry >= 0, entry // PAGE_TOKENS, -1)
+    elif SELECTED or PAGE_TOKENS % BLOCK_N > 0:
         valid = (entry >= 0) & (entry < visible)
         slot = tl.load(block_table + entry // PAGE_TOKENS, mask=valid, other=-1)
     else:
@@ -388,9 +403,9 @@ def _attend_latents(  # type: ignore[no-untyped-def]
     q_ptr, latents, scales, ropes, partial_out, partial_stats, selected, rows, owners, block_tables,
     stride_table, top_k, scale, tokens, LATENT_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
     ROPE_STRIDES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    SELECTED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SELECTED: tl.constexpr, LOCATED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (TOKENS * HEADS + BLOCK_M - 1) // BLOCK_M
     index, split = longest_first(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
@@ -419,22 +434,25 @@ def _attend_latents(  # type: ignore[no-untyped-def]
     selected = selected + block_start.to(tl.int64) * top_k
     block_tables = block_tables + sequence * stride_table
     entry, slot = _locate_latents(
-        lo, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, BLOCK_N)
+        lo, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, LOCATED, BLOCK_N)
     for tile in range(lo, hi):
         slot_index, page_entry = slot.to(tl.int64), entry % PAGE_TOKENS
         if not SELECTED and PAGE_TOKENS % BLOCK_N == 0:
             entry, page_entry = tile * BLOCK_N + cols, tile * BLOCK_N % PAGE_TOKENS + cols
-        valid = (slot >= 0) & (entry < visible)
+        valid = (slot >= 0) if LOCATED else (slot >= 0) & (entry < visible)
         k = load_scaled_tile(
             latents, scales, slot_index * LATENT_STRIDES[0] + page_entry * LATENT_STRIDES[1],
             slot_index * SCALE_STRIDES[0] + page_entry * SCALE_STRIDES[1],
             valid, q, HEAD_DIM, BLOCK_D, GROUP, BLOCK_N)
         rope_offsets = slot_index * ROPE_STRIDES[0] + page_entry * ROPE_STRIDES[1]
         k_rope = _load_ropes(ropes, rope_offsets, valid, offs_rope, ROPE_DIM)
-        visible_mask = valid[None, :] & (entry[None, :] <= (position_offset + token)[:, None])
+        visible_mask = valid[None, :]
+        if not LOCATED:
+            visible_mask = visible_mask & (entry[None, :] <= (position_offset + token)[:, None])
         # Prefetch: the slots of the next tile, before this one is used.
         entry, slot = _locate_latents(
-            tile + 1, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, BLOCK_N)
+            tile + 1, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, LOCATED,
+            BLOCK_N)
         scores = tl.dot(q_rope, tl.trans(k_rope.to(q.dtype)), input_precision="ieee")
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee") * scale
         scores = tl.where(visible_mask, scores, float("-inf"))
