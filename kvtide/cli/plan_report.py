@@ -207,8 +207,8 @@ def sentences(plan: PlanReport) -> list[str]:
     ]
     if plan.memory.hot_pools:
         found.append(
-            f"Hot buffers take {plan.settings['hot buffers']}. Entries that decode steps swap in "
-            "from the host are not counted."
+            f"Hot buffers take {plan.settings['hot buffers']}. Entries that steps swap in from "
+            "the host or write there are not counted."
         )
     if report.unfit_requests:
         where = "on the device and the host" if plan.memory.hot_pools else "on the device"

@@ -44,7 +44,7 @@ def summary(resident: ModelMemory, served: ModelMemory, residency: Residency) ->
     lines = [
         f"A running request grows by {per_token[Tier.DEVICE]:,.1f} B per token on the device and "
         f"{per_token[Tier.HOST]:,.1f} B on the host",
-        f"Its hot buffers take {format_bytes(request_bytes(served))} on the device at any length",
+        f"Its hot buffers take {format_bytes(request_bytes(served))} on the device",
     ]
     for pool in served.hot_pools:
         page = served.page_tokens

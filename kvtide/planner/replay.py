@@ -172,6 +172,7 @@ class _Replay:
             setup.capacity_pages,
             eviction=setup.eviction,
             placement=setup.placement,
+            hot_rows=1 if memory.hot_pools else 0,
         )
         self._tiers = sorted(setup.capacity_pages)
         self._page = memory.page_tokens

@@ -111,8 +111,8 @@ def test_a_residency_says_where_every_pool_lives(command):
     assert cells(text, "index")[1::6] == ["own", "device"]
     assert cells(text, "kv")[1::6] == ["own", "host; 4,096 entries hot"]
     assert "grows by 15,616.0 B per token on the device and 70,272.0 B on the host" in text
-    assert "Its hot buffers take 287.98 MB on the device at any length" in text
-    assert "Prefill gathers kv one layer at a time: 1,152.0 B on the device per token" in text
+    assert "Its hot buffers take 289.98 MB on the device\n" in text
+    assert "Prefill gathers kv one layer at a time: 1,156.0 B on the device per token" in text
 
 
 def test_both_residencies_stand_side_by_side(command):

@@ -98,8 +98,9 @@ def test_hot_buffers_of_running_requests_take_from_the_pages_of_the_device() -> 
     pages = -(-RAG.longest_tokens // HYBRID.page_tokens)
     assert one.hot_bytes(Tier.DEVICE) == hot_bytes(HOT.memory, 1, pages)
     assert one.hot_bytes(Tier.HOST) == ASKED.hot_bytes(Tier.DEVICE) == 0
-    assert many.least_bytes(Tier.DEVICE) - one.least_bytes(Tier.DEVICE) == 7 * hot_bytes(
-        HOT.memory, 1, 0
+    assert many.hot_bytes(Tier.DEVICE) == hot_bytes(HOT.memory, 8, pages)
+    assert many.least_bytes(Tier.DEVICE) - many.hot_bytes(Tier.DEVICE) == bytes_for(
+        HOT.memory.in_device_pages, 1
     )
     small = {**HOT.tier_bytes, Tier.DEVICE: many.least_bytes(Tier.DEVICE)}
     slots = replace(many, tier_bytes=small).setup().capacity_pages
@@ -115,7 +116,6 @@ def test_no_page_of_a_hot_pool_is_counted_on_the_device() -> None:
     assert (Tier.HOST, "c4") in report.resident_pages
 
 
-@pytest.mark.xfail(reason="the index does not lease host slots for hot pools yet", strict=True)
 def test_hot_pools_are_replayed_from_the_host() -> None:
     resident, hot = study.run(ASKED), study.run(HOT)
     assert hot.unfit_requests == 0

@@ -227,7 +227,9 @@ def test_hot_buffers_of_all_layers_come_first_then_rings_then_the_gather_region(
     assert shape.first_ring == 6 * 3 * 7
     assert shape.first_gathered == shape.first_ring + 3
     assert shape.pages == shape.first_gathered + 40
-    assert shape.bytes == shape.pages * kv.row_bytes(16)
+    # And which entry every slot holds, when it was used, and marks by sequence and gathered entry.
+    slots, gathered = 6 * 3 * 7 * 16, 40 * 16
+    assert shape.bytes == shape.pages * kv.row_bytes(16) + 8 * slots + 4 * gathered * (3 + 1)
 
 
 def test_pages_of_compressed_entries_hold_fewer():
