@@ -9,12 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 from kvtide.byte_sizes import format_bytes
-from kvtide.cli import model_argument
+from kvtide.cli import model_argument, residency_report
 from kvtide.cli.console import CommandError, table
-from kvtide.cli.model_argument import model_memory
+from kvtide.cli.model_argument import model_memory, residency
 from kvtide.models.model_errors import CheckpointError
 from kvtide.spec import ALL, ModelMemory, PoolSpec, SpecError, catalog, with_draft
 from kvtide.spec.families import KVDType, draft_for
+from kvtide.spec.residency import Residency
 
 _CONTEXTS = (1024, 128 * 1024)
 _POOL_COLUMNS = (
@@ -51,6 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="add the KV of a draft of N layers, with the model's own KV heads where it has any",
     )
+    parser.add_argument("--resident", metavar="R", help=model_argument.RESIDENT_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -59,16 +61,24 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         print(json.dumps(catalog.names()) if args.json else _built_in())
         return 0
+    chosen = residency(args.resident or "all")
     memory = model_memory(args.model, args.page_tokens, args.kv_dtype)
-    if args.draft_layers is not None:
-        memory = with_draft(memory, draft_for(memory, args.draft_layers))
-    ranks = _ranks(memory, args.tp, args.pp)
+    resident, served = (_drafted(m, args.draft_layers) for m in (memory, chosen.of(memory)))
+    ranks = _ranks(served, args.tp, args.pp)
+    beside = _ranks(resident, args.tp, args.pp)
     if args.json:
-        described = describe(memory) | {"ranks": [describe(rank) for rank in ranks]}
-        print(json.dumps(described, indent=2))
+        parts = [_describe_served(*pair, chosen) for pair in zip(beside, ranks, strict=True)]
+        print(json.dumps(_describe_served(resident, served, chosen) | {"ranks": parts}, indent=2))
     else:
-        print("\n\n".join(_report(part) for part in ranks or [memory]))
+        shown = zip(beside or [resident], ranks or [served], strict=True)
+        print("\n\n".join(_report(*pair, chosen) for pair in shown))
     return 0
+
+
+def _drafted(memory: ModelMemory, draft_layers: int | None) -> ModelMemory:
+    if draft_layers is None:
+        return memory
+    return with_draft(memory, draft_for(memory, draft_layers))
 
 
 def describe(memory: ModelMemory) -> dict[str, Any]:
@@ -138,6 +148,16 @@ def resume_rule(pool: PoolSpec, page_tokens: int) -> str:
 # -- the report -----------------------------------------------------------------------------
 
 
+def _describe_served(
+    resident: ModelMemory, served: ModelMemory, chosen: Residency
+) -> dict[str, Any]:
+    facts = describe(served)
+    if not served.hot_pools:
+        return facts
+    homes = {pool.name: pool.home.name.lower() for pool in served.pools}
+    return facts | {"home": homes} | residency_report.describe(resident, served, chosen)
+
+
 def _ranks(memory: ModelMemory, tensor_ranks: int, pipeline_ranks: int) -> list[ModelMemory]:
     """One tensor rank of every pipeline stage; a stage's other ranks are of the same size."""
     if tensor_ranks < 1 or pipeline_ranks < 1:
@@ -147,9 +167,18 @@ def _ranks(memory: ModelMemory, tensor_ranks: int, pipeline_ranks: int) -> list[
     return list(memory.stages(pipeline_ranks, tensor_ranks=tensor_ranks))
 
 
-def _report(memory: ModelMemory) -> str:
-    rows = [_pool_row(pool, memory.page_tokens) for pool in memory.pools]
-    return "\n".join([_title(memory), "", table(_POOL_COLUMNS, rows), "", *_summary(memory)])
+def _report(resident: ModelMemory, served: ModelMemory, chosen: Residency) -> str:
+    rows = [_pool_row(pool, served.page_tokens) for pool in served.pools]
+    columns: tuple[str, ...] = _POOL_COLUMNS
+    lines = _summary(served)
+    if served.hot_pools:
+        columns = (*columns, "lives on")
+        rows = [
+            [*row, residency_report.lives_on(pool)]
+            for row, pool in zip(rows, served.pools, strict=True)
+        ]
+        lines += residency_report.summary(resident, served, chosen)
+    return "\n".join([_title(served), "", table(columns, rows), "", *lines])
 
 
 def _title(memory: ModelMemory) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli import model_argument, plan_report
 from kvtide.cli.console import CommandError, parse_size, progress, table
-from kvtide.cli.model_argument import active_params, model_memory
+from kvtide.cli.model_argument import active_params, model_memory, residency
 from kvtide.cli.plan_report import PlanReport
 from kvtide.index import DEFAULT_POLICY, POLICIES
 from kvtide.models.model_errors import CheckpointError
@@ -94,6 +94,10 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{tier.name.lower()}", metavar="SIZE", help=f"cache memory there ({size})"
         )
+    parser.add_argument("--resident", metavar="R", help=f"{model_argument.RESIDENT_HELP} (all)")
+    parser.add_argument(
+        "--running", type=int, metavar="N", help="requests with hot buffers, with hot:B (1)"
+    )
     parser.add_argument(
         "--eviction", metavar="NAME", help=f"{', '.join(POLICIES)} ({DEFAULT_POLICY})"
     )
@@ -146,7 +150,9 @@ class _Inputs:
         self.settings: dict[str, str] = {}
         self._args = args
         model = self._value("model", _MODEL)
-        self.memory = model_memory(model, args.page_tokens, args.kv_dtype)
+        declared = model_memory(model, args.page_tokens, args.kv_dtype)
+        self.memory = residency(self._value("resident", "all")).of(declared)
+        self.running = self._running()
         self._note("page tokens", f"{self.memory.page_tokens:,}", args.page_tokens)
         self._note("KV dtype", args.kv_dtype or "the model's own", args.kv_dtype)
         self.tier_bytes = {tier: self._size(tier) for tier in Tier}
@@ -158,9 +164,17 @@ class _Inputs:
         self.swept, self.points = self._sweep()
         self._check_placements()
         self.trace = self._trace()
+        self._check_hot_buffers()
 
     def study(self) -> Study:
-        return Study(self.memory, self.trace, self.tier_bytes, self.eviction, self.checkpoints)
+        return Study(
+            self.memory,
+            self.trace,
+            self.tier_bytes,
+            self.eviction,
+            self.checkpoints,
+            self.running,
+        )
 
     def _value(self, name: str, default: str) -> str:
         given: str | None = getattr(self._args, name)
@@ -170,11 +184,25 @@ class _Inputs:
     def _note(self, name: str, value: str, given: object) -> None:
         self.settings[name] = value if given is not None else f"{value} (default)"
 
+    def _running(self) -> int:
+        given = self._args.running
+        if not self.memory.hot_pools:
+            if given is not None:
+                raise CommandError(
+                    "--running says how many requests have hot buffers; use it with --resident "
+                    "hot:4096"
+                )
+            return 1
+        if given is not None and given < 1:
+            raise CommandError(f"--running {given}: use at least 1")
+        self._note("running requests", f"{given or 1:,}", given)
+        return given or 1
+
     def _size(self, tier: Tier) -> int:
         name = tier.name.lower()
         size = parse_size(self._value(name, _SIZES[tier]))
         if size:
-            _fits_a_page(self.memory, name, size)
+            _fits_a_page(self.memory.kept_in(tier), name, size)
         return size
 
     def _check_tiers(self) -> None:
@@ -183,6 +211,29 @@ class _Inputs:
         if self.tier_bytes[Tier.STORAGE] and not self.tier_bytes[Tier.HOST]:
             raise CommandError(
                 "--host 0: pages reach storage through the host; give it a size, or --storage 0"
+            )
+        if self.memory.hot_pools and not self.tier_bytes[Tier.HOST]:
+            raise CommandError(
+                f"--host 0: --resident {self._args.resident} keeps pages of running requests "
+                "there; give it a size, or use --resident all"
+            )
+
+    def _check_hot_buffers(self) -> None:
+        """Refuse a device that is full before it has a page; name what its hot buffers take."""
+        if not self.memory.hot_pools:
+            return
+        study = self.study()
+        taken, size = study.hot_bytes(Tier.DEVICE), self.tier_bytes[Tier.DEVICE]
+        requests = "request" if self.running == 1 else "requests"
+        self.settings["hot buffers"] = (
+            f"{format_bytes(taken)} of the device, for {self.running:,} running {requests} and "
+            f"prompts of up to {self.trace.longest_tokens:,} tokens"
+        )
+        least = study.least_bytes(Tier.DEVICE)
+        if size < least:
+            raise CommandError(
+                f"--device {format_bytes(size)}: hot buffers take {self.settings['hot buffers']}; "
+                f"use at least {format_bytes(least)}, or fewer hot entries"
             )
 
     def _eviction(self) -> str:
@@ -326,7 +377,7 @@ def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
         given = getattr(args, inputs.swept.name.lower()) is not None
         size = base.tier_bytes[inputs.swept] if given else 0
         around = size or bytes_for(base.memory, max(1, curve.footprint_pages))
-        sizes = sweep_sizes(base.memory, around, inputs.points)
+        sizes = sweep_sizes(base.least_bytes(inputs.swept), around, inputs.points)
         points = study.sweep(base, inputs.swept, sizes, _walk)
     return PlanReport(
         base,
@@ -346,9 +397,10 @@ def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
 
 def _report(plan: PlanReport, files: list[Path]) -> str:
     trace = plan.study.trace
+    served = f", resident {plan.settings['resident']}" if plan.memory.hot_pools else ""
     parts = [
-        f"{plan.memory.model}: {trace.requests:,} requests with {trace.prompt_tokens:,} prompt "
-        f"tokens from {trace.name}",
+        f"{plan.memory.model}{served}: {trace.requests:,} requests with {trace.prompt_tokens:,} "
+        f"prompt tokens from {trace.name}",
         table(("setting", "value"), list(plan.settings.items())),
         *(_section(found) for found in plan_report.tables(plan)),
         "\n".join(plan_report.sentences(plan)),

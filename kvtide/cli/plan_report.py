@@ -205,9 +205,15 @@ def sentences(plan: PlanReport) -> list[str]:
         f"knee at {format_bytes(plan.curve_bytes(knee))} "
         f"({_percent(curve.hit_rate(knee))}).",
     ]
-    if report.unfit_requests:
+    if plan.memory.hot_pools:
         found.append(
-            f"{report.unfit_requests:,} of {report.requests:,} requests do not fit on the device; "
+            f"Hot buffers take {plan.settings['hot buffers']}. Entries that steps swap in from "
+            "the host or write there are not counted."
+        )
+    if report.unfit_requests:
+        where = "on the device and the host" if plan.memory.hot_pools else "on the device"
+        found.append(
+            f"{report.unfit_requests:,} of {report.requests:,} requests do not fit {where}; "
             f"the longest prompt needs {format_bytes(plan.curve_bytes(curve.longest_pages))}."
         )
     return found
@@ -326,9 +332,10 @@ def describe(plan: PlanReport) -> dict[str, Any]:
 
 def _describe_tier(plan: PlanReport, tier: Tier) -> dict[str, Any]:
     report = plan.report
-    anchors = [anchor.name for anchor in plan.memory.anchors]
+    anchors = [anchor.name for anchor in plan.memory.kept_in(tier).anchors]
     return {
         "bytes": plan.study.tier_bytes[tier],
+        "hot_bytes": plan.study.hot_bytes(tier),
         "slots": dict(plan.setup.capacity_pages[tier]),
         "resident_pages": {name: report.resident_pages[tier, name] for name in anchors},
         "evicted_pages": {name: report.evicted_pages[tier, name] for name in anchors},

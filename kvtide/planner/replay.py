@@ -5,7 +5,8 @@ the device, reserve, commit, and write new pages through to the lower tiers. Eve
 at once: the replay counts bytes, and times follow from the bytes and the assumed `Rates`.
 
 A prefix that does not fit into a faster tier is matched again in fewer tiers. A prompt that does
-not fit on the device is counted and leaves nothing behind.
+not fit where running requests have their pages (`PoolSpec.home`) is counted and leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Report:
     hit_tokens       prompt tokens found, by the tier each came from
     moved_bytes      by link: load, backup, fetch, store
     resident_pages   at the end, by tier and anchor; `evicted_pages` all along
-    committed_pages  pages that requests computed and left on the device, by anchor
-    unfit_requests   prompts that do not fit on the device; nothing of them is a hit
+    committed_pages  pages that requests computed and left in their home tier, by anchor
+    unfit_requests   prompts that do not fit in the home tiers; nothing of them is a hit
     skipped_copies   by link: copies for which the target had no free slots
     misses           why prefixes were not longer, by tokens, largest first
     """
@@ -171,11 +172,13 @@ class _Replay:
             setup.capacity_pages,
             eviction=setup.eviction,
             placement=setup.placement,
+            hot_rows=1 if memory.hot_pools else 0,
         )
         self._tiers = sorted(setup.capacity_pages)
         self._page = memory.page_tokens
-        self._anchors = [anchor.name for anchor in memory.anchors]
-        self._slot_bytes = {name: memory.at_rest.slot_bytes(name) for name in self._anchors}
+        self._memory = memory
+        self._homes = {anchor.name: anchor.home for anchor in memory.anchors}
+        self._slot_bytes = {name: memory.at_rest.slot_bytes(name) for name in self._homes}
         self._requests = self._prompt_tokens = self._unfit = 0
         self._hit_pages: Counter[Tier] = Counter()
         self._moved_bytes: Counter[str] = Counter(dict.fromkeys(self._links(), 0))
@@ -219,7 +222,7 @@ class _Replay:
         return all(self._copy(lease, source, target) for source, target in pairwise(below))
 
     def _compute(self, lease: IndexLease, tokens: int) -> bool:
-        """Commit the prompt; False where its history does not fit.
+        """Commit the prompt; False where its history does not fit in its home tiers.
 
         Where not all checkpoints fit at once, the prompt is committed in prefill chunks, as an
         engine does: a chunk's checkpoints may evict those of an earlier one.
@@ -240,10 +243,10 @@ class _Replay:
 
     def _commit(self, lease: IndexLease, tokens: int) -> None:
         resident = self._index.resident_pages
-        before = [resident(Tier.DEVICE, anchor) for anchor in self._anchors]
+        before = {anchor: resident(home, anchor) for anchor, home in self._homes.items()}
         self._index.commit(lease, tokens)
-        for anchor, pages in zip(self._anchors, before, strict=True):
-            self._committed[anchor] += resident(Tier.DEVICE, anchor) - pages
+        for anchor, home in self._homes.items():
+            self._committed[anchor] += resident(home, anchor) - before[anchor]
 
     def _write_through(self, lease: IndexLease) -> None:
         for source, target in pairwise(self._tiers):
@@ -279,13 +282,13 @@ class _Replay:
 
     def report(self) -> Report:
         resident = {
-            (tier, anchor): self._index.resident_pages(tier, anchor)
+            (tier, anchor.name): self._index.resident_pages(tier, anchor.name)
             for tier in self._tiers
-            for anchor in self._anchors
+            for anchor in self._memory.kept_in(tier).anchors
         }
         entered = self._arrived.copy()
         for anchor, pages in self._committed.items():
-            entered[Tier.DEVICE, anchor] += pages
+            entered[self._homes[anchor], anchor] += pages
         return Report(
             requests=self._requests,
             prompt_tokens=self._prompt_tokens,

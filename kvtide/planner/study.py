@@ -18,6 +18,7 @@ from kvtide.index import DEFAULT_POLICY, Branches, CostBased, EveryPages, LastPa
 from kvtide.planner.replay import Report, Setup, replay, size_tiers
 from kvtide.planner.traces import Trace, TraceRequest
 from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.spec.residency import hot_bytes
 from kvtide.spec.sizing import bytes_for
 
 _REGULAR_TOKENS = (8192, 2048)
@@ -53,17 +54,36 @@ def every(pages: int, page_tokens: int) -> Checkpoints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Study:
-    """A model, its traffic and the tiers it is served from. A tier of 0 bytes is not there."""
+    """A model, its traffic and the tiers it is served from. A tier of 0 bytes is not there.
+
+    running  requests that have a hot buffer, where the memory has hot pools. The replay itself
+             serves one after another.
+    """
 
     memory: ModelMemory
     trace: Trace
     tier_bytes: Mapping[Tier, int]
     eviction: str = DEFAULT_POLICY
     checkpoints: Checkpoints = COST
+    running: int = 1
 
     def setup(self) -> Setup:
-        pages = size_tiers(self.memory, self.tier_bytes, self.trace)
+        page_bytes = {
+            tier: size and size - self.hot_bytes(tier) for tier, size in self.tier_bytes.items()
+        }
+        pages = size_tiers(self.memory, page_bytes, self.trace)
         return Setup(self.memory, pages, self.eviction, self.checkpoints.placement())
+
+    def hot_bytes(self, tier: Tier) -> int:
+        """Bytes of a tier that hot buffers take from its pages."""
+        if tier is not Tier.DEVICE or not self.memory.hot_pools:
+            return 0
+        pages = -(-self.trace.longest_tokens // self.memory.page_tokens)
+        return hot_bytes(self.memory, self.running, pages)
+
+    def least_bytes(self, tier: Tier) -> int:
+        """The smallest size of a tier with a page of every pool it has."""
+        return self.hot_bytes(tier) + bytes_for(self.memory.kept_in(tier), 1)
 
 
 def run(study: Study, walk: Walk = quietly) -> Report:
@@ -150,12 +170,11 @@ class SweepPoint:
     report: Report
 
 
-def sweep_sizes(memory: ModelMemory, around_bytes: int, points: int) -> list[int]:
-    """Sizes from 1/64 to 4 times `around_bytes`, evenly spaced by ratio; none too small to use."""
-    page_bytes = bytes_for(memory, 1)
+def sweep_sizes(least_bytes: int, around_bytes: int, points: int) -> list[int]:
+    """Sizes from 1/64 to 4 times `around_bytes`, evenly spaced by ratio; none below the least."""
     low, high = math.log(around_bytes / 64), math.log(around_bytes * 4)
     step = (high - low) / max(points - 1, 1)
-    return sorted({max(page_bytes, round(math.exp(low + i * step))) for i in range(points)})
+    return sorted({max(least_bytes, round(math.exp(low + i * step))) for i in range(points)})
 
 
 def sweep(study: Study, tier: Tier, sizes: Iterable[int], walk: Walk = quietly) -> list[SweepPoint]:

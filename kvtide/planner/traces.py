@@ -57,6 +57,7 @@ class Trace:
     name: str
     requests: int
     prompt_tokens: int
+    longest_tokens: int
     source: Callable[[], Iterator[TraceRequest]]
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -256,7 +257,8 @@ class _Recording(ABC):
         self._sessions.append(_session(fields))
 
     def trace(self, name: str) -> Trace:
-        return Trace(name, len(self._prompt_tokens), sum(self._prompt_tokens), self._requests)
+        lengths = self._prompt_tokens
+        return Trace(name, len(lengths), sum(lengths), max(lengths), self._requests)
 
     def _requests(self) -> Iterator[TraceRequest]:
         columns = zip(self._arrivals_s, self._output_tokens, self._sessions, strict=True)

@@ -295,6 +295,7 @@ class Workload:
             name=_written(self.name, options),
             requests=len(plans),
             prompt_tokens=sum(plan.prompt_tokens for plan in plans),
+            longest_tokens=max((plan.prompt_tokens for plan in plans), default=0),
             source=lambda: _requests(plans),
         )
 

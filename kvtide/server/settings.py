@@ -25,6 +25,8 @@ from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
+from kvtide.spec import SpecError
+from kvtide.spec.residency import Residency
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
 
@@ -109,6 +111,13 @@ def _size(value: str) -> int:
         raise SettingsError(f"is no size: {error}") from None
 
 
+def _resident(value: str) -> str:
+    try:
+        return str(Residency.parse(value))
+    except SpecError:
+        raise SettingsError(f"is '{value}'; use all, auto, or hot:B, like hot:4096") from None
+
+
 def _flag(value: str) -> bool:
     named = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if value.lower() not in named:
@@ -169,6 +178,13 @@ class Settings:
     )
     tokens_per_checkpoint: int = setting(
         1024, _count(), "windows and states get slots for one checkpoint per so many tokens", "N"
+    )
+    resident: str = setting(
+        "all",
+        _resident,
+        "which pages of running requests are on the device: all; hot:B: pools that attention "
+        "selects from are on the host, with B entries of a request on the device; auto: what fits",
+        "R",
     )
     device_tokens: int | None = setting(None, _count(), "size of the device tier", "N")
     device_bytes: int | None = setting(None, _size, "the same in bytes: 60GB", "X")
@@ -262,6 +278,11 @@ class Settings:
                 "--storage is reached through a host tier, and --host-ratio 0 leaves it out; drop "
                 "one of them"
             )
+        if self.residency.hot is not None and self.host_ratio == 0:
+            raise SettingsError(
+                f"--resident {self.resident} keeps pages of running requests on the host, and "
+                "--host-ratio 0 leaves it out; give the host a size, or use --resident all"
+            )
         if self.draft is not None and self.speculate in (NGRAM, MTP):
             raise SettingsError(
                 f"--draft {self.draft} is an EAGLE3 draft, and --speculate {self.speculate} drafts "
@@ -325,6 +346,11 @@ class Settings:
             return Bytes(self.host_bytes)
         ratio = 2.0 if self.host_ratio is None else self.host_ratio
         return Ratio(ratio) if ratio else None
+
+    @property
+    def residency(self) -> Residency:
+        """How pools that attention selects from are served."""
+        return Residency.parse(_resident(self.resident))
 
     @property
     def patience(self) -> FetchPatience:

@@ -152,6 +152,12 @@ class HotShape:
         return self.pages * self.page_bytes + hot + gathered
 
 
+def hot_bytes(memory: ModelMemory, rows: int, longest: int) -> int:
+    """Device memory of all hot pools, for so many requests and sequences of `longest` pages."""
+    shapes = (HotShape.of(p, memory.page_tokens, rows, longest) for p in memory.hot_pools)
+    return sum(shape.bytes for shape in shapes)
+
+
 def hot_queries(pool: PoolSpec) -> int:
     """Tokens of a sequence in one step whose selections surely fit the hot buffer."""
     assert pool.hot is not None and pool.selected is not None

@@ -1,4 +1,4 @@
-"""How many pages of every anchor a tier of so many bytes holds.
+"""How many pages of every anchor a tier of so many bytes holds, and which requests run in it.
 
 Pools that keep the whole history need a page for every page of tokens. Windows and states are
 needed only where a request may resume, so a tier keeps room for one checkpoint per
@@ -7,8 +7,11 @@ needed only where a request may resume, so a tier keeps room for one checkpoint 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvtide.spec.memory import ModelMemory
 from kvtide.spec.pool import PoolSpec, SpecError
+from kvtide.spec.residency import hot_bytes
 
 TOKENS_PER_CHECKPOINT = 4096
 
@@ -52,18 +55,70 @@ def bytes_for(
     return sum(memory.slot_bytes(anchor) * count for anchor, count in counts.items())
 
 
+# -- requests that run together --------------------------------------------------------------
+
+
+def running_bytes(memory: ModelMemory, requests: int, pages: int) -> int:
+    """Device bytes with which so many requests of `pages` pages run; they share no prefix."""
+    resident, page = memory.in_device_pages, memory.page_tokens
+    each = sum(
+        resident.slot_bytes(anchor.name) * _request_pages(anchor, page, pages)
+        for anchor in resident.anchors
+    )
+    return requests * each + hot_bytes(memory, requests, pages)
+
+
+def longest_context(memory: ModelMemory, device_bytes: int) -> int | None:
+    """Tokens of the longest request that runs alone; None: it takes no more when it grows."""
+    pages = _largest(lambda pages: running_bytes(memory, 1, pages) <= device_bytes)
+    return None if pages is None else pages * memory.page_tokens
+
+
+def largest_batch(memory: ModelMemory, tokens: int, device_bytes: int) -> int | None:
+    """How many requests of so many tokens run at once; None: they take nothing."""
+    pages = -(-tokens // memory.page_tokens)
+    return _largest(lambda requests: running_bytes(memory, requests, pages) <= device_bytes)
+
+
+_UNBOUNDED = 1 << 40
+
+
+def _largest(fits: Callable[[int], bool]) -> int | None:
+    """The largest number that fits, where every smaller one does; None: any does."""
+    beyond = 1
+    while fits(beyond):
+        beyond *= 2
+        if beyond > _UNBOUNDED:
+            return None
+    fitting = beyond // 2
+    while beyond - fitting > 1:
+        middle = (fitting + beyond) // 2
+        fitting, beyond = (middle, beyond) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+# -- proportions ------------------------------------------------------------------------------
+
+
 def _anchor_pages(
     anchor: PoolSpec, page_tokens: int, pages: int, tokens_per_checkpoint: int
 ) -> int:
-    """Pages in proportion to the reach, but never less than one request needs to run.
-
-    A request needs the pages it resumes from, and twice as many for the steps after: one step
-    writes its pages while those of the step before are still read.
-    """
+    """Pages in proportion to the reach, but never less than one request needs to run."""
+    needed = _request_pages(anchor, page_tokens, pages)
     reach = anchor.reuse.reach_pages(page_tokens)
     if reach is None:
-        return pages
-    return max(3 * reach, pages * page_tokens * reach // tokens_per_checkpoint)
+        return needed
+    return max(needed, pages * page_tokens * reach // tokens_per_checkpoint)
+
+
+def _request_pages(anchor: PoolSpec, page_tokens: int, pages: int) -> int:
+    """Pages of an anchor with which a request of `pages` pages of tokens runs.
+
+    Of windows and states it needs the pages it resumes from, and twice as many for the steps after:
+    one step writes its pages while those of the step before are still read.
+    """
+    reach = anchor.reuse.reach_pages(page_tokens)
+    return pages if reach is None else 3 * reach
 
 
 def _beyond(memory: ModelMemory, total_bytes: int, tokens_per_checkpoint: int) -> int:

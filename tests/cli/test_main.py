@@ -38,6 +38,7 @@ def imported(*argv: str) -> tuple[int, list[str]]:
         ["memory"],
         ["memory", "deepseek-v4-flash", "--tp", "2", "--json"],
         ["memory", "--help"],
+        ["memory", "glm-5", "--resident", "hot:4096"],
         ["plan", "--workload", "chat:users=4,turns=2", "--json"],
         ["plan", "--help"],
         ["storage", "check", "memory:imports"],

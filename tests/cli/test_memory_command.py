@@ -103,6 +103,59 @@ def test_a_draft_is_optional_and_numbered_after_the_model(command):
     assert facts["holdback"] == 1
 
 
+# -- residency ------------------------------------------------------------------------------
+
+
+def test_a_residency_says_where_every_pool_lives(command):
+    text = command("deepseek-v3.2", "--resident", "hot:4096")
+    assert cells(text, "index")[1::6] == ["own", "device"]
+    assert cells(text, "kv")[1::6] == ["own", "host; 4,096 entries hot"]
+    assert "grows by 15,616.0 B per token on the device and 70,272.0 B on the host" in text
+    assert "Its hot buffers take 289.98 MB on the device\n" in text
+    assert "Prefill gathers kv one layer at a time: 1,156.0 B on the device per token" in text
+
+
+def test_both_residencies_stand_side_by_side(command):
+    text = command("deepseek-v3.2", "--resident", "hot:4096")
+    header = cells(text, "device")
+    assert header[1:3] == ["longest context, all", "longest context, hot:4096"]
+    assert header[3:5] == ["batch at 32k, all", "batch at 32k, hot:4096"]
+    row = next(line for line in text.splitlines() if line.startswith("|  64 GB |"))
+    found = [int(cell.replace(",", "")) for cell in row.strip("|").split("|")[1:]]
+    assert found[0::2] == [745_152, 22, 5]
+    assert all(hot > 3 * resident for resident, hot in zip(found[::2], found[1::2], strict=True))
+
+
+def test_json_has_the_residency_too(command):
+    facts = json.loads(command("deepseek-v4-flash", "--resident", "hot:1024", "--json"))
+    assert facts["resident"] == "hot:1024"
+    assert facts["home"]["c4"] == "host"
+    assert {home for pool, home in facts["home"].items() if pool != "c4"} == {"device"}
+    pools = {pool["name"]: pool["bytes_per_token"] for pool in facts["pools"]}
+    assert facts["home_bytes_per_token"]["host"] == pools["c4"]
+    assert facts["home_bytes_per_token"]["device"] == pools["c4_index"] + pools["c128"]
+    assert set(facts["runs"]) == {"all", "hot:1024"}
+    one_gb = facts["runs"]["hot:1024"][0]
+    assert one_gb["device_bytes"] == 10**9
+    assert set(one_gb["largest_batch"]) == {"32768", "131072"}
+
+
+def test_ranks_and_drafts_have_a_residency_too(command):
+    asked = ("glm-5", "--resident", "hot:4096", "--draft-layers", "1", "--pp", "2", "--json")
+    facts = json.loads(command(*asked))
+    assert facts["home"] == {"index": "device", "kv": "host", "draft": "device"}
+    whole = facts["hot_bytes_per_request"]
+    first, second = (rank["hot_bytes_per_request"] for rank in facts["ranks"])
+    assert first == second > whole / 2  # Each stage has a ring of its own.
+
+
+def test_all_resident_is_what_is_shown_without_the_option(command):
+    for flags in ((), ("--json",), ("--pp", "2")):
+        usual = command("deepseek-v3.2", *flags)
+        assert command("deepseek-v3.2", "--resident", "all", *flags) == usual
+        assert "hot" not in usual
+
+
 def test_without_a_model_the_names_are_listed(command):
     text = command()
     for name in catalog.names():
@@ -160,6 +213,10 @@ def test_a_damaged_gguf_file_is_refused_as_the_server_refuses_it(tmp_path, capsy
         (["qwen3-8b", "--tp", "0"], "use at least 1 for each"),
         (["qwen3-8b", "--pp", "37"], "36 layers over 37 pipeline ranks; use 1 to 36"),
         (["qwen3-8b", "--draft-layers", "0"], "0 layers; use at least 1, or no draft"),
+        (["qwen3-8b", "--resident", "hot:4096"], "none can stay on the host; use --resident all"),
+        (["glm-5", "--resident", "hot:2047"], "up to 2,048 of kv; use --resident hot:2048"),
+        (["glm-5", "--resident", "some"], "is no residency; use all, auto, or hot:4096"),
+        (["glm-5", "--resident", "auto"], "a server chooses .* use all or hot:4096"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(command, argv, sentence):

@@ -11,6 +11,9 @@ import pytest
 
 from kvtide.cli.main import main
 from kvtide.cli.plan_command import parse_checkpoints
+from kvtide.planner import workloads
+from kvtide.spec import catalog
+from kvtide.spec.residency import hot_bytes, served_hot
 
 SMALL = ["--workload", "chat:users=12,turns=4", "--device", "200MB", "--host", "400MB"]
 
@@ -144,6 +147,48 @@ def test_trace_without_a_whole_page_finds_nothing_and_says_so(
     assert found["hit_rate"] == found["capacity"]["best_hit_rate"] == 0
 
 
+# -- residency ------------------------------------------------------------------------------
+
+
+def test_a_residency_is_a_setting_and_its_hot_buffers_are_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    out = plan(capsys, *SMALL, "--resident", "hot:1024", "--running", "2")
+    assert out.startswith("deepseek-v4-flash, resident hot:1024: 48 requests")
+    assert re.search(r"\| resident +\| hot:1024 +\|", out)
+    assert re.search(r"\| running requests +\| 2 +\|", out)
+    assert re.search(r"Hot buffers take .* MB of the device, for 2 running requests and", out)
+    assert "Entries that steps swap in from the host or write there are not counted." in out
+    assert re.search(r"\| device +\| (kv|swa) ", out)
+    assert not re.search(r"\| device +\| c4 ", out)
+    assert re.search(r"\| host +\| c4 ", out)
+
+
+def test_json_has_the_bytes_of_hot_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = planned(capsys, *SMALL)
+    assert usual["settings"]["resident"] == "all (default)"
+    assert usual["tiers"]["device"]["hot_bytes"] == 0
+    one = planned(capsys, *SMALL, "--resident", "hot:1024")
+    two = planned(capsys, *SMALL, "--resident", "hot:1024", "--running", "2")
+    assert one["settings"]["running requests"] == "1 (default)"
+    memory = served_hot(catalog.resolve("deepseek-v4-flash"), 1024)
+    pages = -(-workloads.parse(SMALL[1]).longest_tokens // 256)
+    for running, found in ((1, one), (2, two)):
+        assert found["tiers"]["device"]["hot_bytes"] == hot_bytes(memory, running, pages)
+    assert one["tiers"]["host"]["hot_bytes"] == 0
+    assert set(one["tiers"]["device"]["slots"]) == {"kv", "swa"}
+    assert set(one["tiers"]["host"]["slots"]) == {"kv", "swa", "c4"}
+
+
+def test_served_hot_the_same_tokens_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    roomy = ["--workload", "chat:users=12,turns=4", "--device", "4GB", "--host", "8GB"]
+    usual = planned(capsys, *roomy)
+    hot = planned(capsys, *roomy, "--resident", "hot:4096")
+    assert hot["unfit_requests"] == 0
+    assert hot["hit_rate"] == usual["hit_rate"] > 0
+
+
 # -- files ----------------------------------------------------------------------------------
 
 
@@ -210,6 +255,21 @@ def test_sweep_of_a_tier_without_a_size_goes_around_the_footprint(
         (["--page-tokens", "100"], "use a multiple of"),
         (["--model", "qwen3-8b", "--placements"], "leave the option out"),
         (["--kv-dtype", "int3"], "int3"),
+        (["--resident", "hot:511"], "up to 512 of c4; use --resident hot:512"),
+        (["--resident", "auto"], "use all or hot:4096"),
+        (["--resident", "hot"], "is no residency; use all, auto, or hot:4096"),
+        (["--model", "qwen3-8b", "--resident", "hot:4096"], "use --resident all"),
+        (["--running", "4"], "use it with --resident hot:4096"),
+        (["--resident", "hot:512", "--running", "0"], "--running 0: use at least 1"),
+        (
+            ["--resident", "hot:512", "--host", "0", "--storage", "0"],
+            "keeps pages of running requests there; give it a size, or use --resident all",
+        ),
+        (
+            ["--resident", "hot:4096", "--running", "64"],
+            "--device 2.00 GB: hot buffers take 3.2. GB of the device, for 64 running requests "
+            "and prompts of up to .* tokens; use at least 3.2. GB, or fewer hot entries",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(

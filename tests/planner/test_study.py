@@ -10,7 +10,8 @@ import pytest
 from kvtide.index import DEFAULT_POLICY
 from kvtide.planner import study, workloads
 from kvtide.planner.study import COST, LAST, Study, every
-from kvtide.spec import Tier, catalog
+from kvtide.spec import SpecError, Tier, catalog
+from kvtide.spec.residency import hot_bytes, served_hot
 from kvtide.spec.sizing import bytes_for
 from tests.planner.recorded import conversations
 
@@ -66,7 +67,7 @@ def test_placement_matters_only_to_models_with_windows_or_states() -> None:
 
 
 def test_sweep_replays_every_size_and_a_larger_device_finds_more_there() -> None:
-    sizes = study.sweep_sizes(HYBRID, 2 * 10**9, points=4)
+    sizes = study.sweep_sizes(bytes_for(HYBRID, 1), 2 * 10**9, points=4)
     points = study.sweep(replace(ASKED, eviction="lru"), Tier.DEVICE, sizes)
     assert [point.size_bytes for point in points] == sizes
     found = [point.report.tier_hit_rate(Tier.DEVICE) for point in points]
@@ -75,16 +76,54 @@ def test_sweep_replays_every_size_and_a_larger_device_finds_more_there() -> None
 
 
 def test_sweep_sizes_run_from_a_64th_to_four_times_by_equal_ratios() -> None:
-    sizes = study.sweep_sizes(FULL, 64 * 10**9, points=5)
+    sizes = study.sweep_sizes(bytes_for(FULL, 1), 64 * 10**9, points=5)
     assert sizes[0] == pytest.approx(10**9)
     assert sizes[-1] == pytest.approx(256 * 10**9)
     assert sizes[1] / sizes[0] == pytest.approx(4)
 
 
 def test_sweep_sizes_are_never_too_small_for_a_page() -> None:
-    sizes = study.sweep_sizes(FULL, bytes_for(FULL, 2), points=8)
+    sizes = study.sweep_sizes(bytes_for(FULL, 1), bytes_for(FULL, 2), points=8)
     assert sizes[0] == bytes_for(FULL, 1)
     assert sizes == sorted(set(sizes))
+
+
+# -- hot pools ------------------------------------------------------------------------------
+
+HOT = replace(ASKED, memory=served_hot(HYBRID, 1024))
+
+
+def test_hot_buffers_of_running_requests_take_from_the_pages_of_the_device() -> None:
+    one, many = (replace(HOT, running=running) for running in (1, 8))
+    pages = -(-RAG.longest_tokens // HYBRID.page_tokens)
+    assert one.hot_bytes(Tier.DEVICE) == hot_bytes(HOT.memory, 1, pages)
+    assert one.hot_bytes(Tier.HOST) == ASKED.hot_bytes(Tier.DEVICE) == 0
+    assert many.hot_bytes(Tier.DEVICE) == hot_bytes(HOT.memory, 8, pages)
+    assert many.least_bytes(Tier.DEVICE) - many.hot_bytes(Tier.DEVICE) == bytes_for(
+        HOT.memory.in_device_pages, 1
+    )
+    small = {**HOT.tier_bytes, Tier.DEVICE: many.least_bytes(Tier.DEVICE)}
+    slots = replace(many, tier_bytes=small).setup().capacity_pages
+    assert slots[Tier.DEVICE] == {"kv": 1, "swa": 3}
+    assert set(slots[Tier.HOST]) == {"kv", "swa", "c4"}
+    with pytest.raises(SpecError, match="use at least"):
+        replace(many, tier_bytes={Tier.DEVICE: small[Tier.DEVICE] - 1}).setup()
+
+
+def test_no_page_of_a_hot_pool_is_counted_on_the_device() -> None:
+    report = study.run(HOT)
+    assert (Tier.DEVICE, "c4") not in report.resident_pages
+    assert (Tier.HOST, "c4") in report.resident_pages
+
+
+def test_hot_pools_are_replayed_from_the_host() -> None:
+    resident, hot = study.run(ASKED), study.run(HOT)
+    assert hot.unfit_requests == 0
+    assert hot.hit_rate >= resident.hit_rate > 0
+    assert hot.moved_bytes["load"] < resident.moved_bytes["load"]
+    assert hot.committed_pages["c4"] == hot.committed_pages["kv"] > 0
+    assert hot.resident_pages[Tier.HOST, "c4"] > 0
+    assert min(hot.evicted_pages.values()) >= 0
 
 
 def test_progress_hears_what_every_walk_is_for() -> None:

@@ -49,8 +49,10 @@ def prompts(trace: Trace) -> list[list[int]]:
 
 def of_prompts(*given_prompts: list[int]) -> Trace:
     requests = [TraceRequest(0.0, np.array(p, dtype=np.int32), 0) for p in given_prompts]
-    total = sum(map(len, given_prompts))
-    return Trace("made", len(requests), total, lambda: iter(requests))
+    lengths = [len(p) for p in given_prompts]
+    return Trace(
+        "made", len(requests), sum(lengths), max(lengths, default=0), lambda: iter(requests)
+    )
 
 
 # -- what is read ---------------------------------------------------------------------------

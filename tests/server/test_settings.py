@@ -20,6 +20,7 @@ from kvtide.server import settings
 from kvtide.server.engine_setup import gpu_sizes, open_engine
 from kvtide.server.settings import Settings, SettingsError, read
 from kvtide.server.store_setup import default_url
+from kvtide.spec.residency import Residency
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory
 from tests.models.tiny import oracle
@@ -91,6 +92,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "page_tokens": ("32", 32),
     "checkpoint_tokens": ("64", 64),
     "tokens_per_checkpoint": ("256", 256),
+    "resident": ("hot:4096", "hot:4096"),
     "device_tokens": ("4096", 4096),
     "device_bytes": ("1.5GB", 1_500_000_000),
     "host_tokens": ("8192", 8192),
@@ -207,6 +209,13 @@ def test_only_this_machine_is_served_by_default() -> None:
         (["--eviction=random"], "--eviction is 'random'; use tide"),
         (["--write-policy=never"], "--write-policy is 'never'; use write_through"),
         (["--write-policy=write_back", "--host-ratio=0"], "drop one of them"),
+        (["--resident=hot"], "--resident is 'hot'; use all, auto, or hot:B, like hot:4096"),
+        (["--resident=hot:0"], "--resident is 'hot:0'; use all"),
+        (
+            ["--resident=hot:64", "--host-ratio=0"],
+            "on the host, and --host-ratio 0 leaves it out; give the host a size, or use "
+            "--resident all",
+        ),
         (["--verify-restores=2"], "--verify-restores is 2"),
         (["--storage=file:///tmp/x", "--host-ratio=0"], "reached through a host tier, and"),
         (["--storage="], "--storage is empty"),
@@ -427,6 +436,14 @@ def test_settings_made_in_code_are_checked_too() -> None:
     with pytest.raises(SettingsError, match="admin routes"):
         Settings(address="192.168.0.1")
     assert not Settings(address="192.168.0.1", admin_key="a").loopback
+    with pytest.raises(SettingsError, match="use all, auto, or hot:B"):
+        Settings(resident="cold")
+
+
+def test_all_pages_are_on_the_device_unless_asked_otherwise() -> None:
+    assert Settings().residency == Residency()
+    assert Settings(resident="hot:512").residency == Residency(512)
+    assert Settings(resident="auto", host_ratio=0).residency == Residency(auto=True)
 
 
 # -- where pages are stored -----------------------------------------------------------------------

@@ -7,7 +7,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtide.spec import DType, Entry, Field, ModelMemory, PoolSpec, Reuse, SpecError, catalog
-from kvtide.spec.sizing import bytes_for, pages_for
+from kvtide.spec.residency import HotShape, served_hot
+from kvtide.spec.sizing import (
+    bytes_for,
+    largest_batch,
+    longest_context,
+    pages_for,
+    running_bytes,
+)
 
 
 def pool(name: str, size: int, reuse: Reuse | None = None, follows: str | None = None) -> PoolSpec:
@@ -106,3 +113,48 @@ def test_built_in_models_use_nearly_all_of_a_large_tier(name: str) -> None:
     total = 10**13
     used = cost(declared, pages_for(declared, total))
     assert 0.99 * total < used <= total
+
+
+# -- requests that run together ---------------------------------------------------------------
+
+
+def test_requests_take_their_history_and_three_times_what_they_resume_from() -> None:
+    declared = MEMORIES["window beside history"]
+    assert running_bytes(declared, 1, 10) == 10 * 1600 + 3 * 2 * 480
+    assert running_bytes(declared, 7, 10) == 7 * running_bytes(declared, 1, 10)
+
+
+@pytest.mark.parametrize("total", [0, 18_879, 18_880, 100_000, 10**9])
+def test_the_longest_context_and_the_largest_batch_fit_and_one_more_would_not(total: int) -> None:
+    declared = MEMORIES["window beside history"]
+    tokens = longest_context(declared, total)
+    assert tokens is not None
+    pages = tokens // 16
+    assert not pages or running_bytes(declared, 1, pages) <= total
+    assert running_bytes(declared, 1, pages + 1) > total
+    requests = largest_batch(declared, 160, total)
+    assert requests == total // (10 * 1600 + 3 * 2 * 480)
+
+
+def test_a_context_that_takes_no_more_when_it_grows_has_no_longest() -> None:
+    assert longest_context(MEMORIES["window alone"], 3 * 2 * 480) is None
+    assert longest_context(MEMORIES["window alone"], 3 * 2 * 480 - 1) == 0
+    assert largest_batch(memory(FREE), 160, 0) is None
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "deepseek-v4-flash"])
+def test_hot_requests_take_device_pages_hot_buffers_and_one_gather_region(name: str) -> None:
+    resident = catalog.resolve(name)
+    hot = served_hot(resident, 4096)
+    (pool,) = hot.hot_pools
+    shape = HotShape.of(pool, hot.page_tokens, 3, 500)
+    taken = running_bytes(hot, 3, 500)
+    assert taken == running_bytes(hot.in_device_pages, 3, 500) + shape.bytes
+    assert taken - running_bytes(hot, 2, 500) == running_bytes(hot, 2, 500) - running_bytes(
+        hot, 1, 500
+    )
+    for total in (16 * 10**9, 64 * 10**9):
+        batches = [largest_batch(m, 128 * 1024, total) or 0 for m in (resident, hot)]
+        longest = [longest_context(m, total) or 0 for m in (resident, hot)]
+        assert batches[0] < batches[1]
+        assert longest[0] < longest[1]
