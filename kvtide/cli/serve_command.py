@@ -83,6 +83,7 @@ def _print_ready(serving: Serving, seconds: float) -> None:
         )
         for tier in (Tier.DEVICE, Tier.HOST)
     }
+    tiers[Tier.DEVICE] += sum(hot.shape.bytes for hot in cache.hardware.hot.values())
     ranks = serving.rank.topology.ranks
     each = f" of each of {ranks} ranks" if ranks > 1 else ""
     print(
@@ -90,7 +91,7 @@ def _print_ready(serving: Serving, seconds: float) -> None:
         f"{format_bytes(tiers[Tier.DEVICE])} on the device "
         f"(sequences of up to {serving.engine.max_sequence_tokens:,} tokens), "
         f"{format_bytes(tiers[Tier.HOST])} on the host{each}; ready after {seconds:.1f} s\n"
-        f"{serving.storage}\n{serving.speculation}",
+        + "\n".join(filter(None, (serving.storage, serving.speculation, serving.residency))),
         file=sys.stderr,
         flush=True,
     )

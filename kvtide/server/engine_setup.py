@@ -20,17 +20,20 @@ from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server import store_setup
 from kvtide.server.engine_commands import EngineRank
-from kvtide.server.settings import MTP, Settings, SettingsError
+from kvtide.server.residency_setup import choose_residency, stored_bytes
+from kvtide.server.settings import MTP, NO_SPECULATION, Settings, SettingsError
 from kvtide.server.speculation_setup import (
     SpeculationChoice,
     build_draft,
     choose_speculation,
     make_drafter,
 )
-from kvtide.spec import SpecError
+from kvtide.spec import ModelMemory, SpecError
 from kvtide.spec.families import KVDType, declare
+from kvtide.spec.residency import Residency
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory, TierError, TierSize, device_memory, machine_memory
+from kvtide.tiers.tier_size import tier_bytes
 from kvtide.transfer import backends
 
 DEFAULT_TOKENS = 16_384
@@ -56,12 +59,14 @@ class Serving:
     name         the model's name in the API
     storage      the sentence about the attached store
     speculation  the sentence about what drafts tokens
+    residency    the sentence about pages on the host, empty where all are resident
     """
 
     rank: EngineRank
     name: str
     storage: str
     speculation: str
+    residency: str
 
     @property
     def engine(self) -> Engine:
@@ -79,12 +84,21 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     checkpoint = open_checkpoint(default_model() if settings.model is None else settings.model)
     choice = choose_speculation(settings, checkpoint)
     draft_tokens = choice.draft_tokens(settings)
-    model = _build(settings, checkpoint, device, topology, choice)
+    drafts = 0 if choice.method == NO_SPECULATION else draft_tokens
+    resident = choose_residency(
+        settings,
+        lambda: _memory(settings, checkpoint),
+        lambda memory: _device_bytes(settings, checkpoint, memory, topology),
+        drafts + 1,
+    )
+    model = _build(settings, checkpoint, device, topology, choice, resident.residency, drafts)
     draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
     config = replace(
         sized(config, settings, model),
+        hot_rows=settings.max_running,
+        longest_tokens=model.max_positions,
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
     )
@@ -108,7 +122,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
     speculation = choice.sentence(draft_tokens)
-    return Serving(EngineRank(engine, topology), name, storage, speculation)
+    return Serving(EngineRank(engine, topology), name, storage, speculation, resident.sentence)
 
 
 def _prepare(engine: Engine) -> None:
@@ -210,6 +224,36 @@ def gpu_sizes(
     return device_size, host_size
 
 
+def _device_bytes(
+    settings: Settings, checkpoint: Checkpoint, memory: ModelMemory, topology: RankTopology
+) -> int:
+    """The device tier before the model is loaded: what `sized` gives then, or close to it.
+
+    Every rank gets the same number, from what all GPUs have.
+    """
+    size = settings.device_size
+    if size is None and settings.on_gpu:
+        weights = stored_bytes(checkpoint) // topology.ranks
+        total = device_memory(torch.device(settings.device)).total_bytes
+        return int(GPU_FRACTION * max(0, total - weights))
+    return tier_bytes(memory, size or Tokens(max(DEFAULT_TOKENS, memory.page_tokens)))
+
+
+def _memory(settings: Settings, checkpoint: Checkpoint) -> ModelMemory:
+    """The model's memory with all pools resident, without a draft's."""
+    return declare(
+        checkpoint.config,
+        model=str(checkpoint.config.get("model_type")),
+        page_tokens=settings.page_tokens,
+        kv_dtype=_kv_dtype(settings),
+        checkpoint_tokens=settings.checkpoint_tokens,
+    )
+
+
+def _kv_dtype(settings: Settings) -> KVDType:
+    return KVDType.parse(settings.kv_dtype or _KV_DTYPES[_dtype(settings)])
+
+
 def _oracle(settings: Settings, cache: TieredCache) -> Oracle | None:
     if not settings.verify_restores:
         return None
@@ -229,17 +273,20 @@ def _build(
     device: torch.device,
     topology: RankTopology,
     choice: SpeculationChoice,
+    resident: Residency,
+    drafts: int,
 ) -> Decoder:
-    dtype = _dtype(settings)
     with device:
         return build(
             checkpoint.config,
             OnDevice(checkpoint.weights, device),
             page_tokens=settings.page_tokens,
-            kv_dtype=KVDType.parse(settings.kv_dtype or _KV_DTYPES[dtype]),
+            kv_dtype=_kv_dtype(settings),
             checkpoint_tokens=settings.checkpoint_tokens,
-            dtype=dtype,
+            dtype=_dtype(settings),
             deterministic=settings.deterministic,
+            resident=resident,
+            draft_tokens=drafts,
             mtp=choice.method == MTP,
             draft=choice.draft,
             stage=topology.stage,
