@@ -306,7 +306,7 @@ def _plan(  # type: ignore[no-untyped-def]
     hits = tl.sum(is_hit.to(tl.int32), 0)
     tl.store(marks + hot, slot, mask=is_hit)
     tl.debug_barrier()
-    missing = 0
+    missing = tl.full([], 0, tl.int32)
     for at in range(0, choices, BLOCK_C):
         position, entry, valid = _choices(
             selected, first, at, choices, total, ONE_TILE, BLOCK_C)
@@ -327,7 +327,7 @@ def _plan(  # type: ignore[no-untyped-def]
     tl.atomic_add(counts + 2 * layer, (hits + wanted_count).to(tl.int64), sem="relaxed")
     tl.atomic_add(counts + 2 * layer + 1, missing.to(tl.int64), sem="relaxed")
     tl.debug_barrier()
-    assigned = 0
+    assigned = tl.full([], 0, tl.int32)
     for at in range(0, choices, BLOCK_C):
         position, entry, valid = _choices(
             selected, first, at, choices, total, ONE_TILE, BLOCK_C)

@@ -14,7 +14,7 @@ the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
 What always holds:
 - Grids depend on shapes and `Bounds` alone, so a CUDA graph can be replayed.
 - Nothing is read where a table has no slot. A query without visible keys gets zeros.
-- Of a hot pool, a selection has places in the arena (`swap_in`, LOCATED): page by page, -1 for none.
+- A selection of a hot pool has places in its arena, -1 for none (LOCATED, from `swap_in`).
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ def _locate_tile(  # type: ignore[no-untyped-def]
     is_compressed = tile < compressed_tiles
     page = tl.where(is_compressed, entry // PAGE_ENTRIES, entry // PAGE_TOKENS)
     if LOCATED:
-        slot = tl.load(window_table + page, mask=(entry >= 0) & (tile >= compressed_tiles), other=-1)
+        in_window = (entry >= 0) & (tile >= compressed_tiles)
+        slot = tl.load(window_table + page, mask=in_window, other=-1)
         slot = tl.where(is_compressed & (entry >= 0), page, slot)
     else:
         table = tl.where(is_compressed, compressed_table, window_table)
