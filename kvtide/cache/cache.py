@@ -85,6 +85,7 @@ class TieredCache:
             fingerprint=space(memory, config),
             keeps=(Tier.DEVICE,) if writing.keeps_only_copies else (),
             copy_on_device=self._copy_on_device,
+            hot_rows=config.hot_rows if memory.hot_pools else 0,
         )
         transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
         self._in_flight = InFlightTransfers(self.index, transfers)
@@ -150,10 +151,14 @@ class TieredCache:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence whose history fits the device when nothing else is there."""
+        """The longest sequence whose history fits when nothing else is there.
+
+        On the device; of hot pools on the host, and in the pages that a prefill gathers.
+        """
         histories = [anchor for anchor in self.memory.anchors if anchor.reuse.reach is ALL]
-        pages = [self.index.capacity(Tier.DEVICE, a.name) for a in histories or self.memory.anchors]
-        return min(pages) * self.memory.page_tokens
+        pages = [self.index.capacity(a.home, a.name) for a in histories or self.memory.anchors]
+        gathered = [hot.shape.gather_pages for hot in self.hardware.hot.values()]
+        return min([*pages, *gathered]) * self.memory.page_tokens
 
     def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
         """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full.
@@ -244,9 +249,10 @@ class TieredCache:
         self.index.release(lease._index_lease)
 
     def page_table(self, lease: Lease, pool: str) -> Slots:
-        """The device slot of every page the lease has, -1 where the pool keeps none.
+        """The slot of every page the lease has, -1 where the pool keeps none.
 
-        Includes the slots of pages that are still arriving: call `wait` before reading them.
+        On the device; of a hot pool on the host. Includes the slots of pages that are still
+        arriving: call `wait` before reading them.
         """
         anchor = self.memory.pool(pool).follows or pool
         if lease.loading:
@@ -258,8 +264,16 @@ class TieredCache:
         return self.index.carries(lease._index_lease, sidecar)
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
-        """A layer's device buffers, by field: (slots, entries of a page, *shape)."""
-        return self.hardware.device.view(pool, layer)
+        """A layer's device buffers, by field: (slots, entries of a page, *shape).
+
+        Of a hot pool, all pages of its `HotBuffers`.
+        """
+        hot = self.hardware.hot.get(pool)
+        return self.hardware.device.view(pool, layer) if hot is None else hot.view
+
+    def hot_row(self, lease: Lease) -> int:
+        """The lease's row in the hot pools; -1 where the memory has none."""
+        return lease._index_lease.hot_row
 
     # -- beside requests --------------------------------------------------------------------
 

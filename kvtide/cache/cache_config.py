@@ -76,6 +76,8 @@ class CacheConfig:
     tokens_per_checkpoint  windows and states get slots for one checkpoint per so many tokens
     headroom            the fraction of device slots that write_back keeps free
     session_fraction    the most that session pins may hold of the device's slots
+    hot_rows            requests that may run at once where the memory has hot pools
+    longest_tokens      the longest sequence that is served; None for whatever fits the tiers
     transfer_timeout_s  the deadline of a transfer
     patience            how long requests wait for storage, once one is attached
     fingerprint         digest of the weights and their precision, for keys in storage
@@ -93,6 +95,8 @@ class CacheConfig:
     tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
     headroom: float = 0.05
     session_fraction: float = 0.5
+    hot_rows: int = 64
+    longest_tokens: int | None = None
     transfer_timeout_s: float = 30.0
     patience: FetchPatience = _PATIENT
     fingerprint: bytes = b""

@@ -66,7 +66,7 @@ def leases_that_are_ready_are_on_the_device(parts: CacheParts) -> Iterator[str]:
             continue
         if lease.pending:
             yield f"lease {number} has a commit that nothing will make happen"
-        if not parts.index.on_device(lease._index_lease):
+        if not parts.index.at_home(lease._index_lease):
             yield f"lease {number} counts as ready, yet its prefix is not on the device"
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.rank_agreement import Agreement
-from kvtide.spec import ModelMemory, PageMove, Tier
+from kvtide.spec import ALL, ModelMemory, PageMove, Tier
+from kvtide.spec.residency import HotShape
 from kvtide.storage import ObjectFormat, object_formats
-from kvtide.tiers import Arena, Arrangement, Buffers, capacity_pages, device_arena, host_arena
+from kvtide.tiers import (
+    Arena,
+    Arrangement,
+    Buffers,
+    Bytes,
+    HotBuffers,
+    TierError,
+    TierSize,
+    capacity_pages,
+    device_arena,
+    host_arena,
+)
 from kvtide.transfer.backends import open_copier
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.host_pages import tails
@@ -18,10 +30,13 @@ from kvtide.transfer.host_pages import tails
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
+    """`hot` are the buffers of pools whose pages are on the host, by pool."""
+
     device: Buffers
     host: Buffers
     copier: Copier
     arenas: Sequence[Arena] = ()
+    hot: Mapping[str, HotBuffers] = field(default_factory=dict)
 
     @classmethod
     def open(cls, memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Hardware:
@@ -30,20 +45,25 @@ class Hardware:
         Ranks keep the same tree and so need the same slots: the smallest rank decides.
         """
         on = config.torch_device
+        check_residency(memory, config)
         slots = _slots(memory, config, agreement)
         device = Arrangement(memory, slots[Tier.DEVICE], config.device_layout)
         behind = tails(formats(memory, config))
         host = Arrangement(memory.at_rest, slots[Tier.HOST], config.host_layout, behind)
-        arenas = [device_arena(device.bytes, on)]
+        arenas, hot = [device_arena(device.bytes, on)], dict[str, HotBuffers]()
         try:
-            arenas.append(host_arena(host.bytes, pinned=on.type == "cuda"))
-            blocks = [Buffers(a, b.data) for a, b in zip((device, host), arenas, strict=True)]
+            for pool, shape in hot_shapes(memory, config, slots).items():
+                spec = memory.pool(pool)
+                hot[pool] = HotBuffers(spec, shape, memory.page_tokens, on)
+                arenas.append(hot[pool].arena)
+            arenas.insert(1, host_arena(host.bytes, pinned=on.type == "cuda"))
+            blocks = [Buffers(a, b.data) for a, b in zip((device, host), arenas, strict=False)]
             copier = open_copier(config.backend_name, *blocks)
         except Exception:
             for arena in arenas:
                 arena.close()
             raise
-        return cls(blocks[0], blocks[1], copier, arenas)
+        return cls(blocks[0], blocks[1], copier, arenas, hot)
 
     @property
     def capacity_pages(self) -> Mapping[Tier, Mapping[str, int]]:
@@ -78,16 +98,77 @@ def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]
     return object_formats(memory.at_rest, space(memory, config), config.draft_fingerprint)
 
 
-def _slots(
-    memory: ModelMemory, config: CacheConfig, agreement: Agreement
-) -> dict[Tier, dict[str, int]]:
+Pages = dict[Tier, dict[str, int]]
+
+
+def check_residency(memory: ModelMemory, config: CacheConfig) -> None:
+    """Refuse hot pools where there is no host to keep them, or no request may run."""
+    if not memory.hot_pools:
+        return
+    names = ", ".join(pool.name for pool in memory.hot_pools)
+    if config.host_size is None:
+        raise TierError(
+            f"{memory.model}: {names} would be kept on the host, and there is no host tier; "
+            "use --resident all, or a host tier"
+        )
+    if config.hot_rows < 1:
+        raise TierError(f"{config.hot_rows} hot buffers of {names}; use at least 1")
+
+
+def hot_shapes(memory: ModelMemory, config: CacheConfig, pages: Pages) -> dict[str, HotShape]:
+    """The device memory of every hot pool, beside so many pages of the others."""
+    if not memory.hot_pools:
+        return {}
+    longest = _longest(memory, config, pages)
+    return {
+        pool.name: HotShape.of(pool, memory.page_tokens, config.hot_rows, longest)
+        for pool in memory.hot_pools
+    }
+
+
+def _longest(memory: ModelMemory, config: CacheConfig, pages: Pages) -> int:
+    """Pages of the longest sequence that fits where its histories live."""
+    histories = [anchor for anchor in memory.anchors if anchor.reuse.reach is ALL]
+    longest = min(pages[anchor.home][anchor.name] for anchor in histories)
+    if config.longest_tokens is None:
+        return longest
+    return min(longest, -(-config.longest_tokens // memory.page_tokens))
+
+
+def _slots(memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Pages:
     """Pages per tier and anchor, agreed between ranks."""
-    distance = config.tokens_per_checkpoint
-    device = capacity_pages(memory, config.device_size, tokens_per_checkpoint=distance)
+    pages = _sized(memory, config, 0)
+    if hot := hot_shapes(memory, config, pages):
+        pages = _sized(memory, config, sum(shape.bytes for shape in hot.values()))
+    device, host = pages[Tier.DEVICE], pages[Tier.HOST]
+    agreed = iter(agreement.all_min([*device.values(), *host.values()]))
+    return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}
+
+
+def _sized(memory: ModelMemory, config: CacheConfig, hot_bytes: int) -> Pages:
+    """Pages per tier and anchor, where hot buffers take so much of the device's bytes."""
+    distance, resident = config.tokens_per_checkpoint, memory.in_device_pages
+    device = capacity_pages(resident, _left(config, hot_bytes), tokens_per_checkpoint=distance)
+    device |= dict.fromkeys((pool.name for pool in memory.hot_pools), 0)
+    device = {anchor.name: device[anchor.name] for anchor in memory.anchors}
     host = dict.fromkeys(device, 0)
     if config.host_size is not None:
         device_bytes = sum(memory.slot_bytes(anchor) * count for anchor, count in device.items())
         behind = tails(formats(memory, config))
-        host = capacity_pages(memory.at_rest, config.host_size, device_bytes, distance, behind)
-    agreed = iter(agreement.all_min([*device.values(), *host.values()]))
-    return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}
+        size = device_bytes + hot_bytes
+        host = capacity_pages(memory.at_rest, config.host_size, size, distance, behind)
+    return {Tier.DEVICE: device, Tier.HOST: host}
+
+
+def _left(config: CacheConfig, hot_bytes: int) -> TierSize:
+    """What hot buffers leave of the device tier; a tier sized in tokens has them on top."""
+    size = config.device_size
+    if not isinstance(size, Bytes) or not hot_bytes:
+        return size
+    if hot_bytes >= size.bytes:
+        raise TierError(
+            f"device memory: hot buffers of {config.hot_rows} requests take {hot_bytes:,} of "
+            f"{size.bytes:,} bytes; use fewer requests (--max-running), a smaller hot:B, or more "
+            "device memory"
+        )
+    return Bytes(size.bytes - hot_bytes)

@@ -48,7 +48,8 @@ class Index:
 
     A tier in `keeps` never evicts the only copy of a page that a resume may need. An allocation
     fails instead: `missing` names what it lacked, and `demote` moves pages down to free it.
-    `copy_on_device` copies a sidecar between device slots, at once.
+    `copy_on_device` copies a sidecar between device slots, at once. `hot_rows` are the leases that
+    may hold slots at once where a memory has hot pools.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Index:
         fingerprint: bytes = b"",
         keeps: Collection[Tier] = (),
         copy_on_device: Callable[[PageMove], None] = lambda move: None,
+        hot_rows: int = 0,
     ) -> None:
         self.memory = memory
-        self.tree = Tree(memory, capacity_pages, eviction, fingerprint)
+        self.tree = Tree(memory, capacity_pages, eviction, fingerprint, hot_rows)
         kept = (self.tree.cell(tier, number) for tier in keeps for number in self._anchors())
         self._allocator = Allocator(self.tree, frozenset(kept))
         self._matcher = Matcher(memory, self.tree)
@@ -110,9 +112,9 @@ class Index:
         return self._matcher.pages_by_tier(hit)
 
     def matched_slots(self, hit: Hit, anchor: str) -> Slots:
-        """The device slot of every page that the hit matched, resumable there or not; else -1."""
+        """The slot at home of every page that the hit matched, resumable there or not; else -1."""
         table = np.full(hit.matched, -1, np.int32)
-        cell = self.tree.cell(Tier.DEVICE, self._anchor(anchor))
+        cell = self.tree.homes[self._anchor(anchor)]
         for node in hit.nodes:
             if (slots := node.slots[cell]) is not None:
                 table[node.depth : node.end] = slots[: hit.matched - node.depth]
@@ -129,7 +131,7 @@ class Index:
         return self._leasing.pin(hit, priority)
 
     def reserve(self, lease: IndexLease, tokens: int, growth: int = 0) -> bool:
-        """Take device slots for the pages up to `tokens`, in every anchor or in none.
+        """Take slots for the pages up to `tokens` in every anchor's home tier, or in none.
 
         The placement chooses checkpoints once, for all of the prompt. `growth` promises as many
         further pages: a later call takes from the promise first, and cannot fail for pools that
@@ -187,12 +189,15 @@ class Index:
         """The slowest tier from which the lease's prefix has to come."""
         return self._leasing.slowest(lease)
 
-    def on_device(self, lease: IndexLease) -> bool:
-        """Whether all that the lease needs to resume is readable on the device."""
-        return self._leasing.on_device(lease)
+    def at_home(self, lease: IndexLease) -> bool:
+        """Whether all that the lease needs to resume can be read where a forward pass reads it."""
+        return self._leasing.at_home(lease)
 
     def page_table(self, lease: IndexLease, anchor: str) -> Slots:
-        """The device slot of every page the lease has, -1 where the anchor keeps none."""
+        """The slot of every page the lease has, -1 where the anchor keeps none.
+
+        In the anchor's home tier: on the device, of hot pools on the host.
+        """
         return self._leasing.page_table(lease, self._anchor(anchor))
 
     def arriving_table(self, lease: IndexLease, anchor: str) -> Slots:
@@ -346,6 +351,12 @@ class Index:
         names, anchors = self.tree.anchor_names, self.tree.anchors
         missing = self._allocator.missing.items()
         return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
+
+    @property
+    def hot_rows(self) -> tuple[int, int]:
+        """Buffers in the hot pools: those that leases have, and all."""
+        rows = self.tree.hot_rows
+        return rows.capacity - rows.available, rows.capacity
 
     def capacity(self, tier: Tier, anchor: str) -> int:
         """All slots of an anchor in a tier."""

@@ -74,8 +74,8 @@ def every_slot_has_one_owner(tree: Tree) -> Iterator[str]:
             owners[taken.cell][taken.slot] += 1
     for lease in tree.leases.values():
         for segment in lease.segments:
-            for anchor, slots in segment.slots.items():
-                owners[anchor].update(slots.tolist())
+            for cell, slots in segment.slots.items():
+                owners[cell].update(slots.tolist())
     for cell, owned in enumerate(owners):
         capacity = tree.cells[cell].slots.capacity
         shared = [slot for slot, count in owned.items() if count > 1]
@@ -91,12 +91,21 @@ def every_slot_has_one_owner(tree: Tree) -> Iterator[str]:
 def promises_are_covered(tree: Tree) -> Iterator[str]:
     for number, cell in enumerate(tree.cells):
         promised = sum(lease.growth.get(number, 0) for lease in tree.leases.values())
-        if number >= tree.anchors:
-            promised = 0
         if cell.slots.promised != promised:
             yield f"cell {number}: {cell.slots.promised} slots promised, leases hold {promised}"
         if cell.slots.available < 0:
             yield f"cell {number}: more slots promised than free"
+
+
+def every_hot_row_has_one_owner(tree: Tree) -> Iterator[str]:
+    rows = Counter(tree.hot_rows.free_slots().tolist())
+    rows.update(lease.hot_row for lease in tree.leases.values() if lease.hot_row >= 0)
+    if shared := [row for row, count in rows.items() if count > 1]:
+        yield f"hot rows {shared[:4]} have two owners"
+    if lost := set(range(tree.hot_rows.capacity)) - rows.keys():
+        yield f"hot rows {sorted(lost)[:4]} have no owner"
+    if tree.hot_rows.promised:
+        yield f"{tree.hot_rows.promised} hot rows promised, and never taken"
 
 
 def kids_are_counted(tree: Tree) -> Iterator[str]:
@@ -212,6 +221,7 @@ CHECKS: tuple[Check, ...] = (
     cells_have_slots_iff_resident,
     every_slot_has_one_owner,
     promises_are_covered,
+    every_hot_row_has_one_owner,
     kids_are_counted,
     pins_are_those_of_their_holders,
     page_counts_are_sums,

@@ -113,6 +113,7 @@ class HotShape:
     ring_pages: int
     gather_pages: int
     page_bytes: int
+    page_entries: int
 
     @classmethod
     def of(cls, pool: PoolSpec, page_tokens: int, rows: int, longest: int) -> HotShape:
@@ -125,6 +126,7 @@ class HotShape:
             pages_spanned(hot_queries(pool), page_tokens),
             longest,
             pool.row_bytes(page_tokens),
+            pool.entries_per_page(page_tokens),
         )
 
     @property
@@ -141,7 +143,10 @@ class HotShape:
 
     @property
     def bytes(self) -> int:
-        return self.pages * self.page_bytes
+        """With the numbers that say which entry is in which slot."""
+        hot = 8 * self.first_ring * self.page_entries
+        gathered = 4 * self.gather_pages * self.page_entries * (self.rows + 1)
+        return self.pages * self.page_bytes + hot + gathered
 
 
 def hot_queries(pool: PoolSpec) -> int:

@@ -84,7 +84,11 @@ class NaiveIndex:
     def valid(self, keys: list[bytes], boundary: int, slowest: Tier = Tier.STORAGE) -> bool:
         """Whether everything a resume at `boundary` needs is readable in these tiers."""
         return all(
-            any(keys[page] in self.readable[tier, pool.name] for tier in Tier if tier <= slowest)
+            any(
+                keys[page] in self.readable[tier, pool.name]
+                for tier in Tier
+                if tier <= max(slowest, pool.home)
+            )
             for pool in self._memory.anchors
             if pool.reuse.required
             for page in self._needed(pool.reuse.reach_pages(self._memory.page_tokens), boundary)

@@ -3,6 +3,7 @@
 `layout`     what lies where; the only place with strides
 `buffers`    a tier's bytes, and how model code sees them: by pool and global layer
 `arena`      getting the memory: pinned, in huge pages, or refused with what the machine has
+`hot_buffers`  entries of running requests whose pages are on the host
 `tier_size`  how large a tier is: a ratio, bytes or tokens
 """
 
@@ -16,6 +17,7 @@ from kvtide.tiers.arena import (
     machine_memory,
 )
 from kvtide.tiers.buffers import Buffers
+from kvtide.tiers.hot_buffers import HotBuffers
 from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.tiers.tier_size import Bytes, Ratio, TierSize, Tokens, capacity_pages
 
@@ -24,6 +26,7 @@ __all__ = [
     "Arrangement",
     "Buffers",
     "Bytes",
+    "HotBuffers",
     "Layout",
     "MachineMemory",
     "Ratio",

@@ -164,8 +164,9 @@ class Copier:
 def layer_groups(memory: ModelMemory, max_groups: int = MAX_GROUPS) -> tuple[range, ...]:
     """The model's layers in order, cut into groups that bring about the same number of bytes."""
     page = memory.page_tokens
-    histories = [pool for pool in memory.pools if pool.reuse.reach is ALL and pool.layers]
-    counted = histories or memory.pools
+    loaded = memory.in_device_pages.pools
+    histories = [pool for pool in loaded if pool.reuse.reach is ALL and pool.layers]
+    counted = histories or loaded
     layers = range(memory.end_layer) if memory.part is None else memory.part.layers
     sizes = [sum(p.row_bytes(page) for p in counted if layer in p.layers) for layer in layers]
     count = min(max_groups, len(layers), max(MIN_GROUPS, sum(sizes) // GROUP_PAGE_BYTES))

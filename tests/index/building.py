@@ -19,6 +19,7 @@ def build(
     Checkpoints stand at ends and branches unless the test says otherwise, whatever the default.
     """
     options.setdefault("placement", Branches())
+    options.setdefault("hot_rows", 8)
     given = {Tier.DEVICE: device, Tier.HOST: host, Tier.STORAGE: storage}
     return Index(
         memory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse, with_draft
+from kvtide.spec.residency import served_hot
 
 PAGE = 4
 _ENTRY = Entry((Field("x", (1,), DType.UINT8),))
@@ -38,6 +39,18 @@ V4 = _memory(
     _pool("swa", PAGE - 1),
     _pool("c4_state", 2, follows="swa", tail_entries=2),
 )
+HOT = served_hot(_memory("hot", _pool("kv", selected=2), _pool("index", follows="kv")), entries=3)
+HOT_V4 = served_hot(
+    _memory(
+        "hot v4",
+        PoolSpec("kv", (), Entry(())),
+        _pool("c4", tokens_per_entry=2, follows="kv", selected=1),
+        _pool("c4_index", tokens_per_entry=2, follows="kv"),
+        _pool("swa", PAGE - 1),
+    ),
+    entries=4,
+)
+HOT_DRAFTED = with_draft(HOT, FULL)
 OPTIONAL = _memory("optional anchor", _pool("kv"), _pool("draft", required=False))
 DRAFTED = with_draft(WINDOW, FULL)
 DRAFTED_TWICE = with_draft(WINDOW, replace(WINDOW, model="a draft with a window"))
@@ -46,6 +59,6 @@ ALL_MEMORIES = {
     memory.model: memory
     for memory in (
         FULL, WINDOW, WINDOW_ONLY, RECURRENT, THREE, TWO_HISTORIES, V4, OPTIONAL, DRAFTED,
-        DRAFTED_TWICE,
+        DRAFTED_TWICE, HOT, HOT_V4, HOT_DRAFTED,
     )
 }  # fmt: skip

@@ -55,7 +55,7 @@ def test_a_commit_overtakes_an_arrival() -> None:
     computing = compute(index, [*TEXT, 0])
     assert found(index, TEXT, DEVICE) == 4 and index.validate() == []
     index.land(arrival)
-    assert index.on_device(loading) and index.validate() == []
+    assert index.at_home(loading) and index.validate() == []
     assert index.resident_pages(DEVICE, "kv") == 4
     tables = [index.page_table(lease, "kv")[:4].tolist() for lease in (loading, computing)]
     assert tables[0] == tables[1]
@@ -97,7 +97,7 @@ def test_a_demotion_keeps_what_was_pinned_meanwhile() -> None:
     arrival = index.demote(DEVICE, HOST, "kv", 4)
     lease = lease_for(index, [*TEXT, 0])
     index.land(arrival)
-    assert found(index, TEXT, DEVICE) == 4 and index.on_device(lease)
+    assert found(index, TEXT, DEVICE) == 4 and index.at_home(lease)
     assert index.validate() == []
 
 
@@ -166,9 +166,9 @@ def test_an_overtaken_arrival_does_not_end_the_one_after_it() -> None:
     second = lease_for(index, [*TEXT, 0])
     arrival = index.copy(second, HOST, DEVICE)
     index.fail(overtaken)
-    assert index.validate() == [] and not index.on_device(second)
+    assert index.validate() == [] and not index.at_home(second)
     index.land(arrival)
-    assert index.on_device(second) and index.validate() == []
+    assert index.at_home(second) and index.validate() == []
 
 
 def test_a_demotion_keeps_pages_that_others_were_hung_on_meanwhile() -> None:
@@ -206,7 +206,7 @@ def test_a_load_brings_no_more_of_a_window_than_a_resume_needs() -> None:
     arrival = index.copy(lease, HOST, DEVICE)
     assert {move.anchor: len(move.target_slots) for move in arrival.moves} == {"kv": 4, "swa": 2}
     index.land(arrival)
-    assert index.on_device(lease)
+    assert index.at_home(lease)
 
 
 def test_reserving_gives_nothing_up_for_pages_above_arriving_ones() -> None:

@@ -111,6 +111,19 @@ def _too_many_promises(index: Index) -> None:
     index.tree.cells[0].slots.promised += 1000
 
 
+def _shared_row(index: Index) -> None:
+    _lease(index).hot_row = 7
+
+
+def _lost_row(index: Index) -> None:
+    index.tree.hot_rows.reserve(1)
+    index.tree.hot_rows.take(1)
+
+
+def _promised_row(index: Index) -> None:
+    index.tree.hot_rows.reserve(1)
+
+
 def _kids(index: Index) -> None:
     _kept(index).kids[0] += 1
 
@@ -196,6 +209,9 @@ CASES: list[Case] = [
     (checks.promises_are_covered, _promise, "leases hold"),
     (checks.promises_are_covered, _promise_below, "leases hold 0"),
     (checks.promises_are_covered, _too_many_promises, "more slots promised than free"),
+    (checks.every_hot_row_has_one_owner, _shared_row, "hot rows [7] have two owners"),
+    (checks.every_hot_row_has_one_owner, _lost_row, "hot rows [0] have no owner"),
+    (checks.every_hot_row_has_one_owner, _promised_row, "1 hot rows promised"),
     (checks.kids_are_counted, _kids, "1 children in cell 0, really 0"),
     (checks.kids_are_counted, _root_kids, "children in cell 0, really"),
     (checks.pins_are_those_of_their_holders, _pin, "pins in cell 0, holders"),

@@ -62,7 +62,7 @@ def test_presence_travels_down_and_up_again() -> None:
     assert index.slowest(lease) is Tier.STORAGE
     for way in ((Tier.STORAGE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
         index.land(index.copy(lease, *way))
-    assert index.on_device(lease)
+    assert index.at_home(lease)
     assert index.carries(lease, "draft").tolist() == [False, True, True, True]
 
 

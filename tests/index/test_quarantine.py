@@ -238,7 +238,7 @@ def test_a_load_of_quarantined_pages_is_dropped(memory: ModelMemory, ending: str
     quarantine(index, TEXT)
     getattr(index, ending)(arrival)
     assert index.validate() == []
-    assert index.on_device(lease) == (ending == "land")
+    assert index.at_home(lease) == (ending == "land")
     if ending == "land":
         assert all(index.resident_pages(Tier.HOST, p.name) == 0 for p in memory.anchors)
     index.release(lease)
@@ -268,7 +268,7 @@ def test_a_lease_in_a_hidden_tree_can_still_load_what_it_needs() -> None:
     arrival = index.copy(lease, Tier.HOST, Tier.DEVICE)
     assert arrival is not None and arrival.pages == 6
     index.land(arrival)
-    assert index.on_device(lease) and index.resident_pages(Tier.HOST, "kv") == 0
+    assert index.at_home(lease) and index.resident_pages(Tier.HOST, "kv") == 0
     index.release(lease)
     assert free(index)
 

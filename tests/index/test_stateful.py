@@ -96,6 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
             placement=placement(),
             fingerprint=b"model",
             copy_on_device=lambda move: self.copy_on_device(move),
+            hot_rows=3,
         )
         self.naive = NaiveIndex(memory, b"model")
         self.index.subscribe(self.naive.hear)
@@ -211,8 +212,8 @@ class IndexMachine(RuleBasedStateMachine):
         lease, page, holdback = held.lease, self.memory.page_tokens, self.memory.holdback
         if not lease.live:
             return
-        if not self.index.on_device(lease):
-            assert lease.boundary == held.found, "what was committed is on the device"
+        if not self.index.at_home(lease):
+            assert lease.boundary == held.found, "what was committed can be read"
             return
         pages = min(lease.reserved, (len(held.tokens) - holdback) // page)
         upto = lease.boundary + round(share * (pages - lease.boundary))
@@ -220,13 +221,13 @@ class IndexMachine(RuleBasedStateMachine):
             return
         keys = self.keys(held)
         for segment in lease.segments if not held.hidden else ():
-            for anchor in segment.slots:
+            for cell in segment.slots:
                 pages_in = range(segment.start, min(segment.end, upto))
-                name = self.memory.anchors[anchor].name
-                self.naive.expect(Tier.DEVICE, name, [keys[p] for p in pages_in])
-                sidecars = frozenset(self.memory.optional_sidecars(name)) - {*without}
+                pool = self.memory.anchors[cell % len(self.memory.anchors)]
+                self.naive.expect(pool.home, pool.name, [keys[p] for p in pages_in])
+                sidecars = frozenset(self.memory.optional_sidecars(pool.name)) - {*without}
                 for number in pages_in:
-                    self.naive.bring(Tier.DEVICE, name, keys[number], sidecars, add=True)
+                    self.naive.bring(pool.home, pool.name, keys[number], sidecars, add=True)
         self.index.commit(lease, upto * page + holdback, without)
         assert lease.boundary == upto
         for pool in self.memory.anchors:

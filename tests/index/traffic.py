@@ -124,7 +124,8 @@ class Traffic:
         names = [pool.name for pool in self.memory.anchors]
         for node in [n for n in self.index.tree.walk() if not n.hidden]:
             if self.naive.first_of(self.index.tree.page_keys(node)[0].name) in first:
-                for name, slots in zip(names, node.slots, strict=False):
+                for name, home in zip(names, self.index.tree.homes, strict=True):
+                    slots = node.slots[home]
                     self.quarantined[name].update(() if slots is None else slots.tolist())
         for flying in self.flying:
             flying.hidden |= {key for key, _ in flying.copies if self.naive.first_of(key) in first}
@@ -157,7 +158,7 @@ class Traffic:
         growth = self.chance.choice((0, 0, 1))
         if not index.reserve(lease, len(running.tokens), growth=growth):
             return
-        if not index.on_device(lease):
+        if not index.at_home(lease):
             return
         pages = (len(running.tokens) - holdback) // PAGE
         pages = lease.boundary + round(self.chance.choice((0.4, 1)) * (pages - lease.boundary))
@@ -166,14 +167,15 @@ class Traffic:
         keys = self.naive.page_keys(running.tokens, running.namespace)
         without = self.chance.choice(((), ("draft",)))
         for segment in lease.segments:
-            for anchor, slots in segment.slots.items():
-                name = self.memory.anchors[anchor].name
+            for cell, slots in segment.slots.items():
+                pool = self.memory.anchors[cell % len(self.memory.anchors)]
                 here = keys[segment.start : min(segment.end, pages)]
-                self.quarantined[name] -= set(slots.tolist())
+                self.quarantined[pool.name] -= set(slots.tolist())
                 if not running.hidden:
-                    self.naive.expect(Tier.DEVICE, name, here)
+                    self.naive.expect(pool.home, pool.name, here)
                 written = zip(slots.tolist(), here, strict=False)
-                self.bytes[Tier.DEVICE, name] |= {s: (key, not without) for s, key in written}
+                contents = {s: (key, not without) for s, key in written}
+                self.bytes[pool.home, pool.name] |= contents
         index.commit(lease, pages * PAGE + holdback, without)
 
     def _add_drafts(self, move: PageMove) -> None:
@@ -237,7 +239,7 @@ class Traffic:
                 targets |= moved
                 keys = [key for key, _ in moved.values() if key not in flying.hidden]
                 self.naive.expect(move.target, move.anchor, keys)
-                if move.target is Tier.DEVICE:
+                if move.target is self.memory.pool(move.anchor).home:
                     self.quarantined[move.anchor] -= moved.keys()
             self.index.land(arrival)
 
@@ -297,7 +299,7 @@ class Traffic:
             keys = self.naive.page_keys(running.tokens, running.namespace)
             for pool in self.memory.anchors:
                 table = self.index.page_table(running.lease, pool.name)[: running.lease.boundary]
-                held = [self.bytes[Tier.DEVICE, pool.name].get(slot) for slot in table.tolist()]
+                held = [self.bytes[pool.home, pool.name].get(slot) for slot in table.tolist()]
                 known = {slot for name, slot in running.held if name == pool.name}
                 if (self.quarantined[pool.name] & set(table.tolist())) - known:
                     wrong.append(f"lease {running.lease.number} came to read a quarantined page")

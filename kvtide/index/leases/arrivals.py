@@ -166,10 +166,21 @@ class Arrivals:
                 if number >= len(arrival.parts):
                     pages = [page for page in pages if (page.anchor, page.slot) in drafted]
                 departure.pages += pages
+                self._depart_hot(departure, node)
         if not departure.pages:
             return None
         tree.departures[departure.number] = departure
         return departure
+
+    def _depart_hot(self, departure: Departure, node: Node) -> None:
+        """The node's pages that were computed on the host leave with those that landed there."""
+        tree = self._tree
+        cells = [cell for cell in tree.homes if cell >= tree.anchors and node.resident >> cell & 1]
+        for cell in () if node.departed else cells:
+            departure.pins.append(self._pin_whole(cell, node))
+            slots = node.resident_slots(cell)
+            departure.pages += self._departing(node, cell % tree.anchors, slots)
+        node.departed = True
 
     def _departing(self, node: Node, anchor: int, slots: Slots) -> list[Departing]:
         name, presence = self._tree.anchor_names[anchor], self._tree.presence
@@ -272,6 +283,8 @@ class Arrivals:
         runs: dict[int, list[Run]] = {}
         for anchor in range(tree.anchors):
             here = tree.cell(source, anchor)
+            if target < tree.cells[tree.homes[anchor]].tier:
+                continue
             reach, start, held_by = tree.cells[here].reach, 0, 1 << tree.cell(target, anchor)
             if target < source:
                 start = 0 if reach is None else lease.boundary - reach

@@ -50,7 +50,9 @@ class Leasing:
         self._holdback = memory.holdback
         self._reaches = tuple(p.reuse.reach_pages(memory.page_tokens) for p in memory.anchors)
         self._required = frozenset(n for n, p in enumerate(memory.anchors) if p.reuse.required)
-        self._histories = frozenset(n for n in self._required if self._reaches[n] is None)
+        histories = (n for n in self._required if self._reaches[n] is None)
+        self._histories = frozenset(tree.homes[n] for n in histories)
+        self._has_hot_pools = bool(memory.hot_pools)
         self._copy_on_device = copy_on_device
         self._finite = frozenset(reach for reach in self._reaches if reach is not None)
 
@@ -100,16 +102,20 @@ class Leasing:
             self._tree.pins.unpin(pin)
 
     def slowest(self, lease: IndexLease) -> Tier:
-        """The slowest tier that has to give part of the lease's prefix."""
-        anchors = self._tree.anchors
-        cells = [pin.cell for pin in lease.pins if pin.cell % anchors in self._required]
+        """The slowest tier that has to give part of the lease's prefix; DEVICE if none has to."""
+        anchors, below = self._tree.anchors, self._below_home(lease)
+        cells = [cell for cell in below if cell % anchors in self._required]
         return _TIERS[max(cells, default=0) // anchors]
 
-    def on_device(self, lease: IndexLease) -> bool:
-        """Whether all that the lease needs to resume is readable on the device."""
-        anchors = self._tree.anchors
-        below = [pin.cell for pin in lease.pins if pin.cell >= anchors]
-        return not below or self.slowest(lease) is Tier.DEVICE
+    def at_home(self, lease: IndexLease) -> bool:
+        """Whether all that the lease needs to resume can be read where a forward pass reads it."""
+        return not self._below_home(lease) or self.slowest(lease) is Tier.DEVICE
+
+    def _below_home(self, lease: IndexLease) -> list[int]:
+        """The cells of pinned pages that have to be copied before they are read."""
+        anchors, homes = self._tree.anchors, self._tree.homes
+        cells = (pin.cell for pin in lease.pins if pin.cell >= anchors)
+        return [cell for cell in cells if cell > homes[cell % anchors]]
 
     # -- reserving --------------------------------------------------------------------------
 
@@ -146,8 +152,15 @@ class Leasing:
         segments = plan(start, end, open_end, kept, self._reaches)
         if wish.at_end and self._finite:
             segments = self._cut_at_checkpoints(segments, stops)
+        needs_row = self._has_hot_pools and lease.hot_row < 0
+        if needs_row and not tree.hot_rows.available:
+            self._allocator.missing = {}
+            return False
         if not self._promise(lease, segments, growth):
             return False
+        if needs_row:
+            tree.hot_rows.reserve(1)
+            (lease.hot_row,) = tree.hot_rows.take(1).tolist()
         if fresh:
             self._placement.placed(lease.boundary, planned, len(set(stops)))
             lease.placed = planned
@@ -158,8 +171,8 @@ class Leasing:
         lease.running = lease.running or wish.at_end
         for first, last, anchors in segments:
             segment = Segment(first, last, {})
-            for anchor in anchors:
-                segment.slots[anchor] = tree.cells[anchor].slots.take(last - first)
+            for cell in (tree.homes[anchor] for anchor in anchors):
+                segment.slots[cell] = tree.cells[cell].slots.take(last - first)
             lease.segments.append(segment)
         return True
 
@@ -194,8 +207,8 @@ class Leasing:
         """Promise what the segments need, out of the lease's growth first, and new growth."""
         needs: dict[int, int] = {}
         for first, last, anchors in segments:
-            for anchor in anchors:
-                needs[anchor] = needs.get(anchor, 0) + last - first
+            for cell in (self._tree.homes[anchor] for anchor in anchors):
+                needs[cell] = needs.get(cell, 0) + last - first
         if not growth and not lease.growth:
             return self._allocator.reserve(needs)
         return self._grow(lease, needs, growth)
@@ -204,11 +217,11 @@ class Leasing:
         """Cover `needs` from the lease's promise, and top that up to `growth` pages."""
         left: dict[int, int] = {}
         missing: dict[int, int] = {}
-        for anchor, reach in enumerate(self._reaches):
-            count, had = needs.get(anchor, 0), lease.growth.get(anchor, 0)
+        for cell, reach in zip(self._tree.homes, self._reaches, strict=True):
+            count, had = needs.get(cell, 0), lease.growth.get(cell, 0)
             wanted = growth if reach is None else min(growth, 2 * reach)
-            left[anchor] = max(had - count, wanted)
-            missing[anchor] = max(0, count + left[anchor] - had)
+            left[cell] = max(had - count, wanted)
+            missing[cell] = max(0, count + left[cell] - had)
         if not self._allocator.reserve(missing):
             return False
         lease.growth = left
@@ -223,12 +236,12 @@ class Leasing:
             if segment.start < pages:
                 lease.segments.append(segment)
                 segment = self._cut(segment, pages)
-            for anchor, slots in segment.slots.items():
-                pool = self._tree.cells[anchor].slots
+            for cell, slots in segment.slots.items():
+                pool = self._tree.cells[cell].slots
                 pool.free(slots)
                 promised = pool.reserve(len(slots))
                 assert promised, "what was just freed is free"
-                lease.growth[anchor] = lease.growth.get(anchor, 0) + len(slots)
+                lease.growth[cell] = lease.growth.get(cell, 0) + len(slots)
 
     # -- committing -------------------------------------------------------------------------
 
@@ -238,7 +251,7 @@ class Leasing:
         assert lease.live and self.owns(lease), "committing with a lease that is not this index's"
         assert upto <= lease.reserved, "committing pages that were not reserved"
         assert tokens <= lease.prompt.tokens, "committing pages whose tokens are not known"
-        assert self.on_device(lease), "committing on top of pages that are not on the device"
+        assert self.at_home(lease), "committing on top of pages that have yet to be loaded"
         if upto <= lease.boundary:
             return
         tree.tick += 1
@@ -249,8 +262,10 @@ class Leasing:
             if segment.end > upto:
                 lease.segments.insert(0, self._cut(segment, upto))
             if tree.presence.needed:
-                for anchor, slots in segment.slots.items():
-                    tree.presence.mark(Tier.DEVICE, tree.anchor_names[anchor], slots, without)
+                for cell, slots in segment.slots.items():
+                    where = tree.cells[cell]
+                    name = tree.anchor_names[where.anchor]
+                    tree.presence.mark(where.tier, name, slots, without)
             self._insert(lease, segment, before)
             lease.boundary = segment.end
         lease.node.leases += 1
@@ -275,8 +290,8 @@ class Leasing:
     def _cut(segment: Segment, at: int) -> Segment:
         """Shorten a segment to end at page `at`; the rest is returned."""
         kept, slots = at - segment.start, segment.slots
-        segment.slots = {anchor: taken[:kept].copy() for anchor, taken in slots.items()}
-        rest = Segment(at, segment.end, {a: taken[kept:].copy() for a, taken in slots.items()})
+        segment.slots = {cell: taken[:kept].copy() for cell, taken in slots.items()}
+        rest = Segment(at, segment.end, {c: taken[kept:].copy() for c, taken in slots.items()})
         segment.end = at
         return rest
 
@@ -345,8 +360,9 @@ class Leasing:
                 self._hold(node, cell, mine.copy())
                 continue
             if tree.presence.needed:
-                name, theirs = tree.anchor_names[cell], node.resident_slots(cell)
-                added = tree.presence.additions(name, Tier.DEVICE, mine, Tier.DEVICE, theirs)
+                where, theirs = tree.cells[cell], node.resident_slots(cell)
+                name = tree.anchor_names[where.anchor]
+                added = tree.presence.additions(name, where.tier, mine, where.tier, theirs)
                 for move in added:
                     self._copy_on_device(move)
                 tree.presence.add(added)
@@ -364,7 +380,7 @@ class Leasing:
         tree.hold(node, cell, slots)
         if tree.presence.needed and (node.resident | node.arriving) >> cell + tree.anchors & 1:
             tree.presence.note_ahead(node)
-        if self._reaches[cell] is not None:
+        if tree.cells[cell].reach is not None:
             tree.cells[cell].queue.offer(node)
         for lease in tree.arrivals[coming].leases if coming is not None else ():
             if lease.live:
@@ -386,9 +402,9 @@ class Leasing:
         tree = self._tree
         old, lease.pins = lease.pins, []
         for anchor, reach in enumerate(self._reaches):
-            if anchor in self._histories:
-                tree.pins.below(anchor, lease.node, before)
-                lease.pins.append(Pin(anchor, lease.node, 0))
+            if (cell := tree.homes[anchor]) in self._histories:
+                tree.pins.below(cell, lease.node, before)
+                lease.pins.append(Pin(cell, lease.node, 0))
             else:
                 start = 0 if reach is None else max(0, lease.boundary - reach)
                 lease.pins += tree.pins.fastest(anchor, lease.node, start, Tier.DEVICE)
@@ -444,10 +460,12 @@ class Leasing:
         del tree.leases[lease.number]
         tree.use(lease.node, lease.priority, hits=0)
         for segment in lease.segments:
-            for anchor, slots in segment.slots.items():
-                tree.cells[anchor].slots.free(slots)
-        for anchor, count in lease.growth.items():
-            tree.cells[anchor].slots.forfeit(count)
+            for cell, slots in segment.slots.items():
+                tree.cells[cell].slots.free(slots)
+        for cell, count in lease.growth.items():
+            tree.cells[cell].slots.forfeit(count)
+        if lease.hot_row >= 0:
+            tree.hot_rows.free(np.array([lease.hot_row], np.int32))
         for pin in lease.pins:
             tree.pins.unpin(pin)
         if lease.running and lease.boundary <= lease.placed:
@@ -457,23 +475,23 @@ class Leasing:
         tree.prune(lease.node)
 
     def page_table(self, lease: IndexLease, anchor: int) -> Slots:
-        """The device slot of every page up to `lease.reserved`; -1 where there is none."""
-        table = np.full(lease.reserved, -1, np.int32)
+        """The slot of every page up to `lease.reserved`, at home; -1 where there is none."""
+        table, cell = np.full(lease.reserved, -1, np.int32), self._tree.homes[anchor]
         for node in self._tree.path(lease.node):
-            slots = node.slots[anchor]
+            slots = node.slots[cell]
             if slots is not None:
                 table[node.depth : node.depth + node.pages] = slots
         for segment in lease.segments:
-            if anchor in segment.slots:
-                table[segment.start : segment.end] = segment.slots[anchor]
+            if cell in segment.slots:
+                table[segment.start : segment.end] = segment.slots[cell]
         return table
 
     def arriving_table(self, lease: IndexLease, anchor: int) -> Slots:
         """The page table, with the slots of pages that are arriving."""
-        table = self.page_table(lease, anchor)
+        table, cell = self.page_table(lease, anchor), self._tree.homes[anchor]
         for node in self._tree.path(lease.node):
-            if node.slots[anchor] is None and node.arriving >> anchor & 1:
-                table[node.depth : node.depth + node.pages] = self._arriving_slots(node, anchor)
+            if node.slots[cell] is None and node.arriving >> cell & 1:
+                table[node.depth : node.depth + node.pages] = self._arriving_slots(node, cell)
         return table
 
     def _arriving_slots(self, node: Node, cell: int) -> Slots:

@@ -98,7 +98,10 @@ class Matcher:
                 self._histories |= (reach is None) << number
                 finite += [(number, 1 << number, reach)] if reach is not None else []
         self._finite = tuple(finite)
-        self._looked_at = tuple((1 << (tier + 1) * self._anchors) - 1 for tier in Tier)
+        homes = sum(1 << cell for cell in tree.homes)
+        self._looked_at = tuple((1 << (tier + 1) * self._anchors) - 1 | homes for tier in Tier)
+        resident = (n for n, pool in enumerate(memory.anchors) if pool.hot is None)
+        self._counted = next((n for n in resident if self._histories >> n & 1), 0)
 
     def match(self, prompt: Prompt, slowest: Tier = Tier.STORAGE) -> Hit:
         """The deepest resumable boundary, looking at the device and tiers down to `slowest`.
@@ -197,11 +200,10 @@ class Matcher:
             if tier is Tier.HOST and hit.boundary - 1 in hit.prompt.fetched:
                 tier = Tier.STORAGE
             return {tier: hit.boundary}
-        anchor = (self._histories & -self._histories).bit_length() - 1
         for node in hit.nodes:
             pages = min(node.pages, hit.boundary - node.depth)
             if pages > 0:
-                tier = self._fastest(node, anchor)
+                tier = self._fastest(node, self._counted)
                 here = range(node.depth, node.depth + pages)
                 brought = _overlap(here, hit.prompt.fetched) if tier is Tier.HOST else 0
                 for where, count in ((tier, pages - brought), (Tier.STORAGE, brought)):

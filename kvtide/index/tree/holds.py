@@ -33,7 +33,7 @@ class Pin(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Pages [start, end) that a lease is going to compute, with the slots it took for them.
+    """Pages [start, end) that a lease is going to compute, with the slots it took, by home cell.
 
     All pages of a segment are kept in the same anchors, so a segment becomes one node.
     """
@@ -51,7 +51,8 @@ class IndexLease:
     boundary  pages of the prompt that are in the tree and pinned for this lease
     pins      exactly what this lease pinned
     segments  slots taken for pages that are not committed yet
-    growth    per anchor, device slots promised for later and not taken yet
+    growth    per home cell, slots promised for later and not taken yet
+    hot_row   its buffer in the hot pools, from the first reservation on; -1 without one
     begun     the boundary at which it was pinned: pages beyond it were computed by this lease
     planned   the page up to which the request computes full pages, as far as is known
     branches  page boundaries worth a checkpoint, because prompts diverge there
@@ -68,6 +69,7 @@ class IndexLease:
     pins: list[Pin] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     growth: dict[int, int] = field(default_factory=dict)
+    hot_row: int = -1
     branches: tuple[int, ...] = ()
     begun: int = 0
     planned: int = 0

@@ -36,6 +36,7 @@ class Node:
     queued         bit per cell: stands in that cell's eviction queue
     marks          per cell, what its eviction policy remembers; empty if none does
     ahead          the device may carry optional sidecars that the host's copy of the run lacks
+    departed       its hot pages have left for storage, with the others of the run
     last … priority  what eviction policies look at
     stop           the page up to which the request that computed the run went on
     key            key of the run's last page, computed on demand
@@ -47,6 +48,7 @@ class Node:
         "arriving",
         "born",
         "children",
+        "departed",
         "depth",
         "hidden",
         "hits",
@@ -84,6 +86,7 @@ class Node:
         self.hidden: bool = parent is not None and parent.hidden
         self.queued = 0
         self.ahead = False
+        self.departed = False
         self.marks: list[int] = _NO_MARKS
         self.last = 0
         self.born = 0

@@ -26,6 +26,7 @@ from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
 from kvtide.index.tree.node import Node, Root, RootName
 from kvtide.index.tree.pins import Pins
 from kvtide.index.tree.presence import Presence
+from kvtide.index.tree.slots import SlotPool
 from kvtide.spec import ModelMemory, Slots, Tier
 
 MAX_NODE_PAGES = 256
@@ -33,7 +34,11 @@ MAX_NODE_PAGES = 256
 
 
 class Tree:
-    """The tree of every namespace and the cells its pages lie in."""
+    """The tree of every namespace and the cells its pages lie in.
+
+    homes     by anchor, the cell where a forward pass reads its pages and leases take their slots
+    hot_rows  buffers of running leases in the hot pools
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Tree:
         capacity_pages: Mapping[Tier, Mapping[str, int]],
         eviction: str,
         fingerprint: bytes,
+        hot_rows: int,
     ) -> None:
         self.page_bytes = memory.page_tokens * TOKEN_BYTES
         self.after_bytes = memory.holdback * TOKEN_BYTES
@@ -48,6 +54,8 @@ class Tree:
         self.anchor_names = tuple(pool.name for pool in memory.anchors)
         self.anchors = len(self.anchor_names)
         self.cells = cells_of(memory, capacity_pages, eviction)
+        self.homes = tuple(self.cell(pool.home, n) for n, pool in enumerate(memory.anchors))
+        self.hot_rows = SlotPool(hot_rows)
         self.pins = Pins(self.cells, self.anchors)
         self.finite_cells = [n for n, cell in enumerate(self.cells) if cell.reach is not None]
         self.finite_bits = sum(1 << n for n in self.finite_cells)
@@ -116,7 +124,7 @@ class Tree:
         self._split_cells(upper, node)
         upper.last, upper.born = node.last, node.born
         upper.hits, upper.priority, upper.stop = node.hits, node.priority, node.stop
-        upper.ahead = node.ahead
+        upper.ahead, upper.departed = node.ahead, node.departed
         self.nodes += 1
         for cell in self.finite_cells:
             self.cells[cell].queue.offer(upper)
@@ -146,6 +154,7 @@ class Tree:
         node.tokens += tokens
         node.pages += pages
         node.key = None
+        node.departed = False
         node.last = self.tick
         if self.finite_cells:
             self._reach_changed(node.parent)
@@ -197,6 +206,7 @@ class Tree:
         lower.priority = max(lower.priority, upper.priority)
         lower.stop = max(lower.stop, upper.stop)
         lower.ahead = lower.ahead or upper.ahead
+        lower.departed = lower.departed and upper.departed
         lower.parent = parent
         lower.tokens = upper.tokens + lower.tokens
         lower.pages += upper.pages
