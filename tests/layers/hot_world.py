@@ -6,7 +6,7 @@ the clock, and writes each step's entries to their pages as the write kernels do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +23,7 @@ Chunk = tuple[int | None, int]
 
 
 @dataclass
-class Sequence_:
+class HotSequence:
     """Entries by layer as bytes (entries, entry bytes), and how many tokens are computed."""
 
     row: int
@@ -78,15 +78,20 @@ class HotWorld:
         free = torch.randperm(slots, generator=self.generator)
         order = torch.randperm(rows, generator=self.generator)
         self.sequences = [
-            Sequence_(int(order[n]), free[n * longest : (n + 1) * longest])
+            HotSequence(int(order[n]), free[n * longest : (n + 1) * longest])
             for n in range(sequences)
         ]
         for one in self.sequences:
             none = torch.zeros(0, pool.entry.bytes, dtype=torch.uint8)
             one.entries = dict.fromkeys(pool.layers, none)
-        memory = ModelMemory("test", page_tokens, (replace(pool, layers=(0,), hot=None),), layers=1)
-        arrangement = Arrangement(memory, {pool.name: pages}, Layout.LAYER_FIRST)
-        self.fields = Buffers(arrangement, self.hot.pages.flatten()).view(pool.name, 0)
+        self.fields = self._fields(self.hot.pages)
+
+    def _fields(self, pages: Tensor) -> Mapping[str, Tensor]:
+        """Pages as layers see them."""
+        pool = replace(self.pool, layers=(0,), hot=None)
+        memory = ModelMemory("test", self.page_tokens, (pool,), layers=1)
+        arrangement = Arrangement(memory, {pool.name: len(pages)}, Layout.LAYER_FIRST)
+        return Buffers(arrangement, pages.flatten()).view(pool.name, 0)
 
     def _bytes(self, *shape: int, pinned: bool = False) -> Tensor:
         values = torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
@@ -137,13 +142,29 @@ class HotWorld:
             first += count
         at = torch.cat([torch.arange(r.past, r.total) for r in rows]).to(self.device)
         batch = Batch.of(rows, self.device)
-        view: Callable[[str, int], dict[str, Tensor]] = lambda pool, layer: dict(self.fields)  # noqa: E731
-        return ForwardPass(
-            Step(
-                *(at, at, tuple(rows), self.page_tokens, view, lambda _: None, batch),
-                hot={self.pool.name: self.hot},
-            )
+        step = Step(
+            *(at, at, tuple(rows), self.page_tokens, lambda *_: self.fields, lambda _: None, batch),
+            hot={self.pool.name: self.hot},
         )
+        return ForwardPass(step)
+
+    def resident(self, run: ForwardPass, chunks: Sequence[Chunk], layer: int) -> ForwardPass:
+        """The same step over device pages that hold all entries."""
+        pages = torch.zeros(len(chunks) * self.longest, self.row_bytes).byte()
+        entries, sequences = self.by_entry(pages), []
+        for index, ((number, _), rows) in enumerate(zip(chunks, run.sequences, strict=True)):
+            table = index * self.longest + torch.arange(self.longest)
+            if number is None:
+                table = torch.full_like(table, -1)
+            else:
+                ours = self.sequences[number].entries[layer]
+                at = torch.arange(len(ours))
+                entries[table[at // self.page_entries], at % self.page_entries] = ours
+            sequences.append(replace(rows, slots={self.pool.name: table.to(self.device)}))
+        fields = self._fields(pages.to(self.device))
+        batch = Batch.of(sequences, self.device)
+        step = replace(run.step, sequences=tuple(sequences), batch=batch, hot={})
+        return ForwardPass(replace(step, view=lambda *_: fields))
 
     def write(self, run: ForwardPass, chunks: Sequence[Chunk], layer: int) -> None:
         """New entries of a layer to the pages of the step."""
@@ -172,7 +193,7 @@ class HotWorld:
         size = self.page_entries * self.pool.entry.bytes
         return pages[:, :size].unflatten(1, (self.page_entries, -1))
 
-    def _tables(self, one: Sequence_, is_hot: bool, gathered: int) -> dict[str, Tensor]:
+    def _tables(self, one: HotSequence, is_hot: bool, gathered: int) -> dict[str, Tensor]:
         page = torch.arange(self.longest)
         if is_hot:
             pages = self.hot.first_ring + one.row * self.hot.ring_pages + page % self.hot.ring_pages

@@ -83,6 +83,7 @@ def test_slots_and_bytes_are_those_of_the_reference(
         played(world, chunks, kind)
 
 
+@pytest.mark.quick(rejected=[2])
 @pytest.mark.parametrize("rejected", [1, 2])
 def test_rejected_entries_leave_their_slots(rejected: int, device: torch.device) -> None:
     world = HotWorld(pool(4, selected=4, hot=16), PAGE, 2, 8, device)
@@ -90,9 +91,10 @@ def test_rejected_entries_leave_their_slots(rejected: int, device: torch.device)
         played(world, list(chunks), "random", rejected)
 
 
+@pytest.mark.quick(sequences=[65])
 @pytest.mark.parametrize("sequences", [63, 64, 65])
 def test_sequences_that_cross_a_page_at_once(sequences: int, device: torch.device) -> None:
-    world = HotWorld(pool(4, selected=2, hot=4, layers=1), PAGE, sequences, 3, device)
+    world = HotWorld(pool(4, selected=2, hot=16, layers=1), PAGE, sequences, 3, device)
     everyone: list[Chunk] = [(n, PAGE - 1) for n in range(sequences)]
     played(world, everyone, "random")
     for _ in range(2):
