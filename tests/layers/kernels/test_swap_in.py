@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -117,3 +120,11 @@ def test_nothing_is_read_from_the_host_while_all_entries_fit(device: torch.devic
     for chunks in ([(0, 23), (1, 12)], *([(0, 2), (1, 3)] for _ in range(7))):
         played(world, list(chunks), "random")
     assert world.hot.counts[0, 0] > 0 and world.hot.counts[0, 1] == 0
+
+
+@pytest.mark.full
+def test_kernels_compile_for_an_h200() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.layers.kernels.compiling"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
