@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtide.layers.kernels import swap_in
+from kvtide.layers.kernels import swap_in, swap_plan
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 
 NUMBERS = (
@@ -63,7 +63,7 @@ def main() -> None:
                 "BLOCK_C": block,
                 "BLOCK_NEW": power_of_two(divided_up(queries, ratio)),
             }
-            compiled(swap_in._plan, shape | plan, ["counts"], ["selected", "located", "held"])
+            compiled(swap_plan.plan_rows, shape | plan, ["counts"], ["selected", "located", "held"])
         marked = {"COUNT": count, "BLOCK": min(swap_in.MAX_MARKED, count)}
         compiled(swap_in._mark_wanted, shape | marked, [], ["selected", "located"])
         lanes = 2 if size % 16 == 0 else 1
