@@ -357,6 +357,11 @@ class Index:
         return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
 
     @property
+    def has_row(self) -> bool:
+        """Whether a further lease may run: a row of the hot pools is free, or there are none."""
+        return not self.memory.hot_pools or self.tree.hot_rows.available > 0
+
+    @property
     def hot_rows(self) -> tuple[int, int]:
         """Buffers in the hot pools: those that leases have, and all."""
         rows = self.tree.hot_rows
