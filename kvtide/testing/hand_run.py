@@ -13,7 +13,7 @@ from kvtide.transfer.timeline import Event, HostTimeline, Timeline
 
 
 class HandRunTimeline(HostTimeline):
-    """A device that works when told to; a fence is the number of works queued before it."""
+    """A device that works when told to; a fence is the number of the first work behind it."""
 
     def __init__(self) -> None:
         self.queued = 0
@@ -30,10 +30,10 @@ class HandRunTimeline(HostTimeline):
             self._works.popleft()
 
     def fence(self) -> Event:
-        return cast(Event, self.queued)
+        return cast(Event, self.queued + 1)
 
     def passed(self, event: Event) -> bool:
-        return event is None or cast(int, event) <= self.queued - len(self._works)
+        return event is None or cast(int, event) <= self.queued - len(self._works) + 1
 
 
 class HandRunLane:
@@ -58,8 +58,10 @@ class HandRunLane:
         return done
 
     def run_legs(self, legs: int) -> None:
-        """Do some more legs of the next job."""
+        """Do some more legs of the next job, if its fence has passed."""
         job = self.jobs[0]
+        if not self.timeline.passed(job.after):
+            return
         if self._under_way is None:
             self._under_way = self._backend.issue(job.works, job.legs)
         try:
