@@ -20,6 +20,7 @@ from kvtide.bench.gpu import (
 )
 from kvtide.bench.gpu.engine_bed import Bed, alternating
 from kvtide.bench.gpu.shapes import RandomWeights, deepseek_v4_flash, qwen3_8b, tiny
+from kvtide.cache import TieredCache
 from kvtide.engine import Engine, Request, RequestParams, SamplingParams, scheduler
 from kvtide.engine.sampler import GREEDY
 
@@ -101,14 +102,21 @@ def test_bytes_of_a_decode_step_of_deepseek_v4() -> None:
     assert one < held
 
 
-def test_the_same_load_is_served_with_a_host_and_without() -> None:
+def test_the_same_load_is_served_with_a_host_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast is a busy machine's affair; that pages were copied down is not."""
+    copied: list[bool] = []
+    close = TieredCache.close
+
+    def closed(self: TieredCache) -> bool:
+        copied.append(self.stats().moved_pages["backup"] > 0)
+        return close(self)
+
+    monkeypatch.setattr(TieredCache, "close", closed)
     model = bed("qwen3-8b")
-    assert (
-        0.1
-        < overheads.write_through_prefill(model, 200, 1, 1, chunk_tokens=128).relative_speed
-        < 10
-    )
-    assert 0.1 < overheads.decode_with_backup(model, 2, 64, 3, 1).relative_speed < 10
+    prefill = overheads.write_through_prefill(model, 200, 1, 1, chunk_tokens=128)
+    decode = overheads.decode_with_backup(model, 2, 64, 3, 1)
+    assert min(prefill.on_s, prefill.off_s, decode.on_s, decode.off_s) > 0
+    assert Counter(copied) == {True: 2, False: 2}
     assert overheads.OverheadResult("x", on_s=2.0, off_s=1.0).relative_speed == 0.5
 
 
@@ -121,7 +129,7 @@ def test_sampling_and_greedy_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
         return submit(self, ask)
 
     monkeypatch.setattr(Engine, "submit", submitted)
-    assert 0.1 < overheads.sampling(bed("qwen3-8b"), 2, 64, 3, rounds=1).relative_speed < 10
+    assert overheads.sampling(bed("qwen3-8b"), 2, 64, 3, rounds=1).relative_speed > 0
     assert Counter(submitted_params) == {overheads.QWEN3_SAMPLING: 4, GREEDY: 4}  # Once to warm up.
 
 
