@@ -60,14 +60,14 @@ def leases_are_those_of_the_index(parts: CacheParts) -> Iterator[str]:
             yield f"lease {number} is not known to the index"
 
 
-def leases_that_are_ready_are_on_the_device(parts: CacheParts) -> Iterator[str]:
+def leases_that_are_ready_are_at_home(parts: CacheParts) -> Iterator[str]:
     for number, lease in parts.leases.items():
         if lease.failed or lease.loading:
             continue
         if lease.pending:
             yield f"lease {number} has a commit that nothing will make happen"
         if not parts.index.at_home(lease._index_lease):
-            yield f"lease {number} counts as ready, yet its prefix is not on the device"
+            yield f"lease {number} counts as ready, yet its prefix is not at home"
 
 
 def every_import_belongs_to_one_fetch(parts: CacheParts) -> Iterator[str]:
@@ -147,7 +147,7 @@ CHECKS: tuple[Check, ...] = (
     every_arrival_has_one_transfer,
     transfers_in_flight_hold_something,
     leases_are_those_of_the_index,
-    leases_that_are_ready_are_on_the_device,
+    leases_that_are_ready_are_at_home,
     every_import_belongs_to_one_fetch,
     every_departure_is_queued_or_being_written,
     fetches_have_what_their_stage_says,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtide.cache.cache_config import CacheConfig
@@ -117,41 +118,57 @@ def check_residency(memory: ModelMemory, config: CacheConfig) -> None:
 
 def hot_shapes(memory: ModelMemory, config: CacheConfig, pages: Pages) -> dict[str, HotShape]:
     """The device memory of every hot pool, beside so many pages of the others."""
-    if not memory.hot_pools:
-        return {}
-    longest = _longest(memory, config, pages)
+    return _shapes(memory, config, _longest(memory, config, pages)) if memory.hot_pools else {}
+
+
+def _shapes(memory: ModelMemory, config: CacheConfig, longest: int) -> dict[str, HotShape]:
     return {
         pool.name: HotShape.of(pool, memory.page_tokens, config.hot_rows, longest)
         for pool in memory.hot_pools
     }
 
 
-def _hot_bytes(memory: ModelMemory, config: CacheConfig, pages: Pages) -> int:
-    return sum(shape.bytes for shape in hot_shapes(memory, config, pages).values())
-
-
-def _longest(memory: ModelMemory, config: CacheConfig, pages: Pages) -> int:
-    """Pages of the longest sequence that fits where its histories live."""
+def _longest(
+    memory: ModelMemory, config: CacheConfig, pages: Pages, tiers: Collection[Tier] = tuple(Tier)
+) -> int:
+    """Pages of the longest sequence that fits where its histories live, in these tiers."""
     histories = [anchor for anchor in memory.anchors if anchor.reuse.reach is ALL]
-    longest = min(pages[anchor.home][anchor.name] for anchor in histories)
+    longest = min(pages[a.home][a.name] for a in histories if a.home in tiers)
     if config.longest_tokens is None:
         return longest
     return min(longest, -(-config.longest_tokens // memory.page_tokens))
 
 
 def _slots(memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Pages:
-    """Pages per tier and anchor, agreed between ranks.
-
-    Hot buffers hold the longest sequence, and leave less of the device; a host that is a ratio of
-    both grows with them. So they are sized until what they need is what they have.
-    """
-    pages, hot_bytes = _sized(memory, config, 0), 0
-    while (needed := _hot_bytes(memory, config, pages)) > hot_bytes:
-        hot_bytes = needed
-        pages = _sized(memory, config, hot_bytes)
+    """Pages per tier and anchor, agreed between ranks."""
+    pages = _sized(memory, config, _hot_bytes(memory, config))
     device, host = pages[Tier.DEVICE], pages[Tier.HOST]
     agreed = iter(agreement.all_min([*device.values(), *host.values()]))
     return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}
+
+
+def _hot_bytes(memory: ModelMemory, config: CacheConfig) -> int:
+    """What hot buffers take of the device, for the longest sequence that fits beside them.
+
+    The longer that is, the larger are the buffers, and the fewer pages they leave (a host that is a
+    ratio of the device counts them, too): the least length is found that none beside it exceeds.
+    """
+    if not memory.hot_pools:
+        return 0
+
+    def needed(longest: int) -> int:
+        return sum(shape.bytes for shape in _shapes(memory, config, longest).values())
+
+    def enough(longest: int) -> bool:
+        try:
+            beside = _sized(memory, config, needed(longest))
+        except TierError:  # Too long: hardly anything is left.
+            return True
+        return _longest(memory, config, beside) <= longest
+
+    most = _longest(memory, config, _sized(memory, config, 0), (Tier.DEVICE,))
+    lengths = range(1, most + 1)
+    return needed(lengths[bisect_left(lengths[:-1], True, key=enough)])
 
 
 def _sized(memory: ModelMemory, config: CacheConfig, hot_bytes: int) -> Pages:

@@ -33,8 +33,8 @@ from kvtide.index.keys import (
 )
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
+from kvtide.index.leases.lease_slots import arriving_table, page_table
 from kvtide.index.leases.leasing import Leasing
-from kvtide.index.leases.page_tables import arriving_table, page_table
 from kvtide.index.leases.quarantine import keys_below, quarantine
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased

@@ -213,6 +213,12 @@ def sidecars_the_host_lacks_are_noted(tree: Tree) -> Iterator[str]:
                     yield f"{_name(node)}: the host lacks {move.sidecar}, and nothing notes it"
 
 
+def only_pages_that_are_there_were_given_to_a_store(tree: Tree) -> Iterator[str]:
+    for node in tree.walk():
+        if gone := node.departed & ~node.resident:
+            yield f"{_name(node)}: departed from cells {gone:b} (bits), and not resident there"
+
+
 Check = Callable[[Tree], Iterator[str]]
 
 CHECKS: tuple[Check, ...] = (
@@ -231,4 +237,5 @@ CHECKS: tuple[Check, ...] = (
     hidden_trees_hang_on_roots_without_a_name,
     hidden_pages_are_needed,
     sidecars_the_host_lacks_are_noted,
+    only_pages_that_are_there_were_given_to_a_store,
 )

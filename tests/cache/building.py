@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -257,14 +257,23 @@ class Rig:
 
         Pages of hot pools are written where they live, on the host.
         """
-        names = page_names(lease.prompt)
+        for write in self.writes(lease, first, end, without):
+            write()
+
+    def writes(
+        self, lease: Lease, first: int, end: int, without: Collection[str] = ()
+    ) -> list[Callable[[], None]]:
+        """What a step would write, to the slots that the lease has now."""
+        names, found = page_names(lease.prompt), []
         for anchor in self.memory.anchors:
             table = self.cache.page_table(lease, anchor.name)
             kept = [(page, int(table[page])) for page in range(first, end) if table[page] >= 0]
             pools = [p for p in self.memory.group(anchor.name) if p.name not in without]
             for pool, layer in ((p, layer) for p in pools for layer in p.layers):
                 for page, slot in kept:
-                    self.rows[anchor.home].write(pool, layer, slot, names[page])
+                    row = partial(self.rows[anchor.home].write, pool, layer, slot, names[page])
+                    found.append(row)
+        return found
 
     def remember(self, tokens: Sequence[int], **options: Any) -> None:
         """Have a prompt's pages on the device, computed and not held."""

@@ -513,7 +513,7 @@ def damages(other: Lease) -> dict[str, dict[str, object]]:
         },
         "is in flight and still open": {"transfer": {"holds": None}},
         "is landed and still open": {"transfer": {"state": TransferState.LANDED}},
-        "its prefix is not on the device": {"lease": {"transfers": []}},
+        "its prefix is not at home": {"lease": {"transfers": []}},
         "a commit that nothing will make happen": {
             "lease": {"transfers": [], "pending": [(2 * PAGE, ())]}
         },

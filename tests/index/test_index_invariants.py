@@ -124,6 +124,10 @@ def _promised_row(index: Index) -> None:
     index.tree.hot_rows.reserve(1)
 
 
+def _given(index: Index) -> None:
+    _kept(index).departed = 1 << 2
+
+
 def _kids(index: Index) -> None:
     _kept(index).kids[0] += 1
 
@@ -212,6 +216,7 @@ CASES: list[Case] = [
     (checks.every_hot_row_has_one_owner, _shared_row, "hot rows [7] have two owners"),
     (checks.every_hot_row_has_one_owner, _lost_row, "hot rows [0] have no owner"),
     (checks.every_hot_row_has_one_owner, _promised_row, "1 hot rows promised"),
+    (checks.only_pages_that_are_there_were_given_to_a_store, _given, "departed from cells 100"),
     (checks.kids_are_counted, _kids, "1 children in cell 0, really 0"),
     (checks.kids_are_counted, _root_kids, "children in cell 0, really"),
     (checks.pins_are_those_of_their_holders, _pin, "pins in cell 0, holders"),

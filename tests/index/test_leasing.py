@@ -12,7 +12,6 @@ from tests.index.memories import (
     ALL_MEMORIES,
     DRAFTED,
     FULL,
-    HOT,
     OPTIONAL,
     PAGE,
     TWO_HISTORIES,
@@ -286,74 +285,3 @@ def test_shrinking_gives_slots_back_and_keeps_them_promised(name: str, kept: int
     assert index.advance(lease, 16) and index.validate() == []
     index.release(lease)
     assert [cell.slots.available for cell in index.tree.cells] == free
-
-
-# -- hot pools: pages of running requests on the host ---------------------------------------
-
-
-def test_a_lease_has_host_slots_of_hot_pools_and_a_row() -> None:
-    index = build(HOT)
-    lease = lease_for(index, TEXT)
-    assert index.reserve(lease, len(TEXT), growth=2) and lease.hot_row >= 0
-    assert index.free_pages(Tier.HOST, "kv") == 40 - len(TEXT) // PAGE - 2
-    assert index.free_pages(Tier.DEVICE, "kv") == index.free_pages(Tier.HOST, "index") == 40
-    assert index.hot_rows == (1, 8)
-    index.commit(lease, len(TEXT))
-    assert index.resident_pages(Tier.HOST, "kv") == len(TEXT) // PAGE
-    assert index.resident_pages(Tier.DEVICE, "kv") == 0
-    index.release(lease)
-    assert index.hot_rows == (0, 8) and index.validate() == []
-
-
-def test_a_prefix_at_home_is_found_with_the_device_alone_and_nothing_is_loaded() -> None:
-    index = build(HOT)
-    keep(index, TEXT)
-    assert found(index, TEXT, Tier.DEVICE) == len(TEXT) // PAGE
-    lease = lease_for(index, [*TEXT, 0], slowest=Tier.HOST)
-    assert index.at_home(lease) and index.slowest(lease) is Tier.DEVICE
-    assert index.copy(lease, Tier.HOST, Tier.DEVICE).moves == ()
-
-
-def test_only_what_the_device_lacks_is_loaded() -> None:
-    index = build(HOT)
-    keep(index, TEXT)
-    back_up(index, TEXT)
-    index.clear(Tier.DEVICE)
-    lease = lease_for(index, [*TEXT, 0])
-    assert not index.at_home(lease)
-    arrival = index.copy(lease, Tier.HOST, Tier.DEVICE)
-    assert [move.anchor for move in arrival.moves] == ["index"]
-    index.land(arrival)
-    assert index.at_home(lease) and index.validate() == []
-
-
-def test_a_lease_waits_where_all_rows_are_taken() -> None:
-    index = build(HOT, hot_rows=1)
-    first, second = lease_for(index, TEXT), lease_for(index, TEXT)
-    assert index.reserve(first, len(TEXT)) and not index.reserve(second, len(TEXT))
-    assert index.missing == {} and second.reserved == 0 and second.hot_row < 0
-    index.release(first)
-    assert index.reserve(second, len(TEXT)) and index.validate() == []
-
-
-def test_the_host_decides_how_long_a_lease_grows() -> None:
-    index = build(HOT, host={"index": 40, "kv": 3})
-    lease = lease_for(index, TEXT)
-    assert not index.reserve(lease, 4 * PAGE)
-    assert index.missing == {(Tier.HOST, "kv"): 1}
-    assert index.reserve(lease, 3 * PAGE)
-
-
-def test_hot_pages_depart_with_those_that_land_beside_them() -> None:
-    index = build(HOT)
-    lease = compute(index, TEXT)
-    arrival = index.copy(lease, Tier.DEVICE, Tier.HOST)
-    departure = index.land_departing(arrival)
-    pages = len(TEXT) // PAGE
-    assert sorted(page.anchor for page in departure.pages) == ["index"] * pages + ["kv"] * pages
-    table = index.page_table(lease, "kv").tolist()
-    assert [page.slot for page in departure.pages if page.anchor == "kv"] == table
-    index.release(lease)
-    assert index.evict(Tier.HOST, "kv", 100) == 0, "pages are pinned until they are written"
-    index.departed(departure)
-    assert index.evict(Tier.HOST, "kv", 100) == pages and index.validate() == []
