@@ -1,7 +1,8 @@
-"""Triton's interpreter for tests: half the time in quick runs, more checks under `--all`.
+"""Triton's interpreter for tests: a fraction of the time in quick runs, more checks under `--all`.
 
 - The interpreter replaces all of `triton.language` whenever a kernel calls a function. Once per
   module and launch is enough.
+- It builds the shape and the type of every value anew. They are few, and no kernel changes them.
 - Under `--all` it checks every sum and product for numbers beyond 32 bits, and every load and
   store for addresses outside the kernel's tensors: on a GPU these fault, or read what is not
   theirs; on a CPU they mostly pass unseen.
@@ -9,12 +10,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache as cached
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 from torch import Tensor
+from triton._utils import validate_block_shape
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -44,6 +49,43 @@ def quicken(*, checks: bool) -> None:
 
     GridExecutor.__call__ = launched
     InterpretedFunction.__call__ = called
+    remember_types()
+
+
+def remember_types() -> None:
+    """Shapes of values and of types, and the types of numpy, are built once."""
+    as_numpy = interpreter._get_np_dtype
+
+    @cached
+    def of_type(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        shape = tl.tuple(sizes)
+        return shape, validate_block_shape(shape), str(shape)
+
+    @cached
+    def of_value(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    def new_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        sizes = tuple(int(getattr(size, "value", size)) for size in shape)
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        self.element_ty = element_ty
+        self.shape, self.numel, written = of_type(sizes)
+        self.name = f"<{written}, {element_ty}>"
+
+    def new_value(self: tl.tensor, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_value(tuple(type.shape.values) if type.is_block() else ())
+
+    numbers = cached(as_numpy)
+
+    def in_numpy(type: Any) -> np.dtype[Any]:
+        scalar = type.scalar
+        return as_numpy(scalar) if isinstance(scalar, tl.pointer_type) else numbers(scalar)
+
+    tl.block_type.__init__ = new_type
+    tl.tensor.__init__ = new_value
+    interpreter._get_np_dtype = in_numpy
 
 
 class CheckedMemory:
