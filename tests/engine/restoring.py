@@ -18,7 +18,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as cached
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from kvtide.cache import CacheConfig, Hardware, Lease, Match, Progress, TieredCache, Tokens
+from kvtide.cache.hardware import hot_shapes
 from kvtide.engine import Engine, Request, RequestParams, SampledToken, SamplingParams
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.index import Placement
@@ -34,8 +35,9 @@ from kvtide.index.keys import TOKEN_BYTES
 from kvtide.models import Model
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.spec.families import KVDType, declare
+from kvtide.spec.residency import Residency
 from kvtide.testing.naive import NaiveIndex
-from kvtide.tiers import Arrangement, Buffers, Layout, capacity_pages
+from kvtide.tiers import Arrangement, Buffers, HotBuffers, Layout, capacity_pages
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
@@ -49,10 +51,22 @@ SAMPLING = SamplingParams(logprobs=3)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`name` as in `tests.models.tiny.CONFIGS`, `tokens_per_checkpoint` as in `CacheConfig`."""
+    """`name` as in `tests.models.tiny.CONFIGS`, `tokens_per_checkpoint` as in `CacheConfig`.
+
+    "deepseek_v32 hot:25" is deepseek_v32 with hot buffers of 25 entries.
+    """
 
     name: str
     tokens_per_checkpoint: int = 64
+
+    @property
+    def model(self) -> str:
+        """The config: its answers are the same with every residency."""
+        return self.name.partition(" ")[0]
+
+    @property
+    def residency(self) -> Residency:
+        return Residency.parse(self.name.partition(" ")[2] or "all")
 
 
 FORMS = (
@@ -100,14 +114,27 @@ ALIKE = (
 """All other families. A new one is covered by a line here: it is tried with every policy, every
 layout and both chunk sizes, not in every combination of them."""
 
+HOT = (
+    Family("deepseek_v32 hot:24"),  # Latents; as many as one query selects.
+    Family("glm_moe_dsa-shared hot:64"),  # Layers that read the selection of another.
+    Family("glm_moe_dsa hot:512"),  # Whole conversations fit.
+    Family("deepseek_v4 hot:7"),  # Entries of several tokens, beside windows and open entries.
+)
+"""Families whose selected pools live on the host, with few entries of running requests on the
+device. They are tried like VARIANTS."""
+
 FAMILIES = (*FORMS, *VARIANTS, *ALIKE)
 NAMES = tuple(family.name for family in (*FORMS, *VARIANTS))
 ALL_NAMES = tuple(family.name for family in FAMILIES)
+HOT_NAMES = tuple(family.name for family in HOT)
 WRITING = ("write_through", "write_through_selective", "write_back")
 
 
 def family_of(name: str) -> Family:
-    return next(family for family in FAMILIES if family.name == name)
+    """One that is listed, or one of them with another residency."""
+    named = Family(name)
+    known = {family.name: family for family in (*FAMILIES, *HOT)}
+    return known.get(name) or replace(known[named.model], name=name)
 
 
 SHARED: list[Model] = []
@@ -117,14 +144,18 @@ SHARED: list[Model] = []
 @cached
 def memory_of(family: str) -> ModelMemory:
     """That of `model_of`, declared without building the model: cheap enough for collection."""
-    config = json.loads(config_of(family).to_json_string())
+    named = family_of(family)
+    config = json.loads(config_of(named.model).to_json_string())
     name = config["model_type"]
-    return declare(config, model=name, page_tokens=PAGE, kv_dtype=KVDType.FP32)
+    memory = declare(config, model=name, page_tokens=PAGE, kv_dtype=KVDType.FP32)
+    return named.residency.of(memory)
 
 
 @cached
 def model_of(family: str) -> Model:
-    SHARED.append(ours(family, page_tokens=PAGE, deterministic=True))
+    named = family_of(family)
+    built = ours(named.model, page_tokens=PAGE, deterministic=True, resident=named.residency)
+    SHARED.append(built)
     assert SHARED[-1].memory == memory_of(family)
     return SHARED[-1]
 
@@ -160,7 +191,12 @@ def text(rng: random.Random, count: int) -> tuple[int, ...]:
 def alone(
     family: str, tokens: tuple[int, ...], count: int, sampling: SamplingParams = SAMPLING
 ) -> tuple[SampledToken, ...]:
-    """The answer of an engine that has never seen anything, and computes the prompt at once."""
+    """The answer of an engine that has never seen anything, and computes the prompt at once.
+
+    All of its memory is resident, also where `family` has another residency.
+    """
+    if family_of(family).model != family:
+        return alone(family_of(family).model, tokens, count, sampling)
     model = model_of(family)
     cache = TieredCache(model.memory, CacheConfig(Tokens(1024), None, tokens_per_checkpoint=16))
     engine = Engine(model, cache, chunk_tokens=1024)
@@ -191,8 +227,11 @@ def together(family: str, prompts: Sequence[tuple[int, ...]]) -> list[tuple[Samp
 def script(family: str) -> tuple[tuple[Turn, ...], ...]:
     """Three groups of three branches, turn by turn, each turn in an order of its own.
 
-    Its answers take longer than most tests do, so one process computes them for all of a run.
+    Its answers take longer than most tests do, so one process computes them for all of a run. They
+    are the same with every residency.
     """
+    if family_of(family).model != family:
+        return script(family_of(family).model)
     written = Path(os.environ["KVTIDE_TEST_RUN"], f"{family}.script")
     if not written.exists():
         own = written.with_suffix(f".{os.getpid()}")
@@ -478,19 +517,21 @@ class Stand:
         distance = tokens_per_checkpoint or family_of(family).tokens_per_checkpoint
         sizes = (Tokens(device_tokens), Tokens(8 * device_tokens))
         self.blocks = [
-            _poisoned(Arrangement(kept, _slots(kept, size, distance), layout))
-            for kept, size, layout in zip(
-                (model.memory, model.memory.at_rest), sizes, layouts, strict=True
+            _poisoned(Arrangement(kept, _slots(kept, size, distance, tier), layout))
+            for kept, size, layout, tier in zip(
+                (model.memory, model.memory.at_rest), sizes, layouts, TIERS, strict=True
             )
         ]
+        config = CacheConfig(*sizes, tokens_per_checkpoint=distance, **options)
+        hot = _hot_buffers(model.memory, config, self.blocks)
         legs = [range(layer, layer + 1) for layer in range(model.memory.end_layer)]
         self.hands = {way: HandLane() for way in Way}
         self.cache = watched(
             model.memory,
-            CacheConfig(*sizes, tokens_per_checkpoint=distance, **options),
+            config,
             self.rng,
             placement=placement,
-            hardware=Hardware(*self.blocks, Copier(*self.blocks, self.hands, legs)),
+            hardware=Hardware(*self.blocks, Copier(*self.blocks, self.hands, legs), hot=hot),
         )
         self._rows = {tier: Rows(block) for tier, block in zip(TIERS, self.blocks, strict=True)}
         for cell in self.cache.index.tree.cells:
@@ -523,11 +564,24 @@ class Stand:
         """Serve the script; after every step the caller may meddle with the requests."""
         for number, requests in enumerate(converse(self.family, self.engine, at_once, rounds)):
             assert number % validate_every or self.cache.validate() == []
+            self.check_hot_rows()
             for request in self.engine.scheduler.running:
                 assert request.held.committed_pages * PAGE <= request.computed, "found too early"
             self.max_running = max(self.max_running, len(self.engine.scheduler.running))
             self.served += [request for request in requests if request not in self.served]
             yield requests
+
+    def check_hot_rows(self) -> None:
+        """Every entry in a hot row is that of the host's page.
+
+        Then what no step may read any more is spoiled: the pages of the step before, and slots
+        without an entry.
+        """
+        for name, hot in self.cache.hardware.hot.items():
+            for request in self.engine.scheduler.running:
+                if request.computed > request.held.cached_tokens:  # Else its row is another's yet.
+                    check_hot_row(self.cache, request, name)
+            hot.pages[hot.shape.first_ring :] = POISON
 
     @property
     def found(self) -> Counter[Tier]:
@@ -551,6 +605,7 @@ class Stand:
         assert self.engine.idle
         self.settle()
         assert not tree.leases and not tree.arrivals and not self.cache.busy
+        assert self.cache.index.hot_rows[0] == 0
         for count in self.cache.stats().pages.values():
             assert count.free + count.resident == count.capacity
         for tier in TIERS:
@@ -562,9 +617,47 @@ class Stand:
         self.cache.close()
 
 
-def _slots(memory: ModelMemory, size: Tokens, tokens_per_checkpoint: int) -> dict[str, int]:
-    return capacity_pages(memory, size, tokens_per_checkpoint=tokens_per_checkpoint)
+def check_hot_row(cache: TieredCache, request: Request, pool: str) -> None:
+    """Of entries whose tokens were computed: behind them there may be those of rejected drafts."""
+    hot, row = cache.hardware.hot[pool], cache.hot_row(request.held)
+    table = torch.from_numpy(cache.page_table(request.held, pool).astype("int64"))
+    size, entry = hot.page_entries, hot.pool.entry.bytes
+    slots = hot.pages[: hot.shape.first_ring, : size * entry]
+    slots = slots.unflatten(0, (hot.shape.layers, hot.shape.rows, -1))
+    computed = request.computed // hot.pool.tokens_per_entry
+    for number, layer in enumerate(hot.pool.layers):
+        held = hot.held[number, row].long()
+        entries = held[(held >= 0) & (held < computed)]
+        assert len(entries.unique()) == len(entries), "an entry in two hot slots"
+        there = slots[number, row].reshape(-1, entry)[: len(held)][(held >= 0) & (held < computed)]
+        pages = cache.hardware.host.rows(pool, layer)[:, : size * entry].unflatten(1, (size, -1))
+        assert bool((table[entries // size] >= 0).all()), "a hot entry without a page"
+        assert torch.equal(there, pages[table[entries // size], entries % size]), (layer, row)
+
+
+def _slots(
+    memory: ModelMemory, size: Tokens, tokens_per_checkpoint: int, tier: Tier
+) -> dict[str, int]:
+    """Slots by anchor; the device has none of hot pools."""
+    there = memory.in_device_pages if tier is Tier.DEVICE else memory
+    slots = capacity_pages(there, size, tokens_per_checkpoint=tokens_per_checkpoint)
+    return {anchor.name: slots.get(anchor.name, 0) for anchor in memory.anchors}
 
 
 def _poisoned(arrangement: Arrangement) -> Buffers:
     return Buffers(arrangement, torch.full((arrangement.bytes,), POISON, dtype=torch.uint8))
+
+
+def _hot_buffers(
+    memory: ModelMemory, config: CacheConfig, blocks: Sequence[Buffers]
+) -> dict[str, HotBuffers]:
+    """Poisoned like all memory."""
+    pages = {tier: dict(block.arrangement.slots) for tier, block in zip(TIERS, blocks, strict=True)}
+    shapes = hot_shapes(memory, config, pages)
+    buffers = {
+        name: HotBuffers(memory.pool(name), shape, PAGE, torch.device("cpu"))
+        for name, shape in shapes.items()
+    }
+    for hot in buffers.values():
+        hot.pages.fill_(POISON)
+    return buffers

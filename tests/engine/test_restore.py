@@ -23,6 +23,7 @@ from tests.engine.restoring import (
     ALL_NAMES,
     ANSWER_TOKENS,
     FORMS,
+    HOT_NAMES,
     NAMES,
     PAGE,
     VARIANTS,
@@ -48,7 +49,7 @@ MIN_LOADS_BY_FORM = {
 CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
 """Of those that are alike, the quickest."""
-TOGETHER = (*(family.name for family in VARIANTS), *DENSE)
+TOGETHER = (*(family.name for family in VARIANTS), *DENSE, *HOT_NAMES)
 APART = tuple(family.name for family in ALIKE if family.name not in DENSE)
 
 
