@@ -16,6 +16,7 @@ torch reference.
 | `attention/mla_tiles` | online softmax and split-KV of `mla` | `attention` |
 | `attention/indexer` | scores and top-k of sparse attention | `indexer` |
 | `swap_in` | selected entries of a hot pool to the device, new ones to the host | `swap_in` |
+| `swap_plan` | hits, misses and slots of a swap-in | `swap_in` |
 | `compressor` | DeepSeek-V4's compressed entries | `compressor` |
 | `qkv` | norms and rope of queries and keys, and the KV write | `qkv` |
 | `kv_write` | packing and writing of entries into pages | `kv_write` |

@@ -3,7 +3,7 @@
 Torch reference: `layers/reference/swap_in.py`. Which of the slots given up a missing entry gets is
 free; which slots those are, and all bytes, are the same.
 
-`_plan`          grid (sequences,): hits, misses and slots given up, of each hot row
+`plan_rows`      grid (sequences,), in `swap_plan`: hits, misses and slots given up
 `_mark_wanted`   grid (tokens, tiles of choices): what gathered sequences read of their contexts
 `_load_wanted`   grid (sequences, splits): that, from pinned host memory into the gather region
 `_move_entries`  grid (loaders + writers,): misses from pinned host memory into hot slots; new
@@ -30,6 +30,7 @@ from torch import Tensor
 from kvtide.layers.forward import ForwardPass, Place
 from kvtide.layers.kernels.grid import divided_up, power_of_two
 from kvtide.layers.kernels.jit import kernel
+from kvtide.layers.kernels.swap_plan import plan_rows
 from kvtide.layers.step import HOT_ROWS, HotPool, host_table
 
 CTAS = 128
@@ -111,7 +112,7 @@ class _Call:
         hot, scratch, count = self.hot, self.scratch, self.selected.shape[1]
         choices, slots = power_of_two(self.queries * count), power_of_two(hot.entries)
         block = min(choices, MAX_CHOICES)
-        _plan[(len(self.run.batch.rows),)](
+        plan_rows[(len(self.run.batch.rows),)](
             *(self.selected, self.located, *self._tables()),
             *(hot.held, hot.used, hot.clock, hot.marks, hot.marks.stride(0), hot.counts),
             *(scratch.sources, scratch.targets, scratch.misses, scratch.freed, scratch.new_slots),
@@ -204,166 +205,6 @@ class _Call:
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
-def _choices(  # type: ignore[no-untyped-def]
-    selected, first, at, choices, total, ONE_TILE: tl.constexpr, BLOCK_C: tl.constexpr,
-):
-    """A tile of choices, and which of them are entries; one tile is loaded once."""
-    position = at + tl.arange(0, BLOCK_C)
-    if ONE_TILE:
-        entry = first
-    else:
-        entry = tl.load(selected + position, mask=position < choices, other=-1)
-    return position, entry, (entry >= 0) & (entry < total)
-
-
-@triton.jit
-def _least_recent(used, candidates, count):  # type: ignore[no-untyped-def]
-    """A mask of the `count` candidates that were used least recently; of ties, the first ones.
-
-    The threshold is found by bisection, with one sum over all slots per round.
-    """
-    key = tl.where(candidates, used, 2147483647)
-    lo, hi = tl.min(key, 0), tl.max(tl.where(candidates, used, -1), 0)
-    while lo < hi:
-        middle = lo + (hi - lo) // 2
-        reached = tl.sum((key <= middle).to(tl.int32), 0)
-        lo = tl.where(reached < count, middle + 1, tl.where(reached == count, middle, lo))
-        hi = tl.where(reached < count, hi, middle)
-    ties = (candidates & (key == lo)).to(tl.int32)
-    earlier = candidates & (key < lo)
-    ties_wanted = count - tl.sum(earlier.to(tl.int32), 0)
-    return earlier | ((ties > 0) & (tl.cumsum(ties, 0) <= ties_wanted))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _keep_last(  # type: ignore[no-untyped-def]
-    held, used, slot, now, past, total, ENTRIES: tl.constexpr,
-):
-    """A gathered sequence's hot slots: its last new entries, and what is left of earlier ones."""
-    in_row = slot < ENTRIES
-    entry = tl.load(held + slot, mask=in_row, other=-1)
-    first = tl.maximum(past, total - ENTRIES)
-    new = first + (slot - first % ENTRIES + ENTRIES) % ENTRIES
-    is_new = new < total
-    changes = in_row & (is_new | (entry >= past))
-    tl.store(held + slot, tl.where(is_new, new, -1), mask=changes)
-    tl.store(used + slot, tl.where(is_new, now, -1), mask=changes)
-
-
-@kernel(  # type: ignore[untyped-decorator]
-    "rows", "tables", "stride_table", "host_tables", "stride_host_table", "hot_rows",
-    "stride_hot_rows", "stride_marks", "layer",
-)
-def _plan(  # type: ignore[no-untyped-def]
-    selected, located, rows, tables, stride_table, host_tables, stride_host_table, hot_rows,
-    stride_hot_rows, held, used, clock, marks, stride_marks, counts, sources, targets, misses,
-    freed, new_slots, layer,
-    COUNT: tl.constexpr, ONE_TILE: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
-    ROW_ENTRIES: tl.constexpr, FIRST_GATHER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_NEW: tl.constexpr,
-):
-    """Marks of an entry: -2 - p if it is wanted by choice p and not hot, else its hot slot."""
-    sequence = tl.program_id(0)
-    start, end = tl.load(rows + 3 * sequence), tl.load(rows + 3 * sequence + 1)
-    past_tokens = tl.load(rows + 3 * sequence + 2)
-    past, total = past_tokens // RATIO, (past_tokens + end - start) // RATIO
-    row, now = tl.load(hot_rows + sequence * stride_hot_rows), tl.load(clock)
-    tables += sequence * stride_table
-    host_tables += sequence * stride_host_table
-    selected += start.to(tl.int64) * COUNT
-    located += start.to(tl.int64) * COUNT
-    choices, slot = (end - start) * COUNT, tl.arange(0, BLOCK_B)
-    if row < 0:
-        for at in range(0, choices, BLOCK_C):
-            position = at + tl.arange(0, BLOCK_C)
-            tl.store(located + position, position * 0 - 1, mask=position < choices)
-        return
-    hot_row = (layer * ROWS + row).to(tl.int64)
-    held += hot_row * ENTRIES
-    used += hot_row * ENTRIES
-    if tl.load(tables) >= FIRST_GATHER:
-        _keep_last(held, used, slot, now, past, total, ENTRIES)
-        return
-    marks += row.to(tl.int64) * stride_marks
-    freed += sequence.to(tl.int64) * ENTRIES
-    first_place = (hot_row * ROW_ENTRIES).to(tl.int32)
-    column = tl.arange(0, BLOCK_C)
-    first = tl.load(selected + column, mask=column < choices, other=-1)
-    for at in range(0, choices, BLOCK_C):
-        position, entry, valid = _choices(
-            selected, first, at, choices, total, ONE_TILE, BLOCK_C)
-        # Of equal choices, one stays.
-        tl.store(marks + entry, -2 - position, mask=valid)
-    in_row = slot < ENTRIES
-    hot = tl.load(held + slot, mask=in_row, other=-1)
-    last_use = tl.load(used + slot, mask=in_row, other=-1)
-    empties = hot >= past
-    last_use = tl.where((hot < 0) | empties, -1, last_use)
-    tl.debug_barrier()
-    is_hot = (hot >= 0) & (hot < past)
-    is_hit = is_hot & (tl.load(marks + hot, mask=is_hot, other=-1) < -1)
-    hits = tl.sum(is_hit.to(tl.int32), 0)
-    tl.store(marks + hot, slot, mask=is_hit)
-    tl.debug_barrier()
-    missing = 0
-    for at in range(0, choices, BLOCK_C):
-        position, entry, valid = _choices(
-            selected, first, at, choices, total, ONE_TILE, BLOCK_C)
-        valid = valid & (entry < past)
-        mark = tl.load(marks + entry, mask=valid, other=-1)
-        missing += tl.sum((valid & (mark == -2 - position)).to(tl.int32), 0)
-    new = past + tl.arange(0, BLOCK_NEW)
-    is_new = new < total
-    wanted_new = (tl.load(marks + new, mask=is_new, other=-1) < -1).to(tl.int32)
-    other_new = is_new.to(tl.int32) - wanted_new
-    wanted_count = tl.sum(wanted_new, 0)
-    given_count = tl.minimum(missing + total - past, ENTRIES - hits)
-    given = _least_recent(last_use, in_row & (is_hit == 0), given_count)
-    tl.store(freed + tl.cumsum(given.to(tl.int32), 0) - 1, slot, mask=given)
-    tl.store(held + slot, slot * 0 - 1, mask=empties & (given == 0))
-    tl.store(used + slot, tl.where(is_hit | given, now, -1), mask=is_hit | given | empties)
-    base = tl.atomic_add(misses + layer, missing, sem="relaxed")
-    tl.atomic_add(counts + 2 * layer, (hits + wanted_count).to(tl.int64), sem="relaxed")
-    tl.atomic_add(counts + 2 * layer + 1, missing.to(tl.int64), sem="relaxed")
-    tl.debug_barrier()
-    assigned = 0
-    for at in range(0, choices, BLOCK_C):
-        position, entry, valid = _choices(
-            selected, first, at, choices, total, ONE_TILE, BLOCK_C)
-        valid = valid & (entry < past)
-        mark = tl.load(marks + entry, mask=valid, other=-1)
-        is_miss = valid & (mark == -2 - position)
-        rank = assigned + tl.cumsum(is_miss.to(tl.int32), 0) - 1
-        target = tl.load(freed + rank, mask=is_miss, other=0)
-        page = tl.load(host_tables + entry // PAGE, mask=is_miss, other=0)
-        tl.store(sources + base + rank, page * PAGE + entry % PAGE, mask=is_miss)
-        tl.store(targets + base + rank, first_place + target, mask=is_miss)
-        tl.store(held + target, entry, mask=is_miss)
-        tl.store(marks + entry, target, mask=is_miss)
-        assigned += tl.sum(is_miss.to(tl.int32), 0)
-    rank = tl.where(
-        wanted_new > 0, tl.cumsum(wanted_new, 0), wanted_count + tl.cumsum(other_new, 0))
-    rank += missing - 1
-    stays = is_new & (rank < given_count)
-    target = tl.load(freed + rank, mask=stays, other=-1)
-    tl.store(held + target, new, mask=stays)
-    tl.store(new_slots + start + (new + 1) * RATIO - 1 - past_tokens, target, mask=is_new)
-    tl.debug_barrier()
-    for at in range(0, choices, BLOCK_C):
-        position, entry, valid = _choices(
-            selected, first, at, choices, total, ONE_TILE, BLOCK_C)
-        mark = tl.load(marks + entry, mask=valid & (entry < past), other=0)
-        page = tl.load(tables + entry // PAGE, mask=valid & (entry >= past), other=0)
-        place = tl.where(entry < past, first_place + mark, page * PAGE + entry % PAGE)
-        tl.store(located + position, tl.where(valid, place, -1), mask=position < choices)
-    tl.debug_barrier()
-    for at in range(0, choices, BLOCK_C):
-        position, entry, valid = _choices(
-            selected, first, at, choices, total, ONE_TILE, BLOCK_C)
-        tl.store(marks + entry, entry * 0 - 1, mask=valid)
-
-
 @kernel(  # type: ignore[untyped-decorator]
     "owners", "rows", "tables", "stride_table", "host_tables", "stride_host_table", "hot_rows",
     "stride_hot_rows",

@@ -178,4 +178,5 @@ class _Pages:
 
 def _by_entry(pages: Tensor, page_entries: int, entry_bytes: int) -> Tensor:
     """Bytes of pages as (pages, entries, bytes of an entry)."""
-    return pages[:, : page_entries * entry_bytes].unflatten(1, (page_entries, entry_bytes))
+    entries: Tensor = pages[:, : page_entries * entry_bytes].unflatten(1, (page_entries, -1))
+    return entries

@@ -14,7 +14,7 @@ the grid would not fill the device, the keys are split (split-KV, `mla_tiles`).
 What always holds:
 - Grids depend on shapes and `Bounds` alone, so a CUDA graph can be replayed.
 - Nothing is read where a table has no slot. A query without visible keys gets zeros.
-- Of a hot pool, a selection has places in the arena (`swap_in`, LOCATED): page by page, -1 for none.
+- A selection of a hot pool has places in its arena, -1 for none (LOCATED, from `swap_in`).
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ def _locate_tile(  # type: ignore[no-untyped-def]
     is_compressed = tile < compressed_tiles
     page = tl.where(is_compressed, entry // PAGE_ENTRIES, entry // PAGE_TOKENS)
     if LOCATED:
-        slot = tl.load(window_table + page, mask=(entry >= 0) & (tile >= compressed_tiles), other=-1)
+        in_window = (entry >= 0) & (tile >= compressed_tiles)
+        slot = tl.load(window_table + page, mask=in_window, other=-1)
         slot = tl.where(is_compressed & (entry >= 0), page, slot)
     else:
         table = tl.where(is_compressed, compressed_table, window_table)
@@ -305,12 +306,11 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     q_ptr, kv_new, window_nope, window_rope, window_scale, compressed_nope, compressed_rope,
     compressed_scale, partial_out, partial_stats, selected, sinks, rows, owners, window_tables,
     compressed_tables, stride_window_table, stride_table, stride_new_token, top_k, scale, tokens,
-    WINDOW_STRIDES: tl.constexpr, COMPRESSED_STRIDES: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr, PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr,
-    SELECTED: tl.constexpr, LOCATED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    SPLIT: tl.constexpr, HEADS: tl.constexpr, BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NOPE: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WINDOW_STRIDES: tl.constexpr, COMPRESSED_STRIDES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    PAGE_ENTRIES: tl.constexpr, RATIO: tl.constexpr, SELECTED: tl.constexpr, LOCATED: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, HEAD_DIM: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
     token, split, splits = tl.program_id(0) // HEAD_TILES, tl.program_id(1), tl.num_programs(1)
@@ -332,9 +332,8 @@ def _attend_compressed(  # type: ignore[no-untyped-def]
     selected = selected + token.to(tl.int64) * top_k
     compressed_tables = compressed_tables + sequence * stride_table
     window_tables = window_tables + sequence * stride_window_table
-    entry = _entries_of_tile(
-        lo, cols, selected, compressed_tiles, window_start, past, top_k, visible, SELECTED, LOCATED,
-        BLOCK_N)
+    entry = _entries_of_tile(lo, cols, selected, compressed_tiles, window_start, past, top_k,
+        visible, SELECTED, LOCATED, BLOCK_N)
     slot, within, entry = _locate_tile(
         lo, entry, cols, selected, compressed_tables, window_tables, compressed_tiles, window_start,
         past, top_k, visible, PAGE_ENTRIES, PAGE_TOKENS, SELECTED, LOCATED, BLOCK_N)
@@ -402,10 +401,10 @@ def _load_ropes(  # type: ignore[no-untyped-def]
 def _attend_latents(  # type: ignore[no-untyped-def]
     q_ptr, latents, scales, ropes, partial_out, partial_stats, selected, rows, owners, block_tables,
     stride_table, top_k, scale, tokens, LATENT_STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
-    ROPE_STRIDES: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    SELECTED: tl.constexpr, LOCATED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROPE_STRIDES: tl.constexpr, PAGE_TOKENS: tl.constexpr, SELECTED: tl.constexpr,
+    LOCATED: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (TOKENS * HEADS + BLOCK_M - 1) // BLOCK_M
     index, split = longest_first(tl.program_id(0), tl.num_programs(0)), tl.program_id(1)
@@ -446,9 +445,8 @@ def _attend_latents(  # type: ignore[no-untyped-def]
             valid, q, HEAD_DIM, BLOCK_D, GROUP, BLOCK_N)
         rope_offsets = slot_index * ROPE_STRIDES[0] + page_entry * ROPE_STRIDES[1]
         k_rope = _load_ropes(ropes, rope_offsets, valid, offs_rope, ROPE_DIM)
-        visible_mask = valid[None, :]
-        if not LOCATED:
-            visible_mask = visible_mask & (entry[None, :] <= (position_offset + token)[:, None])
+        is_past = entry[None, :] <= (position_offset + token)[:, None]
+        visible_mask = valid[None, :] if LOCATED else valid[None, :] & is_past
         # Prefetch: the slots of the next tile, before this one is used.
         entry, slot = _locate_latents(
             tile + 1, cols, selected, block_tables, top_k, visible, PAGE_TOKENS, SELECTED, LOCATED,
