@@ -2,7 +2,7 @@
 
 `cache`             the verbs; start here
 `cache_config`      what a cache is made with
-`lease`             what a caller holds: a match, a lease
+`lease`             what a caller holds: a match, a lease; what a poll brought to leases
 `write_policies`    when pages are copied to the host
 `inflight`          arrivals of the index and transfers of bytes, tied together
 `storage_tier`      a store attached to the cache
@@ -13,12 +13,12 @@
 `cache_stats`       counters; `cache_invariants` what must hold
 """
 
-from kvtide.cache.cache import Progress, TieredCache
+from kvtide.cache.cache import TieredCache
 from kvtide.cache.cache_config import CacheConfig, FetchPatience
 from kvtide.cache.cache_stats import PageCount, Stats
 from kvtide.cache.fetching import Fetch
 from kvtide.cache.hardware import Hardware
-from kvtide.cache.lease import Lease, Match
+from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone, Ranks, RanksDivergedError
 from kvtide.cache.storage_tier import StorageStats
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +24,10 @@ import torch
 
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.cache_invariants import CacheParts, violations
-from kvtide.cache.cache_stats import CacheCounts, PageCount, Stats
+from kvtide.cache.cache_stats import CacheCounts, Stats, page_counts
 from kvtide.cache.hardware import Hardware, space
 from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers, explained
-from kvtide.cache.lease import Lease, Match
+from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.cache.sessions import Sessions
 from kvtide.cache.storage_tier import Storage
@@ -47,14 +46,6 @@ HANDOVER_S = 1e-3
 
 The lane's thread needs the interpreter: without the wait, the first bytes leave after the caller's
 next step is launched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a poll brought: leases whose prefix has landed, leases whose load failed."""
-
-    landed: tuple[Lease, ...] = ()
-    failed: tuple[Lease, ...] = ()
 
 
 class TieredCache:
@@ -130,7 +121,8 @@ class TieredCache:
     def reserve(
         self, match: Match, tokens: int | None = None, growth_pages: int = 0, priority: int = 0
     ) -> Lease | None:
-        """Lease the match, with device slots for its prefix and for the tokens up to `tokens`.
+        """Lease the match, with slots for its prefix and for the tokens up to `tokens`: on the
+        device, and for hot pools on the host, with a row of their buffers.
 
         `tokens` is all of the prompt if not given; `growth_pages` promises as many further pages.
         In every pool or in none: `None` means no room now, and nothing changed; try again after
@@ -138,6 +130,9 @@ class TieredCache:
         again.
         """
         upto = match.prompt.tokens if tokens is None else tokens
+        if not self.index.has_row:  # Nothing is evicted for a request that has to wait.
+            self._counts.refused += 1
+            return None
         lease = self._reserve(match, upto, growth_pages, priority)
         if lease is None and self._writing.make_room(self._missing()):
             lease = self._reserve(match, upto, growth_pages, priority)
@@ -420,8 +415,7 @@ class TieredCache:
     # -- looking ----------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        transfers, index, counts = self._in_flight, self.index, self._counts
-        anchors = [anchor.name for anchor in self.memory.anchors]
+        transfers, counts = self._in_flight, self._counts
         return Stats(
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=dict(counts.cached_tokens),
@@ -436,15 +430,7 @@ class TieredCache:
                 way.name.lower(): lane.failures for way, lane in self.hardware.copier.lanes.items()
             },
             skipped_backups=self._writing.skipped,
-            pages={
-                (tier, anchor): PageCount(
-                    index.capacity(tier, anchor),
-                    index.resident_pages(tier, anchor),
-                    index.free_pages(tier, anchor),
-                )
-                for tier in (Tier.DEVICE, Tier.HOST)
-                for anchor in anchors
-            },
+            pages=page_counts(self.index),
             sessions=len(self._sessions),
             storage=self.storage.stats(),
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtide.cache.storage_tier import StorageStats
-from kvtide.index import Stop
+from kvtide.index import Index, Stop
 from kvtide.spec import Tier
 
 
@@ -18,6 +18,19 @@ class PageCount:
     capacity: int
     resident: int
     free: int
+
+
+def page_counts(index: Index) -> dict[tuple[Tier, str], PageCount]:
+    """Of every anchor on the device and on the host."""
+    return {
+        (tier, anchor): PageCount(
+            index.capacity(tier, anchor),
+            index.resident_pages(tier, anchor),
+            index.free_pages(tier, anchor),
+        )
+        for tier in (Tier.DEVICE, Tier.HOST)
+        for anchor in index.anchor_names
+    }
 
 
 @dataclass(frozen=True, slots=True)

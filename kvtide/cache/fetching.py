@@ -9,6 +9,9 @@ A store answers which pages it has. The index computes how deep a prompt could r
 and in which order to read them (`index.match`). However a fetch ends, the pages that were read are
 adopted, and the prompt resumes at the deepest boundary that is valid then.
 
+The host slots of hot pools are written by forward passes, too: a read into them begins when all
+work is done that was queued on the device by the time the slots were taken.
+
 Ranks agree on which pages their stores have, on whether the fetch pays, and on how many pages were
 read.
 """
@@ -99,7 +102,10 @@ class AbandonedRead:
 
 
 class Fetches:
-    """All fetches of a cache, oldest first. `ended` counts them by outcome."""
+    """All fetches of a cache, oldest first. `ended` counts them by outcome.
+
+    `queued` notes the work that is queued on the device, and tells later whether that is done.
+    """
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class Fetches:
         link: StoreLink,
         agreement: Agreement,
         patience: FetchPatience,
+        queued: Callable[[], Callable[[], bool]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ended: Counter[str] = Counter()
@@ -116,6 +123,8 @@ class Fetches:
         self._link = link
         self._agreement = agreement
         self._patience = patience
+        self._queued = queued
+        self._hot = frozenset(pool.name for pool in index.memory.hot_pools)
         self._clock = clock
         self._open: list[Fetch] = []
         self._leaving: list[AbandonedRead] = []
@@ -321,7 +330,8 @@ class Fetches:
             key, after = fetch.keys[want.page]
             pages.append(StoredPage(want.anchor, key, taken.slot, after=after))
         self._coming.update(dict.fromkeys(keys, fetch))
-        fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()))
+        free = self._queued() if any(want.anchor in self._hot for want in order.pages) else None
+        fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()), free)
 
     @staticmethod
     def _keys(fetch: Fetch, pages: Sequence[WantedPages]) -> list[bytes]:

@@ -126,6 +126,10 @@ def hot_shapes(memory: ModelMemory, config: CacheConfig, pages: Pages) -> dict[s
     }
 
 
+def _hot_bytes(memory: ModelMemory, config: CacheConfig, pages: Pages) -> int:
+    return sum(shape.bytes for shape in hot_shapes(memory, config, pages).values())
+
+
 def _longest(memory: ModelMemory, config: CacheConfig, pages: Pages) -> int:
     """Pages of the longest sequence that fits where its histories live."""
     histories = [anchor for anchor in memory.anchors if anchor.reuse.reach is ALL]
@@ -136,10 +140,15 @@ def _longest(memory: ModelMemory, config: CacheConfig, pages: Pages) -> int:
 
 
 def _slots(memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Pages:
-    """Pages per tier and anchor, agreed between ranks."""
-    pages = _sized(memory, config, 0)
-    if hot := hot_shapes(memory, config, pages):
-        pages = _sized(memory, config, sum(shape.bytes for shape in hot.values()))
+    """Pages per tier and anchor, agreed between ranks.
+
+    Hot buffers hold the longest sequence, and leave less of the device; a host that is a ratio of
+    both grows with them. So they are sized until what they need is what they have.
+    """
+    pages, hot_bytes = _sized(memory, config, 0), 0
+    while (needed := _hot_bytes(memory, config, pages)) > hot_bytes:
+        hot_bytes = needed
+        pages = _sized(memory, config, hot_bytes)
     device, host = pages[Tier.DEVICE], pages[Tier.HOST]
     agreed = iter(agreement.all_min([*device.values(), *host.values()]))
     return {tier: {anchor: next(agreed) for anchor in device} for tier in (Tier.DEVICE, Tier.HOST)}

@@ -110,12 +110,14 @@ class InFlightTransfers:
         if arrival is None:
             self._end(transfer, None, TransferState.FAILED)
             return None
-        if not arrival.moves:
+        departs = way is Way.BACKUP and self.departs
+        if not arrival.moves and not (departs and arrival.computed):
             self._end(transfer, arrival, TransferState.LANDED)
             return transfer
+        # Without moves it still waits its turn: behind the work that computes what departs.
         self._transfers.reserve(transfer, arrival, arrival.moves)
         self._by_arrival[arrival.number] = transfer
-        if way is Way.BACKUP and self.departs:
+        if departs:
             self._departing.add(arrival.number)
         return transfer
 

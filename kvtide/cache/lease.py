@@ -128,3 +128,11 @@ class Lease:
                     raise TransferError("the prefix could not be loaded") from transfer.error
                 transfer.ticket.wait(leg)
             assert transfer.state is not TransferState.RESERVED, "wait comes after `load`"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a poll brought: leases whose prefix has landed, leases whose load failed."""
+
+    landed: tuple[Lease, ...] = ()
+    failed: tuple[Lease, ...] = ()

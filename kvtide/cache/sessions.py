@@ -1,8 +1,8 @@
 """Conversations whose prefix must stay until their next turn.
 
 A session pins what its next turn needs to resume, in the tier where it is now. Pins are bounded:
-past their fraction of the device, the session that was kept longest ago is unpinned. So abandoned
-sessions never fill the device.
+past their fraction of the device (of hot pools, of the host), the session that was kept longest ago
+is unpinned. So abandoned sessions never fill the tiers where requests run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from kvtide.index import Index, Prompt
 from kvtide.index import IndexLease as IndexLease
-from kvtide.spec import Tier
 
 
 class Sessions:
@@ -22,7 +21,8 @@ class Sessions:
             anchor.name: anchor.reuse.reach_pages(memory.page_tokens) for anchor in memory.anchors
         }
         self._max_pages = {
-            name: fraction * index.capacity(Tier.DEVICE, name) for name in self._reaches
+            anchor.name: fraction * index.capacity(anchor.home, anchor.name)
+            for anchor in memory.anchors
         }
         self._leases: dict[str, IndexLease] = {}
 

@@ -123,7 +123,8 @@ class Storage:
     def _attach(self, opened: Callable[[], StoreLink], leave_s: float = 10.0) -> None:
         link = self._linked(opened)
         self.detach(leave_s)
-        self._stores.append(Attachment(link, self._index, self._config, self._agreement))
+        queued = self._hardware.copier.queued
+        self._stores.append(Attachment(link, self._index, self._config, self._agreement, queued))
         self._in_flight.departs = self._was_attached = True
         self._hand_over()
 
@@ -270,11 +271,16 @@ class Attachment:
     """One store, from `attach` until it is closed."""
 
     def __init__(
-        self, link: StoreLink, index: Index, config: CacheConfig, agreement: Agreement
+        self,
+        link: StoreLink,
+        index: Index,
+        config: CacheConfig,
+        agreement: Agreement,
+        queued: Callable[[], Callable[[], bool]],
     ) -> None:
         self.state = AttachmentState.ATTACHED
         self.link = link
-        self.fetches = Fetches(index, link, agreement, config.patience)
+        self.fetches = Fetches(index, link, agreement, config.patience, queued)
         self.storing = WriteBehind(index, link, config.transfer_timeout_s)
         self.removals = Removals(index, link)
         self._index = index

@@ -34,6 +34,7 @@ from kvtide.index.keys import (
 from kvtide.index.leases.arrivals import Arrivals
 from kvtide.index.leases.imports_exports import ImportsExports, Outline, WantedPages
 from kvtide.index.leases.leasing import Leasing
+from kvtide.index.leases.page_tables import arriving_table, page_table
 from kvtide.index.leases.quarantine import keys_below, quarantine
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
@@ -198,14 +199,14 @@ class Index:
 
         In the anchor's home tier: on the device, of hot pools on the host.
         """
-        return self._leasing.page_table(lease, self._anchor(anchor))
+        return page_table(self.tree, lease, self._anchor(anchor))
 
     def arriving_table(self, lease: IndexLease, anchor: str) -> Slots:
         """The page table, with the slots of pages that are arriving on the device as well.
 
         For a caller that waits for the transfer before it reads.
         """
-        return self._leasing.arriving_table(lease, self._anchor(anchor))
+        return arriving_table(self.tree, lease, self._anchor(anchor))
 
     def carries(self, lease: IndexLease, sidecar: str) -> npt.NDArray[np.bool_]:
         """For every page of the prefix: whether the device has this optional sidecar of it."""
@@ -236,7 +237,10 @@ class Index:
         self._arrivals.land(arrival)
 
     def land_departing(self, arrival: Arrival) -> Departure | None:
-        """Like `land`, and the new pages stay on the host until `departed`; None without any."""
+        """Like `land`, and the new pages stay on the host until `departed`; None without any.
+
+        Pages of hot pools, computed on the host before the arrival began, depart with them.
+        """
         return self._arrivals.land_departing(arrival)
 
     def fail(self, arrival: Arrival) -> None:
@@ -279,7 +283,7 @@ class Index:
         """The keys of the prompt's whole pages, or of its first `pages`, computed as asked for."""
         size, after = self.tree.page_bytes, self.tree.after_bytes
         tokens = prompt.packed if pages is None else prompt.packed[: pages * size + after]
-        return page_keys(self.tree.namespace_key(prompt.namespace), tokens, size, after)
+        return page_keys(self.tree.keys.of_namespace(prompt.namespace), tokens, size, after)
 
     # -- freeing slots ----------------------------------------------------------------------
 
@@ -351,6 +355,11 @@ class Index:
         names, anchors = self.tree.anchor_names, self.tree.anchors
         missing = self._allocator.missing.items()
         return {(Tier(cell // anchors), names[cell % anchors]): pages for cell, pages in missing}
+
+    @property
+    def has_row(self) -> bool:
+        """Whether a further lease may run: a row of the hot pools is free, or there are none."""
+        return not self.memory.hot_pools or self.tree.hot_rows.available > 0
 
     @property
     def hot_rows(self) -> tuple[int, int]:

@@ -120,7 +120,7 @@ def pins_are_those_of_their_holders(tree: Tree) -> Iterator[str]:
     counts: Counter[tuple[int, int]] = Counter()
     pins_held = [pin for lease in tree.leases.values() for pin in lease.pins]
     for arrival in tree.arrivals.values():
-        pins_held += (*arrival.pins, *arrival.guards)
+        pins_held += (*arrival.pins, *arrival.guards, *arrival.computed)
     pins_held += [pin for departure in tree.departures.values() for pin in departure.pins]
     pins_held += [pin for arriving in tree.imports.values() for pin in arriving.guards]
     for pin in pins_held:

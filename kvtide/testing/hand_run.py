@@ -1,20 +1,46 @@
-"""A lane without a thread: the test runs each copy, or makes it fail."""
+"""A lane without a thread: the test runs each copy, or makes it fail; and a device without a clock:
+the test says when its work is done."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import cast
 
 from kvtide.transfer.lane import Backend, Job
-from kvtide.transfer.timeline import HostTimeline
+from kvtide.transfer.timeline import Event, HostTimeline, Timeline
+
+
+class HandRunTimeline(HostTimeline):
+    """A device that works when told to; a fence is the number of the first work behind it."""
+
+    def __init__(self) -> None:
+        self.queued = 0
+        self._works: deque[Callable[[], None]] = deque()
+
+    def queue(self, work: Callable[[], None]) -> None:
+        self._works.append(work)
+        self.queued += 1
+
+    def work(self, works: int | None = None) -> None:
+        """Do the next works, or all that are queued."""
+        for _ in range(len(self._works) if works is None else works):
+            self._works[0]()
+            self._works.popleft()
+
+    def fence(self) -> Event:
+        return cast(Event, self.queued + 1)
+
+    def passed(self, event: Event) -> bool:
+        return event is None or cast(int, event) <= self.queued - len(self._works) + 1
 
 
 class HandRunLane:
-    """Jobs wait in `jobs`, oldest first."""
+    """Jobs wait in `jobs`, oldest first, and are not run before their fence has passed."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.timeline = HostTimeline()
+    def __init__(self, backend: Backend, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or HostTimeline()
         self.failures = 0
         self.jobs: deque[Job] = deque()
         self._backend = backend
@@ -26,14 +52,16 @@ class HandRunLane:
     def run(self, jobs: int = 1) -> int:
         """Do the next jobs in full; how many there were."""
         done = 0
-        while self.jobs and done < jobs:
+        while self.jobs and done < jobs and self.timeline.passed(self.jobs[0].after):
             self.run_legs(self.jobs[0].legs)
             done += 1
         return done
 
     def run_legs(self, legs: int) -> None:
-        """Do some more legs of the next job."""
+        """Do some more legs of the next job, if its fence has passed."""
         job = self.jobs[0]
+        if not self.timeline.passed(job.after):
+            return
         if self._under_way is None:
             self._under_way = self._backend.issue(job.works, job.legs)
         try:

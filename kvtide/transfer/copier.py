@@ -9,7 +9,7 @@ of one anchor are copied together, whichever lease needs them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -78,6 +78,12 @@ class Copier:
     def fence(self, way: Way) -> Event:
         """The end of the work that the calling thread has queued on the device so far."""
         return self.lanes[way].timeline.fence()
+
+    def queued(self) -> Callable[[], bool]:
+        """Tells, from any thread, whether the work is done that the caller has queued so far."""
+        timeline = self.lanes[Way.LOAD].timeline
+        event = timeline.fence()
+        return lambda: timeline.passed(event)
 
     def copy(
         self, way: Way, moves: Sequence[PageMove], timeout_s: float, after: Event = None

@@ -153,6 +153,19 @@ class Paging(StorageRequest):
 
 
 class Reading(Paging):
+    """`may_begin`: whether its host slots may be written; once they may, it is asked no more."""
+
+    may_begin: Callable[[], bool] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may not begin yet. A read that is stopped or late waits no longer."""
+        may_begin = self.may_begin
+        if may_begin is not None and not self._no_more() and not may_begin():
+            return True
+        self.may_begin = None
+        return False
+
     def _gave_up(self) -> bool:
         return self.ready < len(self.pages) and self._done[self.ready] is False
 

@@ -39,6 +39,9 @@ READERS = 2
 STUCK_S = 30.0
 """A call that takes longer counts as one that never returns."""
 
+PAUSE_S = 0.5e-3
+"""How long a read that may not begin yet leaves its worker to others."""
+
 log = logging.getLogger("kvtide")
 
 
@@ -113,12 +116,21 @@ class StoreLink:
         self._looker.put(lambda staging: self._look(lookup))
         return lookup
 
-    def read(self, pages: Sequence[StoredPage], timeout_s: float) -> Reading:
-        """Read pages into their host slots, in this order."""
+    def read(
+        self,
+        pages: Sequence[StoredPage],
+        timeout_s: float,
+        may_begin: Callable[[], bool] | None = None,
+    ) -> Reading:
+        """Read pages into their host slots, in this order.
+
+        Nothing is written there before `may_begin` says so: the device may still use the slots.
+        """
         deadline = self._clock() + timeout_s
         reading = Reading(pages, self._sizes(pages), self._batch_bytes, deadline, self._clock)
+        reading.may_begin = may_begin
         for _ in range(min(READERS, len(reading.batches))):
-            self._readers.put(partial(self._turn, reading, partial(self._read, reading)))
+            self._readers.put(partial(self._reading_turn, reading))
         return reading
 
     def write(self, pages: Sequence[StoredPage], timeout_s: float) -> Writing:
@@ -180,6 +192,13 @@ class StoreLink:
         except BaseException as error:
             lookup.error = self._note(error)
         return False
+
+    def _reading_turn(self, reading: Reading, staging: BounceBuffers) -> bool:
+        """A turn of a read, or of waiting until it may begin."""
+        if reading.waits:
+            time.sleep(PAUSE_S)
+            return True
+        return self._turn(reading, partial(self._read, reading), staging)
 
     def _turn(
         self,

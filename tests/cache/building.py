@@ -202,7 +202,7 @@ class Rig:
         self.hands = {} if lanes else {way: HandLane() for way in Way}
         placement = options.pop("placement", None) or Branches()
         self.buffers = {
-            tier: _buffers(memory, pages, layout)
+            tier: _buffers(memory, _pages(memory, tier, pages), layout)
             for tier, pages, layout in zip(TIERS, (device, host), layouts, strict=True)
         }
         self.rows = {tier: Rows(buffers) for tier, buffers in self.buffers.items()}
@@ -253,7 +253,10 @@ class Rig:
         self.cache.commit(lease, pages * PAGE + self.memory.holdback, without)
 
     def write(self, lease: Lease, first: int, end: int, without: Collection[str] = ()) -> None:
-        """Write what the model computes for pages [first, end), where they have slots."""
+        """Write what the model computes for pages [first, end), where they have slots.
+
+        Pages of hot pools are written where they live, on the host.
+        """
         names = page_names(lease.prompt)
         for anchor in self.memory.anchors:
             table = self.cache.page_table(lease, anchor.name)
@@ -261,7 +264,7 @@ class Rig:
             pools = [p for p in self.memory.group(anchor.name) if p.name not in without]
             for pool, layer in ((p, layer) for p in pools for layer in p.layers):
                 for page, slot in kept:
-                    self.rows[Tier.DEVICE].write(pool, layer, slot, names[page])
+                    self.rows[anchor.home].write(pool, layer, slot, names[page])
 
     def remember(self, tokens: Sequence[int], **options: Any) -> None:
         """Have a prompt's pages on the device, computed and not held."""
@@ -291,7 +294,7 @@ class Rig:
         tree, leases = self.cache.index.tree, self.cache._leases.values()
         readers: dict[tuple[int, int], set[int]] = {}
         for lease in leases:
-            for cell, anchor in enumerate(self.memory.anchors):
+            for cell, anchor in zip(tree.homes, self.memory.anchors, strict=True):
                 for slot in self.cache.page_table(lease, anchor.name).tolist():
                     readers.setdefault((cell, slot), set()).add(lease.number)
         for cell, slots in self._branch(prompt):
@@ -344,7 +347,7 @@ class Rig:
             f"lease {lease.number} would read a wrong {pool.name} of page {page}, {layer}"
             for pool, page, slot, name in self._prefix(lease)
             for layer in (pool.layers if layers is None else set(layers) & set(pool.layers))
-            if slot < 0 or not self.rows[Tier.DEVICE].holds(pool, layer, slot, name)
+            if slot < 0 or not self.rows[pool.home].holds(pool, layer, slot, name)
         ]
 
     def _prefix(self, lease: Lease) -> Iterator[tuple[PoolSpec, int, int, PageName]]:
@@ -410,9 +413,10 @@ class Rig:
 
         Behind its windows a lease may see pages that were brought for others; it reads none.
         """
-        cells = self.cache.index.tree.cells
+        tree = self.cache.index.tree
+        homes = [tree.cells[home] for home in tree.homes]
         for number, lease in self.cache._leases.items():
-            for cell, anchor in zip(cells, self.memory.anchors, strict=False):
+            for cell, anchor in zip(homes, self.memory.anchors, strict=True):
                 assert isinstance(cell.slots, PoisonedSlots)
                 reach = anchor.reuse.reach_pages(PAGE)
                 first = 0 if reach is None else max(0, lease.committed_pages - reach)
@@ -445,12 +449,18 @@ class Rig:
         for tier in TIERS:
             self.cache.flush(tier)
         assert all(count.free == count.capacity for count in self.cache.stats().pages.values())
+        assert self.cache.index.hot_rows[0] == 0
         assert tree.nodes == 0 and not tree.roots
         assert self.problems() == []
         self.cache.close()
 
 
-def _buffers(memory: ModelMemory, pages: Pages, layout: Layout) -> Buffers:
+def _pages(memory: ModelMemory, tier: Tier, pages: Pages) -> dict[str, int]:
+    """Slots per anchor; hot pools have none on the device."""
     slots = {a.name: pages if isinstance(pages, int) else pages[a.name] for a in memory.anchors}
+    return slots | {pool.name: 0 for pool in memory.hot_pools if tier is Tier.DEVICE}
+
+
+def _buffers(memory: ModelMemory, slots: Mapping[str, int], layout: Layout) -> Buffers:
     arrangement = Arrangement(memory, slots, layout)
     return Buffers(arrangement, torch.full((arrangement.bytes,), POISON, dtype=torch.uint8))

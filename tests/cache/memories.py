@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtide.spec import ALL, DType, Entry, Field, ModelMemory, PoolSpec, Reuse, with_draft
+from kvtide.spec.residency import served_hot
 
 PAGE = 4
 
@@ -63,6 +64,23 @@ STAGE = V4.slice(range(0, 1))
 LAST_STAGE = V4_DRAFTED.slice(range(2, 5))
 """A stage that does not begin at layer 0: code that counts layers from there is found out."""
 
+HOT = served_hot(
+    _memory("hot", _pool("kv", range(4), 9, selected=2), _pool("index", (0, 2), 4, follows="kv")),
+    entries=3,
+)
+HOT_V4 = served_hot(
+    _memory(
+        "hot v4",
+        PoolSpec("kv", (), Entry(())),
+        _pool("c4", (1, 2), 10, tokens_per_entry=2, follows="kv", selected=1),
+        _pool("c4_index", (1, 2), 3, tokens_per_entry=2, follows="kv"),
+        _pool("swa", range(4), 7, PAGE - 1),
+        _pool("c4_state", (1, 2), 20, 2, follows="swa", tail_entries=2),
+    ),
+    entries=4,
+)
+HOT_DRAFTED = with_draft(HOT, _memory("draft", _pool("kv", (0,), 6), layers=1))
+
 ALL_MEMORIES = {
     "full": FULL,
     "window": WINDOW,
@@ -76,6 +94,9 @@ ALL_MEMORIES = {
     "v4_drafted": V4_DRAFTED,
     "stage": STAGE,
     "last_stage": LAST_STAGE,
+    "hot": HOT,
+    "hot_v4": HOT_V4,
+    "hot_drafted": HOT_DRAFTED,
 }
 
 every_memory = pytest.mark.parametrize("memory", ALL_MEMORIES.values(), ids=ALL_MEMORIES)

@@ -27,8 +27,10 @@ def empty(rig: Rig) -> bool:
 
 
 def on_host(rig: Rig) -> int:
-    pages = rig.cache.stats().pages.items()
-    return sum(count.resident for (tier, _), count in pages if tier is Tier.HOST)
+    """Pages of pools whose home is the device."""
+    pages = rig.cache.stats().pages
+    copied = [pool.name for pool in rig.memory.anchors if not pool.hot]
+    return sum(pages[Tier.HOST, name].resident for name in copied)
 
 
 def scratch(rig: Rig, prompt: list[int], **options: int) -> Lease:

@@ -25,12 +25,13 @@ def press(rig: Rig, number: int = 90, requests: int = 6) -> None:
 
 @every_memory
 def test_a_kept_session_survives_pressure_and_a_flush(build, memory):
-    rig = build(memory, host=0)
+    rig = build(memory, host={pool.name: 16 if pool.hot else 0 for pool in memory.anchors})
     rig.remember(text(1, 4))
     assert keep(rig, "a", text(1, 4))
     press(rig)
     assert rig.found(text(1, 4)) == 4 * PAGE
-    rig.cache.flush(Tier.DEVICE)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        rig.cache.flush(tier)
     lease = rig.started(text(1, 4))
     assert lease.cached_tokens == 4 * PAGE and rig.misread(lease) == []
 

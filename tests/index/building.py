@@ -75,6 +75,12 @@ def back_up(index: Index, tokens: Sequence[int]) -> None:
     index.release(lease)
 
 
+def clear_homes(index: Index) -> None:
+    """Drop what is not held of every tier where prompts are computed: the host's of hot pools."""
+    for home in sorted({pool.home for pool in index.memory.anchors}):
+        index.clear(home)
+
+
 def found(index: Index, tokens: Sequence[int], slowest: Tier = Tier.STORAGE) -> int:
     """How many pages of the prompt, and one token more, can be resumed."""
     return index.match(index.prompt([*tokens, 0]), slowest).boundary

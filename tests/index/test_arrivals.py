@@ -6,7 +6,7 @@ import pytest
 
 from kvtide.index import POLICIES, EveryPages, WantedPages
 from kvtide.spec import Tier
-from tests.index.building import back_up, build, compute, found, keep, lease_for
+from tests.index.building import back_up, build, clear_homes, compute, found, keep, lease_for
 from tests.index.memories import ALL_MEMORIES, FULL, PAGE, RECURRENT, WINDOW
 
 TEXT = list(range(100, 116))
@@ -41,7 +41,7 @@ def test_a_failed_copy_gives_every_slot_back(name: str) -> None:
     index.fail(arrival)
     assert _free(index) == free and index.validate() == []
     index.release(lease)
-    index.clear(DEVICE)
+    clear_homes(index)
     assert found(index, TEXT) == 0 and index.tree.nodes == 0
 
 

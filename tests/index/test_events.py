@@ -101,6 +101,6 @@ def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:
 
 def test_nothing_is_hashed_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(FULL)
-    monkeypatch.setattr("kvtide.index.tree.tree.chain", None)
+    monkeypatch.setattr("kvtide.index.tree.node_keys.chain", None)
     keep(index, range(20))
     assert index.clear(Tier.DEVICE) == 5

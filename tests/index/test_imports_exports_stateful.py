@@ -16,7 +16,15 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import Bundle, consumes, invariant, multiple, rule
 
-from kvtide.index import POLICIES, Departing, Departure, Import, Namespace, WantedPages
+from kvtide.index import (
+    POLICIES,
+    Departing,
+    Departure,
+    EventKind,
+    Import,
+    Namespace,
+    WantedPages,
+)
 from kvtide.index.keys import PageKey
 from kvtide.index.leases.imports_exports import Outline
 from kvtide.spec import Tier
@@ -58,6 +66,9 @@ class OutsideMachine(IndexMachine):
         self.written: dict[tuple[Tier, str, int], Written] = {}
         self.coming: list[Coming] = []
         self.leaving: list[Departure] = []
+        self.backed_up: list[bytes] | None = None
+        self.beside: dict[int, set[tuple[str, bytes]]] = {}
+        self.given: set[tuple[str, bytes]] = set()
 
     # -- what is in the slots ---------------------------------------------------------------
 
@@ -65,17 +76,17 @@ class OutsideMachine(IndexMachine):
     def commit(self, held, share, without=()):
         keys, computed = self.keys(held), []
         for segment in held.lease.segments if held.lease.live else ():
-            for anchor, slots in segment.slots.items():
-                name = self.memory.anchors[anchor].name
+            for cell, slots in segment.slots.items():
+                pool = self.memory.anchors[cell % len(self.memory.anchors)]
                 for page, slot in enumerate(slots.tolist(), segment.start):
                     if page < len(keys):
-                        absent = tuple(n for n in self._optional(name) if n in without)
-                        self.written[Tier.DEVICE, name, slot] = keys[page], absent
-                        computed.append((page, name))
+                        absent = tuple(n for n in self._optional(pool.name) if n in without)
+                        self.written[pool.home, pool.name, slot] = keys[page], absent
+                        computed.append((page, pool))
         super().commit(held, share, without)
-        for page, name in computed:
+        for page, pool in computed:
             if page < held.lease.boundary and not held.hidden:
-                self._doubled(Tier.DEVICE, name, keys[page])
+                self._doubled(pool.home, pool.name, keys[page])
 
     def copy_on_device(self, move):
         super().copy_on_device(move)
@@ -103,7 +114,53 @@ class OutsideMachine(IndexMachine):
             for source, target in pairs:
                 found = self.written[move.source, move.anchor, source]
                 self.written[move.target, move.anchor, target] = found
+        if arrival is not None:
+            self._note_beside(arrival)
         return super()._flying(arrival, hidden)
+
+    # -- what is computed on the host, and departs with a backup that begins later -----------
+
+    @rule(
+        target=arrivals,
+        held=leases,
+        way=st.sampled_from([(a, b) for a in Tier for b in Tier if abs(a - b) == 1]),
+    )
+    def copy(self, held, way):
+        if held.lease.live:
+            self.backed_up = [] if held.hidden else self.keys(held)[: held.lease.boundary]
+        return super().copy(held, way)
+
+    def _note_beside(self, arrival):
+        """Pages on the backup's path that no store was given since they were computed."""
+        keys, self.backed_up = self.backed_up, None
+        if keys is None:
+            moved = [node for pin in arrival.pins for node in pin.nodes()]
+            keys = [key.name for node in moved for key in self.index.tree.page_keys(node)]
+        if (arrival.source, arrival.target) == (Tier.DEVICE, Tier.HOST):
+            here = {(p.name, key) for p in self.memory.hot_pools for key in keys}
+            readable = {(name, key) for name, key in here if self._on_host(name, key)}
+            self.beside[arrival.number] = readable - self.given
+            self.given |= readable
+
+    def _on_host(self, anchor, key):
+        return key in self.naive.readable[Tier.HOST, anchor]
+
+    def heard(self, event):
+        if event.tier is Tier.HOST and event.kind is EventKind.REMOVED:
+            gone = {(event.anchor, key) for key in event.page_keys}
+            self.given -= gone
+            for pages in self.beside.values():
+                pages -= gone
+
+    @rule(flying=consumes(arrivals))
+    def land(self, flying):
+        self.given -= self.beside.pop(flying.arrival.number, set())
+        super().land(flying)
+
+    @rule(flying=consumes(arrivals))
+    def fail(self, flying):
+        self.given -= self.beside.pop(flying.arrival.number, set())
+        super().fail(flying)
 
     # -- coming in --------------------------------------------------------------------------
 
@@ -164,6 +221,8 @@ class OutsideMachine(IndexMachine):
                 self.naive.expect(Tier.HOST, want.anchor, [key])
                 sidecars = frozenset(self._optional(want.anchor)) - {*absent}
                 self.naive.bring(Tier.HOST, want.anchor, key, sidecars)
+                if self.memory.pool(want.anchor).hot and not self._on_host(want.anchor, key):
+                    self.given.add((want.anchor, key))
                 self._doubled(Tier.HOST, want.anchor, key)
         self.index.adopt(coming.arriving, count, [absent for _, (_, absent) in here])
         assert len(coming.arriving.taken) == len(coming.pages)
@@ -216,8 +275,13 @@ class OutsideMachine(IndexMachine):
         self.expect_landing(flying)
         departure = self.index.land_departing(flying.arrival)
         self.flying.remove(flying)
-        leaving = departure.pages if departure is not None else []
-        assert sorted((page.anchor, _name(page)) for page in leaving) == sorted(new)
+        left = [(p.anchor, _name(p)) for p in departure.pages] if departure is not None else []
+        hot = {page for page in left if self.memory.pool(page[0]).hot}
+        assert sorted(page for page in left if page not in hot) == sorted(new)
+        assert len(left) == len(new) + len(hot), "no page departs twice"
+        # Pages whose neighbours were computed later may depart again: the store knows them.
+        assert self.beside.pop(flying.arrival.number, set()) <= hot
+        assert all(self._on_host(*page) for page in hot)
         if departure is None:
             return multiple()
         self.leaving.append(departure)

@@ -81,7 +81,7 @@ def test_a_known_key_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> N
         hashed.append(len(tokens) // page_bytes)
         return chain(key, tokens, page_bytes)
 
-    for module in ("keys", "tree.tree"):
+    for module in ("keys", "tree.node_keys"):
         monkeypatch.setattr(f"kvtide.index.{module}.chain", counting)
     keep(index, TEXT[:8])
     keep(index, TEXT[:4] + TEXT[12:20])

@@ -7,7 +7,7 @@ import pytest
 
 from kvtide.index import Namespace
 from kvtide.spec import Tier, with_draft
-from tests.index.building import back_up, build, compute, found, keep, lease_for
+from tests.index.building import back_up, build, clear_homes, compute, found, keep, lease_for
 from tests.index.memories import (
     ALL_MEMORIES,
     DRAFTED,
@@ -135,11 +135,13 @@ def test_a_lease_that_grows_keeps_its_windows_and_lets_go_of_the_rest(name: str)
         tokens = page * PAGE + memory.holdback
         assert index.reserve_with(lease, tokens, range(9))
         index.commit(lease, tokens)
-        index.clear(Tier.DEVICE)
+        clear_homes(index)
         assert index.match(index.prompt(TEXT[: tokens + 1])).boundary == page
         for pool in memory.anchors:
             needed = min(page, pool.reuse.reach_pages(PAGE) or page)
-            assert index.resident_pages(Tier.DEVICE, pool.name) == needed
+            assert index.resident_pages(pool.home, pool.name) == needed
+            others = (tier for tier in Tier if tier is not pool.home)
+            assert not any(index.resident_pages(tier, pool.name) for tier in others)
     assert index.validate() == []
 
 
@@ -179,7 +181,8 @@ def test_pages_computed_twice_at_once_are_shared(name: str) -> None:
     for anchor, pool in enumerate(index.memory.anchors):
         ours, theirs = index.page_table(one, pool.name), index.page_table(two, pool.name)
         assert np.array_equal(ours[:4], theirs[:4])
-        assert _free(index)[anchor] == free[anchor] + np.count_nonzero(theirs[:4] >= 0)
+        home = index.tree.homes[anchor]
+        assert _free(index)[home] == free[home] + np.count_nonzero(theirs[:4] >= 0)
     assert index.validate() == []
 
 

@@ -100,9 +100,13 @@ class IndexMachine(RuleBasedStateMachine):
         )
         self.naive = NaiveIndex(memory, b"model")
         self.index.subscribe(self.naive.hear)
+        self.index.subscribe(self.heard)
         self.held: list[Held] = []
         self.flying: list[Flying] = []
         self.seen: list[tuple[list[int], Namespace]] = []
+
+    def heard(self, event):
+        """For machines that follow events."""
 
     # -- helpers ----------------------------------------------------------------------------
 

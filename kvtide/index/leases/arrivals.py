@@ -34,7 +34,7 @@ class Arrivals:
         Upwards (a load, a fetch) it copies what the lease needs to resume and no faster tier has.
         Downwards (a backup, a store) it copies all that the path has in the source, with all
         checkpoints, but not what serves only the lease's next step, and no hidden pages. A backup
-        also brings the sidecars that the host's copies lack.
+        also brings the sidecars that the host's copies lack, and names the pages computed there.
         """
         tree = self._tree
         assert lease.live and self._leasing.owns(lease) and source is not target
@@ -51,8 +51,10 @@ class Arrivals:
                 # No lease waits for a copy downwards, and it does not change what leases pin.
                 arrival.leases.append(lease)
                 arrival.behind = self._awaited(lease, arrival)
-            elif tree.presence.uneven and not lease.hidden:
-                self._add_sidecars(arrival, _ahead(lease.node), range(tree.anchors))
+            elif not lease.hidden:
+                if tree.presence.uneven:
+                    self._add_sidecars(arrival, _ahead(lease.node), range(tree.anchors))
+                self._add_computed(arrival, tree.path(lease.node))
         for pin in guards:
             tree.pins.unpin(pin)
         return arrival
@@ -85,12 +87,14 @@ class Arrivals:
             arrival = self._begin({anchor: [[n] for n in lost]} if lost else {}, source, target)
             arrival.leaves_source = True
             self._add_sidecars(arrival, nodes, (anchor,))
+            self._add_computed(arrival, nodes)
         for pin in victims:
             tree.pins.unpin(pin)
         return arrival
 
     def land(self, arrival: Arrival) -> None:
         """The bytes are there: the pages become readable in the target."""
+        self._keep_computed(arrival)
         self._let_go(arrival, self._receive(arrival))
 
     def land_departing(self, arrival: Arrival) -> Departure | None:
@@ -103,7 +107,7 @@ class Arrivals:
     def _receive(self, arrival: Arrival) -> list[Node]:
         """Make the pages readable; returns the hidden trees that may be swept afterwards."""
         tree = self._tree
-        hidden = hidden_roots(pin.node for pin in arrival.pins)
+        hidden = hidden_roots(pin.node for pin in (*arrival.pins, *arrival.computed))
         self._close(arrival)
         tree.presence.add(arrival.moves)
         for part in arrival.parts:
@@ -123,7 +127,7 @@ class Arrivals:
             tree.pins.unpin(pin)
             if arrival.leaves_source:
                 self._leave(nodes, pin.cell)
-        for pin in arrival.guards:
+        for pin in (*arrival.computed, *arrival.guards):
             tree.pins.unpin(pin)
         for lease in arrival.leases:
             if lease.live:
@@ -133,7 +137,8 @@ class Arrivals:
     def fail(self, arrival: Arrival) -> None:
         """The copy failed: every slot goes back; nothing was ever readable."""
         tree = self._tree
-        hidden = hidden_roots(pin.node for pin in arrival.pins)
+        hidden = hidden_roots(pin.node for pin in (*arrival.pins, *arrival.computed))
+        self._keep_computed(arrival)
         self._close(arrival)
         for part in arrival.parts:
             for node, slots in self._slices(part):
@@ -143,7 +148,7 @@ class Arrivals:
         for part in arrival.additions:
             for node, _ in self._slices(part):
                 node.ahead = True
-        for pin in (*arrival.pins, *arrival.guards):
+        for pin in (*arrival.pins, *arrival.computed, *arrival.guards):
             tree.pins.unpin(pin)
         sweep(tree, hidden)
 
@@ -166,21 +171,42 @@ class Arrivals:
                 if number >= len(arrival.parts):
                     pages = [page for page in pages if (page.anchor, page.slot) in drafted]
                 departure.pages += pages
-                self._depart_hot(departure, node)
+        for pin in arrival.computed:
+            for node in () if pin.node.hidden else pin.nodes():
+                departure.pins.append(self._pin_whole(pin.cell, node))
+                slots = node.resident_slots(pin.cell)
+                departure.pages += self._departing(node, pin.cell % tree.anchors, slots)
         if not departure.pages:
             return None
         tree.departures[departure.number] = departure
         return departure
 
-    def _depart_hot(self, departure: Departure, node: Node) -> None:
-        """The node's pages that were computed on the host leave with those that landed there."""
+    def _add_computed(self, arrival: Arrival, nodes: Iterable[Node]) -> None:
+        """Let pages that were computed on the host depart when a backup lands.
+
+        They must have been computed before it began: its copy waits for all that computed them.
+        Pages that are committed meanwhile leave with the next one.
+        """
+        if (arrival.source, arrival.target) != (Tier.DEVICE, Tier.HOST):
+            return
         tree = self._tree
-        cells = [cell for cell in tree.homes if cell >= tree.anchors and node.resident >> cell & 1]
-        for cell in () if node.departed else cells:
-            departure.pins.append(self._pin_whole(cell, node))
-            slots = node.resident_slots(cell)
-            departure.pages += self._departing(node, cell % tree.anchors, slots)
-        node.departed = True
+        for cell in (home for home in tree.homes if home >= tree.anchors):
+            before: Node | None = None
+            for node in nodes:
+                if not node.resident >> cell & 1 or node.departed >> cell & 1:
+                    continue
+                node.departed |= 1 << cell
+                arrival.computed.append(tree.pins.span(cell, node, node.depth))
+                if node.parent is not before:
+                    arrival.guards += self._pin_above(cell, node)
+                before = node
+
+    @staticmethod
+    def _keep_computed(arrival: Arrival) -> None:
+        """The pages computed in the target do not depart this time."""
+        for pin in arrival.computed:
+            for node in pin.nodes():
+                node.departed &= ~(1 << pin.cell)
 
     def _departing(self, node: Node, anchor: int, slots: Slots) -> list[Departing]:
         name, presence = self._tree.anchor_names[anchor], self._tree.presence

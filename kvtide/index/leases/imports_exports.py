@@ -196,6 +196,7 @@ class ImportsExports:
                 continue
             coming = node.arrivals.get(cell) if node.arrivals else None
             tree.hold(node, cell, mine.copy())
+            node.departed |= tree.cells[cell].bit
             tree.cells[cell].queue.offer(node)
             if tree.presence.needed and node.resident >> cell - tree.anchors & 1:
                 tree.presence.note_ahead(node)

@@ -473,30 +473,3 @@ class Leasing:
         sweep(tree, hidden_roots([lease.node]))
         lease.node.leases -= 1
         tree.prune(lease.node)
-
-    def page_table(self, lease: IndexLease, anchor: int) -> Slots:
-        """The slot of every page up to `lease.reserved`, at home; -1 where there is none."""
-        table, cell = np.full(lease.reserved, -1, np.int32), self._tree.homes[anchor]
-        for node in self._tree.path(lease.node):
-            slots = node.slots[cell]
-            if slots is not None:
-                table[node.depth : node.depth + node.pages] = slots
-        for segment in lease.segments:
-            if cell in segment.slots:
-                table[segment.start : segment.end] = segment.slots[cell]
-        return table
-
-    def arriving_table(self, lease: IndexLease, anchor: int) -> Slots:
-        """The page table, with the slots of pages that are arriving."""
-        table, cell = self.page_table(lease, anchor), self._tree.homes[anchor]
-        for node in self._tree.path(lease.node):
-            if node.slots[cell] is None and node.arriving >> cell & 1:
-                table[node.depth : node.depth + node.pages] = self._arriving_slots(node, cell)
-        return table
-
-    def _arriving_slots(self, node: Node, cell: int) -> Slots:
-        """The slots that an arrival has for the node's pages. Arrivals here follow one path."""
-        assert node.arrivals is not None
-        arrival = self._tree.arrivals[node.arrivals[cell]]
-        part = next(p for p in arrival.parts if p.cell == cell and p.start <= node.depth < p.end)
-        return part.slots[node.depth - part.start : node.depth - part.start + node.pages]

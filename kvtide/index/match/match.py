@@ -239,8 +239,9 @@ class Matcher:
         number = self._memory.anchors.index(pool)
         limit, _ = self._judge(hit.nodes, hit.last_pages, hit.slowest, 1 << number)
         tiers = range(number, (hit.slowest + 1) * self._anchors, self._anchors)
+        cells = {*tiers, self._tree.homes[number]}
         beyond = [node for node in hit.nodes if node.end > limit]
-        if any(node.arriving >> cell & 1 for node in beyond for cell in tiers):
+        if any(node.arriving >> cell & 1 for node in beyond for cell in cells):
             reason = "pages are still arriving"
         elif pool.reuse.reach is ALL:
             reason = "pages were given up"

@@ -2,6 +2,7 @@
 
 `tree`      the small steps (hold, drop, split …); the only module that changes a node
 `node`      a run of pages on which everything is the same: the unit of the tree
+`node_keys` the keys of its pages
 `cells`     one anchor in one tier: slots, eviction queue, page counts
 `slots`     reserve → take → forfeit
 `holds`     what leases, arrivals, imports and departures hold

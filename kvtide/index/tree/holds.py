@@ -121,6 +121,7 @@ class Arrival:
     behind         the arrivals that bring the rest of what the lease waits for
     leaves_source  a demotion: landing also drops the source copies that are not pinned by then
     additions      pages that the target has without optional sidecars, which this arrival brings
+    computed       pages computed in the target (of hot pools) that depart when this one lands
     """
 
     number: int
@@ -134,6 +135,7 @@ class Arrival:
     behind: tuple[Arrival, ...] = ()
     leaves_source: bool = False
     additions: list[ArrivalPart] = field(default_factory=list)
+    computed: list[Pin] = field(default_factory=list)
     live: bool = True
 
     @property
@@ -142,10 +144,11 @@ class Arrival:
 
     @property
     def pointless(self) -> bool:
-        """Whether all it brings is hidden and no lease waits for it."""
-        brought = (*self.parts, *self.additions)
+        """Whether all that it brings, or that leaves with it, is hidden and no lease waits."""
+        ends = [part.node for part in (*self.parts, *self.additions)]
+        ends += [pin.node for pin in self.computed]
         waiting = any(lease.live for lease in self.leases)
-        return all(part.node.hidden for part in brought) and not waiting
+        return all(node.hidden for node in ends) and not waiting
 
 
 class Taken(NamedTuple):

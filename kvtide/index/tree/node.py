@@ -36,7 +36,7 @@ class Node:
     queued         bit per cell: stands in that cell's eviction queue
     marks          per cell, what its eviction policy remembers; empty if none does
     ahead          the device may carry optional sidecars that the host's copy of the run lacks
-    departed       its hot pages have left for storage, with the others of the run
+    departed       bit per cell: its pages there, computed or fetched, have been given to a store
     last … priority  what eviction policies look at
     stop           the page up to which the request that computed the run went on
     key            key of the run's last page, computed on demand
@@ -86,7 +86,7 @@ class Node:
         self.hidden: bool = parent is not None and parent.hidden
         self.queued = 0
         self.ahead = False
-        self.departed = False
+        self.departed = 0
         self.marks: list[int] = _NO_MARKS
         self.last = 0
         self.born = 0

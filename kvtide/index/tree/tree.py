@@ -11,19 +11,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from kvtide.index.events import Event, EventKind, Listener
-from kvtide.index.keys import (
-    TOKEN_BYTES,
-    Hidden,
-    Namespace,
-    PageKey,
-    Prompt,
-    chain,
-    page_keys,
-    unlike_any_prompt,
-)
+from kvtide.index.keys import TOKEN_BYTES, Hidden, PageKey, Prompt, unlike_any_prompt
 from kvtide.index.tree.cells import cells_of
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
 from kvtide.index.tree.node import Node, Root, RootName
+from kvtide.index.tree.node_keys import NodeKeys
 from kvtide.index.tree.pins import Pins
 from kvtide.index.tree.presence import Presence
 from kvtide.index.tree.slots import SlotPool
@@ -50,7 +42,7 @@ class Tree:
     ) -> None:
         self.page_bytes = memory.page_tokens * TOKEN_BYTES
         self.after_bytes = memory.holdback * TOKEN_BYTES
-        self.fingerprint = fingerprint
+        self.keys = NodeKeys(fingerprint, self.page_bytes, self.after_bytes)
         self.anchor_names = tuple(pool.name for pool in memory.anchors)
         self.anchors = len(self.anchor_names)
         self.cells = cells_of(memory, capacity_pages, eviction)
@@ -154,13 +146,13 @@ class Tree:
         node.tokens += tokens
         node.pages += pages
         node.key = None
-        node.departed = False
         node.last = self.tick
         if self.finite_cells:
             self._reach_changed(node.parent)
         for cell, added in slots.items():
             node.slots[cell] = np.concatenate((node.resident_slots(cell), added))
             where = self.cells[cell]
+            node.departed &= ~where.bit
             where.resident_pages += pages
             if node.pins[cell]:
                 where.pinned_pages += pages
@@ -206,7 +198,7 @@ class Tree:
         lower.priority = max(lower.priority, upper.priority)
         lower.stop = max(lower.stop, upper.stop)
         lower.ahead = lower.ahead or upper.ahead
-        lower.departed = lower.departed and upper.departed
+        lower.departed &= upper.departed
         lower.parent = parent
         lower.tokens = upper.tokens + lower.tokens
         lower.pages += upper.pages
@@ -334,6 +326,7 @@ class Tree:
         where.resident_pages -= node.pages
         node.slots[cell] = None
         node.resident &= ~where.bit
+        node.departed &= ~where.bit
         self._lost_kid(node, cell)
 
     def arrive(self, node: Node, cell: int, number: int) -> None:
@@ -407,44 +400,11 @@ class Tree:
 
     def key(self, node: Node) -> bytes:
         """The key of the node's last page; for a root, what its page keys begin with."""
-        path = []
-        above = node
-        while above.key is None and above.parent is not None:
-            path.append(above)
-            above = above.parent
-        key = above.key if above.key is not None else self._root_key(above)
-        for below in reversed(path):
-            *_, last = self._keys(below, key)
-            key = below.key = last.key
-        return key
+        return self.keys.of(node)
 
     def page_keys(self, node: Node) -> list[PageKey]:
         """The keys of all pages of the node."""
-        assert node.parent is not None
-        return list(self._keys(node, self.key(node.parent)))
-
-    def _keys(self, node: Node, above: bytes) -> Iterator[PageKey]:
-        """The keys of the node's pages; `above` is that of the page before them."""
-        assert node.parent is not None
-        tokens = self._after(node.parent) + node.tokens
-        return page_keys(above, tokens, self.page_bytes, self.after_bytes)
-
-    def _after(self, node: Node) -> bytes:
-        """The tokens of the holdback behind the node's last page; of a root, its head."""
-        if isinstance(node, Root):
-            return node.name[1]
-        return node.tokens[len(node.tokens) - self.after_bytes :]
-
-    def _root_key(self, root: Node) -> bytes:
-        assert isinstance(root, Root)
-        root.key = self.namespace_key(root.name[0])
-        return root.key
-
-    def namespace_key(self, namespace: Namespace | Hidden) -> bytes:
-        """What the page keys of a namespace's prompts begin with."""
-        assert isinstance(namespace, Namespace), "hidden pages have no key"
-        (key,) = chain(namespace.fingerprint(self.fingerprint), b"\0", 1)
-        return key
+        return self.keys.of_pages(node)
 
     def _notify_stored(self, node: Node, cell: int, first: int) -> None:
         """Notify the policy and the listeners: pages from `first` on became readable."""
@@ -466,7 +426,7 @@ class Tree:
 
     def _emit(self, kind: EventKind, cell: int, node: Node, first: int) -> None:
         assert node.parent is not None
-        above = PageKey(self.key(node.parent), self._after(node.parent))
+        above = PageKey(self.key(node.parent), self.keys.after(node.parent))
         names = [key.name for key in (above, *self.page_keys(node))]
         where = self.cells[cell]
         event = Event(

@@ -1,0 +1,179 @@
+"""Hot residency on a GPU: plan and swap-in inside CUDA graphs, pages in pinned host memory.
+
+Attention reads the same bytes in the same order wherever they lie, so answers of one request at a
+time are equal to those with all pages resident, to the last bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Engine, Request, RequestParams
+from kvtide.engine.oracle import Oracle, bounds_of
+from kvtide.engine.speculation.ngram import NgramDrafter
+from kvtide.models import Model
+from kvtide.models.checkpoint import OnDevice
+from kvtide.spec import Tier
+from kvtide.spec.families import KVDType
+from kvtide.spec.residency import ALL_RESIDENT, Residency
+from kvtide.storage import open_store
+from tests.engine.restoring import PAGE, text
+from tests.engine.test_on_device import CLOSE, answered, compared, one_by_one, settled
+from tests.models.tiny import build, checkpoint
+
+NAMES = ("deepseek_v32", "glm_moe_dsa-shared", "deepseek_v4")
+TOP_K = {"deepseek_v32": 24, "glm_moe_dsa-shared": 24, "deepseek_v4": 6}
+ANSWER = 40
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("pinned memory and CUDA graphs need a GPU: --device cuda")
+
+
+def model_of(
+    name: str, device: torch.device, resident: Residency, kv: KVDType | None, drafts: int = 0
+) -> Model:
+    saved, dtype = checkpoint(name), torch.bfloat16
+    with device:
+        weights = OnDevice(saved.weights, device)
+        return build(
+            saved.config,
+            weights,
+            page_tokens=PAGE,
+            kv_dtype=kv,
+            dtype=dtype,
+            resident=resident,
+            draft_tokens=drafts,
+        )
+
+
+@contextmanager
+def engine_of(model: Model, device_tokens: int = 4096, **options: object) -> Iterator[Engine]:
+    config = CacheConfig(Tokens(device_tokens), host_size=Tokens(16384), device="cuda", hot_rows=8)
+    cache = TieredCache(model.memory, config)
+    oracle = options.pop("oracle", None)
+    if oracle is not None:
+        oracle = Oracle(cache, 1.0, bounds_of(model.memory, torch.bfloat16))
+    try:
+        yield Engine(model, cache, chunk_tokens=256, max_running=8, oracle=oracle, **options)
+    finally:
+        cache.close()
+
+
+def prompts_of(rng: random.Random) -> list[tuple[int, ...]]:
+    root = text(rng, 300)
+    lengths = (5, 90, 300, 700)
+    return [root[: length // 2] + text(rng, length - length // 2) for length in lengths]
+
+
+@pytest.mark.parametrize("kv", [KVDType.BF16, KVDType.FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_those_of_resident_pages(name: str, kv: KVDType, device: torch.device) -> None:
+    rng = random.Random(name)
+    asks = [RequestParams(prompt, ANSWER) for prompt in prompts_of(rng)]
+    with engine_of(model_of(name, device, ALL_RESIDENT, kv)) as engine:
+        engine.warm_up()
+        plain = one_by_one(engine, asks)
+    for entries in (TOP_K[name], TOP_K[name] + 1, 4 * TOP_K[name], 1024):
+        with engine_of(model_of(name, device, Residency(entries), kv)) as engine:
+            engine.warm_up()
+            hot = one_by_one(engine, asks)
+            assert engine.cache.validate() == []
+            assert engine.steps_by_kind["decode_graph"] > len(asks)
+            counts = [each.counts.sum(0).tolist() for each in engine.cache.hardware.hot.values()]
+        differing = [
+            (len(a.params.tokens), i)
+            for a, b in zip(plain, hot, strict=True)
+            for i, (x, y) in enumerate(zip(a.output, b.output, strict=True))
+            if x != y
+        ]
+        divergence, equal, _ = compared(plain, hot)
+        print(f"{name} hot:{entries} hits and misses {counts}, KL {divergence:.1e}, {equal:.2%}")
+        assert not differing, (entries, differing[:4], divergence)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_answer_as_resident_ones(name: str, device: torch.device) -> None:
+    """More requests than rows, prefixes in common, one long sequence beside short ones."""
+    rng = random.Random(name)
+    root = text(rng, 200)
+    asks = [
+        RequestParams(root[: rng.randint(1, 200)] + text(rng, rng.randint(1, 300)), ANSWER)
+        for _ in range(30)
+    ]
+    answers: list[list[Request]] = []
+    for resident in (ALL_RESIDENT, Residency(4 * TOP_K[name])):
+        with engine_of(model_of(name, device, resident, KVDType.BF16)) as engine:
+            engine.warm_up()
+            answers.append(answered(engine, asks))
+            assert engine.cache.validate() == []
+    divergence, equal, count = compared(*answers)
+    print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
+    assert divergence < CLOSE and equal > 0.95, (divergence, equal)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_restored_prefixes_and_their_check(name: str, device: torch.device, tmp_path: Path) -> None:
+    """From the device, the host and storage; each compared with computing it anew."""
+    rng = random.Random(name)
+    prompts = [text(rng, 200) for _ in range(6)]
+    model = model_of(name, device, Residency(4 * TOP_K[name]), KVDType.BF16)
+    with engine_of(model, oracle=True) as engine:
+        engine.cache.storage.attach(open_store(f"file:{tmp_path}"))
+        one_by_one(engine, [RequestParams(prompt, 2) for prompt in prompts])
+        for tiers in ((), (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST)):
+            settled(engine, *tiers)
+            found = one_by_one(engine, [RequestParams((*p, 1), 4) for p in prompts])
+            assert all(sum(request.by_tier.values()) > 0 for request in found), tiers
+        assert engine.oracle is not None and engine.oracle.counts.diverged == 0
+        assert engine.oracle.counts.alike > 6 and engine.cache.validate() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_share_the_hot_buffer(name: str, device: torch.device) -> None:
+    rng = random.Random(name)
+    loop = text(rng, 40)
+    asks = [RequestParams(loop * 4 + loop[:n], ANSWER) for n in (1, 7, 30)]
+    with engine_of(model_of(name, device, ALL_RESIDENT, KVDType.BF16)) as engine:
+        plain = one_by_one(engine, asks)
+    model = model_of(name, device, Residency(5 * TOP_K[name]), KVDType.BF16, drafts=3)
+    with engine_of(model, drafter=NgramDrafter(), draft_tokens=3, fixed_drafts=True) as engine:
+        engine.warm_up()
+        drafted = one_by_one(engine, asks)
+        assert engine.steps_by_kind["verify_graph"] > 3 and engine.cache.validate() == []
+    divergence, equal, count = compared(plain, drafted)
+    print(f"{name}: KL {divergence:.1e}, equal {equal:.2%} of {count}")
+    assert divergence < CLOSE and equal > 0.95, (divergence, equal)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_with_aborts_leave_nothing_behind(name: str, device: torch.device) -> None:
+    rng = random.Random(5)
+    roots = [text(rng, 70) for _ in range(6)]
+    model = model_of(name, device, Residency(2 * TOP_K[name]), KVDType.BF16)
+    with engine_of(model, 2048) as engine:
+        engine.warm_up()
+        done, pending = 0, list[Request]()
+        while done < 1000 or pending:
+            while done < 1000 and len(pending) < 24:
+                prompt = rng.choice(roots)[: rng.randint(1, 70)] + text(rng, rng.randint(1, 9))
+                pending.append(engine.submit(RequestParams(prompt, rng.randint(1, 6))))
+                done += 1
+            engine.step()
+            if rng.random() < 0.3:
+                engine.abort(rng.choice(pending))
+            pending = [request for request in pending if request.finish is None]
+        assert engine.idle and engine.cache.validate() == []
+        assert engine.cache.index.hot_rows == (0, 8)
+        settled(engine, Tier.DEVICE, Tier.HOST)
+        for count in engine.cache.stats().pages.values():
+            assert (count.resident, count.free) == (0, count.capacity)
