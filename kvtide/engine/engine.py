@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.chunks import ScheduledChunk
+from kvtide.engine.hot_counts import HotPoolCounts
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
@@ -136,6 +137,12 @@ class Engine:
     def overlap_state(self) -> OverlapState:
         return self._overlap.state
 
+    def hot_counts(self) -> Mapping[str, HotPoolCounts]:
+        """Of each hot pool, as of a second ago; of now where no request runs."""
+        if self.idle:
+            self._runner.hot_counts.read_now()
+        return self._runner.hot_counts.last
+
     @property
     def accept_lengths(self) -> AcceptLengths | None:
         """What verify steps gave; None without speculation."""
@@ -202,6 +209,7 @@ class Engine:
         updates, checks = self._sample(step.chunks, output)
         self._settle(step.chunks, output, updates)
         self._end(updates)
+        self._runner.hot_counts.sample()
         return [update for update in updates if update.request not in checks]
 
     def _prompt(self, checked: CheckedRequest) -> Prompt:

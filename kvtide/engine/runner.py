@@ -21,6 +21,7 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, graph_capture, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
 from kvtide.engine.graphs.step_graphs import StepGraph, StepGraphs
+from kvtide.engine.hot_counts import HotCounts
 from kvtide.engine.hot_residency import HotResidency
 from kvtide.engine.page_tables import Numbers, Table, batch_tables, chunk_spans
 from kvtide.engine.rank_topology import RankTopology
@@ -202,6 +203,7 @@ class Runner:
     captures     the layers of the model whose inputs a draft takes
     verify_rows  tokens of a sequence in a verify step, at the most; 0 where there is none
     capture      captures graphs; None where all steps run eagerly
+    hot_counts   hits and misses of hot pools
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class Runner:
         self._max_sequences, self._max_step_tokens = max_sequences, max_step_tokens
         self._hot = HotResidency(cache)
         self._staging = staging
+        self.hot_counts = HotCounts(cache.hardware.hot, staging)
         self._logits_width: int | None = None
         self.launched: Counter[str] = Counter()
         self.capture: GraphCapture | None = None

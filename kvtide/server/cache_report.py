@@ -65,6 +65,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
 
 def _pool(engine: Engine, name: str) -> dict[str, Any]:
     pool = engine.cache.memory.pool(name)
+    home = engine.cache.memory.pool(pool.follows or name).home
     reach = pool.reuse.reach
     return {
         "name": name,
@@ -72,4 +73,20 @@ def _pool(engine: Engine, name: str) -> dict[str, Any]:
         "follows": pool.follows,
         "reach": reach if isinstance(reach, int) else "all",
         "row_bytes": pool.row_bytes(engine.cache.memory.page_tokens),
+        "home": home.name.lower(),
+        "hot": None if pool.hot is None else _hot(engine, name, pool.hot),
+    }
+
+
+def _hot(engine: Engine, name: str, entries: int) -> dict[str, Any]:
+    """How a pool on the host is used: `entries` of a request and layer are on the device."""
+    in_use, capacity = engine.cache.index.hot_rows
+    counts = engine.hot_counts()[name]
+    return {
+        "entries": entries,
+        "rows": {"in_use": in_use, "capacity": capacity},
+        "hits": sum(counts.hits.values()),
+        "misses": sum(counts.misses.values()),
+        "hit_rate": counts.hit_rate,
+        "swapped_bytes": counts.swapped_bytes,
     }

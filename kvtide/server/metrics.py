@@ -92,6 +92,8 @@ class _StateCollector:
         if (guard := self._engine.accept_guard) is not None:
             yield from _alarms(guard)
         yield from _pages(stats)
+        if self._engine.cache.memory.hot_pools:
+            yield from _hot(self._engine)
         yield from _counts(stats)
         yield from _storage(stats.storage)
 
@@ -147,6 +149,32 @@ def _pages(stats: Stats) -> Iterable[Metric]:
         for state in ("capacity", "resident", "free"):
             gauge.add_metric([tier.name.lower(), anchor, state], getattr(count, state))
     yield gauge
+
+
+def _hot(engine: Engine) -> Iterable[Metric]:
+    hits, misses = (
+        CounterMetricFamily(f"kvtide_hot_{name}", text, labels=["pool", "layer"])
+        for name, text in (
+            ("hits", "Selected entries that were on the device."),
+            ("misses", "Selected entries that were swapped in."),
+        )
+    )
+    swapped = CounterMetricFamily(
+        "kvtide_hot_swapped_bytes", "Bytes swapped in from the host.", labels=["pool"]
+    )
+    for pool, counts in engine.hot_counts().items():
+        for layer, count in counts.hits.items():
+            hits.add_metric([pool, str(layer)], count)
+        for layer, count in counts.misses.items():
+            misses.add_metric([pool, str(layer)], count)
+        swapped.add_metric([pool], counts.swapped_bytes)
+    yield from (hits, misses, swapped)
+    rows = GaugeMetricFamily(
+        "kvtide_hot_rows", "Hot buffers of requests by state.", labels=["state"]
+    )
+    for state, count in zip(("in_use", "capacity"), engine.cache.index.hot_rows, strict=True):
+        rows.add_metric([state], count)
+    yield rows
 
 
 def _counts(stats: Stats) -> Iterable[Metric]:
