@@ -19,7 +19,7 @@ import pytest
 from kvtide.cache import FetchPatience, Match, Namespace
 from kvtide.cache.fetching import Fetch
 from kvtide.index import Prompt
-from kvtide.index.keys import Hidden
+from kvtide.index.keys import TOKEN_BYTES, Hidden
 from kvtide.spec import ModelMemory
 from kvtide.storage import open_store
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
@@ -90,10 +90,17 @@ class StoredTraffic(Traffic):
         return fetch.prompt
 
     def _judge(self, match: Match) -> None:
-        """Others have stored what they committed."""
-        names = set(page_names(match.prompt))
-        self.committed |= names & (self.loose if self.others is None else self.others)
+        """Others have stored what they committed. A store has one object for a page, whatever the
+        token behind it, which a draft's pages alone depend on."""
+        known = self.committed | (self.loose if self.others is None else self.others)
+        stored = {self._stored_as(name) for name in known}
+        names = {name for name in page_names(match.prompt) if self._stored_as(name) in stored}
+        self.committed |= names
         super()._judge(match)
+
+    def _stored_as(self, page: PageName) -> PageName:
+        namespace, packed = page
+        return namespace, packed[: len(packed) - TOKEN_BYTES * self.cache.memory.holdback]
 
     def _watched(self, prompt: Prompt) -> int:
         """Quarantine; what neither the prompt has nor a tier knows of the branch, a store keeps."""
