@@ -308,6 +308,16 @@ LONG: dict[str, tuple[str, Fields]] = {
     "deepseek_v3-mtp": _three_layers("deepseek_v3"),
     "deepseek_v32-mtp": _three_layers("deepseek_v32"),
     "glm4_moe_lite-mtp": _three_layers("glm4_moe_lite"),
+    "glm_moe_dsa-one-indexer": _config(
+        "GlmMoeDsa",
+        **LATENT["glm_moe_dsa"][1]
+        | _fields(
+            num_hidden_layers=8,
+            index_topk_pattern="FSSSSSSS",
+            index_head_dim=16,
+            first_k_dense_replace=8,
+        ),
+    ),
     "glm_moe_dsa-mtp": _three_layers("glm_moe_dsa-shared", index_topk_pattern="FSF"),
     "qwen3_next-mtp": _three_layers("qwen3_next", layer_types=_ATTENTION_LAST),
     "qwen3_5-mtp": _three_layers("qwen3_5", layer_types=_ATTENTION_LAST),
