@@ -12,6 +12,7 @@ from kvtide.cli.bench import (
     bench_gpu,
     bench_replay,
     bench_serve,
+    bench_sparse,
     bench_speculate,
     bench_storage,
     bench_transfer,
@@ -56,6 +57,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_step(kinds.add_parser("step", help="the cost of an engine step besides the model"))
     bench_speculate.add(
         kinds.add_parser("speculate", help="decoding with drafts beside decoding without")
+    )
+    bench_sparse.add(
+        kinds.add_parser("sparse", help="pools on the host with hot buffers, beside all on a GPU")
     )
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))
 

@@ -51,6 +51,7 @@ class Bed:
         write_policy: str = "write_through",
         tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT,
         drafts: Drafts | None = None,
+        longest_tokens: int | None = None,
     ) -> Iterator[Engine]:
         config = CacheConfig(
             Tokens(device_tokens),
@@ -59,6 +60,8 @@ class Bed:
             write_policy=write_policy,
             tokens_per_checkpoint=tokens_per_checkpoint,
             patience=FetchPatience("wait_complete"),
+            hot_rows=max_running,
+            longest_tokens=longest_tokens,
         )
         cache = TieredCache(self.model.memory, config)
         try:

@@ -1,4 +1,4 @@
-"""TTFT by the tier that holds the prefix, as a bar chart (SVG)."""
+"""Groups of bars (SVG): TTFT by the tier that holds the prefix, tokens by residency."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Mapping, Sequence
 
 _WIDTH, _BAR, _GAP, _LEFT, _RIGHT, _TOP = 720, 22, 8, 190, 90, 46
 _COLOURS = {"recompute": "#8b949e", "storage": "#bf8700", "host": "#0969da", "device": "#1a7f37"}
+_OTHERS = ("#8b949e", "#0969da", "#1a7f37", "#bf8700", "#8250df")
 
 
-def draw(title: str, groups: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+def draw(title: str, groups: Sequence[tuple[str, Mapping[str, float]]], unit: str = "ms") -> str:
     """Groups of bars, milliseconds by tier; every group has a scale of its own."""
     lines, top = [], _TOP
     for name, bars in groups:
         lines.append(_text(16, top + 14, name, "bold"))
         top += 26
         longest = max(bars.values())
-        for tier, value in bars.items():
+        for number, (tier, value) in enumerate(bars.items()):
             width = (_WIDTH - _LEFT - _RIGHT) * value / longest
             lines.append(_text(_LEFT - 10, top + 15, tier, anchor="end"))
             lines.append(
                 f'<rect x="{_LEFT}" y="{top}" width="{max(width, 1):.1f}" height="{_BAR}" '
-                f'rx="3" fill="{_COLOURS[tier]}"/>'
+                f'rx="3" fill="{_COLOURS.get(tier, _OTHERS[number % len(_OTHERS)])}"/>'
             )
-            lines.append(_text(_LEFT + width + 8, top + 15, f"{value:,.0f} ms"))
+            lines.append(_text(_LEFT + width + 8, top + 15, f"{value:,.0f} {unit}"))
             top += _BAR + _GAP
         top += 14
     head = (

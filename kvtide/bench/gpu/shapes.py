@@ -13,6 +13,7 @@ from torch import Tensor
 from kvtide.models import Model, build
 from kvtide.spec import catalog
 from kvtide.spec.families import KVDType
+from kvtide.spec.residency import ALL_RESIDENT, Residency
 
 Shapes = Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]]
 
@@ -26,11 +27,22 @@ class Shape:
     tensors: Shapes
     page_tokens: int
 
-    def build(self, device: torch.device, dtype: torch.dtype, kv: KVDType | None = None) -> Model:
+    def build(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv: KVDType | None = None,
+        resident: Residency = ALL_RESIDENT,
+    ) -> Model:
         weights = RandomWeights(self.tensors(self.config), device, dtype)
         with device:
             return build(
-                self.config, weights, page_tokens=self.page_tokens, kv_dtype=kv, dtype=dtype
+                self.config,
+                weights,
+                page_tokens=self.page_tokens,
+                kv_dtype=kv,
+                dtype=dtype,
+                resident=resident,
             )
 
 
@@ -129,6 +141,38 @@ def _deepseek_v4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def _deepseek_v32(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, low, rank = (config[f] for f in ("hidden_size", "q_lora_rank", "kv_lora_rank"))
+    heads, plain, turned, value = (
+        config[f]
+        for f in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
+    experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
+    layer = r"model\.layers\.\d+\."
+    attention, indexer = rf"{layer}self_attn\.", rf"{layer}self_attn\.indexer\."
+    expert = rf"{layer}mlp\.(experts\.\d+|shared_experts)\."
+    return {
+        r"model\.embed_tokens\.weight|lm_head\.weight": (config["vocab_size"], hidden),
+        rf"model\.norm\.weight|{layer}\w+_layernorm\.weight": (hidden,),
+        rf"{attention}q_a_proj\.weight": (low, hidden),
+        rf"{attention}q_a_layernorm\.weight": (low,),
+        rf"{attention}q_b_proj\.weight": (heads * (plain + turned), low),
+        rf"{attention}kv_a_proj_with_mqa\.weight": (rank + turned, hidden),
+        rf"{attention}kv_a_layernorm\.weight": (rank,),
+        rf"{attention}kv_b_proj\.weight": (heads * (plain + value), rank),
+        rf"{attention}o_proj\.weight": (hidden, heads * value),
+        rf"{indexer}wq_b\.weight": (index_heads * index_dim, low),
+        rf"{indexer}wk\.weight": (index_dim, hidden),
+        rf"{indexer}k_norm\.(weight|bias)": (index_dim,),
+        rf"{indexer}weights_proj\.weight": (index_heads, hidden),
+        rf"{layer}mlp\.gate\.weight": (experts, hidden),
+        rf"{layer}mlp\.gate\.e_score_correction_bias": (experts,),
+        rf"{expert}(gate|up)_proj\.weight": (inner, hidden),
+        rf"{expert}down_proj\.weight": (hidden, inner),
+    }
+
+
 def _compressor(
     under: str, ratio: int, halves: int, width: int, hidden: int
 ) -> dict[str, tuple[int, ...]]:
@@ -168,13 +212,30 @@ def deepseek_v4_flash(layers: int = 12, experts: int = 32, **others: Any) -> Sha
     return Shape("deepseek-v4-flash", config, _deepseek_v4, 256)
 
 
+def deepseek_v32(layers: int = 4, experts: int = 32, **others: Any) -> Shape:
+    """Some of the layers with experts, and of the experts, which fit on one device."""
+    config = {
+        **catalog.config("deepseek-v3.2"),
+        "num_hidden_layers": layers,
+        "n_routed_experts": experts,
+        "first_k_dense_replace": 0,
+        "n_group": 8,
+        "topk_group": 4,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+        **others,
+    }
+    return Shape("deepseek-v3.2", config, _deepseek_v32, 64)
+
+
 def tiny(shape: Shape) -> Shape:
     """The same architecture, small enough for tests on a CPU."""
     small = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32,
         "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 16,
-        "index_head_dim": 32, "index_topk": 8, "n_routed_experts": 8, "moe_intermediate_size": 32,
+        "index_head_dim": 32, "index_topk": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 4,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32,
         "num_hash_layers": 1, "sliding_window": 16 if "sliding_window" in shape.config else None,
     }  # fmt: skip
     known = {name: value for name, value in small.items() if name in shape.config}

@@ -1,0 +1,336 @@
+"""Hot residency beside pages that are all on the device: decode, first tokens, prefill.
+
+Models have random weights, and contexts a random KV history that no prefill computes. Requests are
+served by real engines: a decode step is timed from one result to the next. What indexers select is
+replaced by choices of a given overlap (`driven_choices`), or left as it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtide.bench.gpu.driven_choices import DrivenChoices, attentions_with_indexer, driving
+from kvtide.bench.gpu.engine_bed import Bed, alternating, flush, start, step_s, stop, ttft_s
+from kvtide.bench.gpu.shapes import Shape
+from kvtide.cache import TieredCache
+from kvtide.engine import Engine, RequestParams
+from kvtide.layers.packing import packing
+from kvtide.spec import ModelMemory, PoolSpec, Tier
+from kvtide.spec.families import KVDType
+from kvtide.spec.residency import ALL_RESIDENT, Residency
+from kvtide.spec.sizing import largest_batch, running_bytes
+from kvtide.tiers import Buffers
+from kvtide.transfer.strided import Way
+
+CHECKPOINTS = 16
+"""Windows and states of a context have slots for so many, at least."""
+OWN = "own"
+"""In the place of an overlap: the indexers' own choices."""
+Overlap = float | str
+OVERLAPS: tuple[Overlap, ...] = (0.95, 0.9, 0.8, OWN)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseShape:
+    """A model and the size of its hot buffers. `what` describes the slice, for tables."""
+
+    shape: Shape
+    hot: int
+    what: str
+    kv: KVDType | None = KVDType.FP8
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    def bed(self, device: torch.device, dtype: torch.dtype, *, hot: bool) -> Bed:
+        resident = Residency(self.hot) if hot else ALL_RESIDENT
+        return Bed(self.shape.build(device, dtype, self.kv, resident), device)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """`resident`: contexts that fit the device tier if all their pages are there.
+
+    most   hot contexts, at the most
+    steps  that are timed, after as many to warm up
+    """
+
+    context: int = 131_072
+    resident: int = 16
+    most: int = 128
+    host_bytes: int = 80 << 30
+    steps: int = 32
+
+    @property
+    def answer_tokens(self) -> int:
+        return 2 * self.steps * (len(OVERLAPS) + 1) + 8
+
+    def contexts(self, all_on_device: ModelMemory, hot: ModelMemory) -> int:
+        """How many hot ones fit the device bytes of the resident ones, and the host."""
+        page = hot.page_tokens
+        tokens = self.context + self.answer_tokens + 2 * page
+        device = running_bytes(all_on_device, self.resident, -(-tokens // page))
+        fit = largest_batch(hot, tokens, device)
+        host = int(self.host_bytes // (tokens * hot.history_bytes_per_token()))
+        return max(1, min(self.most, host, self.most if fit is None else fit))
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A decode step of a batch; `overlap` of its choices with those of the step before.
+
+    hit_rate      of choices, those that were on the device; None where all pages are
+    layer_misses  entries that a layer swapped in per step, all sequences together
+    """
+
+    residency: str
+    batch: int
+    overlap: Overlap
+    seconds: float
+    hit_rate: float | None = None
+    layer_misses: float = 0.0
+    missing_bytes: float = 0.0
+
+    @property
+    def tokens_s(self) -> float:
+        return self.batch / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_s": self.tokens_s}
+
+
+# -- a random history ---------------------------------------------------------------------------
+
+
+def fill(cache: TieredCache, unique_pages: int = 2048) -> None:
+    """Random values in all pages of every pool, where it lives; so many of them differ."""
+    memory = cache.memory
+    for pool in memory.pools:
+        tier = cache.hardware.device if pool.hot is None else cache.hardware.host
+        some = _packed_rows(pool, memory.page_tokens, unique_pages, cache.config.torch_device)
+        _repeat(tier, pool, some)
+
+
+def _packed_rows(
+    pool: PoolSpec, page_tokens: int, pages: int, device: torch.device
+) -> torch.Tensor:
+    """(pages, bytes of a row)."""
+    entries = pool.row_bytes(page_tokens) // max(1, pool.entry.bytes)
+    fields: dict[str, torch.Tensor] = {}
+    for part in packing(pool.entry).parts:
+        values = torch.randn(pages * entries, *part.logical.shape, device=device)
+        if pool.tail_entries is not None:
+            values = values.abs() + 1  # Compressor states hold sums of weights.
+        fields |= part.pack(values)
+    parts = [fields[f.name].contiguous().view(torch.uint8).flatten(1) for f in pool.entry.fields]
+    return torch.cat(parts, 1).view(pages, -1) if parts else torch.empty(pages, 0)
+
+
+def _repeat(tier: Buffers, pool: PoolSpec, some: torch.Tensor) -> None:
+    for layer in pool.layers:
+        rows = tier.rows(pool.name, layer)
+        some = some.to(rows.device)
+        for first in range(0, len(rows), len(some)):
+            part = rows[first : first + len(some)]
+            part[:, : some.shape[1]] = some[: len(part)]
+
+
+def commit(cache: TieredCache, prompts: Iterable[Sequence[int]], pages: int = 2048) -> None:
+    """Put pages of these prompts into the cache, all of them where they live."""
+    fill(cache, pages)
+    for tokens in prompts:
+        lease = cache.reserve(cache.match(cache.prompt(tokens)))
+        assert lease is not None, "the capacity holds all prompts"
+        cache.commit(lease, len(tokens))
+        cache.retain(lease)
+        cache.release(lease)
+        cache.poll()
+
+
+# -- decode -------------------------------------------------------------------------------------
+
+
+class DecodeBed:
+    """An engine with so many contexts in its cache, whose requests decode in batches."""
+
+    def __init__(
+        self, bed: Bed, engine: Engine, choices: DrivenChoices, load: DecodeLoad, contexts: int
+    ) -> None:
+        self._bed, self._engine, self._choices, self._load = bed, engine, choices, load
+        page = bed.model.memory.page_tokens
+        assert load.context % page == 0, "a context has whole pages"
+        vocabulary, length = bed.model.vocabulary, load.context + 1
+        # `Bed.prompt` takes longer than serving it.
+        random = np.random.default_rng(500).integers(0, vocabulary, (contexts, length))
+        self._prompts = [tuple(tokens.tolist()) for tokens in random]
+        commit(engine.cache, self._prompts, -(-load.context // page))
+        flush(engine)
+
+    def measure(self, batch: int, overlaps: Sequence[Overlap]) -> Iterator[StepResult]:
+        """A step of the first contexts, once for each of these."""
+        answer = self._load.answer_tokens
+        requests = [RequestParams(tokens, answer) for tokens in self._prompts[:batch]]
+        try:
+            begun = start(self._engine, requests)
+            found = {sum(request.by_tier.values()) for request in begun}
+            assert found == {self._load.context}, f"{found} of {self._load.context} tokens cached"
+            for overlap in overlaps:
+                yield self._measured(batch, overlap)
+        finally:
+            stop(self._engine)
+
+    def _measured(self, batch: int, overlap: Overlap) -> StepResult:
+        if isinstance(overlap, float):
+            self._choices.keep(overlap)
+        else:
+            self._choices.leave()
+        bed, engine, steps = self._bed, self._engine, self._load.steps
+        step_s(bed, engine, steps)
+        before = self._counts()
+        seconds = step_s(bed, engine, steps)
+        counts = [now - then for now, then in zip(self._counts(), before, strict=True)]
+        hot = list(engine.cache.hardware.hot.values())
+        if not hot:
+            return StepResult("all", batch, overlap, seconds)
+        hits, misses = (sum(float(each[:, n].sum()) for each in counts) for n in (0, 1))
+        layers = sum(len(each.pool.layers) for each in hot)
+        sizes = (each.pool.entry.bytes for each in hot)
+        swapped = sum(
+            float(each[:, 1].sum()) * size for each, size in zip(counts, sizes, strict=True)
+        )
+        return StepResult(
+            *(f"hot:{hot[0].pool.hot}", batch, overlap, seconds),
+            hit_rate=hits / max(1.0, hits + misses),
+            layer_misses=misses / layers / steps,
+            missing_bytes=swapped / steps,
+        )
+
+    def _counts(self) -> list[torch.Tensor]:
+        return [hot.counts.clone().cpu() for hot in self._engine.cache.hardware.hot.values()]
+
+
+@contextmanager
+def decode_bed(bed: Bed, load: DecodeLoad, contexts: int) -> Iterator[DecodeBed]:
+    """With room for so many contexts; a hot one has them on the host too."""
+    memory = bed.model.memory
+    page, answer = memory.page_tokens, load.answer_tokens
+    longest = load.context + answer + 2 * page
+    capacity = contexts * (longest // page + 2) * page
+    pool = next(p for p in memory.pools if p.selected is not None)
+    with bed.engine(
+        capacity,
+        capacity if memory.hot_pools else 0,
+        max_running=max(2, contexts),
+        tokens_per_checkpoint=max(page, load.context // CHECKPOINTS),
+        longest_tokens=longest,
+    ) as engine:
+        layers = len(attentions_with_indexer(bed.model))
+        topk = pool.selected or 1
+        choices = DrivenChoices(layers, max(2, contexts), topk, pool.tokens_per_entry, bed.device)
+        with driving(bed.model, choices):
+            yield DecodeBed(bed, engine, choices, load, contexts)
+
+
+# -- first token --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenResult:
+    """Seconds from a prefix on the host to the first token, and the bytes that were loaded."""
+
+    residency: str
+    context: int
+    seconds: float
+    loaded_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def first_token(bed: Bed, context: int, new_tokens: int, rounds: int) -> FirstTokenResult:
+    memory = bed.model.memory
+    page = memory.page_tokens
+    longest = context + new_tokens + 2 * page
+    capacity = 2 * longest
+    prompt = bed.prompt(context + new_tokens, 77)
+    with bed.engine(
+        capacity,
+        capacity,
+        max_running=2,
+        tokens_per_checkpoint=max(page, context // CHECKPOINTS),
+        longest_tokens=longest,
+    ) as engine:
+        commit(engine.cache, [prompt], -(-context // page))
+        seconds = []
+        for _ in range(rounds + 2):
+            flush(engine, Tier.DEVICE)
+            before = _loaded(engine)
+            took, request = ttft_s(engine, prompt)
+            seconds.append(took)
+            found = request.by_tier
+            assert sum(found.values()) >= context - page, f"{found} of {context} tokens cached"
+            assert found.get(Tier.HOST), f"nothing was on the host: {found}"
+        flush(engine)
+        loaded = _loaded(engine) - before
+    hot = memory.hot_pools
+    name = f"hot:{hot[0].hot}" if hot else "all"
+    return FirstTokenResult(name, context, statistics.median(seconds[2:]), loaded)
+
+
+def _loaded(engine: Engine) -> int:
+    return engine.cache.stats().moved_bytes.get(Way.LOAD.name.lower(), 0)
+
+
+# -- prefill ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """Seconds of an uncached prompt, hot and with all pages on the device and no host tier."""
+
+    tokens: int
+    hot_s: float
+    all_s: float
+
+    @property
+    def relative_speed(self) -> float:
+        return self.all_s / self.hot_s
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"relative_speed": self.relative_speed}
+
+
+def prefill(
+    hot: Bed, resident: Bed, tokens: int, rounds: int, chunk_tokens: int = 8192
+) -> PrefillResult:
+    page = hot.model.memory.page_tokens
+    capacity = 2 * (tokens + 4 * page)
+    sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "max_running": 2}
+    longest = tokens + 2 * page
+    seeds = iter(range(20_000, 1_000_000))
+
+    def prefill_s(bed: Bed, engine: Engine) -> float:
+        flush(engine, Tier.DEVICE, Tier.HOST)
+        prompt = bed.prompt(tokens, next(seeds))
+        bed.synchronize()
+        return ttft_s(engine, prompt)[0]
+
+    with (
+        hot.engine(capacity, capacity, **sizes, longest_tokens=longest) as on,
+        resident.engine(capacity, 0, **sizes) as off,
+    ):
+        for _ in range(2):
+            prefill_s(hot, on)
+            prefill_s(resident, off)
+        hot_s, all_s = alternating(
+            [lambda: prefill_s(hot, on), lambda: prefill_s(resident, off)], rounds
+        )
+    return PrefillResult(tokens, hot_s, all_s)

@@ -1,0 +1,389 @@
+"""`kvtide bench sparse`: pools on the host with hot buffers, beside pages all on the device."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtide.bench.gpu import plot, row_reads, shapes
+from kvtide.bench.gpu import sparse_residency as sparse
+from kvtide.bench.gpu.engine_bed import Bed
+from kvtide.bench.gpu.sparse_residency import (
+    OVERLAPS,
+    DecodeLoad,
+    SparseShape,
+    StepResult,
+)
+from kvtide.cli.console import CommandError, table
+from kvtide.server.rank_processes import freeze_gc
+
+_HEADER = ("benchmark", "model", "case", "measured", "beside", "hot hits", "goal: value, reached")
+_OF_MODEL = ("single", "decode", "sum", "prefill")
+PARTS = ("rows", *_OF_MODEL, *(f"{name}-v4" for name in _OF_MODEL), "ttft")
+_OVERLAP_GOAL = 0.95
+"""Goals are set for choices that overlap so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: on a GPU, or in tiny shapes to test the benchmark itself."""
+
+    v32: SparseShape
+    v4: SparseShape
+    first_token: SparseShape
+    load: DecodeLoad
+    row_bytes: tuple[int, ...] = (584, 656, 1152)
+    rows: tuple[int, ...] = (512, 2048, 8192)
+    most_rows: int = 2048
+    row_context: int = 65_536
+    host_block: int = 1 << 29
+    prefill_tokens: int = 16_384
+    chunk_tokens: int = 8192
+    rounds: int = 5
+    dtype: torch.dtype = torch.bfloat16
+
+
+def _full() -> Sizes:
+    return Sizes(
+        SparseShape(
+            shapes.deepseek_v32(4, 32, vocab_size=8192),
+            4096,
+            "DeepSeek-V3.2, 4 layers, 32 experts, 8k vocabulary",
+        ),
+        SparseShape(
+            shapes.deepseek_v4_flash(8, 32, vocab_size=16_384),
+            1024,
+            "DeepSeek-V4-Flash, 8 layers (3 with C4), 32 experts, 16k vocabulary",
+        ),
+        SparseShape(
+            shapes.deepseek_v32(16, 16, vocab_size=8192),
+            4096,
+            "DeepSeek-V3.2, 16 layers, 16 experts, 8k vocabulary",
+        ),
+        DecodeLoad(),
+    )
+
+
+def _tiny() -> Sizes:
+    v32, v4 = (
+        SparseShape(shapes.tiny(shape), 16, f"tiny {shape.name}", None)
+        for shape in (shapes.deepseek_v32(), shapes.deepseek_v4_flash())
+    )
+    load = DecodeLoad(context=512, resident=2, most=3, host_bytes=1 << 30, steps=2)
+    sizes = {"row_bytes": (584,), "rows": (64,), "most_rows": 32, "row_context": 1024}
+    times = {"prefill_tokens": 256, "chunk_tokens": 128, "rounds": 1, "host_block": 1 << 22}
+    return Sizes(v32, v4, v32, load, **sizes, **times, dtype=torch.float32)  # type: ignore[arg-type]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only", default=",".join(PARTS), metavar="NAME,…", help=f"some of {', '.join(PARTS)}"
+    )
+    parser.add_argument("--device", default="cuda", help="(cuda)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny shapes, which a CPU runs: no speeds to compare"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a bar chart of decode throughput (SVG)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    wanted = args.only.split(",")
+    if unknown := set(wanted) - {*PARTS}:
+        raise CommandError(f"bench sparse: {sorted(unknown)} is not known; use {', '.join(PARTS)}")
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise CommandError("bench sparse needs a CUDA device; `--device cpu --tiny` only tests it")
+    if device.type != "cuda" and not args.tiny:
+        raise CommandError("bench sparse: real shapes need a GPU; add --tiny")
+    report = _Report(args.json, args.plot)
+    sizes = _tiny() if args.tiny else _full()
+    bench = _Bench(sizes, device, report)
+    if "rows" in wanted:
+        with report.guarded("rows"):
+            bench.rows()
+    for shape, suffix in ((sizes.v32, ""), (sizes.v4, "-v4")):
+        kinds = [kind for kind in _OF_MODEL if kind + suffix in wanted]
+        if kinds:
+            with report.guarded(f"{', '.join(kinds)} of {shape.name}"):
+                bench.model(shape, kinds)
+            _free(device)
+    if "ttft" in wanted:
+        with report.guarded("ttft"):
+            bench.first_token(sizes.first_token)
+    print(f"\n{table(_HEADER, report.rows)}")
+    if report.failed:
+        print(f"failed (tracebacks above): {', '.join(report.failed)}")
+    return 1 if report.failed else 0
+
+
+# -- what is found ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Report:
+    """Rows as they come, on the terminal and in the files."""
+
+    json_file: Path | None
+    plot_file: Path | None
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    numbers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    bars: dict[str, dict[str, float]] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
+
+    def note(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.begun:6.1f} s] {text}", flush=True)
+
+    def row(self, row: Sequence[str], found: dict[str, Any]) -> None:
+        self.rows.append(tuple(row))
+        self.numbers.setdefault(row[0], []).append(found)
+        self.note(" | ".join(row))
+        self.write()
+
+    def write(self) -> None:
+        """The results so far, so that an interrupted run keeps them."""
+        if self.json_file:
+            found = {**self.numbers, "failed": self.failed}
+            self.json_file.write_text(json.dumps(found, indent=2))
+        if self.plot_file and self.bars:
+            title = "Decode throughput at the same device memory"
+            self.plot_file.write_text(plot.draw(title, list(self.bars.items()), "tokens/s"))
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """What fails here is reported, and what follows still runs."""
+        self.note(f"{what} begins")
+        try:
+            yield
+        except Exception:
+            self.failed.append(what)
+            print(traceback.format_exc(), flush=True)
+            self.write()
+
+
+def _goal(value: float, goal: float, unit: str = "×", *, at_most: bool = False) -> str:
+    reached = value <= goal if at_most else value >= goal
+    sign = "≤" if at_most else "≥"
+    shown = f"{sign} {goal:.0%}: {value:.1%}" if unit == "%" else f"{sign} {goal:g} ×: {value:.2f}"
+    return f"{shown}, {'yes' if reached else 'no'}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"
+
+
+def _hits(found: StepResult) -> str:
+    return "–" if found.hit_rate is None else f"{found.hit_rate:.1%}"
+
+
+def _shown(overlap: sparse.Overlap) -> str:
+    return f"overlap {overlap:.0%}" if isinstance(overlap, float) else "own choices"
+
+
+def _free(device: torch.device) -> None:
+    gc.unfreeze()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -- what is measured ---------------------------------------------------------------------------
+
+
+class _Bench:
+    def __init__(self, sizes: Sizes, device: torch.device, report: _Report) -> None:
+        self._sizes, self._device, self._report = sizes, device, report
+
+    def rows(self) -> None:
+        sizes = self._sizes
+        with row_reads.host_block(sizes.host_block, self._device) as host:
+            host.random_(0, 255)
+            for row_bytes in sizes.row_bytes:
+                for rows in sizes.rows:
+                    with self._report.guarded(f"{rows:,} rows of {row_bytes:,} B"):
+                        self._rows(row_bytes, rows, host)
+
+    def _rows(self, row_bytes: int, rows: int, host: torch.Tensor) -> None:
+        sizes = self._sizes
+        found = row_reads.measure(
+            *(row_bytes, rows, self._device, host),
+            most=sizes.most_rows,
+            context=sizes.row_context,
+        )
+        goal = "–"
+        if found.of_limit is not None:
+            goal = f"of {found.limit_gb_s:g} GB/s {_goal(found.of_limit, row_reads.GOAL, '%')}"
+        whole = row_bytes * rows / found.swap_s / 1e9
+        beside = (
+            f"memcpy {found.memcpy_bytes_s / 1e9:.1f} GB/s; swap-in with plan {whole:.1f} GB/s, "
+            f"{found.swap_s * 1e6:.0f} µs; without misses {found.floor_s * 1e6:.0f} µs"
+        )
+        case = f"{rows:,} rows of {row_bytes:,} B"
+        measured = f"{found.copy_gb_s:.1f} GB/s, {found.copy_s * 1e6:.0f} µs"
+        row = ("rows", "–", case, measured, beside, "0.0%", goal)
+        self._report.row(row, found.as_json())
+
+    def model(self, shape: SparseShape, kinds: Sequence[str]) -> None:
+        note, device, dtype = self._report.note, self._device, self._sizes.dtype
+        resident = shape.bed(device, dtype, hot=False)
+        hot = shape.bed(device, dtype, hot=True)
+        freeze_gc()  # As a server does.
+        note(f"{shape.what}: built")
+        if "prefill" in kinds:
+            with self._report.guarded(f"prefill of {shape.name}"):
+                self._prefill(shape, hot, resident)
+        if {*kinds} - {"prefill"}:
+            self._decode(shape, hot, resident, kinds)
+
+    def _prefill(self, shape: SparseShape, hot: Bed, resident: Bed) -> None:
+        sizes = self._sizes
+        found = sparse.prefill(
+            hot, resident, sizes.prefill_tokens, sizes.rounds, sizes.chunk_tokens
+        )
+        row = (
+            *("prefill", shape.what, f"{found.tokens:,} tokens, staged to the host"),
+            *(_ms(found.hot_s), f"all on the device {_ms(found.all_s)}", "–"),
+            _goal(found.relative_speed, 0.98, "%"),
+        )
+        self._report.row(row, found.as_json() | {"model": shape.name})
+
+    def _decode(self, shape: SparseShape, hot: Bed, resident: Bed, kinds: Sequence[str]) -> None:
+        load, report = self._sizes.load, self._report
+        contexts = load.contexts(resident.model.memory, hot.model.memory)
+        report.note(
+            f"{shape.what}: the device bytes of {load.resident} contexts of {load.context:,} "
+            f"tokens hold {contexts} with hot:{shape.hot}"
+        )
+        if kinds == ["single"]:
+            contexts = 1
+        batches = {"single": 1, "decode": load.resident, "sum": contexts}
+        by_batch: dict[int, StepResult] = {}
+        wanted = sorted({batches[kind] for kind in kinds if kind in batches})
+        with (
+            report.guarded(f"all-resident decode of {shape.name}"),
+            sparse.decode_bed(resident, load, max(wanted)) as bed,
+        ):
+            report.note(f"{max(wanted)} contexts are cached")
+            for batch in wanted:
+                with report.guarded(f"all-resident, batch {batch}"):
+                    (by_batch[batch],) = bed.measure(batch, (_OVERLAP_GOAL,))
+                    report.note(f"all, batch {batch}: {_ms(by_batch[batch].seconds)}")
+        _free(self._device)
+        with sparse.decode_bed(hot, load, contexts) as bed:
+            report.note(f"{contexts} contexts are cached, on the host")
+            if "single" in kinds:
+                with report.guarded("hot, batch 1"):
+                    for found in bed.measure(1, OVERLAPS):
+                        self._single(shape, found, by_batch.get(1))
+            steps: list[StepResult] = []
+            if {"decode", "sum"} & {*kinds}:
+                with report.guarded(f"hot, batch {contexts}"):
+                    for found in bed.measure(contexts, OVERLAPS):
+                        steps.append(found)
+                        if "decode" in kinds:
+                            self._throughput(shape, found, by_batch.get(load.resident))
+        if "sum" in kinds:
+            self._sums(shape, hot, steps, by_batch.get(contexts))
+
+    def _single(self, shape: SparseShape, found: StepResult, beside: StepResult | None) -> None:
+        ratio = None if beside is None else beside.seconds / found.seconds
+        case = f"1 request of {self._sizes.load.context:,} tokens, {_shown(found.overlap)}"
+        row = (
+            *("single", shape.what, case, _ms(found.seconds)),
+            "–" if beside is None else f"all on the device {_ms(beside.seconds)}",
+            *(_hits(found), "–" if ratio is None else _goal(ratio, 0.9, "%")),
+        )
+        self._report.row(row, found.as_json() | {"model": shape.name, "relative_speed": ratio})
+
+    def _throughput(self, shape: SparseShape, found: StepResult, beside: StepResult | None) -> None:
+        report, context = self._report, self._sizes.load.context
+        ratio = None if beside is None else found.tokens_s / beside.tokens_s
+        bars = report.bars.setdefault(f"{shape.what}, contexts of {context:,} tokens", {})
+        goal = "–" if ratio is None else f"{ratio:.2f} ×"
+        if beside is not None:
+            bars[f"all, {beside.batch} at once"] = beside.tokens_s
+            if found.overlap == _OVERLAP_GOAL and ratio is not None:
+                goal = _goal(ratio, 3.0)
+        bars[f"hot, {_shown(found.overlap)}"] = found.tokens_s
+        case = f"{found.batch} requests of {context:,} tokens, {_shown(found.overlap)}"
+        row = (
+            *("decode", shape.what, case),
+            f"{found.tokens_s:,.0f} tokens/s, {_ms(found.seconds)}",
+            "–"
+            if beside is None
+            else f"all, {beside.batch} requests: {beside.tokens_s:,.0f} tokens/s, "
+            f"{_ms(beside.seconds)}",
+            *(_hits(found), goal),
+        )
+        report.row(row, found.as_json() | {"model": shape.name, "ratio": ratio})
+
+    def _sums(
+        self, shape: SparseShape, hot: Bed, steps: Sequence[StepResult], beside: StepResult | None
+    ) -> None:
+        """Each step beside that of resident pages, and beside reading what was missing."""
+        (pool,) = hot.model.memory.hot_pools
+        with row_reads.host_block(self._sizes.host_block, self._device) as host:
+            for found in steps:
+                with self._report.guarded(f"sum, {_shown(found.overlap)}"):
+                    self._sum(shape, found, beside, pool.entry.bytes, host)
+
+    def _sum(
+        self,
+        shape: SparseShape,
+        found: StepResult,
+        beside: StepResult | None,
+        row_bytes: int,
+        host: torch.Tensor,
+    ) -> None:
+        assert beside is not None, "the all-resident step of this batch was not measured"
+        rows = max(1, round(found.layer_misses))
+        bytes_s = row_reads.read_bytes_s(
+            *(row_bytes, rows, self._device, host),
+            most=self._sizes.most_rows,
+            context=self._sizes.row_context,
+        )
+        read_s = found.missing_bytes / bytes_s
+        larger = max(beside.seconds, read_s)
+        row = (
+            *("sum", shape.what, f"{found.batch} requests, {_shown(found.overlap)}"),
+            _ms(found.seconds),
+            f"all on the device {_ms(beside.seconds)}, {found.missing_bytes / 1e6:.1f} MB at "
+            f"{bytes_s / 1e9:.1f} GB/s {_ms(read_s)}; of their sum "
+            f"{found.seconds / (beside.seconds + read_s):.2f}",
+            *(_hits(found), f"of the larger {_goal(found.seconds / larger, 1.15, at_most=True)}"),
+        )
+        numbers = {"model": shape.name, "all_s": beside.seconds, "read_s": read_s}
+        self._report.row(row, found.as_json() | numbers)
+
+    def first_token(self, shape: SparseShape) -> None:
+        sizes, seconds = self._sizes, dict[bool, float]()
+        for is_hot in (False, True):
+            bed = shape.bed(self._device, sizes.dtype, hot=is_hot)
+            freeze_gc()
+            self._report.note(f"{shape.what}: built")
+            found = sparse.first_token(bed, sizes.load.context, 2, sizes.rounds)
+            del bed
+            _free(self._device)
+            seconds[is_hot] = found.seconds
+            ratio = seconds[False] / found.seconds
+            row = (
+                *("ttft", shape.what, f"prefix of {found.context:,} tokens on the host"),
+                f"{found.residency}: {_ms(found.seconds)}",
+                f"{found.loaded_bytes / 1e6:,.0f} MB loaded",
+                *("–", _goal(ratio, 3.0) if is_hot else "–"),
+            )
+            self._report.row(row, found.as_json() | {"model": shape.name})
