@@ -36,7 +36,7 @@ _OVERLAP_GOAL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SparseSizes:
     """What is measured: on a GPU, or in tiny shapes to test the benchmark itself."""
 
     v32: SparseShape
@@ -55,8 +55,8 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
 
 
-def _full() -> Sizes:
-    return Sizes(
+def _full() -> SparseSizes:
+    return SparseSizes(
         SparseShape(
             shapes.deepseek_v32(4, 32, vocab_size=8192),
             4096,
@@ -76,13 +76,13 @@ def _full() -> Sizes:
     )
 
 
-def _tiny() -> Sizes:
+def _tiny() -> SparseSizes:
     v32, v4 = (
         SparseShape(shapes.tiny(shape), 16, f"tiny {shape.name}", None)
         for shape in (shapes.deepseek_v32(), shapes.deepseek_v4_flash())
     )
     load = DecodeLoad(context=512, resident=2, most=3, host_bytes=1 << 30, steps=2)
-    return Sizes(
+    return SparseSizes(
         *(v32, v4, v32, load),
         row_bytes=(584,),
         rows=(64,),
@@ -231,7 +231,7 @@ class _Steps:
 
 
 class _Bench:
-    def __init__(self, sizes: Sizes, device: torch.device, report: _Report) -> None:
+    def __init__(self, sizes: SparseSizes, device: torch.device, report: _Report) -> None:
         self._sizes, self._device, self._report = sizes, device, report
 
     def rows(self) -> None:
