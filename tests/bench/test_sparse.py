@@ -16,6 +16,7 @@ from kvtide.bench.gpu.sparse_residency import DecodeLoad, SparseShape
 from kvtide.cli.bench import bench_sparse
 from kvtide.cli.main import main
 from kvtide.layers import ForwardPass, Rows, Step
+from kvtide.layers.backend.triton_ops import TritonOps
 from kvtide.layers.step import Batch
 from kvtide.spec.families import KVDType, declare
 from kvtide.spec.residency import served_hot
@@ -134,3 +135,25 @@ def test_what_fails_is_named_and_the_rest_runs(
 def test_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sparse", *args]) == 2
     assert "bench sparse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row_bytes", row_reads.LIMITS_GB_S)
+def test_kernels_copy_the_rows_that_are_named(row_bytes: int) -> None:
+    with row_reads.host_block(1 << 22, CPU) as host:
+        host.random_(0, 255)
+        bed = row_reads.RowBed(row_bytes, 2, 16, 512, CPU, host)
+        bed.ops = TritonOps()
+        (chosen,) = bed.choices(1)
+        bed.hot.pages.zero_()
+        bed._move(chosen)()
+        size = row_reads.PAGE * row_bytes
+        arena, rows = (
+            pages[:, :size].reshape(-1, row_bytes)
+            for pages in (bed.hot.pages, bed.hot.host_rows(0))
+        )
+        for sequence, entries in enumerate(chosen.long()):
+            first = sequence * bed.hot.row_pages * row_reads.PAGE
+            source = (sequence * bed.pages * row_reads.PAGE + entries) % len(rows)
+            assert torch.equal(arena[first : first + 16], rows[source])
+        assert bed.swap_s([chosen]) > 0
+        assert bed.buffers.counts[0, 1] == 2 * 16
