@@ -24,13 +24,13 @@ from kvtide.engine import Engine, RequestParams
 from kvtide.layers.packing import packing
 from kvtide.spec import ModelMemory, PoolSpec, Tier
 from kvtide.spec.families import KVDType
-from kvtide.spec.residency import ALL_RESIDENT, Residency
-from kvtide.spec.sizing import largest_batch, running_bytes
+from kvtide.spec.residency import ALL_RESIDENT, Residency, hot_bytes
+from kvtide.spec.sizing import bytes_for
 from kvtide.tiers import Buffers
 from kvtide.transfer.strided import Way
 
-CHECKPOINTS = 16
-"""Windows and states of a context have slots for so many, at least."""
+CHECKPOINTS = 4
+"""Windows and states of a context have slots for so many: a running request takes up to three."""
 OWN = "own"
 """In the place of an overlap: the indexers' own choices."""
 Overlap = float | str
@@ -73,14 +73,27 @@ class DecodeLoad:
     def answer_tokens(self) -> int:
         return 2 * self.steps * (len(OVERLAPS) + 1) + 8
 
-    def contexts(self, all_on_device: ModelMemory, hot: ModelMemory) -> int:
+    def longest(self, memory: ModelMemory) -> int:
+        """Tokens of a context when its requests end, in whole pages."""
+        page = memory.page_tokens
+        return -(-(self.context + self.answer_tokens + 2 * page) // page) * page
+
+    def checkpoint_tokens(self, memory: ModelMemory) -> int:
+        return max(memory.page_tokens, self.context // CHECKPOINTS)
+
+    def device_bytes(self, memory: ModelMemory, contexts: int) -> int:
+        """What an engine takes for so many contexts: pages, and hot buffers."""
+        pages = self.longest(memory) // memory.page_tokens
+        resident, distance = memory.in_device_pages, self.checkpoint_tokens(memory)
+        return bytes_for(resident, contexts * pages, distance) + hot_bytes(memory, contexts, pages)
+
+    def contexts(self, resident: ModelMemory, hot: ModelMemory) -> int:
         """How many hot ones fit the device bytes of the resident ones, and the host."""
-        page = hot.page_tokens
-        tokens = self.context + self.answer_tokens + 2 * page
-        device = running_bytes(all_on_device, self.resident, -(-tokens // page))
-        fit = largest_batch(hot, tokens, device)
-        host = int(self.host_bytes // (tokens * hot.history_bytes_per_token()))
-        return max(1, min(self.most, host, self.most if fit is None else fit))
+        budget = self.device_bytes(resident, self.resident)
+        each = self.longest(hot) * hot.history_bytes_per_token()
+        most = max(1, min(self.most, int(self.host_bytes // each)))
+        fitting = (n for n in range(most, 0, -1) if self.device_bytes(hot, n) <= budget)
+        return next(fitting, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,20 +234,19 @@ class DecodeBed:
 def decode_bed(bed: Bed, load: DecodeLoad, contexts: int) -> Iterator[DecodeBed]:
     """With room for so many contexts; a hot one has them on the host too."""
     memory = bed.model.memory
-    page, answer = memory.page_tokens, load.answer_tokens
-    longest = load.context + answer + 2 * page
-    capacity = contexts * (longest // page + 2) * page
+    longest = load.longest(memory)
+    capacity = contexts * longest
     pool = next(p for p in memory.pools if p.selected is not None)
     with bed.engine(
         capacity,
         capacity if memory.hot_pools else 0,
-        max_running=max(2, contexts),
-        tokens_per_checkpoint=max(page, load.context // CHECKPOINTS),
+        max_running=contexts,
+        tokens_per_checkpoint=load.checkpoint_tokens(memory),
         longest_tokens=longest,
     ) as engine:
         layers = len(attentions_with_indexer(bed.model))
         topk = pool.selected or 1
-        choices = DrivenChoices(layers, max(2, contexts), topk, pool.tokens_per_entry, bed.device)
+        choices = DrivenChoices(layers, contexts, topk, pool.tokens_per_entry, bed.device)
         with driving(bed.model, choices):
             yield DecodeBed(bed, engine, choices, load, contexts)
 
@@ -248,6 +260,7 @@ class FirstTokenResult:
 
     residency: str
     context: int
+    new_tokens: int
     seconds: float
     loaded_bytes: int
 
@@ -282,7 +295,7 @@ def first_token(bed: Bed, context: int, new_tokens: int, rounds: int) -> FirstTo
         loaded = _loaded(engine) - before
     hot = memory.hot_pools
     name = f"hot:{hot[0].hot}" if hot else "all"
-    return FirstTokenResult(name, context, statistics.median(seconds[2:]), loaded)
+    return FirstTokenResult(name, context, new_tokens, statistics.median(seconds[2:]), loaded)
 
 
 def _loaded(engine: Engine) -> int:

@@ -20,6 +20,7 @@ from kvtide.bench.gpu import sparse_residency as sparse
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.sparse_residency import (
     OVERLAPS,
+    OWN,
     DecodeLoad,
     SparseShape,
     StepResult,
@@ -35,7 +36,7 @@ _OVERLAP_GOAL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SparseSizes:
     """What is measured: on a GPU, or in tiny shapes to test the benchmark itself."""
 
     v32: SparseShape
@@ -50,11 +51,12 @@ class Sizes:
     prefill_tokens: int = 16_384
     chunk_tokens: int = 8192
     rounds: int = 5
+    new_tokens: tuple[int, ...] = (2, 64)
     dtype: torch.dtype = torch.bfloat16
 
 
-def _full() -> Sizes:
-    return Sizes(
+def _full() -> SparseSizes:
+    return SparseSizes(
         SparseShape(
             shapes.deepseek_v32(4, 32, vocab_size=8192),
             4096,
@@ -74,15 +76,25 @@ def _full() -> Sizes:
     )
 
 
-def _tiny() -> Sizes:
+def _tiny() -> SparseSizes:
     v32, v4 = (
         SparseShape(shapes.tiny(shape), 16, f"tiny {shape.name}", None)
         for shape in (shapes.deepseek_v32(), shapes.deepseek_v4_flash())
     )
     load = DecodeLoad(context=512, resident=2, most=3, host_bytes=1 << 30, steps=2)
-    sizes = {"row_bytes": (584,), "rows": (64,), "most_rows": 32, "row_context": 1024}
-    times = {"prefill_tokens": 256, "chunk_tokens": 128, "rounds": 1, "host_block": 1 << 22}
-    return Sizes(v32, v4, v32, load, **sizes, **times, dtype=torch.float32)  # type: ignore[arg-type]
+    return SparseSizes(
+        *(v32, v4, v32, load),
+        row_bytes=(584,),
+        rows=(64,),
+        most_rows=32,
+        row_context=1024,
+        host_block=1 << 22,
+        prefill_tokens=256,
+        chunk_tokens=128,
+        rounds=1,
+        new_tokens=(3,),
+        dtype=torch.float32,
+    )
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -201,11 +213,25 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+class _Steps:
+    """All-resident steps by batch, with driven choices and with the model's own."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, bool], StepResult] = {}
+
+    def add(self, step: StepResult) -> None:
+        self._found[step.batch, step.overlap == OWN] = step
+
+    def like(self, step: StepResult, batch: int) -> StepResult | None:
+        """With the same kind of choices; None if it failed."""
+        return self._found.get((batch, step.overlap == OWN))
+
+
 # -- what is measured ---------------------------------------------------------------------------
 
 
 class _Bench:
-    def __init__(self, sizes: Sizes, device: torch.device, report: _Report) -> None:
+    def __init__(self, sizes: SparseSizes, device: torch.device, report: _Report) -> None:
         self._sizes, self._device, self._report = sizes, device, report
 
     def rows(self) -> None:
@@ -263,41 +289,59 @@ class _Bench:
 
     def _decode(self, shape: SparseShape, hot: Bed, resident: Bed, kinds: Sequence[str]) -> None:
         load, report = self._sizes.load, self._report
-        contexts = load.contexts(resident.model.memory, hot.model.memory)
+        memories = resident.model.memory, hot.model.memory
+        contexts = load.contexts(*memories)
         report.note(
-            f"{shape.what}: the device bytes of {load.resident} contexts of {load.context:,} "
-            f"tokens hold {contexts} with hot:{shape.hot}"
+            f"{shape.what}: {load.resident} contexts of {load.context:,} tokens take "
+            f"{load.device_bytes(memories[0], load.resident) / 1e9:.2f} GB of the device, and "
+            f"{contexts} with hot:{shape.hot} {load.device_bytes(memories[1], contexts) / 1e9:.2f}"
         )
         if kinds == ["single"]:
             contexts = 1
         batches = {"single": 1, "decode": load.resident, "sum": contexts}
-        by_batch: dict[int, StepResult] = {}
-        wanted = sorted({batches[kind] for kind in kinds if kind in batches})
-        with (
-            report.guarded(f"all-resident decode of {shape.name}"),
-            sparse.decode_bed(resident, load, max(wanted)) as bed,
-        ):
-            report.note(f"{max(wanted)} contexts are cached")
-            for batch in wanted:
-                with report.guarded(f"all-resident, batch {batch}"):
-                    (by_batch[batch],) = bed.measure(batch, (_OVERLAP_GOAL,))
-                    report.note(f"all, batch {batch}: {_ms(by_batch[batch].seconds)}")
+        steps = self._resident(resident, sorted({batches[k] for k in kinds if k in batches}))
         _free(self._device)
-        with sparse.decode_bed(hot, load, contexts) as bed:
+        found = self._hot(shape, hot, contexts, kinds, steps)
+        _free(self._device)
+        if "sum" in kinds:
+            self._sums(shape, hot, found, steps)
+
+    def _resident(self, bed: Bed, batches: Sequence[int]) -> _Steps:
+        """Steps with all pages on the device."""
+        report, steps = self._report, _Steps()
+        with (
+            report.guarded("all on the device"),
+            sparse.decode_bed(bed, self._sizes.load, max(batches)) as decoding,
+        ):
+            report.note(f"{max(batches)} contexts are cached")
+            for batch in batches:
+                with report.guarded(f"all on the device, batch {batch}"):
+                    for found in decoding.measure(batch, (_OVERLAP_GOAL, OWN)):
+                        steps.add(found)
+                        report.note(f"{_shown(found.overlap)}: {_ms(found.seconds)}")
+        return steps
+
+    def _hot(
+        self, shape: SparseShape, bed: Bed, contexts: int, kinds: Sequence[str], beside: _Steps
+    ) -> list[StepResult]:
+        """Rows of `single` and `decode`, and the steps of all contexts."""
+        report, load, steps = self._report, self._sizes.load, list[StepResult]()
+        with (
+            report.guarded(f"hot:{shape.hot}"),
+            sparse.decode_bed(bed, load, contexts) as decoding,
+        ):
             report.note(f"{contexts} contexts are cached, on the host")
             if "single" in kinds:
-                with report.guarded("hot, batch 1"):
-                    for found in bed.measure(1, OVERLAPS):
-                        self._single(shape, found, by_batch.get(1))
-            steps: list[StepResult] = []
+                with report.guarded(f"hot:{shape.hot}, batch 1"):
+                    for found in decoding.measure(1, OVERLAPS):
+                        self._single(shape, found, beside.like(found, 1))
             if {"decode", "sum"} & {*kinds}:
-                with report.guarded(f"hot, batch {contexts}"):
-                    for found in bed.measure(contexts, OVERLAPS):
+                with report.guarded(f"hot:{shape.hot}, batch {contexts}"):
+                    for found in decoding.measure(contexts, OVERLAPS):
                         steps.append(found)
                         if "decode" in kinds:
-                            self._throughput(shape, found, by_batch.get(load.resident))
-        if "sum" in kinds:
-            self._sums(shape, hot, steps, by_batch.get(contexts))
+                            self._throughput(shape, found, beside.like(found, load.resident))
+        return steps
 
     def _single(self, shape: SparseShape, found: StepResult, beside: StepResult | None) -> None:
         ratio = None if beside is None else beside.seconds / found.seconds
@@ -332,14 +376,15 @@ class _Bench:
         report.row(row, found.as_json() | {"model": shape.name, "ratio": ratio})
 
     def _sums(
-        self, shape: SparseShape, hot: Bed, steps: Sequence[StepResult], beside: StepResult | None
+        self, shape: SparseShape, hot: Bed, steps: Sequence[StepResult], beside: _Steps
     ) -> None:
         """Each step beside that of resident pages, and beside reading what was missing."""
         (pool,) = hot.model.memory.hot_pools
         with row_reads.host_block(self._sizes.host_block, self._device) as host:
             for found in steps:
                 with self._report.guarded(f"sum, {_shown(found.overlap)}"):
-                    self._sum(shape, found, beside, pool.entry.bytes, host)
+                    resident = beside.like(found, found.batch)
+                    self._sum(shape, found, resident, pool.entry.bytes, host)
 
     def _sum(
         self,
@@ -370,20 +415,32 @@ class _Bench:
         self._report.row(row, found.as_json() | numbers)
 
     def first_token(self, shape: SparseShape) -> None:
-        sizes, seconds = self._sizes, dict[bool, float]()
+        found: dict[tuple[int, bool], sparse.FirstTokenResult] = {}
         for is_hot in (False, True):
-            bed = shape.bed(self._device, sizes.dtype, hot=is_hot)
-            freeze_gc()
-            self._report.note(f"{shape.what}: built")
-            found = sparse.first_token(bed, sizes.load.context, 2, sizes.rounds)
-            del bed
+            with self._report.guarded(f"first token, {'hot' if is_hot else 'all'}"):
+                for one in self._first_tokens(shape, is_hot):
+                    found[one.new_tokens, is_hot] = one
+                    self._first_token(shape, one, found.get((one.new_tokens, False)))
             _free(self._device)
-            seconds[is_hot] = found.seconds
-            ratio = seconds[False] / found.seconds
-            row = (
-                *("ttft", shape.what, f"prefix of {found.context:,} tokens on the host"),
-                f"{found.residency}: {_ms(found.seconds)}",
-                f"{found.loaded_bytes / 1e6:,.0f} MB loaded",
-                *("–", _goal(ratio, 3.0) if is_hot else "–"),
-            )
-            self._report.row(row, found.as_json() | {"model": shape.name})
+
+    def _first_tokens(self, shape: SparseShape, is_hot: bool) -> Iterator[sparse.FirstTokenResult]:
+        sizes = self._sizes
+        bed = shape.bed(self._device, sizes.dtype, hot=is_hot)
+        freeze_gc()
+        self._report.note(f"{shape.what}: built")
+        for new_tokens in sizes.new_tokens:
+            yield sparse.first_token(bed, sizes.load.context, new_tokens, sizes.rounds)
+
+    def _first_token(
+        self,
+        shape: SparseShape,
+        found: sparse.FirstTokenResult,
+        beside: sparse.FirstTokenResult | None,
+    ) -> None:
+        goal = "–"
+        if beside is not None and beside is not found:
+            goal = _goal(beside.seconds / found.seconds, 3.0)
+        case = f"{found.new_tokens} tokens after {found.context:,} on the host, {found.residency}"
+        loaded = f"{found.loaded_bytes / 1e6:,.0f} MB loaded"
+        row = ("ttft", shape.what, case, _ms(found.seconds), loaded, "–", goal)
+        self._report.row(row, found.as_json() | {"model": shape.name})

@@ -1,0 +1,159 @@
+"""`kvtide bench sparse` measures what its rows name, in tiny shapes on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from kvtide.bench.gpu import row_reads, sparse_residency
+from kvtide.bench.gpu.driven_choices import DrivenChoices
+from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, deepseek_v32, tiny
+from kvtide.bench.gpu.sparse_residency import DecodeLoad, SparseShape
+from kvtide.cli.bench import bench_sparse
+from kvtide.cli.main import main
+from kvtide.layers import ForwardPass, Rows, Step
+from kvtide.layers.backend.triton_ops import TritonOps
+from kvtide.layers.step import Batch
+from kvtide.spec.families import KVDType, declare
+from kvtide.spec.residency import served_hot
+
+CPU = torch.device("cpu")
+
+
+def decode_pass(past: tuple[int, ...]) -> ForwardPass:
+    rows = tuple(Rows(n, n + 1, each, {"x": torch.zeros(1)}) for n, each in enumerate(past))
+    at = torch.tensor(past)
+    step = Step(at, at, rows, 64, lambda *_: {}, lambda _: None, Batch.of(rows, CPU))
+    return ForwardPass(step)
+
+
+@pytest.mark.parametrize("overlap", [0.8, 0.95])
+def test_choices_overlap_from_step_to_step(overlap: float) -> None:
+    choices = DrivenChoices(2, 4, 256, 1, CPU)
+    choices.keep(overlap)
+    own = torch.full((3, 256), -7, dtype=torch.int32)
+    kept, before = [], None
+    for step in range(20):
+        run = decode_pass((8192 + step, 4096, 100))
+        found = [choices.of(run, layer, [own])[0] for layer in (0, 1)]
+        assert not torch.equal(*found), "layers choose for themselves"
+        for entries, past in zip(found[0], run.batch.rows[:, 2].tolist(), strict=True):
+            seen = entries[entries >= 0]
+            assert len(set(seen.tolist())) == len(seen) and bool((seen < past).all())
+        if before is not None:
+            kept.append(float((found[0][:2] == before[:2]).float().mean()))
+        before = found[0]
+    assert sum(kept) / len(kept) == pytest.approx(overlap, abs=0.02)
+    choices.leave()
+    assert torch.equal(choices.of(decode_pass((8192, 4096, 100)), 0, [own])[0], own)
+
+
+@pytest.mark.parametrize(
+    "shape", [deepseek_v32(), deepseek_v4_flash()], ids=lambda shape: str(shape.name)
+)
+def test_packed_rows_fill_the_entries_of_a_tier(shape: Shape) -> None:
+    page = shape.page_tokens
+    memory = declare(shape.config, model="x", page_tokens=page, kv_dtype=KVDType.FP8)
+    sizes = {pool.name: pool.entry.bytes for pool in memory.pools}
+    assert (sizes["kv"], sizes.get("c4", 584)) == ((656 if "v3" in shape.name else 0), 584)
+    for pool in memory.pools:
+        rows = sparse_residency._packed_rows(pool, page, 2, CPU)
+        entries = pool.tail_entries or pool.entries_per_page(page)
+        assert rows.shape == (2, entries * pool.entry.bytes), pool.name
+
+
+def test_hot_contexts_fit_the_device_bytes_of_resident_ones() -> None:
+    shape, load = deepseek_v32(), DecodeLoad()
+    resident = declare(shape.config, model="x", page_tokens=64, kv_dtype=KVDType.FP8)
+    hot = served_hot(resident, 4096)
+    contexts, budget = load.contexts(resident, hot), load.device_bytes(resident, load.resident)
+    assert load.device_bytes(hot, contexts) <= budget < load.device_bytes(hot, contexts + 1)
+    assert 70 < contexts < 90
+    few = DecodeLoad(host_bytes=10 << 30)
+    assert few.contexts(resident, hot) < contexts
+
+
+def test_rows_are_read_by_swap_ins_of_which_all_miss() -> None:
+    with row_reads.host_block(1 << 22, CPU) as host:
+        bed = row_reads.RowBed(584, 2, 16, 512, CPU, host)
+        choices = bed.choices(row_reads.ROUNDS)
+        assert bed.swap_s(choices) > 0
+        hits, misses = bed.buffers.counts[0].tolist()
+        assert hits == 0 and misses % (2 * 16 * row_reads.ROUNDS) == 0 < misses
+        bed.swap_s([choices[-1]] * 2)
+        assert bed.buffers.counts[0, 1] == misses, "all that is chosen again is hot"
+
+
+def test_a_driven_step_has_the_hit_rate_of_its_overlap() -> None:
+    shape = SparseShape(tiny(deepseek_v32()), 16, "tiny", None)
+    load = DecodeLoad(context=512, resident=1, most=2, steps=6)
+    bed = shape.bed(CPU, torch.float32, hot=True)
+    with sparse_residency.decode_bed(bed, load, 2) as decoding:
+        always, never = decoding.measure(2, (1.0, 0.0))
+    assert always.hit_rate == 1.0 and always.missing_bytes == 0
+    assert never.hit_rate is not None and never.hit_rate < 0.2
+    entry = bed.model.memory.pool("kv").entry.bytes
+    assert never.missing_bytes == pytest.approx(never.layer_misses * 4 * entry)
+
+
+def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, chart = tmp_path / "found.json", tmp_path / "chart.svg"
+    only = ["--only", "rows,single,decode,sum,ttft"]
+    args = ["bench", "sparse", "--device", "cpu", "--tiny", "--json", str(found)]
+    assert main([*args, "--plot", str(chart), *only]) == 0, capsys.readouterr().out
+    numbers = json.loads(found.read_text())
+    assert {name: len(rows) for name, rows in numbers.items()} == {
+        "rows": 1, "single": 4, "decode": 4, "sum": 4, "ttft": 2, "failed": 0,
+    }  # fmt: skip
+    everything, hot = numbers["ttft"]
+    assert 0 < hot["loaded_bytes"] < everything["loaded_bytes"]
+    assert ElementTree.parse(chart).getroot().tag.endswith("svg")
+
+
+def test_what_fails_is_named_and_the_rest_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*given: object, **named: object) -> None:
+        raise RuntimeError("no such rows")
+
+    monkeypatch.setattr(row_reads, "measure", broken)
+    monkeypatch.setattr(bench_sparse._Bench, "first_token", lambda self, shape: print("still run"))
+    args = ["bench", "sparse", "--device", "cpu", "--tiny", "--only", "rows,ttft"]
+    assert main(args) == 1
+    said = capsys.readouterr().out
+    assert "no such rows" in said and "still run" in said
+    assert "failed (tracebacks above): 64 rows of 584 B" in said
+
+
+@pytest.mark.parametrize(
+    "args", [["--only", "speed"], ["--device", "cpu"]], ids=["unknown part", "full size on a CPU"]
+)
+def test_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "sparse", *args]) == 2
+    assert "bench sparse" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row_bytes", row_reads.LIMITS_GB_S)
+def test_kernels_copy_the_rows_that_are_named(row_bytes: int) -> None:
+    with row_reads.host_block(1 << 22, CPU) as host:
+        host.random_(0, 255)
+        bed = row_reads.RowBed(row_bytes, 2, 16, 512, CPU, host)
+        bed.ops = TritonOps()
+        (chosen,) = bed.choices(1)
+        bed.hot.pages.zero_()
+        bed._move(chosen)()
+        size = row_reads.PAGE * row_bytes
+        arena, rows = (
+            pages[:, :size].reshape(-1, row_bytes)
+            for pages in (bed.hot.pages, bed.hot.host_rows(0))
+        )
+        for sequence, entries in enumerate(chosen.long()):
+            first = sequence * bed.hot.row_pages * row_reads.PAGE
+            source = (sequence * bed.pages * row_reads.PAGE + entries) % len(rows)
+            assert torch.equal(arena[first : first + 16], rows[source])
+        assert bed.swap_s([chosen]) > 0
+        assert bed.buffers.counts[0, 1] == 2 * 16
