@@ -5,8 +5,8 @@ indexers compute their selections, and gives attention others: in every decode s
 replaced with a given probability. All of it is on the device, within the step's CUDA graph, and
 once per step for all layers.
 
-Choice c of `count` is one of the entries c, c + count, c + 2 · count, …, so that no entry is chosen
-twice, and a replaced choice is another entry.
+Choice c is one of the entries of the c-th part of the context. So choices ascend, as an indexer
+gives them, no entry is chosen twice, and a replaced choice is another entry.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class DrivenChoices:
         random, chosen = self._random[:, :tokens], self._chosen[:, :tokens]
         random.mul_(_FACTOR).add_(_STEP)
         past = run.batch.rows[:, 2].index_select(0, run.batch.owners.long())[:, None] // self._ratio
-        each = (past // self._count).clamp(min=2)
+        # A power of two, so that parts stay while a sequence grows.
+        each = torch.exp2(torch.log2((past // self._count).clamp(min=2).float()).floor()).int()
         other = (chosen + 1 + ((random >> 3) & 0xFFFFF) % (each - 1)) % each
         chosen.copy_(torch.where(random > self._threshold, other, chosen % each))
-        entries = chosen * self._count + self._columns
+        entries = self._columns * each + chosen
         return torch.where(entries < past, entries, -1)
 
 
