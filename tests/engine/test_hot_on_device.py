@@ -58,7 +58,13 @@ def model_of(
 
 @contextmanager
 def engine_of(model: Model, device_tokens: int = 4096, **options: object) -> Iterator[Engine]:
-    config = CacheConfig(Tokens(device_tokens), host_size=Tokens(16384), device="cuda", hot_rows=8)
+    config = CacheConfig(
+        Tokens(device_tokens),
+        host_size=Tokens(16384),
+        device="cuda",
+        hot_rows=8,
+        tokens_per_checkpoint=64,
+    )
     cache = TieredCache(model.memory, config)
     oracle = options.pop("oracle", None)
     if oracle is not None:
@@ -121,7 +127,7 @@ def test_batches_answer_as_resident_ones(name: str, device: torch.device) -> Non
 def test_restored_prefixes_and_their_check(name: str, device: torch.device, tmp_path: Path) -> None:
     """From the device, the host and storage; each compared with computing it anew."""
     rng = random.Random(name)
-    prompts = [text(rng, 200) for _ in range(6)]
+    prompts = [text(rng, 400) for _ in range(6)]
     model = model_of(name, device, Residency(4 * TOP_K[name]), KVDType.BF16)
     with engine_of(model, oracle=True) as engine:
         store = open_store(f"file://{tmp_path}", engine.cache.storage.space)
