@@ -14,17 +14,22 @@ from kvtide.engine.oracle import MAX_CHECKS, Oracle, RestoreBounds, bounds_of, d
 from kvtide.models import Model
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
+from kvtide.spec.residency import Residency
 from tests.engine.flipped_bits import KINDS, check_flips_are_found, host_slot
 from tests.grids import everything
 from tests.models.tiny import VOCABULARY, ours
 
 PAGE = 16
 FAMILIES = ("llama", "gemma3", "gpt_oss", "falcon_h1")
+HOT = ("deepseek_v32 hot:24", "glm_moe_dsa-shared hot:64", "deepseek_v4 hot:7")
 SHOWN = SamplingParams(logprobs=2)
 
 
 def model_of(family: str, *, deterministic: bool = True) -> Model:
-    return ours(family, page_tokens=PAGE, deterministic=deterministic)
+    """With a residency behind its name, as in `restoring`."""
+    name, _, resident = family.partition(" ")
+    residency = Residency.parse(resident or "all")
+    return ours(name, page_tokens=PAGE, deterministic=deterministic, resident=residency)
 
 
 def engine_with_oracle(
@@ -58,7 +63,8 @@ def spoil_host(cache: TieredCache, pool: str, layer: int, page: int, prompt: obj
     rows[slot, 2] ^= 0x40
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick(family=[*FAMILIES, "deepseek_v32 hot:24"])
+@pytest.mark.parametrize("family", [*FAMILIES, *HOT])
 def test_restores_that_are_right_are_found_alike(family: str) -> None:
     engine = engine_with_oracle(model_of(family))
     tokens = text(1, 5 * PAGE + 3)
@@ -73,7 +79,16 @@ def test_restores_that_are_right_are_found_alike(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "pool"),
-    [("llama", "kv"), ("gemma3", "kv"), ("gemma3", "swa"), ("falcon_h1", "state")],
+    [
+        ("llama", "kv"),
+        ("gemma3", "kv"),
+        ("gemma3", "swa"),
+        ("falcon_h1", "state"),
+        ("deepseek_v32 hot:24", "kv"),
+        pytest.param("deepseek_v32 hot:24", "index", marks=pytest.mark.full),
+        pytest.param("glm_moe_dsa-shared hot:64", "kv", marks=pytest.mark.full),
+        pytest.param("deepseek_v4 hot:7", "c4", marks=pytest.mark.full),
+    ],
 )
 def test_one_flipped_bit_on_the_host_is_found_named_and_quarantined(
     family: str, pool: str, caplog: pytest.LogCaptureFixture

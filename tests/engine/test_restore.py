@@ -49,8 +49,10 @@ MIN_LOADS_BY_FORM = {
 CHUNKS = (64, 257)
 DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
 """Of those that are alike, the quickest."""
-TOGETHER = (*(family.name for family in VARIANTS), *DENSE, *HOT_NAMES)
+TOGETHER = (*(family.name for family in VARIANTS), *DENSE)
 APART = tuple(family.name for family in ALIKE if family.name not in DENSE)
+QUICK_HOT = (("deepseek_v32 hot:24", "write_back", Layout.PAGE_FIRST_DIRECT, 64),)
+"""The other hot families are in the quick run of `test_restore_found` and `test_hot_residency`."""
 
 
 def with_chunks(number: int, cells: Iterable[tuple[str, Layout]]) -> Iterator[tuple[object, ...]]:
@@ -70,6 +72,11 @@ CELLS = [
         (name, *cell)
         for number, name in enumerate(APART)
         for cell in with_chunks(number, zip(WRITING, Layout, strict=True))
+    ),
+    *(
+        pytest.param(name, *cell, marks=() if (name, *cell) in QUICK_HOT else pytest.mark.full)
+        for number, name in enumerate(HOT_NAMES)
+        for cell in with_chunks(number, product(WRITING, Layout))
     ),
 ]
 
@@ -91,7 +98,7 @@ def test_the_wanted_answers_are_those_that_each_prompt_gets_alone(family: str) -
 def test_answers_are_those_of_an_engine_without_a_cache(
     family: str, writing: str, layout: Layout, chunk_tokens: int, proves: Proves
 ) -> None:
-    proves(family, "host")
+    proves(family_of(family).model, "host")
     stand = Stand(
         family,
         chunk_tokens=chunk_tokens,

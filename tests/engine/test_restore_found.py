@@ -13,7 +13,7 @@ import pytest
 
 from kvtide.cache import EveryPages
 from kvtide.spec import Tier
-from tests.engine.restoring import ALL_NAMES, NAMES, PAGE, Stand, memory_of, text
+from tests.engine.restoring import ALL_NAMES, HOT_NAMES, NAMES, PAGE, Stand, memory_of, text
 
 
 def _reaches(family: str) -> list[int]:
@@ -32,10 +32,13 @@ def _keeping(family: str, every_pages: int) -> Stand:
     return Stand(family, placement=EveryPages(every_pages), tokens_per_checkpoint=distance)
 
 
-@pytest.mark.quick(family=NAMES)
+@pytest.mark.quick(family=[*NAMES, "deepseek_v32 hot:24", "deepseek_v4 hot:7"])
 @pytest.mark.parametrize(
     ("family", "extra"),
-    [*product(NAMES, (0, 1, PAGE - 1)), *((n, 1) for n in ALL_NAMES if n not in NAMES)],
+    [
+        *product((*NAMES, *HOT_NAMES), (0, 1, PAGE - 1)),
+        *((n, 1) for n in ALL_NAMES if n not in NAMES),
+    ],
 )
 def test_a_repeated_prompt_finds_its_whole_pages_on_the_device_and_on_the_host(
     family: str, extra: int

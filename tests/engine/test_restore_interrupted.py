@@ -14,7 +14,17 @@ import pytest
 from kvtide.cache import CacheConfig, EveryPages, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Finish, Request, RequestParams, RequestState
 from kvtide.tiers import Layout
-from tests.engine.restoring import NAMES, SAMPLING, WRITING, Stand, alone, model_of, text
+from tests.engine.restoring import (
+    HOT_NAMES,
+    NAMES,
+    SAMPLING,
+    WRITING,
+    Family,
+    Stand,
+    alone,
+    model_of,
+    text,
+)
 
 ACTIONS = {
     "abort": ("waiting", "coming", "loading", "prefill", "decode"),
@@ -24,6 +34,9 @@ ACTIONS = {
 """What is done to requests in which stages. It is the next load of any request that breaks."""
 
 Injury = tuple[str, str]
+
+LONG_HOT_NAMES = [name for name in HOT_NAMES if Family(name).model in NAMES]
+"""Their conversations have all turns: with fewer there is little to load, and to break."""
 
 MAX_ROUNDS = 4
 """One is nearly always enough."""
@@ -102,7 +115,7 @@ def converse_injured(family: str, writing: str, seed: int) -> Counter[Injury]:
 
 @pytest.mark.quick(family=["falcon_h1"])
 @pytest.mark.parametrize("seed", [12])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [*NAMES, *LONG_HOT_NAMES])
 def test_aborts_retractions_and_broken_loads_change_no_other_requests_bits(
     family: str, seed: int
 ) -> None:
