@@ -17,6 +17,7 @@ from kvtide.index import EveryPages
 from kvtide.spec import Tier
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, V4_DRAFTED, WINDOW
 from tests.engine.desk import Ahead, Desk
+from tests.grids import everything
 
 
 @pytest.fixture
@@ -216,7 +217,7 @@ def test_a_step_planned_ahead_is_the_one_that_would_be_planned(desk, memory, see
     planning, other = (desk(memory, pages=24 if seed % 2 else 48) for _ in range(2))
     chances = [Chances(one, seed) for one in (planning, other)]
     planned = 0
-    for number in range(300):
+    for number in range(300 if everything() else 120):
         for chance in chances:
             chance.happen()
         planning.scheduler.admit()  # The plan holds if no request is admitted.
