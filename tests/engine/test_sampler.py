@@ -164,6 +164,7 @@ def test_any_integer_is_a_seed():
         choose(torch.zeros(5), replace(WARM, seed=seed), [0], [])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("candidates", [1, 2, 1024])
 @pytest.mark.parametrize(
     ("sampling", "chances"),
