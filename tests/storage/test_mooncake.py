@@ -27,7 +27,7 @@ from tests.storage.mooncake_pool import (
     within,
 )
 
-SHARES = 4
+SHARES = 8
 TIMEOUT_S = 3.0
 """The library counts in seconds, and waits for a frozen member up to twice: until the bytes are
 taken, and until they are acknowledged. Two seconds would be the very moment of that answer."""
