@@ -13,6 +13,10 @@ from tests.proofs import Proofs, proves
 
 __all__ = ["proves"]
 
+# Tensors are small here: threads that wait for each other on a busy machine cost six times what
+# they save. Torch reads this when it is imported, which the conftest of a folder may do.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device under test")
@@ -25,9 +29,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in grids.MARKERS:
         config.addinivalue_line("markers", marker)
-    # Tensors are small here: threads that wait for each other on a busy machine cost six times
-    # what they save. Torch reads this when it is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Compiling the package takes a second in every process that tests start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False

@@ -14,11 +14,12 @@ from kvtide.engine.scheduler import MAX_PREFIX_WAITS
 from kvtide.index import Branches, LastPage
 from kvtide.spec import Tier
 from tests.engine.restoring import PAGE, SAMPLING, WRITING, alone, model_of, text
+from tests.grids import everything
 
 PREFIX = 8 * PAGE
 REST = 13
 ANSWER = 3
-MANY = 6
+MANY = 6 if everything() else 4
 STEPS = 200
 
 HISTORIES = ("llama", "deepseek_v3")

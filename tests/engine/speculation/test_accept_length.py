@@ -17,11 +17,12 @@ from kvtide.engine.speculation.accept_lengths import PrefixOrigin
 from kvtide.spec import Tier
 from tests.data.lookup_task import repetitive_walk
 from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alone, walks
+from tests.grids import everything
 
 KEPT, FALLEN = 0.98, 0.8
 FILL = 2
 """Tokens of an answer that is asked for to have the prompt's pages, with the draft's."""
-WALKS = walks(4)
+WALKS = walks(4 if everything() else 2)
 PROMPTS = [one.prompt for one in WALKS]
 PREFIX = (len(PROMPTS[0]) - 1) // PAGE * PAGE
 """Tokens of each prompt that a cache can give."""

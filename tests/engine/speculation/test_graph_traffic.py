@@ -20,6 +20,7 @@ from kvtide.models.draft import DraftModel
 from tests.engine.speculation.test_draft_restores import PAIRS
 from tests.engine.speculation.test_drafted_traffic import Run, alone, reference
 from tests.engine.torch_graphs import use_torch_graphs
+from tests.grids import everything
 
 NAMES = (
     "eagle3-llama",
@@ -103,7 +104,7 @@ def test_all_that_is_asked_ends_and_is_right(
     if seed % 2:  # Many tokens take a second look: the device knows another one.
         monkeypatch.setattr("kvtide.engine.sampler.CANDIDATES", 2)
     run = GraphRun(name, pairs(name), seed, tmp_path)
-    run.play(run.rng.randrange(14, 24))
+    run.play(run.rng.randrange(14, 24) // (1 if everything() else 2))
     run.check()
     assert run.engine.steps_by_kind["verify_graph"] > 0
     if seed == 0:  # Of others some have requests that wait for room all the time.
