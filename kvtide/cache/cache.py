@@ -259,14 +259,17 @@ class TieredCache:
         return self.index.carries(lease._index_lease, sidecar)
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
-        """A layer's device buffers by field: (slots, entries of a page, *shape); all of hot pools."""
+        """A layer's device buffers by field: (slots, entries of a page, *shape).
+
+        Of a hot pool, all its device pages.
+        """
         hot = self.hardware.hot.get(pool)
         return self.hardware.device.view(pool, layer) if hot is None else hot.view
 
     def home_view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """A layer's buffers where `page_table` has its slots: of a hot pool, on the host."""
-        hot, hardware = pool in self.hardware.hot, self.hardware
-        return (hardware.host if hot else hardware.device).view(pool, layer)
+        tier, hardware = self.memory.pool(pool).home, self.hardware
+        return (hardware.device if tier is Tier.DEVICE else hardware.host).view(pool, layer)
 
     def wait_for_steps(self) -> None:
         """Block until the device has done all that is queued now: host pages may be read."""
