@@ -259,10 +259,7 @@ class TieredCache:
         return self.index.carries(lease._index_lease, sidecar)
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
-        """A layer's device buffers by field: (slots, entries of a page, *shape).
-
-        Of a hot pool, all its device pages.
-        """
+        """A layer's device buffers, by field: (slots or hot pages, entries of a page, *shape)."""
         hot = self.hardware.hot.get(pool)
         return self.hardware.device.view(pool, layer) if hot is None else hot.view
 
