@@ -126,8 +126,7 @@ class TieredCache:
 
         `tokens` is all of the prompt if not given; `growth_pages` promises as many further pages.
         In every pool or in none: `None` means no room now, and nothing changed; try again after
-        a `poll`. More than `max_sequence_tokens` never fits. A match that is out of date is made
-        again.
+        a `poll`. More than `max_sequence_tokens` never fits. An outdated match is made again.
         """
         upto = match.prompt.tokens if tokens is None else tokens
         if not self.index.has_row:  # Nothing is evicted for a request that has to wait.
@@ -146,14 +145,16 @@ class TieredCache:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence whose history fits when nothing else is there.
+        """The longest sequence whose history fits, also in the pages that a prefill gathers."""
+        gathered = [hot.shape.gather_pages for hot in self.hardware.hot.values()]
+        return min([self.history_tokens, *(pages * self.memory.page_tokens for pages in gathered)])
 
-        On the device; of hot pools on the host, and in the pages that a prefill gathers.
-        """
+    @property
+    def history_tokens(self) -> int:
+        """Tokens of all sequences together whose history fits: on the device, or at home."""
         histories = [anchor for anchor in self.memory.anchors if anchor.reuse.reach is ALL]
         pages = [self.index.capacity(a.home, a.name) for a in histories or self.memory.anchors]
-        gathered = [hot.shape.gather_pages for hot in self.hardware.hot.values()]
-        return min([*pages, *gathered]) * self.memory.page_tokens
+        return min(pages) * self.memory.page_tokens
 
     def grow(self, lease: Lease, tokens: int, growth_pages: int = 0) -> bool:
         """Take slots for the lease's tokens up to `tokens`; False, and nothing changed, if full.

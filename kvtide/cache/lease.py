@@ -82,10 +82,11 @@ class Lease:
         return self._index_lease.reserved
 
     @property
-    def table_version(self) -> tuple[int, int, int]:
+    def table_version(self) -> tuple[int, int, int, int]:
         """Equal for as long as the lease's page tables are: they change only with it."""
         in_flight = sum(not t.over for t in self.transfers) if self.transfers else 0
-        return self.committed_pages, self.reserved_pages, in_flight
+        inner = self._index_lease
+        return self.committed_pages, self.reserved_pages, in_flight, inner.shrunk
 
     @property
     def loading(self) -> bool:

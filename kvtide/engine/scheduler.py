@@ -175,7 +175,7 @@ class Scheduler:
         page = self._cache.memory.page_tokens
         staying = [r for r in self.running if r not in lower]
         pages = sum(-(-r.max_length // page) for r in (first, *staying))
-        return len(staying) < self._max_running and pages * page <= self._cache.max_sequence_tokens
+        return len(staying) < self._max_running and pages * page <= self._cache.history_tokens
 
     def retract(self, request: Request) -> None:
         """Preempt: free its slots and queue it again. What it committed stays in the cache."""
@@ -232,8 +232,12 @@ class Scheduler:
         gathered = GatherBudget(self._cache)
         for request in ready:
             count = min(request.length - request.computed, left)
-            if count == 0 or request.lease is None or not gathered.take(request.computed, count):
+            if count == 0 or request.lease is None:
                 continue
+            if not gathered.take(request.computed, count + len(request.drafts)):
+                request.drafts = ()
+                if not gathered.take(request.computed, count):
+                    continue
             end = self._grown(request, request.computed + count)
             while end is None and request.lease is not None:
                 victim = min(self.running, key=lambda r: (r.params.priority, -r.number))

@@ -11,6 +11,7 @@ checked alike.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from kvtide.engine.residency.hot_residency import hot_pools, hot_tables
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 from kvtide.models.draft import DraftModel
-from kvtide.spec import ModelMemory
+from kvtide.spec import ModelMemory, PoolSpec
 from kvtide.spec.residency import HotShape
 from kvtide.tiers import Arrangement, Buffers, HotBuffers, Layout
 
@@ -71,7 +72,7 @@ class Probe:
         page = self._memory.page_tokens
         self._hot = {
             pool.name: HotBuffers(pool, HotShape.of(pool, page, _SEQUENCES, pages), page, device)
-            for pool in self._memory.hot_pools
+            for pool in map(_with_few_hot, self._memory.hot_pools)
         }
 
     def step(self, counts: tuple[int, ...]) -> None:
@@ -134,6 +135,12 @@ class _Tables(dict[str, Tensor]):
 
     def __missing__(self, anchor: str) -> Tensor:
         raise _undeclared(f"{anchor} with slots of its own")
+
+
+def _with_few_hot(pool: PoolSpec) -> PoolSpec:
+    """The pool with a hot buffer for two queries: the device has little left beside its tier."""
+    assert pool.hot is not None and pool.selected is not None
+    return replace(pool, hot=min(pool.hot, 2 * pool.selected))
 
 
 def _undeclared(pool: str) -> EngineError:

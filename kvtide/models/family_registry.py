@@ -162,7 +162,7 @@ def build(
         kv_dtype=kv_dtype,
         checkpoint_tokens=checkpoint_tokens,
     )
-    memory = resident.of(memory, draft_tokens + 1)
+    memory = resident.of(memory, draft_tokens)
     if mtp and draft is not None:
         raise published.fields.refusal(
             "multi-token prediction and a draft are two drafts; use one of them"

@@ -38,19 +38,30 @@ class Residency:
             return "auto"
         return "all" if self.hot is None else f"hot:{self.hot}"
 
-    def of(self, memory: ModelMemory, queries: int = 1) -> ModelMemory:
-        """The memory served this way; `auto` is decided by its caller."""
+    def of(self, memory: ModelMemory, drafts: int = 0) -> ModelMemory:
+        """The memory served this way, beside so many drafts; its caller decides `auto`."""
         assert not self.auto, "auto becomes all or hot before it is applied"
-        return memory if self.hot is None else served_hot(memory, self.hot, queries)
+        if self.hot is None:
+            return memory
+        return served_hot(memory, self.hot, step_queries(memory, drafts))
 
 
 ALL_RESIDENT = Residency()
 
 
+def step_queries(memory: ModelMemory, drafts: int) -> int:
+    """Tokens of a sequence in a decode step, at the most: one, and its drafts.
+
+    With running states a step also computes again what was accepted before a rejected draft.
+    """
+    again = any(pool.tail_entries is not None for pool in memory.pools)
+    return 1 + drafts * (2 if again else 1)
+
+
 def served_hot(memory: ModelMemory, entries: int, queries: int = 1) -> ModelMemory:
     """`memory` with all pools that are selected from on the host, and `entries` hot per request.
 
-    `queries` is how many tokens of a sequence a decode step has at most: one, and its drafts. Their
+    `queries` is how many tokens of a sequence a decode step has at most (`step_queries`): their
     selections share the hot buffer. A draft is added afterwards, and stays on the device.
     """
     chosen = [pool for pool in memory.pools if pool.selected is not None]

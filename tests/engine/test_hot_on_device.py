@@ -171,7 +171,7 @@ def test_drafts_share_the_hot_buffer(name: str, device: torch.device) -> None:
     asks = [RequestParams(loop * 4 + loop[:n], ANSWER) for n in (1, 7, 30)]
     with engine_of(model_of(name, device, ALL_RESIDENT, KVDType.BF16)) as engine:
         plain = one_by_one(engine, asks)
-    model = model_of(name, device, Residency(5 * TOP_K[name]), KVDType.BF16, drafts=3)
+    model = model_of(name, device, Residency(8 * TOP_K[name]), KVDType.BF16, drafts=3)
     with engine_of(model, drafter=NgramDrafter(), draft_tokens=3, fixed_drafts=True) as engine:
         engine.warm_up()
         drafted = one_by_one(engine, asks)

@@ -372,3 +372,24 @@ def test_nothing_leaks(requests: int) -> None:
     known = engine._runner._hot
     assert len(known._rows_in_use) <= 12 and len(known._tables._known) <= 12  # Of the last steps.
     close(engine)
+
+
+def test_a_higher_priority_preempts_beyond_the_longest_sequence() -> None:
+    """Rows are taken, and the histories of all together are longer than a sequence may be."""
+    config = CacheConfig(Tokens(768), Tokens(4096), hot_rows=3, longest_tokens=128)
+    cache = TieredCache(model_of("deepseek_v32 hot:24").memory, config)
+    engine = Engine(model_of("deepseek_v32 hot:24"), cache, chunk_tokens=64, max_running=3)
+    rng = random.Random(1)
+
+    def ask(priority: int, answer: int = 40) -> Request:
+        return engine.submit(RequestParams(text(rng, 60), answer, priority=priority))
+
+    low, *_ = ask(0), ask(1), ask(1)
+    while not low.output:
+        engine.step()
+    high = ask(1, 2)
+    while high.finish is None:
+        engine.step()
+    assert low.finish is None and low.admissions >= 1 and len(low.output) < 40
+    assert cache.validate() == []
+    cache.close()

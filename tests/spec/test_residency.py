@@ -4,9 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from kvtide.spec import ModelMemory, Reuse, SpecError, Tier, catalog, with_draft
+from kvtide.spec import (
+    DType,
+    Entry,
+    Field,
+    ModelMemory,
+    PoolSpec,
+    Reuse,
+    SpecError,
+    Tier,
+    catalog,
+    with_draft,
+)
 from kvtide.spec.families import declare, draft_for
-from kvtide.spec.residency import HotShape, Residency, hot_queries, pages_spanned, served_hot
+from kvtide.spec.residency import (
+    HotShape,
+    Residency,
+    hot_queries,
+    pages_spanned,
+    served_hot,
+    step_queries,
+)
 
 GLM = {
     "model_type": "glm_moe_dsa",
@@ -250,3 +268,20 @@ def test_a_ring_holds_all_pages_that_a_step_can_touch(page):
     for tokens in range(1, 40):
         touched = {(start + tokens - 1) // page - start // page + 1 for start in range(page)}
         assert pages_spanned(tokens, page) == max(touched)
+
+
+def test_a_step_has_more_queries_where_states_are_put_back() -> None:
+    assert step_queries(glm(), 0) == 1 and step_queries(glm(), 3) == 4
+    stated = replace(glm(), pools=(*glm().pools, _STATE))
+    assert step_queries(stated, 3) == 7 and step_queries(stated, 0) == 1
+    with pytest.raises(SpecError, match=f"7 queries of a step; use --resident hot:{7 * 64}$"):
+        Residency(4 * 64).of(stated, drafts=3)
+
+
+_STATE = PoolSpec(
+    "state",
+    (0,),
+    Entry((Field("x", (1,), DType.FP32),)),
+    tail_entries=1,
+    reuse=Reuse(reach=1, stride=64),
+)

@@ -231,6 +231,7 @@ class Leasing:
         """Give back the slots beyond a page; as many stay promised to the lease."""
         assert lease.live and self.owns(lease) and pages >= lease.boundary
         self._tree.tick += 1
+        lease.shrunk += 1
         while lease.segments and lease.segments[-1].end > pages:
             segment = lease.segments.pop()
             if segment.start < pages:

@@ -52,6 +52,7 @@ class IndexLease:
     pins      exactly what this lease pinned
     segments  slots taken for pages that are not committed yet
     growth    per home cell, slots promised for later and not taken yet
+    shrunk    how often slots were given back before they were used
     hot_row   its buffer in the hot pools, from the first reservation on; -1 without one
     begun     the boundary at which it was pinned: pages beyond it were computed by this lease
     planned   the page up to which the request computes full pages, as far as is known
@@ -69,6 +70,7 @@ class IndexLease:
     pins: list[Pin] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     growth: dict[int, int] = field(default_factory=dict)
+    shrunk: int = 0
     hot_row: int = -1
     branches: tuple[int, ...] = ()
     begun: int = 0

@@ -166,6 +166,7 @@ def _swap_row(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     is_hit = is_hot & (tl.load(marks + hot, mask=is_hot, other=-1) < -1)
     hits = tl.sum(is_hit.to(tl.int32), 0)
+    tl.debug_barrier()
     tl.store(marks + hot, slot, mask=is_hit)
     tl.debug_barrier()
     missing = _count_misses(selected, marks, first, choices, past, ONE_TILE, BLOCK_C)

@@ -89,7 +89,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         settings,
         lambda: _memory(settings, checkpoint),
         lambda memory: _device_bytes(settings, checkpoint, memory, topology),
-        drafts + 1,
+        drafts,
     )
     model = _build(settings, checkpoint, device, topology, choice, resident.residency, drafts)
     draft = build_draft(choice, checkpoint, model)
@@ -227,15 +227,17 @@ def gpu_sizes(
 def _device_bytes(
     settings: Settings, checkpoint: Checkpoint, memory: ModelMemory, topology: RankTopology
 ) -> int:
-    """The device tier before the model is loaded: what `sized` gives then, or close to it.
+    """The device tiers of all stages before the model is loaded: about what `sized` gives then.
 
-    Every rank gets the same number, from what all GPUs have.
+    Ranks that have the same GPU get the same number.
     """
     size = settings.device_size
     if size is None and settings.on_gpu:
         weights = stored_bytes(checkpoint) // topology.ranks
         total = device_memory(torch.device(settings.device)).total_bytes
-        return int(GPU_FRACTION * max(0, total - weights))
+        return topology.stages * int(GPU_FRACTION * max(0, total - weights))
+    if isinstance(size, Bytes):
+        return topology.stages * size.bytes
     return tier_bytes(memory, size or Tokens(max(DEFAULT_TOKENS, memory.page_tokens)))
 
 

@@ -10,7 +10,7 @@ from kvtide.byte_sizes import format_bytes
 from kvtide.models.checkpoint import Checkpoint
 from kvtide.server.settings import Settings
 from kvtide.spec import ModelMemory
-from kvtide.spec.residency import Residency
+from kvtide.spec.residency import Residency, hot_bytes, step_queries
 from kvtide.spec.sizing import largest_batch, running_bytes
 
 AUTO_CONTEXT = 32_768
@@ -31,12 +31,12 @@ def choose_residency(
     settings: Settings,
     declare: Callable[[], ModelMemory],
     device_bytes: Callable[[ModelMemory], int],
-    queries: int,
+    drafts: int,
 ) -> ResidencyChoice:
     """What the settings ask for; `auto` is decided by what fits the device.
 
-    `declare` gives the memory with all pools resident, `device_bytes` the size of the device tier
-    for it. `queries` are the tokens of a sequence in a decode step.
+    `declare` gives the memory with all pools resident, `device_bytes` the size of the device tiers
+    of all stages for it. `drafts` are those of a request in a step.
     """
     asked = settings.residency
     if asked.hot is not None:
@@ -50,27 +50,29 @@ def choose_residency(
         return ResidencyChoice(Residency(), f"residency: all, since {reason}")
     if settings.host_size is None:
         return ResidencyChoice(Residency(), "residency: all, since there is no host tier")
-    hot = Residency(AUTO_SELECTIONS * queries * top_k)
-    return _fitting(memory, hot, settings.max_running, device_bytes(memory), queries)
+    hot = Residency(AUTO_SELECTIONS * step_queries(memory, drafts) * top_k)
+    return _fitting(memory, hot, settings.max_running, device_bytes(memory), drafts)
 
 
 def _fitting(
-    memory: ModelMemory, hot: Residency, running: int, device_bytes: int, queries: int
+    memory: ModelMemory, hot: Residency, running: int, device_bytes: int, drafts: int
 ) -> ResidencyChoice:
+    """Hot if more requests run then, beside the hot buffers of as many as may run at once."""
     pages = -(-AUTO_CONTEXT // memory.page_tokens)
     wanted = running_bytes(memory, running, pages)
     have = f"the device tier has {format_bytes(device_bytes)}"
     what = f"{running} requests of {AUTO_CONTEXT:,} tokens take {format_bytes(wanted)}, and {have}"
     if wanted <= device_bytes:
         return ResidencyChoice(Residency(), f"residency: all, since {what}")
-    counts = [
-        largest_batch(each.of(memory, queries), AUTO_CONTEXT, device_bytes) or 0
-        for each in (Residency(), hot)
-    ]
-    if counts[1] <= counts[0]:
-        return ResidencyChoice(Residency(), f"residency: all, since hot buffers need more; {what}")
+    served = hot.of(memory, drafts)
+    each = running_bytes(served, 1, pages) - hot_bytes(served, 1, pages)
+    beside = max(0, device_bytes - hot_bytes(served, running, pages)) // max(1, each)
+    fewer, more = largest_batch(memory, AUTO_CONTEXT, device_bytes) or 0, min(running, beside)
+    if more <= fewer:
+        why = f"hot buffers would leave room for {more} of them and not {fewer}"
+        return ResidencyChoice(Residency(), f"residency: all, since {what}; {why}")
     return ResidencyChoice(
-        hot, f"residency: {hot}, since {what}; {counts[1]} of them run instead of {counts[0]}"
+        hot, f"residency: {hot}, since {what}; {more} of them run instead of {fewer}"
     )
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtide.engine import RequestParams, SamplingParams
+from kvtide.cache import CacheConfig, TieredCache, Tokens
+from kvtide.engine import Engine, RequestParams, SamplingParams
 from kvtide.engine.speculation.ngram import NgramDrafter
 from kvtide.layers.reference import swap_in
 from kvtide.spec import Tier
 from kvtide.spec.residency import Residency
-from tests.engine.restoring import PAGE, Stand, alone
+from tests.engine.restoring import PAGE, Stand, alone, model_of
 from tests.engine.speculation.drafting import ErringDrafter, Seen
 from tests.engine.speculation.test_draft_restores import Bed
 from tests.engine.speculation.test_lossless import prompts
@@ -98,7 +99,7 @@ def test_next_token_layers_draft_alike_over_hot_and_resident_pools(name: str) ->
     asked = prompts(4, 2 * PAGE, 3 * PAGE + 2, PAGE - 1)
     seen: Seen = {}
     answers, lengths = [], []
-    hot = Residency(MTP[name] * (DRAFTS + 1))
+    hot = Residency(MTP[name] * (2 * DRAFTS + 1))
     for resident in (Residency(), hot):
         pair = tiny_mtp.pair(name, deterministic=True, resident=resident, draft_tokens=DRAFTS)
         bed = Bed(pair, DRAFTS, 40, seen)
@@ -133,3 +134,33 @@ def test_repeated_text_is_drafted_and_answered_as_without() -> None:
     assert tuple(request.output) == alone(family, tokens, ANSWER, GREEDY)
     assert request.accepted_drafts + request.rejected_drafts > 0
     stand.end()
+
+
+def test_drafts_are_left_out_where_their_context_cannot_be_gathered() -> None:
+    """With running states a verify step also computes accepted tokens again: too many queries for
+    this buffer, and too many contexts for the pages that a step gathers."""
+    family = "deepseek_v4 hot:24"
+    model = model_of(family)
+    config = CacheConfig(
+        Tokens(2048), Tokens(4096), tokens_per_checkpoint=PAGE, hot_rows=3, longest_tokens=128
+    )
+    cache = TieredCache(model.memory, config)
+    asked = prompts(70, 71, 73)
+    answers = {p: [t.token for t in alone(family, p, ANSWER, GREEDY)] for p in asked}
+    engine = Engine(
+        model,
+        cache,
+        chunk_tokens=64,
+        max_running=3,
+        drafter=ErringDrafter(answers, 0.3, seed=1),
+        draft_tokens=DRAFTS,
+        fixed_drafts=True,
+    )
+    requests = [engine.submit(RequestParams(p, ANSWER, GREEDY)) for p in asked]
+    while not engine.idle:
+        engine.step()
+        assert cache.validate() == []
+    for request in requests:
+        assert tuple(request.output) == alone(family, request.params.tokens, ANSWER, GREEDY)
+    assert sum(request.accepted_drafts for request in requests) > 0
+    cache.close()
