@@ -259,18 +259,14 @@ class TieredCache:
         return self.index.carries(lease._index_lease, sidecar)
 
     def view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
-        """A layer's device buffers, by field: (slots, entries of a page, *shape).
-
-        Of a hot pool, all pages of its `HotBuffers`.
-        """
+        """A layer's device buffers, by field: (slots or hot pages, entries of a page, *shape)."""
         hot = self.hardware.hot.get(pool)
         return self.hardware.device.view(pool, layer) if hot is None else hot.view
 
     def home_view(self, pool: str, layer: int) -> Mapping[str, torch.Tensor]:
         """A layer's buffers where `page_table` has its slots: of a hot pool, on the host."""
-        tier = self.memory.pool(pool).home
-        buffers = self.hardware.device if tier is Tier.DEVICE else self.hardware.host
-        return buffers.view(pool, layer)
+        tier, hardware = self.memory.pool(pool).home, self.hardware
+        return (hardware.device if tier is Tier.DEVICE else hardware.host).view(pool, layer)
 
     def wait_for_steps(self) -> None:
         """Block until the device has done all that is queued now: host pages may be read."""

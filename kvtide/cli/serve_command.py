@@ -20,13 +20,14 @@ from aiohttp import web
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import CommandError
 from kvtide.engine import Engine
-from kvtide.server import engine_setup, settings
+from kvtide.server import settings
 from kvtide.server.app import App
 from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
-from kvtide.server.engine_setup import Serving, check_ranks, open_engine
 from kvtide.server.rank_processes import RankProcesses, WorkerLostError, freeze_gc
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
+from kvtide.server.setup import engine_setup
+from kvtide.server.setup.engine_setup import Serving, check_ranks, open_engine
 from kvtide.spec import Tier
 
 _POLL_S = 0.02

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.chunks import ScheduledChunk
-from kvtide.engine.hot_counts import HotPoolCounts
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
@@ -32,6 +31,7 @@ from kvtide.engine.request import (
     ServedLimits,
     check_request,
 )
+from kvtide.engine.residency.hot_counts import HotPoolCounts
 from kvtide.engine.runner import Runner, StepOutput
 from kvtide.engine.sampler import (
     SampledToken,

@@ -21,11 +21,11 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, graph_capture, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
 from kvtide.engine.graphs.step_graphs import StepGraph, StepGraphs
-from kvtide.engine.hot_counts import HotCounts
-from kvtide.engine.hot_residency import HotResidency
 from kvtide.engine.page_tables import Numbers, Table, batch_tables, chunk_spans
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
+from kvtide.engine.residency.hot_counts import HotCounts
+from kvtide.engine.residency.hot_residency import HotResidency
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models import Model

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvtide.cache import TieredCache
 from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
-from kvtide.engine.hot_residency import GatherBudget
 from kvtide.engine.request import PrefixOwner, Request, RequestState
+from kvtide.engine.residency.hot_residency import GatherBudget
 
 MIXED_STEP_TOKENS = 2048
 """Token budget of a step with both decode and prefill, decode tokens included. A larger one delays

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtide.engine.hot_residency import hot_pools, hot_tables
 from kvtide.engine.reachable_tensors import Sighting, tensors
+from kvtide.engine.residency.hot_residency import hot_pools, hot_tables
 from kvtide.layers import Rows, Step
 from kvtide.models import Model
 from kvtide.models.draft import DraftModel

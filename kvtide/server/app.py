@@ -27,13 +27,13 @@ from aiohttp import web
 from kvtide.engine import RequestError
 from kvtide.server.cache_report import cache_report
 from kvtide.server.engine_commands import Flush
-from kvtide.server.engine_setup import Serving
 from kvtide.server.error_responses import MAX_BODY_BYTES, error_object, error_response, refusal
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
 from kvtide.server.response_formatting import Delta, Json, ResponseFormatter, usage
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
 from kvtide.server.settings import Settings
+from kvtide.server.setup.engine_setup import Serving
 from kvtide.server.storage_routes import StorageRoutes
 from kvtide.spec import Tier
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtide.engine import Engine
-from kvtide.server.store_setup import storage_report
+from kvtide.server.setup.store_setup import storage_report
 from kvtide.spec import Tier
 
 

@@ -29,7 +29,7 @@ from kvtide.engine import (
     SamplingParams,
     Update,
 )
-from kvtide.server.store_setup import close_when_open, in_thread, open_link
+from kvtide.server.setup.store_setup import close_when_open, in_thread, open_link
 from kvtide.spec import Tier
 from kvtide.storage import Removed, StoreError
 from kvtide.transfer.store_link import StoreLink

@@ -38,7 +38,7 @@ from kvtide.server.engine_commands import (
 )
 from kvtide.server.request_parsing import read_json
 from kvtide.server.service import Service, ServiceEndedError
-from kvtide.server.store_setup import Json, storage_report
+from kvtide.server.setup.store_setup import Json, storage_report
 from kvtide.storage import Store, StoreError, StoreStatus
 
 T = TypeVar("T")

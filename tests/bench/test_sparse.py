@@ -107,7 +107,7 @@ def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*args, "--plot", str(chart), *only]) == 0, capsys.readouterr().out
     numbers = json.loads(found.read_text())
     assert {name: len(rows) for name, rows in numbers.items()} == {
-        "rows": 1, "single": 4, "decode": 4, "sum": 4, "ttft": 2, "failed": 0,
+        "rows": 2, "single": 4, "decode": 4, "sum": 4, "ttft": 2, "failed": 0,
     }  # fmt: skip
     everything, hot = numbers["ttft"]
     assert 0 < hot["loaded_bytes"] < everything["loaded_bytes"]

@@ -32,6 +32,7 @@ from kvtide.models import Model, build
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.spec import Tier
 from kvtide.spec.families import KVDType
+from kvtide.spec.residency import Residency
 from kvtide.storage import open_store
 from kvtide.testing.faults import FaultyBackend
 from kvtide.testing.faulty_store import Draw, Fault, FaultyStore
@@ -89,8 +90,13 @@ class Solo:
 Place = Grid | Solo
 
 
+def resident(name: str) -> str:
+    """The model of a name like "deepseek_v32 hot:24"."""
+    return name.partition(" ")[0]
+
+
 def model_at(place: Place, name: str) -> Model:
-    saved = open_checkpoint(place.folder / "models" / name)
+    saved = open_checkpoint(place.folder / "models" / resident(name))
     return build(
         saved.config,
         saved.weights,
@@ -100,6 +106,7 @@ def model_at(place: Place, name: str) -> Model:
         stage=place.topology.stage,
         stages=place.topology.stages,
         ranks=place.topology.tensor,
+        resident=Residency.parse(name.partition(" ")[2] or "all"),
     )
 
 
@@ -308,7 +315,7 @@ def lives(place: Place, name: str, url: str) -> list[Served]:
 
 
 def stored_at(place: Place, name: str) -> str:
-    folder = place.folder / "stored" / f"{name}-{place.ranks}"
+    folder = place.folder / "stored" / f"{name.replace(' hot:', '-hot-')}-{place.ranks}"
     return f"file://{folder}?cap=1GB&floor=1MB&sync=never"
 
 
@@ -386,11 +393,14 @@ COMPARED = {
 
 
 def expected(folder: Path, cases: Collection[tuple[str, str]]) -> dict[Any, Any]:
-    """What one rank computes for these families and scenarios: alone, and deterministic."""
+    """What one rank computes for these families and scenarios: alone, and deterministic.
+
+    Its answers are those of resident pools, also where ranks have hot ones.
+    """
     solo = Solo(folder)
     compute: dict[str, Callable[[str], object]] = {
         "logits": lambda name: logits(solo, name),
-        "answers": lambda name: answers(solo, name),
+        "answers": lambda name: answers(solo, resident(name)),
         "lives": lambda name: lives(solo, name, stored_at(solo, name)),
         "space": lambda name: Stand(solo, name).cache.storage.space,
     }

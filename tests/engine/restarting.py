@@ -211,10 +211,26 @@ class Life(Stand):
 def check_store(cache: TieredCache, past: Past) -> None:
     """A store that is opened anew has the pages of the past, and no others."""
     store = past.open(cache)
+    for pool in cache.memory.hot_pools:
+        past.stored[pool.name] = departed(cache.memory, past, store, pool.name)
     keys = [object_key(key, anchor) for anchor, pages in past.stored.items() for key in pages]
     assert all(store.exists(keys)), "a page that was on the host is not in the store"
     assert store.status().objects == len(keys), "the store has pages that no request computed"
     store.close()
+
+
+def departed(memory: ModelMemory, past: Past, store: Store, hot: str) -> set[bytes]:
+    """The pages of a hot pool that the store has, of those that were on the host.
+
+    They are computed there, and leave with the next backup of their run. So the store has all
+    whose other histories were copied to the host, and with `write_through` that is every one.
+    """
+    there = sorted(past.stored[hot])
+    found = store.exists([object_key(page, hot) for page in there])
+    kept = {page for page, exists in zip(there, found, strict=True) if exists}
+    others = [one.name for one in memory.in_device_pages.anchors if one.reuse.reach is ALL]
+    assert others and kept >= set.intersection(*(past.stored[name] for name in others))
+    return kept
 
 
 # -- meddling with what is stored --------------------------------------------------------------

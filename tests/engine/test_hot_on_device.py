@@ -40,13 +40,18 @@ def on_a_gpu(device: torch.device) -> None:
 
 
 def model_of(
-    name: str, device: torch.device, resident: Residency, kv: KVDType | None, drafts: int = 0
+    name: str,
+    device: torch.device,
+    resident: Residency,
+    kv: KVDType | None,
+    drafts: int = 0,
+    positions: int = 4096,
 ) -> Model:
     saved, dtype = checkpoint(name), torch.bfloat16
     with device:
         weights = OnDevice(saved.weights, device)
         return build(
-            saved.config,
+            {**saved.config, "max_position_embeddings": positions},
             weights,
             page_tokens=PAGE,
             kv_dtype=kv,
@@ -57,10 +62,12 @@ def model_of(
 
 
 @contextmanager
-def engine_of(model: Model, device_tokens: int = 4096, **options: object) -> Iterator[Engine]:
+def engine_of(
+    model: Model, device_tokens: int = 4096, host_tokens: int = 16_384, **options: object
+) -> Iterator[Engine]:
     config = CacheConfig(
         Tokens(device_tokens),
-        host_size=Tokens(16384),
+        host_size=Tokens(host_tokens),
         device="cuda",
         hot_rows=8,
         tokens_per_checkpoint=64,
@@ -101,6 +108,22 @@ def test_answers_are_those_of_resident_pages(name: str, kv: KVDType, device: tor
         divergence, equal, _ = compared(plain, hot)
         print(f"{name} hot:{entries} hits and misses {counts}, KL {divergence:.1e}, {equal:.2%}")
         assert not differing, (entries, differing[:4], divergence)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_answer_in_a_long_context_is_equal_throughout(
+    name: str, device: torch.device
+) -> None:
+    ask = RequestParams(text(random.Random(name), 32_768), 4096, recompute=True)
+    answers: list[list[Request]] = []
+    for resident in (ALL_RESIDENT, Residency(4 * TOP_K[name])):
+        model = model_of(name, device, resident, KVDType.FP8, positions=40_960)
+        with engine_of(model, 40_960, host_tokens=40_960) as engine:
+            answers.append(answered(engine, [ask]))
+    (plain,), (hot,) = answers
+    assert len(hot.output) == 4096
+    unlike = [i for i, (a, b) in enumerate(zip(plain.output, hot.output, strict=True)) if a != b]
+    assert not unlike, unlike[:4]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -45,7 +45,7 @@ def engine_of(family: str, *, rows: int = 6, chunk_tokens: int = 64, tokens: int
     for hot in cache.hardware.hot.values():
         hot.pages.fill_(POISON)
     cache.hardware.host.data.fill_(POISON)
-    return Engine(model_of(family), cache, chunk_tokens=chunk_tokens)
+    return Engine(model_of(family), cache, chunk_tokens=chunk_tokens, max_running=rows)
 
 
 def step(engine: Engine) -> None:
@@ -119,8 +119,9 @@ def test_answers_are_those_of_resident_pools(model: str, entries: int) -> None:
             requests.append(engine.submit(RequestParams(prompts.pop(0), ANSWER, SAMPLING)))
         step(engine)
         assert engine.cache.validate() == []
-    check_answers(model, requests)
-    assert any(request.by_tier for request in requests) and counted(engine)[0] > 0
+    (again,) = serve(engine, requests[0].params.tokens)
+    assert sum(again.by_tier.values()) >= 3 * PAGE and counted(engine)[0] > 0
+    check_answers(model, [*requests, again])
     close(engine)
 
 

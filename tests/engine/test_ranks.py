@@ -52,6 +52,8 @@ ENGINES = {
     "gpt_oss": (TP,),
     "falcon_h1": (PP, TP),
     "deepseek_v4": (PP, TP, BOTH),
+    "deepseek_v32 hot:24": (PP, TP, BOTH),  # Every stage has layers of the hot pool.
+    "deepseek_v4 hot:7": (PP, TP),  # The last stage has none.
 }
 """Those that are served as well. The first of a shape is the one that faults are tried with."""
 
@@ -69,7 +71,8 @@ def expected(
     folder = tmp_path_factory.mktemp("one")
     cases = {(cell["family"], cell["scenario"]) for cell in cells(request)}
     for name in {family for family, _ in cases}:
-        oracle(name).save_pretrained(folder / "models" / name)
+        model = rank_serving.resident(name)
+        oracle(model).save_pretrained(folder / "models" / model)
     return {"models": folder / "models", **rank_serving.expected(folder, cases)}
 
 

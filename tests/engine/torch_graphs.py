@@ -6,6 +6,7 @@ can run. The torch reference refuses to read a page that has no slot.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -27,7 +28,14 @@ def use_torch_graphs(monkeypatch: pytest.MonkeyPatch, model: Decoder) -> None:
 
 
 def _step(
-    tokens: Any, positions: Any, _: Any, page: int, view: Any, wait: Any, batch: Batch
+    tokens: Any,
+    positions: Any,
+    _: Any,
+    page: int,
+    view: Any,
+    wait: Any,
+    batch: Batch,
+    hot: Any = MappingProxyType({}),
 ) -> Step:
     """The step as the numbers of the replay have it."""
     sequences = tuple(
@@ -35,4 +43,4 @@ def _step(
         for row, (start, end, past) in enumerate(batch.rows.tolist())
         if start < end
     )
-    return Step(tokens, positions, sequences, page, view, wait)
+    return Step(tokens, positions, sequences, page, view, wait, None, hot)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtide.engine import Engine, RequestParams, SamplingParams
-from kvtide.server.engine_setup import open_engine
 from kvtide.server.settings import Settings
+from kvtide.server.setup.engine_setup import open_engine
 from kvtide.spec import ALL
 from tests.models.tiny import VOCABULARY
 

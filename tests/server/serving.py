@@ -25,9 +25,9 @@ from aiohttp import web
 from kvtide.engine import Engine
 from kvtide.server.app import App
 from kvtide.server.engine_commands import Leader
-from kvtide.server.engine_setup import Serving, open_engine
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
+from kvtide.server.setup.engine_setup import Serving, open_engine
 from tests.server.forking import ForkedCommand
 from tests.server.talking import Client
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtide.engine.hot_counts import HotCounts
+from kvtide.engine.residency.hot_counts import HotCounts
 from kvtide.engine.staging import Staging
 from kvtide.spec.residency import HotShape, served_hot
 from kvtide.tiers import HotBuffers

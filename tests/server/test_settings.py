@@ -17,9 +17,9 @@ from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache,
 from kvtide.cli import main
 from kvtide.engine import Engine, Finish, RequestParams
 from kvtide.server import settings
-from kvtide.server.engine_setup import gpu_sizes, open_engine
 from kvtide.server.settings import Settings, SettingsError, read
-from kvtide.server.store_setup import default_url
+from kvtide.server.setup.engine_setup import gpu_sizes, open_engine
+from kvtide.server.setup.store_setup import default_url
 from kvtide.spec.residency import Residency
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from kvtide.engine.speculation.accept_lengths import PrefixOrigin
 from kvtide.models.model_errors import CheckpointError
 from kvtide.server import settings
-from kvtide.server.engine_setup import open_engine
 from kvtide.server.settings import Settings, SettingsError
+from kvtide.server.setup.engine_setup import open_engine
 from tests.grids import everything
 from tests.models import tiny_mtp
 from tests.models.tiny import VOCABULARY

@@ -14,7 +14,7 @@ from kvtide.models.checkpoint import Checkpoint, open_checkpoint
 from kvtide.models.draft_checkpoint import open_draft
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server.settings import EAGLE3, NO_SPECULATION, Settings
-from kvtide.server.speculation_setup import choose_speculation
+from kvtide.server.setup.speculation_setup import choose_speculation
 from kvtide.spec.families import KVDType
 from kvtide.training.held_out import HeldOutPlan, measure_held_out
 from kvtide.training.prompts import PromptFile, encode_prompts, read_prompts

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtide.cache import CacheConfig, FetchPatience, TieredCache, Tokens
+from kvtide.cache import CacheConfig, FetchPatience, Layout, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.models import Model
@@ -52,6 +52,7 @@ class Bed:
         tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT,
         drafts: Drafts | None = None,
         longest_tokens: int | None = None,
+        host_layout: Layout = Layout.PAGE_FIRST_DIRECT,
     ) -> Iterator[Engine]:
         config = CacheConfig(
             Tokens(device_tokens),
@@ -62,6 +63,7 @@ class Bed:
             patience=FetchPatience("wait_complete"),
             hot_rows=max_running,
             longest_tokens=longest_tokens,
+            host_layout=host_layout,
         )
         cache = TieredCache(self.model.memory, config)
         try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvtide.bench.gpu.ceilings import timed
-from kvtide.engine.hot_residency import hot_pools
+from kvtide.engine.residency.hot_residency import hot_pools
 from kvtide.layers import ForwardPass, Place, Rows, Step
 from kvtide.layers.backend.choice import choose
 from kvtide.layers.step import HOT_ROWS, Batch, HotPool, host_table

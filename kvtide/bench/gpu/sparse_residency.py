@@ -19,7 +19,7 @@ import torch
 from kvtide.bench.gpu.driven_choices import DrivenChoices, attentions_with_indexer, driving
 from kvtide.bench.gpu.engine_bed import Bed, alternating, flush, start, step_s, stop, ttft_s
 from kvtide.bench.gpu.shapes import Shape
-from kvtide.cache import TieredCache
+from kvtide.cache import Layout, TieredCache
 from kvtide.engine import Engine, RequestParams
 from kvtide.layers.packing import packing
 from kvtide.spec import ModelMemory, PoolSpec, Tier
@@ -68,6 +68,7 @@ class DecodeLoad:
     most: int = 128
     host_bytes: int = 80 << 30
     steps: int = 32
+    host_layout: Layout = Layout.PAGE_FIRST_DIRECT
 
     @property
     def answer_tokens(self) -> int:
@@ -243,6 +244,7 @@ def decode_bed(bed: Bed, load: DecodeLoad, contexts: int) -> Iterator[DecodeBed]
         max_running=contexts,
         tokens_per_checkpoint=load.checkpoint_tokens(memory),
         longest_tokens=longest,
+        host_layout=load.host_layout,
     ) as engine:
         layers = len(attentions_with_indexer(bed.model))
         topk = pool.selected or 1

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvtide.bench.gpu.sparse_residency import (
     SparseShape,
     StepResult,
 )
+from kvtide.cache import Layout
 from kvtide.cli.console import CommandError, table
 from kvtide.server.rank_processes import freeze_gc
 
@@ -37,7 +38,10 @@ _OVERLAP_GOAL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class SparseSizes:
-    """What is measured: on a GPU, or in tiny shapes to test the benchmark itself."""
+    """What is measured: on a GPU, or in tiny shapes to test the benchmark itself.
+
+    spread  rows over much host memory: contexts, rows of each, bytes that hold all of them
+    """
 
     v32: SparseShape
     v4: SparseShape
@@ -48,6 +52,7 @@ class SparseSizes:
     most_rows: int = 2048
     row_context: int = 65_536
     host_block: int = 1 << 29
+    spread: tuple[int, int, int] = (80, 102, 8 << 30)
     prefill_tokens: int = 16_384
     chunk_tokens: int = 8192
     rounds: int = 5
@@ -89,6 +94,7 @@ def _tiny() -> SparseSizes:
         most_rows=32,
         row_context=1024,
         host_block=1 << 22,
+        spread=(2, 16, 1 << 22),
         prefill_tokens=256,
         chunk_tokens=128,
         rounds=1,
@@ -102,6 +108,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--only", default=",".join(PARTS), metavar="NAME,…", help=f"some of {', '.join(PARTS)}"
     )
     parser.add_argument("--device", default="cuda", help="(cuda)")
+    parser.add_argument(
+        "--host-layout",
+        choices=[layout.value for layout in Layout],
+        default=Layout.PAGE_FIRST_DIRECT.value,
+        help="of the host in decode (page_first_direct)",
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="tiny shapes, which a CPU runs: no speeds to compare"
     )
@@ -123,6 +135,8 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError("bench sparse: real shapes need a GPU; add --tiny")
     report = _Report(args.json, args.plot)
     sizes = _tiny() if args.tiny else _full()
+    layout = Layout(args.host_layout)
+    sizes = replace(sizes, load=replace(sizes.load, host_layout=layout))
     bench = _Bench(sizes, device, report)
     if "rows" in wanted:
         with report.guarded("rows"):
@@ -241,15 +255,18 @@ class _Bench:
             for row_bytes in sizes.row_bytes:
                 for rows in sizes.rows:
                     with self._report.guarded(f"{rows:,} rows of {row_bytes:,} B"):
-                        self._rows(row_bytes, rows, host)
+                        self._rows(row_bytes, rows, host, sizes.most_rows, sizes.row_context)
+        contexts, each, wide = sizes.spread
+        row_bytes = sizes.row_bytes[len(sizes.row_bytes) // 2]
+        with (
+            self._report.guarded(f"{each} rows of each of {contexts} contexts"),
+            row_reads.host_block(wide, self._device) as host,
+        ):
+            self._rows(row_bytes, contexts * each, host, each, sizes.load.context)
 
-    def _rows(self, row_bytes: int, rows: int, host: torch.Tensor) -> None:
-        sizes = self._sizes
-        found = row_reads.measure(
-            *(row_bytes, rows, self._device, host),
-            most=sizes.most_rows,
-            context=sizes.row_context,
-        )
+    def _rows(self, row_bytes: int, rows: int, host: torch.Tensor, most: int, context: int) -> None:
+        given = (row_bytes, rows, self._device, host)
+        found = row_reads.measure(*given, most=most, context=context)
         goal = "–"
         if found.of_limit is not None:
             goal = f"of {found.limit_gb_s:g} GB/s {_goal(found.of_limit, row_reads.GOAL, '%')}"
@@ -258,7 +275,8 @@ class _Bench:
             f"memcpy {found.memcpy_bytes_s / 1e9:.1f} GB/s; swap-in with plan {whole:.1f} GB/s, "
             f"{found.swap_s * 1e6:.0f} µs; without misses {found.floor_s * 1e6:.0f} µs"
         )
-        case = f"{rows:,} rows of {row_bytes:,} B"
+        contexts = max(1, rows // most)
+        case = f"{rows:,} rows of {row_bytes:,} B, {contexts} contexts of {context:,}"
         measured = f"{found.copy_gb_s:.1f} GB/s, {found.copy_s * 1e6:.0f} µs"
         row = ("rows", "–", case, measured, beside, "0.0%", goal)
         self._report.row(row, found.as_json())

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtide.engine.graphs.graph_capture import GraphCapture
-from kvtide.engine.hot_residency import table_names
 from kvtide.engine.page_tables import Numbers, Table, TableVersion
+from kvtide.engine.residency.hot_residency import table_names
 from kvtide.layers.step import Batch, Bounds
 from kvtide.spec import ModelMemory
 

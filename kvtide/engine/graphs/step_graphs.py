@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvtide.engine.graphs.graph_capture import GraphCapture, Wait, no_wait
 from kvtide.engine.graphs.graph_inputs import GraphInputs, GraphKind, GraphRow, GraphSize
-from kvtide.engine.hot_residency import HotResidency
+from kvtide.engine.residency.hot_residency import HotResidency
 from kvtide.layers import Step
 from kvtide.models import Model
 from kvtide.models.draft import CapturedStates

@@ -18,11 +18,11 @@ from kvtide.models.default_model import NAME, default_model
 from kvtide.models.model import Decoder
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
-from kvtide.server import store_setup
 from kvtide.server.engine_commands import EngineRank
-from kvtide.server.residency_setup import choose_residency, stored_bytes
 from kvtide.server.settings import MTP, NO_SPECULATION, Settings, SettingsError
-from kvtide.server.speculation_setup import (
+from kvtide.server.setup import store_setup
+from kvtide.server.setup.residency_setup import choose_residency, stored_bytes
+from kvtide.server.setup.speculation_setup import (
     SpeculationChoice,
     build_draft,
     choose_speculation,

@@ -8,7 +8,7 @@ its whole context gathered, layer by layer, in pages that the chunks of a step s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class HotResidency:
         self._buffers = cache.hardware.hot
         self._tables = PageTables(cache)
         self._rows_in_use: WeakSet[Lease] = WeakSet()
+        self._known: WeakKeyDictionary[Lease, tuple[TableVersion, Table]] = WeakKeyDictionary()
         self.pools = hot_pools(self._buffers, cache.hardware.host)
 
     def tables(self, chunks: Sequence[ScheduledChunk]) -> list[tuple[TableVersion, Table]]:
@@ -36,19 +37,28 @@ class HotResidency:
         found = [self._tables.of(chunk.request.held) for chunk in chunks]
         if not self._buffers:
             return found
-        gathered = 0
+        gathered, queries = 0, min(hot_queries(hot.pool) for hot in self._buffers.values())
         with_hot: list[tuple[TableVersion, Table]] = []
         for chunk, (version, table) in zip(chunks, found, strict=True):
-            lease, pages = chunk.request.held, self._pages(chunk.start + chunk.tokens)
-            row = self._row(lease)
-            tables = dict(table) | hot_tables(
-                self._buffers, table, row, chunk.tokens, gathered, pages
-            )
-            first = -1
-            if any(chunk.tokens > hot_queries(hot.pool) for hot in self._buffers.values()):
-                first, gathered = gathered, gathered + pages
-            with_hot.append(((*version, first, pages if first >= 0 else 0), tables))
+            lease, row = chunk.request.held, self._row(chunk.request.held)
+            if chunk.tokens <= queries:
+                with_hot.append(self._hot_row_tables(lease, row, version, table))
+                continue
+            pages = self._pages(chunk.start + chunk.tokens)
+            more = hot_tables(self._buffers, table, row, chunk.tokens, gathered, pages)
+            with_hot.append(((*version, gathered, pages), dict(table) | more))
+            gathered += pages
         return with_hot
+
+    def _hot_row_tables(
+        self, lease: Lease, row: int, version: TableVersion, table: Table
+    ) -> tuple[TableVersion, Table]:
+        """Those of a chunk that reads its hot row: the same in every step, while slots are."""
+        known = self._known.get(lease)
+        if known is None or known[0] != (*version, -1, 0):
+            more = hot_tables(self._buffers, table, row, 1, 0, 0)
+            known = self._known[lease] = ((*version, -1, 0), dict(table) | more)
+        return known
 
     def _row(self, lease: Lease) -> int:
         """The lease's hot row, cleared at its first use."""

@@ -1,0 +1,1 @@
+"""Pools that live on the host while requests run: tables of a step, hits and misses."""
