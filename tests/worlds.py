@@ -30,7 +30,7 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 STALLED_S = 300.0
 """Longer than any scenario takes on a machine with ten times as much to do as it has cores."""
 
-PRELOADED = ["tests.worlds", "kvtide.cache", "kvtide.engine", "kvtide.models"]
+PRELOADED = ["tests.worlds", "tests.grids", "kvtide.cache", "kvtide.engine", "kvtide.models"]
 """What every rank imports."""
 SERVING = ["tests.server.forking", "kvtide.cli.serve_command"]
 """What every server that is forked imports."""
