@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 STALLED_S = 300.0
 """Longer than any scenario takes on a machine with ten times as much to do as it has cores."""
 
-PRELOADED = ["tests.worlds", "kvtide.cache", "kvtide.engine", "kvtide.models"]
+PRELOADED = ["tests.worlds", "tests.grids", "kvtide.cache", "kvtide.engine", "kvtide.models"]
 """What every rank imports."""
+SERVING = ["tests.server.forking", "kvtide.cli.serve_command"]
+"""What every server that is forked imports."""
 
 Report = Mapping[str, tuple[str | None, float]]
 """A rank's report on each scenario: the problem, if any, and the seconds it took."""
@@ -63,12 +66,18 @@ Scenario = Callable[[Any], None]
 Kind = Callable[[int, int, Path], World]
 
 
+def forkserver() -> ForkServerContext:
+    """Its processes are forked from one that has imported what most of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *SERVING])
+    return context
+
+
 def play(
     ranks: int, folder: Path, scenarios: Mapping[str, Scenario], kind: Kind = World
 ) -> list[Report]:
     """Start a world, play all scenarios, and read the ranks' reports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forkserver()
     workers = [
         context.Process(target=_work, args=(rank, ranks, folder, scenarios, kind), daemon=True)
         for rank in range(ranks)

@@ -21,6 +21,7 @@ from kvtide.spec import ModelMemory
 from kvtide.tiers import capacity_pages
 from kvtide.transfer.strided import Way
 from tests.cache.rank_stand import CONFIG, PAGE, Counted, Stand, World
+from tests.grids import everything
 from tests.worlds import Scenario
 
 # -- scenarios ------------------------------------------------------------------------------
@@ -397,7 +398,7 @@ def _random_calls(world: World, memory: ModelMemory, seed: int, policy: str) -> 
         transfer_timeout_s=0.005,
     )
     run = RandomRun(stand, seed)
-    for _ in range(200):
+    for _ in range(200 if everything() else 100):
         run.step()
         stand.agree()
     stats = stand.cache.stats()

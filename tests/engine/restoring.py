@@ -43,6 +43,7 @@ from kvtide.transfer.strided import Way
 from kvtide.transfer.timeline import HostTimeline
 from kvtide.transfer.transfers import TransferState
 from tests.cache.building import POISON, TIERS, HandLane, PoisonedSlots, Rows
+from tests.grids import everything
 from tests.models.tiny import VOCABULARY, config_of, ours
 
 PAGE = 16
@@ -169,7 +170,7 @@ twice."""
 BRANCHES = 3
 TURNS = 3
 TURNS_ALIKE = 2
-"""Of families whose form of memory another one has."""
+"""Of families whose form of memory another one has; in the quick run, of most of `VARIANTS`."""
 ANSWER_TOKENS = 4
 MAX_STEPS = 1000
 
@@ -243,11 +244,12 @@ def script(family: str) -> tuple[tuple[Turn, ...], ...]:
 
 def _script(family: str) -> tuple[tuple[Turn, ...], ...]:
     rng = random.Random(7)
+    long = (*FORMS, *(VARIANTS if everything() else VARIANTS[:1]))
     prompts = [
         root + text(rng, 13) for root in (text(rng, n) for n in ROOTS) for _ in range(BRANCHES)
     ]
     turns = []
-    for _ in range(TURNS_ALIKE if family_of(family) in ALIKE else TURNS):
+    for _ in range(TURNS if family_of(family) in long else TURNS_ALIKE):
         answers = together(family, prompts)
         asked = [Turn(*each) for each in zip(range(len(prompts)), prompts, answers, strict=True)]
         turns.append(tuple(rng.sample(asked, len(asked))))

@@ -118,6 +118,9 @@ def test_conversations_go_on_after_a_restart_as_if_there_had_been_none(
     proves(family_of(cell.family).model, "storage")
     before, after = (one_life(cell, past, number) for number in range(2))
     assert before.found[Tier.STORAGE] == 0 and after.found[Tier.STORAGE] > 0
+    if family_of(cell.family) in ALIKE:
+        proves(cell.family, "host")
+        assert before.found[Tier.HOST] > 0 and before.loads > 0
     if cell.at_once == 1:
         check_first_of_groups(cell.family, past, after.served)
 

@@ -51,6 +51,7 @@ DENSE = ("gemma3", "mistral", "qwen2", "qwen3")
 """Of those that are alike, the quickest."""
 TOGETHER = (*(family.name for family in VARIANTS), *DENSE)
 APART = tuple(family.name for family in ALIKE if family.name not in DENSE)
+"""In the quick run, `test_restart` restores these from the host."""
 QUICK_HOT = (("deepseek_v32 hot:24", "write_back", Layout.PAGE_FIRST_DIRECT, 64),)
 """The other hot families are in the quick run of `test_restore_found` and `test_hot_residency`."""
 
@@ -68,8 +69,8 @@ CELLS = [
         for number, name in enumerate(TOGETHER)
         for cell in with_chunks(number, product(WRITING, Layout))
     ),
-    *covered(
-        (name, *cell)
+    *(
+        pytest.param(name, *cell, marks=pytest.mark.full)
         for number, name in enumerate(APART)
         for cell in with_chunks(number, zip(WRITING, Layout, strict=True))
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import cache as cached
 from itertools import count
 from typing import Any
 
@@ -105,8 +106,9 @@ def opened() -> Iterator[Opener]:
         served.close()
 
 
+@cached
 def stored(family: str = "llama", prompts: tuple[tuple[int, ...], ...] = PROMPTS) -> Past:
-    """A store with all pages of these prompts."""
+    """A store with all pages of these prompts. Tests may add others to it."""
     past = Past(f"memory:waiting-{next(_NUMBERS)}")
     served = Served(family, past, sizes=(Tokens(1024), Tokens(8192)))
     for prompt in prompts:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from kvtide.server.engine_commands import Leader
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving, open_engine
+from tests.server.forking import ForkedCommand
 from tests.server.talking import Client
 
 transformers.logging.set_verbosity_error()
@@ -182,13 +183,8 @@ class Child:
     """How long it may take until it listens."""
 
     def __enter__(self) -> Self:
-        code = f"{self.before}\nimport sys\nfrom kvtide.cli.main import main\nsys.exit(main())"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", *self.arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+        self.process = self._start(("serve", *self.arguments), environment)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -200,6 +196,17 @@ class Child:
         self._reader.join(10)
         assert self.process.stderr is not None
         self.process.stderr.close()
+
+    def _start(
+        self, words: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[str] | ForkedCommand:
+        code = f"{self.before}\nimport sys\nfrom kvtide.cli.main import main\nsys.exit(main())"
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -225,3 +232,10 @@ class Child:
     @property
     def said(self) -> str:
         return "".join(self.lines)
+
+
+class ForkedChild(Child):
+    """The same, forked from a process that has imported what it needs (`forking`)."""
+
+    def _start(self, words: Sequence[str], environment: Mapping[str, str]) -> ForkedCommand:
+        return ForkedCommand(words, environment, self.before)

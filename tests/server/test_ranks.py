@@ -19,7 +19,7 @@ from kvtide.engine import RankTopology
 from kvtide.server.rank_processes import RankProcesses, WorkerLostError
 from kvtide.server.settings import Settings
 from tests.processes import freeze
-from tests.server.serving import PAGE, Child, InProcess
+from tests.server.serving import PAGE, Child, ForkedChild, InProcess
 from tests.server.talking import Client
 
 PROMPTS = ["the cat sat on the mat and then the hat " * 3, "that is that, Grüße, 世界 " * 4]
@@ -111,8 +111,8 @@ def test_ranks_answer_as_one_go_on_from_storage_and_end_together(
     met = tmp_path / "met"
     met.mkdir()
     arguments = (str(model_folder), *FLAGS, *flags, "--storage", url)
-    for life, end in enumerate(ends):
-        with Child(arguments, {"TMPDIR": str(met)}) as child:
+    for life, (start, end) in enumerate(zip((Child, ForkedChild), ends, strict=True)):
+        with start(arguments, {"TMPDIR": str(met)}) as child:
             client = child.client()
             worker = workers(child)[0]
             answers = [ask(client, prompt, stop=["never said"]) for prompt in PROMPTS]
@@ -131,7 +131,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
     model_folder: Path, tmp_path: Path, expected: list[list[str]]
 ) -> None:
     url = f"file://{tmp_path}?cap=1GB&floor=1MB"
-    with Child((str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")) as child:
+    with ForkedChild((str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")) as child:
         client = child.client()
         (worker,) = workers(child)
         refused = client.send("PUT", "/admin/storage", b'{"url": "file:///dev/null/x"}')
@@ -160,7 +160,7 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
 def test_a_worker_that_does_not_answer_cannot_hold_the_server_after_two_signals(
     waits_for: str, model_folder: Path
 ) -> None:
-    with Child((str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")) as child:
+    with ForkedChild((str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")) as child:
         client = child.client()
         (worker,) = workers(child)
         freeze(worker)
@@ -204,7 +204,7 @@ def test_a_worker_that_ends_before_its_first_command_is_missed(
 @pytest.mark.full
 def test_a_worker_that_never_comes_ends_the_server_with_a_sentence(model_folder: Path) -> None:
     arguments = (str(model_folder), *FLAGS, "--tp", "2", "--storage", "none")
-    with Child(arguments) as child:
+    with ForkedChild(arguments) as child:
         deadline = time.monotonic() + 60
         while not (found := workers(child)):
             assert time.monotonic() < deadline and child.process.poll() is None, child.said

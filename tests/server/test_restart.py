@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.serving import PAGE, Child
+from tests.server.serving import PAGE, Child, ForkedChild
 from tests.server.talking import Client, Json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +18,7 @@ PROMPT = [5 + n % 90 for n in range(PAGES * PAGE + 1)]
 
 def child(model: Path, *flags: str, **environment: str) -> Child:
     arguments = (str(model), "--port", "0", "--page-tokens", str(PAGE), "--deterministic", *flags)
-    return Child(arguments, {"PYTHONPATH": str(ROOT), **environment})
+    return ForkedChild(arguments, {"PYTHONPATH": str(ROOT), **environment})
 
 
 def complete(client: Client) -> Json:

@@ -17,7 +17,7 @@ import pytest
 from kvtide.cli import serve_command
 from kvtide.cli.serve_command import _serve_until
 from kvtide.server import settings
-from tests.server.serving import Child
+from tests.server.serving import Child, ForkedChild
 from tests.server.talking import Client, Json
 
 PATH = "/v1/completions"
@@ -46,7 +46,8 @@ def _children(
     arguments = (str(model_folder), "--port", "0")
     with ExitStack() as stack:
         children = [
-            Child(arguments, variables if first else {}, SLOW) for first in (True, False, False)
+            ForkedChild(arguments, variables if first else {}, SLOW)
+            for first in (True, False, False)
         ]
         yield iter([stack.enter_context(child) for child in children])
 

@@ -23,7 +23,7 @@ from tests.grids import everything
 from tests.models import tiny_mtp
 from tests.models.tiny import VOCABULARY
 from tests.models.tiny_eagle3 import tiny_eagle3
-from tests.server.serving import PAGE, Child, InProcess
+from tests.server.serving import PAGE, ForkedChild, InProcess
 from tests.server.talking import Client, joined
 
 Serve = Callable[..., InProcess]
@@ -250,7 +250,7 @@ def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
 ) -> None:
     """The text is that without drafts, from computed pages and from cached ones."""
     model = save_mtp(name, tmp_path / "model")
-    with Child((str(model), "--deterministic", "--port", "0"), patience_s=120) as server:
+    with ForkedChild((str(model), "--deterministic", "--port", "0"), patience_s=120) as server:
         client = server.client()
         assert "\nspeculation: mtp, up to 3 drafts" in server.said
         counted = []
@@ -379,7 +379,7 @@ def test_what_the_model_does_not_have_is_refused(
 
 def test_a_server_says_at_its_start_what_drafts(model_folder: Path) -> None:
     arguments = (str(model_folder), "--speculate", "ngram", "--draft-tokens", "5", "--port", "0")
-    with Child((*arguments, "--storage", "none")) as server:
+    with ForkedChild((*arguments, "--storage", "none")) as server:
         server.client()
         assert "\nspeculation: ngram, up to 5 drafts\n" in server.said
 
@@ -393,7 +393,7 @@ def test_ranks_draft(
     arguments = (str(model_folder), split, "2", "--speculate", drafts, "--port", "0")
     if drafts == "eagle3":
         arguments += ("--draft", str(draft))
-    with Child((*arguments, "--storage", "none", "--page-tokens", str(PAGE))) as server:
+    with ForkedChild((*arguments, "--storage", "none", "--page-tokens", str(PAGE))) as server:
         client = server.client()
         assert f"speculation: {drafts}" in server.said
         answer = ask(client, {"temperature": 0})

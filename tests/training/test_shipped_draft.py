@@ -18,13 +18,15 @@ from kvtide.server.setup.speculation_setup import choose_speculation
 from kvtide.spec.families import KVDType
 from kvtide.training.held_out import HeldOutPlan, measure_held_out
 from kvtide.training.prompts import PromptFile, encode_prompts, read_prompts
+from tests.grids import everything
 from tests.models.tiny_eagle3 import tiny_eagle3
 from tests.server import tiny_model
 
 MAX_BYTES, MAX_VOCABULARY = 12_000_000, 8192
 MIN_ACCEPT_LENGTH = 1.75
-"""Of eight prompts, which give 1.85 on a CPU in 269 verify steps. The margin of 0.1 is for machines
-whose sums turn a few greedy tokens. docs/SPECULATION.md has the figures of all prompts."""
+"""Three short answers give 2.09 on a CPU in 44 verify steps, four longer ones 2.02 in 123. The
+margin is for machines whose sums turn a few greedy tokens. docs/SPECULATION.md has the figures of
+all prompts."""
 HELD_OUT = Path(__file__).resolve().parents[2] / "examples" / "draft_prompts" / "held_out"
 FOLDER = default_model.DRAFTS / default_model.NAME
 NOTE = default_model.DRAFTS / "README.md"
@@ -66,11 +68,12 @@ def test_it_drafts_chat_well(smollm2: Checkpoint) -> None:
     model = build(
         smollm2.config, smollm2.weights, kv_dtype=KVDType.FP32, dtype=torch.float32, draft=draft
     )
-    some = PromptFile("chat", read_prompts(HELD_OUT / "chat.txt").prompts[:4])
+    count, max_tokens = (4, 64) if everything() else (3, 32)
+    some = PromptFile("chat", read_prompts(HELD_OUT / "chat.txt").prompts[:count])
     asked, stop_ids = encode_prompts(some, tokenizer, 1000), tokenizer.special.stop_ids
-    plan = HeldOutPlan(max_tokens=64, draft_tokens=3)
+    plan = HeldOutPlan(max_tokens, draft_tokens=3)
     (found,) = measure_held_out(model, draft.build(model), [asked], plan, stop_ids)
-    assert found.steps > 100 and found.accept_length >= MIN_ACCEPT_LENGTH
+    assert found.steps > count * max_tokens / 3 and found.accept_length >= MIN_ACCEPT_LENGTH
 
 
 # -- which draft is used --------------------------------------------------------------------------
