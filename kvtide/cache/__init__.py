@@ -7,8 +7,9 @@
 `inflight`          arrivals of the index and transfers of bytes, tied together
 `storage_tier`      a store attached to the cache
 `fetching`          reads from it; `write_behind` writes to it; `store_removals` removes from it
+`receiving`         pages that a peer writes
 `sessions`          conversations whose prefix must stay
-`rank_agreement`    agreement between the ranks of one model
+`rank_agreement`    agreement between the ranks of one model; `agreed_events` what follows from it
 `hardware`          the memory of both tiers and the copier between them
 `cache_stats`       counters; `cache_invariants` what must hold
 """
@@ -20,6 +21,7 @@ from kvtide.cache.fetching import Fetch
 from kvtide.cache.hardware import Hardware
 from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone, Ranks, RanksDivergedError
+from kvtide.cache.receiving import Receipt, Receiving
 from kvtide.cache.storage_tier import StorageStats
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace
 from kvtide.spec import Tier
@@ -47,6 +49,8 @@ __all__ = [
     "Ranks",
     "RanksDivergedError",
     "Ratio",
+    "Receipt",
+    "Receiving",
     "Stats",
     "StorageStats",
     "Tier",

@@ -16,19 +16,21 @@ until `release`; a transfer that fails gives back all it held.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtide.cache.agreed_events import AgreedEvents
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.cache_invariants import CacheParts, violations
-from kvtide.cache.cache_stats import CacheCounts, Stats, page_counts
+from kvtide.cache.cache_stats import CacheCounts, Stats, counts_of_transfers, page_counts
 from kvtide.cache.hardware import Hardware, space
 from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers, explained
 from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone
+from kvtide.cache.receiving import Receiving
 from kvtide.cache.sessions import Sessions
 from kvtide.cache.storage_tier import Storage
 from kvtide.cache.write_policies import POLICIES
@@ -86,6 +88,8 @@ class TieredCache:
         self._step_leases: frozenset[int] | None = None
         self._counts = CacheCounts()
         self.storage = Storage(self.index, self._in_flight, self.hardware, config, self.agreement)
+        self._events = AgreedEvents()
+        self.receiving = Receiving(self.index, self.hardware, self._events)
 
     # -- finding ----------------------------------------------------------------------------
 
@@ -244,6 +248,10 @@ class TieredCache:
         self._leases.pop(lease._index_lease.number, None)
         self.index.release(lease._index_lease)
 
+    def release_when(self, lease: Lease, is_quiet: Callable[[], bool]) -> None:
+        """Release the lease once `is_quiet` on all ranks: until then its pages are read."""
+        self._events.when(is_quiet, lambda: self.release(lease))
+
     def page_table(self, lease: Lease, pool: str) -> Slots:
         """The slot of every page the lease has, -1 where the pool keeps none.
 
@@ -317,11 +325,13 @@ class TieredCache:
 
     def _settle(self) -> list[tuple[ArrivalTransfer, list[IndexLease]]]:
         """End the transfers that are done on every rank: one exchange for all in flight."""
-        transfers = self._in_flight.verdicts()[:MAX_INFLIGHT]
-        mine = [*transfers, *self.storage.verdicts()]
+        transfers, events = self._in_flight.verdicts()[:MAX_INFLIGHT], self._events.verdicts()
+        mine = [*events, *transfers, *self.storage.verdicts()]
         agreed = self.agreement.all_min(mine, self.index.tick) if mine else []
-        news = self._in_flight.settle(agreed[: len(transfers)])
-        self.storage.settle(agreed[len(transfers) :])
+        end = len(events) + len(transfers)
+        news = self._in_flight.settle(agreed[len(events) : end])
+        self.storage.settle(agreed[end:])
+        self._events.settle(agreed[: len(events)])
         return news
 
     def prefetch(self, prompt: Prompt) -> bool:
@@ -376,7 +386,7 @@ class TieredCache:
     @property
     def unsettled(self) -> bool:
         """Whether a `poll` has, or will have, something to do, with storage too."""
-        return self.busy or self.storage.unsettled
+        return self.busy or self.storage.unsettled or len(self._events) > 0
 
     def flush(self, tier: Tier) -> int:
         """Drop every page of a tier that is not pinned; returns how many."""
@@ -412,20 +422,12 @@ class TieredCache:
     # -- looking ----------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        transfers, counts = self._in_flight, self._counts
         return Stats(
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=dict(counts.cached_tokens),
-            misses=dict(counts.misses),
-            refused=counts.refused,
-            transfers={(w.name.lower(), s.value): n for (w, s), n in transfers.ended.items()},
-            moved_bytes={way.name.lower(): transfers.moved_bytes[way] for way in Way},
-            moved_pages={way.name.lower(): transfers.moved_pages[way] for way in Way},
-            in_flight=len(transfers),
-            overdue=len(transfers.overdue()),
-            lane_failures={
-                way.name.lower(): lane.failures for way, lane in self.hardware.copier.lanes.items()
-            },
+            **counts_of_transfers(self._in_flight, self.hardware.copier.lanes),
+            prompt_tokens=self._counts.prompt_tokens,
+            cached_tokens=dict(self._counts.cached_tokens),
+            misses=dict(self._counts.misses),
+            refused=self._counts.refused,
             skipped_backups=self._writing.skipped,
             pages=page_counts(self.index),
             sessions=len(self._sessions),
@@ -434,7 +436,7 @@ class TieredCache:
 
     def validate(self) -> list[str]:
         """Every violation of what must hold, in sentences; empty when all is well."""
-        parts = CacheParts(self.index, self._in_flight, self._leases, self.storage)
+        parts = CacheParts(self.index, self._in_flight, self._leases, self.storage, self.receiving)
         return [*self.index.validate(), *violations(parts)]
 
     # -- the steps --------------------------------------------------------------------------
@@ -480,8 +482,7 @@ class TieredCache:
             self._writing.committed(lease._index_lease)
 
     def _copy_on_device(self, move: PageMove) -> None:
-        """Give a page a sidecar from another slot; backups wait for that, too."""
-        self.hardware.copy_on_device(move)
+        self.hardware.copy_on_device(move)  # Backups wait for that, too.
         self._in_flight.drop_fence()
 
     def _full_pages(self, tokens: int) -> int:
@@ -494,7 +495,5 @@ class TieredCache:
 
     def _fits_free(self, inner: IndexLease) -> bool:
         """Whether the lease's pages on the host fit on the device without eviction."""
-        needs = self.index.needs(inner, Tier.HOST, Tier.DEVICE)
-        return all(
-            pages <= self.index.free_pages(Tier.DEVICE, name) for name, pages in needs.items()
-        )
+        needs, free = self.index.needs(inner, Tier.HOST, Tier.DEVICE), self.index.free_pages
+        return all(pages <= free(Tier.DEVICE, name) for name, pages in needs.items())

@@ -78,6 +78,8 @@ class CacheConfig:
     session_fraction    the most that session pins may hold of the device's slots
     hot_rows            requests that may run at once where the memory has hot pools
     longest_tokens      the longest sequence that is served; None for whatever fits the tiers
+    tail_rows           prompts that peers may hand over at once; 0: none (`cache.receiving`)
+    shared_host         other processes of this machine may map the host tier
     transfer_timeout_s  the deadline of a transfer
     patience            how long requests wait for storage, once one is attached
     fingerprint         digest of the weights and their precision, for keys in storage
@@ -97,6 +99,8 @@ class CacheConfig:
     session_fraction: float = 0.5
     hot_rows: int = 64
     longest_tokens: int | None = None
+    tail_rows: int = 0
+    shared_host: bool = False
     transfer_timeout_s: float = 30.0
     patience: FetchPatience = _PATIENT
     fingerprint: bytes = b""
@@ -113,6 +117,11 @@ class CacheConfig:
             raise TierError(f"a headroom of {self.headroom:g}; use a fraction from 0 to below 1")
         if not 0 <= self.session_fraction <= 1:
             raise TierError(f"a session fraction of {self.session_fraction:g}; use 0 to 1")
+        if self.tail_rows and self.host_size is None:
+            raise TierError(
+                "prompts are handed over into a host tier, and there is none; size one, or serve "
+                "without handoffs"
+            )
         if not 0 < self.transfer_timeout_s < math.inf:
             raise TierError(
                 f"a transfer timeout of {self.transfer_timeout_s:g} s fails every transfer, or "

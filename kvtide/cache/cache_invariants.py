@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvtide.cache.fetching import AbandonedRead, Fetch, Stage
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.lease import Lease
+from kvtide.cache.receiving import Receiving
 from kvtide.cache.storage_tier import AttachmentState, Storage
 from kvtide.index import Index
 from kvtide.transfer.transfers import TransferState
@@ -25,6 +26,7 @@ class CacheParts:
     in_flight: InFlightTransfers
     leases: Mapping[int, Lease]
     storage: Storage
+    receiving: Receiving
 
 
 Check = Callable[[CacheParts], Iterator[str]]
@@ -70,16 +72,21 @@ def leases_that_are_ready_are_at_home(parts: CacheParts) -> Iterator[str]:
             yield f"lease {number} counts as ready, yet its prefix is not at home"
 
 
-def every_import_belongs_to_one_fetch(parts: CacheParts) -> Iterator[str]:
+def every_import_has_one_owner(parts: CacheParts) -> Iterator[str]:
     held = Counter(fetch.arriving.number for fetch in _fetches(parts) if fetch.arriving is not None)
+    held.update(arriving.number for arriving in parts.receiving.imports)
     imports = parts.index.imports
     for number in held:
         if held[number] > 1:
-            yield f"import {number} belongs to {held[number]} fetches"
+            yield f"import {number} belongs to {held[number]} fetches or receipts"
         if number not in imports:
-            yield f"a fetch has import {number}, which is over"
+            yield f"a fetch or receipt has import {number}, which is over"
     for number in imports.keys() - held.keys():
-        yield f"import {number} belongs to no fetch: its slots never go back"
+        yield f"import {number} belongs to no fetch or receipt: its slots never go back"
+
+
+def receipts_hold_what_they_say(parts: CacheParts) -> Iterator[str]:
+    yield from parts.receiving.violations()
 
 
 def every_departure_is_queued_or_being_written(parts: CacheParts) -> Iterator[str]:
@@ -148,7 +155,8 @@ CHECKS: tuple[Check, ...] = (
     transfers_in_flight_hold_something,
     leases_are_those_of_the_index,
     leases_that_are_ready_are_at_home,
-    every_import_belongs_to_one_fetch,
+    every_import_has_one_owner,
+    receipts_hold_what_they_say,
     every_departure_is_queued_or_being_written,
     fetches_have_what_their_stage_says,
     pages_that_come_are_those_being_read,

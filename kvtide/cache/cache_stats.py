@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
+from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.storage_tier import StorageStats
 from kvtide.index import Index, Stop
 from kvtide.spec import Tier
+from kvtide.transfer.copier import Issuer
+from kvtide.transfer.strided import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,30 @@ class Stats:
     pages: Mapping[tuple[Tier, str], PageCount]
     sessions: int
     storage: StorageStats | None = None
+
+
+class TransferCounts(TypedDict):
+    """The fields of `Stats` about transfers between device and host."""
+
+    transfers: Mapping[tuple[str, str], int]
+    moved_bytes: Mapping[str, int]
+    moved_pages: Mapping[str, int]
+    in_flight: int
+    overdue: int
+    lane_failures: Mapping[str, int]
+
+
+def counts_of_transfers(
+    transfers: InFlightTransfers, lanes: Mapping[Way, Issuer]
+) -> TransferCounts:
+    return TransferCounts(
+        transfers={(w.name.lower(), s.value): n for (w, s), n in transfers.ended.items()},
+        moved_bytes={way.name.lower(): transfers.moved_bytes[way] for way in Way},
+        moved_pages={way.name.lower(): transfers.moved_pages[way] for way in Way},
+        in_flight=len(transfers),
+        overdue=len(transfers.overdue()),
+        lane_failures={way.name.lower(): lane.failures for way, lane in lanes.items()},
+    )
 
 
 @dataclass(slots=True)

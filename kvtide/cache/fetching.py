@@ -346,7 +346,8 @@ class Fetches:
         fetch.reading.stop()
         pages = fetch.order.pages
         here = pages[:ready]
-        self._index.adopt(fetch.arriving, ready, self._absent(here, fetch.reading))
+        came = fetch.arriving.taken[:ready]
+        self._index.adopt(fetch.arriving, came, self._absent(here, fetch.reading))
         fetch.prompt.fetched = _joined(fetch.prompt.fetched, _span(self._memory, here))
         fetch.tokens = len(fetch.prompt.fetched) * self._memory.page_tokens
         self.fetched_pages += ready

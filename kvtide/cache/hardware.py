@@ -18,6 +18,7 @@ from kvtide.tiers import (
     Buffers,
     Bytes,
     HotBuffers,
+    TailRows,
     TierError,
     TierSize,
     capacity_pages,
@@ -31,13 +32,15 @@ from kvtide.transfer.host_pages import tails
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`hot` are the buffers of pools whose pages are on the host, by pool."""
+    """`hot` are the buffers of pools whose pages are on the host, by pool. `tails` receive the last
+    pages of prompts that peers prefill; None where nothing is received."""
 
     device: Buffers
     host: Buffers
     copier: Copier
     arenas: Sequence[Arena] = ()
     hot: Mapping[str, HotBuffers] = field(default_factory=dict)
+    tails: TailRows | None = None
 
     @classmethod
     def open(cls, memory: ModelMemory, config: CacheConfig, agreement: Agreement) -> Hardware:
@@ -59,12 +62,17 @@ class Hardware:
                 arenas.append(hot[pool].arena)
             arenas.insert(1, host_arena(host.bytes, pinned=on.type == "cuda"))
             blocks = [Buffers(a, b.data) for a, b in zip((device, host), arenas, strict=False)]
+            tail_rows = None
+            if config.tail_rows:
+                homes = dict(zip((Tier.DEVICE, Tier.HOST), blocks, strict=True))
+                tail_rows = TailRows(memory, config.tail_rows, homes, pinned=on.type == "cuda")
+                arenas.append(tail_rows.arena)
             copier = open_copier(config.backend_name, *blocks)
         except Exception:
             for arena in arenas:
                 arena.close()
             raise
-        return cls(blocks[0], blocks[1], copier, arenas, hot)
+        return cls(blocks[0], blocks[1], copier, arenas, hot, tail_rows)
 
     @property
     def capacity_pages(self) -> Mapping[Tier, Mapping[str, int]]:

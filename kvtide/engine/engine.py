@@ -19,6 +19,10 @@ from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.chunks import ScheduledChunk
+from kvtide.engine.handoff.handoff_state import HandoffState
+from kvtide.engine.handoff.incoming import IncomingHandoffs
+from kvtide.engine.handoff.messages import Abort, Done, Message, Reserve
+from kvtide.engine.handoff.outgoing import OutgoingHandoffs
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
@@ -57,6 +61,8 @@ from kvtide.spec import Tier
 _ALONE = RankTopology()
 DRAFT_TOKENS = 3
 """Drafts of a request in a step, unless said otherwise."""
+HANDOFF_MIN_TOKENS = 256
+"""Prompts that miss fewer tokens are not handed over, unless said otherwise."""
 SCORED = 512
 """Prompt tokens scored at a time: each needs a row of logits."""
 
@@ -80,6 +86,7 @@ class Engine:
         drafter: Drafter | None = None,
         draft_tokens: int = DRAFT_TOKENS,
         fixed_drafts: bool = False,
+        handoff_min_tokens: int = HANDOFF_MIN_TOKENS,
     ) -> None:
         draft = drafter.model if drafter is not None else None
         check_declared_state(model, cache.config.torch_device, draft)
@@ -114,6 +121,10 @@ class Engine:
             hidden = model.carried(torch.zeros(1, dtype=torch.int64, device=self._staging.device))
             self._speculation.use_graphs(self._runner.capture, max_running, hidden)
         self._overlap = Overlap(cache, self._runner)
+        self.incoming = IncomingHandoffs(cache, handoff_min_tokens)
+        self.outgoing = OutgoingHandoffs(cache)
+        self.scheduler.on_admitted = self._resume_handed_over
+        self._handed_over: list[Update] = []
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -172,6 +183,10 @@ class Engine:
         if self.tokenizer is not None:
             request.text = OutputText(self.tokenizer.detokenizer(params.tokens), params.stop)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
+        if params.handoff_from is not None:
+            self.incoming.offer(request)
+        if params.handoff_to is not None:
+            self.outgoing.open(request)
         self.scheduler.queue(request)
         return request
 
@@ -188,34 +203,72 @@ class Engine:
         """One forward pass over every running request's next tokens."""
         self._retract(self._without_prefix())
         admits_beside = self._runner.has_graphs and self.scheduler.blocked
+        self.incoming.poll()
         if not (admits_beside and self.scheduler.running):
             self.scheduler.admit()
+        first = self._first_tokens()
         step = self._schedule()
         self.computed = step.tokens
         if not step.chunks:
-            return []
+            return first
         if self._speculation is not None and not step.launched:
             self._speculation.before(step.chunks)
         try:
             output = step.launch()
         except TransferError:
-            return self._restart(step.chunks)
+            self._restart(step.chunks)
+            return first
         if self._speculation is not None and step.launched:
             step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
         if admits_beside:
             self.scheduler.admit_without_preemption()
+            first += self._first_tokens()
         self._overlap_copies(step.chunks)
         self._commit(step.chunks, output)
         updates, checks = self._sample(step.chunks, output)
         self._settle(step.chunks, output, updates)
+        self.outgoing.advance()
         self._end(updates)
         self._runner.hot_counts.sample()
-        return [update for update in updates if update.request not in checks]
+        return [*first, *(update for update in updates if update.request not in checks)]
 
     def _prompt(self, checked: CheckedRequest) -> Prompt:
         if checked.params.alone:
             return self.cache.scratch(checked.packed)
         return self.cache.prompt(checked.packed, checked.params.namespace)
+
+    # -- handoffs ---------------------------------------------------------------------------
+
+    def receive(self, peer: str, message: Message) -> None:
+        """A message about a handoff, of the prefill side or of the decode side."""
+        if isinstance(message, (Reserve, Abort, Done)):
+            if (request := self.outgoing.receive(peer, message)) is not None:
+                self.abort(request)
+        else:
+            self.incoming.receive(message)
+
+    def peer_lost(self, peer: str) -> None:
+        """A decode server's connection has ended."""
+        for request in self.outgoing.peer_lost(peer):
+            self.abort(request)
+
+    def _resume_handed_over(self, request: Request) -> None:
+        """Have an admitted request begin behind its prompt, if a peer has computed that."""
+        if request.handoff is None or request.handoff.state is not HandoffState.LANDED:
+            return
+        if (first := self.incoming.resume(request)) is not None:
+            request.computed = len(request.params.tokens)
+            if self._speculation is not None:
+                self._speculation.resume(request)
+            self._handed_over += append(request, [first])
+
+    def _first_tokens(self) -> list[Update]:
+        """First tokens that peers sampled for requests admitted since."""
+        updates, self._handed_over = self._handed_over, []
+        for update in updates:
+            if update.finish is not None:
+                self._finish(update.request, update.finish)
+        return updates
 
     # -- the parts of a step ----------------------------------------------------------------
 
@@ -251,12 +304,11 @@ class Engine:
         self.cache.poll()
         self._polled = True
 
-    def _restart(self, chunks: list[ScheduledChunk]) -> list[Update]:
+    def _restart(self, chunks: list[ScheduledChunk]) -> None:
         """A prefix failed to load during the step, on any rank: none of its output is used."""
         self.computed = 0
         self.cache.poll()
         self._retract([chunk.request for chunk in chunks])
-        return []
 
     def _retract(self, requests: list[Request]) -> None:
         """Queue them again; after a failed load a request matches the device tier alone."""
@@ -465,8 +517,11 @@ class Engine:
             self.cache.poll()  # Its commits wait for its prefix to land.
         if request.fetch is not None:
             request.fetch.stop()
+        self.incoming.abort(request)
+        self.outgoing.finished(request, finish)
         self.scheduler.remove(request)
         request.state, request.finish = RequestState.FINISHED, finish
+        self.outgoing.ended_request(request)
         if request.params.pin is not None and not request.params.alone:
             self.cache.keep(request.params.pin, request.prompt, request.params.priority)
 

@@ -8,11 +8,14 @@ WAITING ──admitted──▶ RUNNING ──stop, length, abort──▶ FINIS
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from kvtide.cache import Fetch, Lease, Namespace
+from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
+from kvtide.engine.handoff.handoff_state import IncomingHandoff
 from kvtide.engine.sampler import GREEDY, SampledToken, SamplingParams
 from kvtide.engine.text import OutputText
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
@@ -57,6 +60,8 @@ class RequestParams:
                the prompt
     session    pins the conversation's prefix until its next turn
     speculate  tokens may be drafted, if the engine speculates
+    handoff_from  another server prefills the prompt for this one
+    handoff_to    the prompt is prefilled for another server
     """
 
     tokens: tuple[int, ...]
@@ -70,6 +75,8 @@ class RequestParams:
     priority: int = 0
     session: str | None = None
     speculate: bool = True
+    handoff_from: HandoffSource | None = None
+    handoff_to: HandoffTarget | None = None
 
     @property
     def pin(self) -> str | None:
@@ -121,6 +128,8 @@ class Request:
     drafts        proposed tokens that the next step verifies; the lease has slots for them
     accepted_drafts, rejected_drafts  of all steps
     verify_steps  steps that verified drafts
+    handoff       brings pages of its prompt from a prefill server
+    is_quiet      no thread reads its pages any more; None where none does
     """
 
     number: int
@@ -146,6 +155,8 @@ class Request:
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     verify_steps: int = 0
+    handoff: IncomingHandoff | None = None
+    is_quiet: Callable[[], bool] | None = None
 
     @property
     def length(self) -> int:
@@ -159,7 +170,8 @@ class Request:
     @property
     def ready(self) -> bool:
         """It waits for slots alone."""
-        return self.settled and (self.prefix_owner is None or self.prefix_owner.over)
+        handed = self.handoff is None or not self.handoff.waits
+        return self.settled and handed and (self.prefix_owner is None or self.prefix_owner.over)
 
     def append(self, sampled: SampledToken) -> None:
         """One more token of output."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtide.cache import TieredCache
+from kvtide.cache import Lease, Tier, TieredCache
 from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
 from kvtide.engine.request import PrefixOwner, Request, RequestState
 from kvtide.engine.residency.hot_residency import GatherBudget
@@ -40,6 +40,7 @@ class Scheduler:
     """`chunk_tokens` is the token budget of a step (it may change between steps), `max_running` the
     largest batch. No more requests run than a step has tokens, so that all can decode.
 
+    on_admitted    is called with every request that has its lease, before it is in a step
     blocked        the first waiting request found no slots; only requests that leave free some
     skips_loading  requests whose prefix is loading take no part in a step if others can run
     launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph, and
@@ -62,6 +63,7 @@ class Scheduler:
         self.skips_loading = cuda_graphs
         self.launches_ahead = cuda_graphs and not changing
         self.blocked = False
+        self.on_admitted: Callable[[Request], None] = _unnoticed
 
     @property
     def waiting(self) -> int:
@@ -188,7 +190,10 @@ class Scheduler:
         """Free all that the request holds, running or waiting."""
         if request in self.running:
             self.running.remove(request)
-            self._cache.release(request.held)
+            if request.is_quiet is None:
+                self._cache.release(request.held)
+            else:
+                self._cache.release_when(request.held, request.is_quiet)
             request.lease, request.drafts = None, ()
         else:
             self._unqueue(request)
@@ -211,11 +216,12 @@ class Scheduler:
         request.lease, request.computed = lease, lease.cached_tokens
         del request.scores[request.computed :]
         if not request.reported:
-            request.by_tier, request.why = dict(lease.by_tier), lease.why
+            request.by_tier, request.why = _found(request, lease), lease.why
             request.reported = True
         request.admissions += 1
         request.state = RequestState.RUNNING
         self.running.append(request)
+        self.on_admitted(request)
         return True
 
     # -- the next step ----------------------------------------------------------------------
@@ -452,6 +458,18 @@ def _with_drafts(chunks: list[ScheduledChunk], left: int) -> Iterator[ScheduledC
         drafts = chunk.request.drafts[:left] if chunk.completes else ()
         left -= len(drafts)
         yield chunk._replace(drafts=drafts)
+
+
+def _found(request: Request, lease: Lease) -> dict[Tier, int]:
+    """Tokens that each tier gave, without those that a peer has just written to the host."""
+    found = dict(lease.by_tier)
+    if request.handoff is not None and request.handoff.tokens:
+        found[Tier.HOST] = max(0, found.get(Tier.HOST, 0) - request.handoff.tokens)
+    return found
+
+
+def _unnoticed(request: Request) -> None:
+    """Nothing follows an admission."""
 
 
 def _is_computed(request: Request) -> bool:

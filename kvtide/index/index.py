@@ -39,7 +39,7 @@ from kvtide.index.leases.quarantine import keys_below, quarantine
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
-from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
+from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Taken
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
@@ -254,25 +254,27 @@ class Index:
         return self._imports_exports.outline(prompt)
 
     def take(self, lease: IndexLease, wanted: Sequence[WantedPages]) -> Import | None:
-        """Take host slots for pages of the lease's prompt that a store brings, in this order.
+        """Take host slots for pages of the lease's prompt that a store or a peer brings.
 
         None when there is no room. The import owns the lease from now on.
         """
         return self._imports_exports.take(lease, wanted)
 
-    def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
-        """The first `count` pages of an import were read: matches find them on the host.
+    def adopt(
+        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+    ) -> None:
+        """These pages of an import have come, in any order: matches find them on the host.
 
-        `absent` names, for each of them, the optional sidecars that its object lacks.
+        `absent` names, for each of them, the optional sidecars that it lacks.
         """
-        self._imports_exports.adopt(arriving, count, absent)
+        self._imports_exports.adopt(arriving, here, absent)
 
     def abandon(self, arriving: Import) -> None:
         """Adopt no more of an import: everything it held but its slots goes back."""
         self._imports_exports.abandon(arriving)
 
     def forgo(self, arriving: Import) -> None:
-        """The store no longer writes to an import's slots: those not adopted go back."""
+        """Nothing writes to an import's slots any longer: those not adopted go back."""
         self._imports_exports.forgo(arriving)
 
     def departed(self, departure: Departure) -> None:

@@ -4,6 +4,7 @@
 `buffers`    a tier's bytes, and how model code sees them: by pool and global layer
 `arena`      getting the memory: pinned, in huge pages, or refused with what the machine has
 `hot_buffers`  entries of running requests whose pages are on the host
+`tail_rows`  where a peer writes the last page of a prompt
 `tier_size`  how large a tier is: a ratio, bytes or tokens
 """
 
@@ -19,6 +20,7 @@ from kvtide.tiers.arena import (
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.hot_buffers import HotBuffers
 from kvtide.tiers.layout import Arrangement, Layout
+from kvtide.tiers.tail_rows import TailRows
 from kvtide.tiers.tier_size import Bytes, Ratio, TierSize, Tokens, capacity_pages
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Layout",
     "MachineMemory",
     "Ratio",
+    "TailRows",
     "TierError",
     "TierSize",
     "Tokens",

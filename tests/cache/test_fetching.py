@@ -394,7 +394,7 @@ def test_what_follows_on_pages_in_quarantine_is_not_adopted() -> None:
     arriving = index.take(lease, [WantedPages("kv", page) for page in range(4, 8)])
     assert arriving is not None
     rig.quarantine(prompt)
-    index.adopt(arriving, 4, [()] * 4)
+    index.adopt(arriving, arriving.taken[:4], [()] * 4)
     index.forgo(arriving)
     assert rig.found(text(1, 8)) == 0 and index.free_pages(Tier.HOST, "kv") == 16
     rig.end()

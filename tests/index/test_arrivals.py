@@ -239,7 +239,7 @@ def test_a_load_brings_the_windows_that_a_resume_needs_and_no_others() -> None:
     wanted = [WantedPages(anchor, page) for page in range(6) for anchor in ("kv", "swa")]
     arriving = index.take(lease_for(index, prompt, slowest=HOST), wanted)
     assert arriving is not None
-    index.adopt(arriving, len(wanted), [()] * len(wanted))
+    index.adopt(arriving, arriving.taken[: len(wanted)], [()] * len(wanted))
     index.forgo(arriving)
     lease = lease_for(index, prompt, slowest=HOST)
     assert lease.boundary == 6

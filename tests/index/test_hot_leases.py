@@ -154,7 +154,7 @@ def test_hot_pages_that_came_from_a_store_do_not_go_back_there() -> None:
     prompt = index.prompt(TEXT)
     wanted = [WantedPages(name, page) for name in ("index", "kv") for page in range(9)]
     arriving = index.take(index.pin(index.match(prompt)), wanted)
-    index.adopt(arriving, 18, [()] * 18)
+    index.adopt(arriving, arriving.taken[:18], [()] * 18)
     index.forgo(arriving)
     lease = lease_for(index, TEXT)
     index.land(index.copy(lease, Tier.HOST, Tier.DEVICE))

@@ -21,9 +21,9 @@ def test_what_is_taken_is_not_found_before_it_is_adopted() -> None:
     index = build(FULL)
     arriving = take(index, TEXT, *(("kv", page) for page in range(8)))
     assert found(index, TEXT) == 0 and index.free_pages(Tier.HOST, "kv") == 32
-    index.adopt(arriving, 3, [()] * 3)
+    index.adopt(arriving, arriving.taken[:3], [()] * 3)
     assert found(index, TEXT) == 3
-    index.adopt(arriving, 5, [()] * 5)
+    index.adopt(arriving, arriving.taken[:5], [()] * 5)
     assert found(index, TEXT) == 8 and index.validate() == []
     index.forgo(arriving)
     assert found(index, TEXT) == 8 and index.free_pages(Tier.HOST, "kv") == 32
@@ -32,7 +32,7 @@ def test_what_is_taken_is_not_found_before_it_is_adopted() -> None:
 def test_what_is_not_adopted_goes_back() -> None:
     index = build(FULL)
     arriving = take(index, TEXT, *(("kv", page) for page in range(8)))
-    index.adopt(arriving, 2, [()] * 2)
+    index.adopt(arriving, arriving.taken[:2], [()] * 2)
     index.forgo(arriving)
     assert index.free_pages(Tier.HOST, "kv") == 38 and not index.tree.leases
     assert index.validate() == []
@@ -54,7 +54,7 @@ def test_doubles_go_back() -> None:
     arriving = take(index, TEXT, *(("kv", page) for page in range(8)))
     keep(index, TEXT[: 4 * PAGE])
     back_up(index, TEXT[: 4 * PAGE])
-    index.adopt(arriving, 8, [()] * 8)
+    index.adopt(arriving, arriving.taken[:8], [()] * 8)
     index.forgo(arriving)
     assert index.resident_pages(Tier.HOST, "kv") == 8 and index.validate() == []
 
@@ -62,10 +62,10 @@ def test_doubles_go_back() -> None:
 def test_what_comes_below_absent_pages_is_found_when_they_come() -> None:
     index = build(FULL)
     below = take(index, TEXT, *(("kv", page) for page in range(4, 8)))
-    index.adopt(below, 4, [()] * 4)
+    index.adopt(below, below.taken[:4], [()] * 4)
     assert found(index, TEXT) == 0 and index.validate() == []
     above = take(index, TEXT, *(("kv", page) for page in range(4)))
-    index.adopt(above, 4, [()] * 4)
+    index.adopt(above, above.taken[:4], [()] * 4)
     assert found(index, TEXT) == 8 and index.validate() == []
 
 
@@ -80,7 +80,7 @@ def test_an_import_keeps_what_it_builds_on_until_it_is_abandoned() -> None:
     assert found(index, TEXT) == 0
     arriving = take(index, TEXT, ("state", 7))
     assert index.evict(Tier.HOST, "kv", 100) == 0
-    index.adopt(arriving, 1, [()])
+    index.adopt(arriving, arriving.taken[:1], [()])
     assert found(index, TEXT) == 8
     index.abandon(arriving)
     assert index.evict(Tier.HOST, "kv", 100) == 8 and index.validate() == []
@@ -94,7 +94,7 @@ def test_nothing_is_adopted_after_it_was_abandoned() -> None:
     index.abandon(arriving)
     index.abandon(arriving)
     with pytest.raises(AssertionError):
-        index.adopt(arriving, 1, [()])
+        index.adopt(arriving, arriving.taken[:1], [()])
     index.forgo(arriving)
 
 
@@ -144,7 +144,7 @@ def test_what_came_without_a_draft_is_loaded_without_it() -> None:
     lease = lease_for(index, [*tokens, *[0] * DRAFTED.holdback], slowest=Tier.HOST)
     pages = [*(("kv", page) for page in range(4)), ("swa", 2), ("swa", 3)]
     arriving = index.take(lease, [WantedPages(*page) for page in pages])
-    index.adopt(arriving, 6, [(), (draft,), (), (draft,), (), ()])
+    index.adopt(arriving, arriving.taken[:6], [(), (draft,), (), (draft,), (), ()])
     index.forgo(arriving)
     again = lease_for(index, [*tokens, *[0] * DRAFTED.holdback], slowest=Tier.HOST)
     index.land(index.copy(again, Tier.HOST, Tier.DEVICE))

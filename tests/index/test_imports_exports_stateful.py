@@ -224,7 +224,9 @@ class OutsideMachine(IndexMachine):
                 if self.memory.pool(want.anchor).hot and not self._on_host(want.anchor, key):
                     self.given.add((want.anchor, key))
                 self._doubled(Tier.HOST, want.anchor, key)
-        self.index.adopt(coming.arriving, count, [absent for _, (_, absent) in here])
+        self.index.adopt(
+            coming.arriving, coming.arriving.taken[:count], [absent for _, (_, absent) in here]
+        )
         assert len(coming.arriving.taken) == len(coming.pages)
 
     def _doubled(self, tier: Tier, anchor: str, key: bytes) -> None:

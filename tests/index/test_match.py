@@ -266,7 +266,7 @@ def test_bitmaps_and_the_tree_allow_the_same_boundary(name: str, seed: int) -> N
     ]
     arriving = index.take(lease_for(index, tokens, slowest=Tier.HOST), wanted)
     assert arriving is not None
-    index.adopt(arriving, len(wanted), [()] * len(wanted))
+    index.adopt(arriving, arriving.taken[: len(wanted)], [()] * len(wanted))
     index.forgo(arriving)
     prompt = index.prompt(tokens)
     outline = index.outline(prompt)

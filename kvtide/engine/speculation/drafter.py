@@ -79,6 +79,9 @@ class Drafter(Protocol):
         """A step of these chunks has run, and its tokens are sampled and accepted. `propose` with
         the same wishes follows."""
 
+    def resume(self, request: Request) -> None:
+        """All of the prompt's state is there, the draft's too, and none of it was computed here."""
+
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Draft behind a verify step before the host knows what was accepted; None where that is
         not possible. `extend` follows without wishes, `propose` with the same."""
@@ -115,6 +118,9 @@ class TokenDrafter:
         self, chunks: Sequence[ScheduledChunk], output: StepOutput, wishes: Sequence[DraftWish]
     ) -> None:
         """The requests have their tokens."""
+
+    def resume(self, request: Request) -> None:
+        """The request has its tokens."""
 
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         """Drafts depend on tokens that the host knows."""

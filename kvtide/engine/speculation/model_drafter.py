@@ -177,6 +177,10 @@ class ModelDrafter:
             reached = row.position + len(row.tokens)
             self._extended[row.lease] = _Extended(reached, hidden[end - 1 : end])
 
+    def resume(self, request: Request) -> None:
+        """The next step's tokens are the first to extend over."""
+        self._extended[request.held] = _Extended(request.computed, None)
+
     def _row(self, request: Request, first: int, end: int, past: int) -> DraftRow | None:
         """What is new to the draft of the step's rows [first, end) after `past` tokens."""
         lease = request.held

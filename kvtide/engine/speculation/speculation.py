@@ -154,6 +154,10 @@ class Speculation:
         self._leases = {wish.request: wish.request.held for wish in self._wishes}
         self._drafter.extend(chunks, output, self._wishes)
 
+    def resume(self, request: Request) -> None:
+        """A peer has computed the prompt, with the draft's state of it."""
+        self._drafter.resume(request)
+
     @property
     def can_draft_behind(self) -> bool:
         return self._drafter.can_draft_behind

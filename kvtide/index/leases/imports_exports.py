@@ -1,7 +1,8 @@
-"""Imports and exports: pages that are read from a store, and pages that are written to one.
+"""Imports and exports: pages that come from a store or a peer, and pages that a store is given.
 
-A store's contents are not in the tree: other processes change them. A fetch is an *import*: host
-slots taken for pages of a prompt, outside the tree and not readable, until the pages are adopted.
+A store's contents are not in the tree: other processes change them. An *import* is host slots taken
+for pages of a prompt, outside the tree and not readable, until the pages are adopted: a fetch from
+a store, or a handoff from a prefill server.
 An export is a *departure*: pages that landed on the host and stay pinned until they are written
 (`Arrivals.land_departing` begins it).
 """
@@ -92,15 +93,20 @@ class ImportsExports:
         tree.imports[arriving.number] = arriving
         return arriving
 
-    def adopt(self, arriving: Import, count: int, absent: Sequence[Collection[str]]) -> None:
-        """The first `count` pages were read: matches find them on the host from now on.
+    def adopt(
+        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+    ) -> None:
+        """These pages of the import have come: matches find them on the host from now on.
 
-        `absent` names, for each of them, the optional sidecars that its object lacks.
+        `absent` names, for each of them, the optional sidecars that it lacks.
         """
         tree = self._tree
-        assert arriving.live and arriving.lease.live and len(absent) == count
+        assert arriving.live and arriving.lease.live and len(absent) == len(here)
         tree.tick += 1
-        here, arriving.taken = arriving.taken[:count], arriving.taken[count:]
+        coming = set(here)
+        left = [one for one in arriving.taken if one not in coming]
+        assert len(left) + len(here) == len(arriving.taken), "adopted twice, or never taken"
+        arriving.taken = left
         if arriving.lease.hidden:
             self._free(here)
             return
@@ -110,13 +116,13 @@ class ImportsExports:
             self._insert(arriving.lease.prompt, start, end, slots)
 
     def abandon(self, arriving: Import) -> None:
-        """Adopt no more: only the slots stay taken, until the store no longer writes to them."""
+        """Adopt no more: only the slots stay taken, until nothing writes to them any longer."""
         guards, arriving.guards = arriving.guards, []
         self._unguard(guards)
         self._leasing.release(arriving.lease)
 
     def forgo(self, arriving: Import) -> None:
-        """The store no longer writes to the import's slots: those not adopted go back."""
+        """Nothing writes to the import's slots any longer: those not adopted go back."""
         assert arriving.live
         self.abandon(arriving)
         arriving.live = False

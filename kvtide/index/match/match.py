@@ -298,3 +298,15 @@ def read_order(
             runs.append((pool.name, start + np.flatnonzero(left[pool.name][start:stone])))
             left[pool.name][start:stone] = False
     return runs
+
+
+def missing_pages(
+    memory: ModelMemory, boundary: int, held: Mapping[str, Bits]
+) -> list[tuple[str, Pages]]:
+    """The pages that a resume at one boundary needs and that are not held; histories first."""
+    runs: list[tuple[str, Pages]] = []
+    for pool in sorted(memory.anchors, key=lambda anchor: anchor.reuse.reach is not ALL):
+        reach = pool.reuse.reach_pages(memory.page_tokens)
+        start = 0 if reach is None else max(0, boundary - reach)
+        runs.append((pool.name, start + np.flatnonzero(~held[pool.name][start:boundary])))
+    return runs

@@ -163,14 +163,14 @@ class Taken(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Import:
-    """Pages that are fetched from a store: the import owns their slots outside the tree.
+    """Pages that come from a store or a peer: the import owns their slots outside the tree.
 
-        begun ──adopt───▶ begun     the first of them can be found, the rest may still come
+        begun ──adopt───▶ begun     these of them can be found, the rest may still come
           ├────abandon──▶ begun     nothing more is adopted: what was there may go
           └─────forgo───▶ over      what was not adopted goes back
 
     lease   stands at the deepest boundary that the device and the host allow
-    taken   in the order in which the pages are read
+    taken   in the order in which the pages were wanted
     guards  resident pages of the prompt beyond that boundary, usable once the import is complete
     """
 

@@ -1,0 +1,83 @@
+"""The states of a handoff, as the decode side sees them.
+
+    OFFERED ──slots──▶ RESERVED ──a page lands──▶ STREAMING ──tail──▶ LANDED ──admitted──▶ DECODING
+       │                  │                           │                 │
+       ├──────────────────┴── refused, late, lost ────┴─────────────────┴──▶ FAILED
+       ├──────────────────────── the request ends ────────────────────────▶ ABORTED
+       └──── little is missing, or another handoff brings it ─────────────▶ DECLINED
+
+A request waits in the first three states. In the others it is admitted like any request, with the
+pages that have landed by then; what is missing is prefilled here. A peer that fails costs time and
+never text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtide.cache import Receipt
+from kvtide.engine.handoff.handoff_source import HandoffSource
+from kvtide.engine.sampler import SampledToken
+
+
+class HandoffState(Enum):
+    OFFERED = "offered"
+    RESERVED = "reserved"
+    STREAMING = "streaming"
+    LANDED = "landed"
+    DECODING = "decoding"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    DECLINED = "declined"
+
+
+_S = HandoffState
+_ENDS = (_S.FAILED, _S.ABORTED)
+NEXT: dict[HandoffState, tuple[HandoffState, ...]] = {
+    _S.OFFERED: (_S.RESERVED, _S.DECLINED, *_ENDS),
+    _S.RESERVED: (_S.STREAMING, _S.LANDED, *_ENDS),
+    _S.STREAMING: (_S.LANDED, *_ENDS),
+    _S.LANDED: (_S.DECODING, *_ENDS),
+    _S.DECODING: (),
+    _S.FAILED: (),
+    _S.ABORTED: (),
+    _S.DECLINED: (),
+}
+"""Which states follow which. A prompt of one page lands without a page before its tail."""
+
+WAITING = frozenset({_S.OFFERED, _S.RESERVED, _S.STREAMING})
+"""The request waits for its peer."""
+OVER = frozenset(state for state, following in NEXT.items() if not following)
+
+
+@dataclass(slots=True, eq=False)
+class IncomingHandoff:
+    """One request's handoff on the decode side.
+
+    receipt  the slots that the peer writes to; they stay quarantined after a failure until the peer
+             is silent
+    first    the first token of the answer, once the tail has landed
+    cached   tokens that the peer's own tiers had, by tier
+    tokens   tokens in pages that have landed
+    reason   why it failed or was declined
+    """
+
+    source: HandoffSource
+    state: HandoffState = HandoffState.OFFERED
+    receipt: Receipt | None = None
+    first: SampledToken | None = None
+    cached: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    reason: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """The request is not admitted before this ends."""
+        return self.state in WAITING
+
+    def move(self, state: HandoffState, reason: str = "") -> None:
+        """The only place where the state changes."""
+        assert state in NEXT[self.state], f"{self.state.value} is not followed by {state.value}"
+        self.state = state
+        self.reason = reason or self.reason

@@ -1,0 +1,281 @@
+"""The decode side of handoffs: slots for pages that a peer writes, and what becomes of them.
+
+A request that comes with a `HandoffSource` waits until its fetch from storage is over. Then the
+tiers are asked what is missing; slots are taken for all of it, or the request goes on waiting. The
+peer is told the slots, and writes pages there in any order. Each page is adopted when it has
+landed. After the last one the tail has landed too, and the first token is known: the request is
+admitted with all of its prompt computed.
+
+All ranks are given the same messages in the same order, and decide alike. One rank, the leader,
+has an `outbox`, and turns deadlines and lost connections into messages (`Failed`, `Silent`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kvtide.cache import Receipt, TieredCache
+from kvtide.engine.handoff.handoff_state import HandoffState, IncomingHandoff
+from kvtide.engine.handoff.messages import (
+    Abort,
+    Ask,
+    Done,
+    Failed,
+    First,
+    Message,
+    PagePlaces,
+    Reserve,
+    Silent,
+    Written,
+)
+from kvtide.engine.handoff.request_fields import request_fields
+from kvtide.engine.request import Request
+from kvtide.engine.sampler import SampledToken
+from kvtide.spec import ALL
+
+Outbox = Callable[[str, Message], None]
+"""Sends a message to a peer, by its address. It never blocks."""
+
+
+class IncomingHandoffs:
+    """`min_tokens`: a prompt that misses fewer is prefilled here.
+
+    outbox  for the leader; other ranks send nothing
+    ended   handoffs by their last state
+    """
+
+    def __init__(self, cache: TieredCache, min_tokens: int) -> None:
+        self.outbox: Outbox = _nowhere
+        self.ended: Counter[HandoffState] = Counter()
+        self.handed_tokens = 0
+        self._min_tokens = min_tokens
+        self._cache, self._receiving = cache, cache.receiving
+        self._requests: dict[int, Request] = {}
+        self._by_epoch: dict[int, Request] = {}
+        self._quarantined: dict[int, Receipt] = {}
+        self._unsent: list[Request] = []
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def offer(self, request: Request) -> None:
+        """A request that another server may prefill was queued."""
+        source = request.params.handoff_from
+        assert source is not None
+        request.handoff = IncomingHandoff(source)
+        self._requests[request.number] = request
+
+    def poll(self) -> None:
+        """Take slots for requests that wait for them, once per step; send what may be sent."""
+        for request in list(self._requests.values()):
+            if _of(request).state is HandoffState.OFFERED and request.settled:
+                self._try_to_reserve(request)
+        for request in [each for each in self._unsent if _receipt(each).ready]:
+            self._unsent.remove(request)
+            self._send_reserve(request)
+
+    def resume(self, request: Request) -> SampledToken | None:
+        """The request was admitted: copy its tail to the lease's slots.
+
+        The first token, or None if the tail does not fit what was found: it is computed here.
+        """
+        handoff = _of(request)
+        receipt, first = handoff.receipt, handoff.first
+        assert receipt is not None and handoff.state is HandoffState.LANDED
+        lease, page = request.held, self._cache.memory.page_tokens
+        tokens = len(request.params.tokens)
+        whole = first is not None and lease.cached_tokens == receipt.boundary * page
+        if not (whole and not request.output and self._cache.grow(lease, tokens)):
+            self._receiving.drop_tail(receipt)
+            self._end(request, HandoffState.DECODING)
+            return None
+        anchors = [anchor.name for anchor in self._cache.memory.anchors]
+        slots = {a: int(self._cache.page_table(lease, a)[receipt.boundary]) for a in anchors}
+        assert all(slot >= 0 for slot in slots.values()), "the open page has a slot in every anchor"
+        self._receiving.copy_tail(receipt, slots)
+        self._end(request, HandoffState.DECODING)
+        return first
+
+    def abort(self, request: Request) -> None:
+        """The request has ended before its handoff."""
+        if request.number in self._requests:
+            self._give_up(request, HandoffState.ABORTED, "the request ended", silent=False)
+
+    @property
+    def by_state(self) -> Counter[HandoffState]:
+        """Open handoffs."""
+        return Counter(_of(request).state for request in self._requests.values())
+
+    @property
+    def open(self) -> Mapping[int, Request]:
+        """Requests whose handoff is not over, by number."""
+        return self._requests
+
+    @property
+    def quarantined(self) -> Mapping[int, Receipt]:
+        """Slots that a peer may still write to, by epoch."""
+        return self._quarantined
+
+    # -- from the peer ----------------------------------------------------------------------
+
+    def receive(self, message: Message) -> None:
+        """News of a handoff; those of an epoch that is over are ignored, but for `Silent`."""
+        match message:
+            case Silent():
+                self._silent(message.epoch)
+            case Failed() if message.epoch in self._quarantined and message.silent:
+                self._silent(message.epoch)
+            case Written() | First() | Failed() if message.epoch in self._by_epoch:
+                request = self._by_epoch[message.epoch]
+                if isinstance(message, Failed):
+                    reason, silent = message.reason, message.silent
+                    self._give_up(request, HandoffState.FAILED, reason, silent=silent)
+                elif isinstance(message, Written):
+                    self._written(request, message)
+                else:
+                    self._first(request, message)
+            case _:
+                pass
+
+    def _written(self, request: Request, message: Written) -> None:
+        handoff, receipt = _of(request), _receipt(request)
+        numbers = [n for n in message.numbers if n not in receipt.landed]
+        if not all(0 <= number < len(receipt.places) for number in numbers):
+            reason = "the peer wrote pages that were not asked for"
+            return self._give_up(request, HandoffState.FAILED, reason, silent=False)
+        without = {name: set(absent) for name, absent in message.absent.items()}
+        absent = [tuple(s for s in without if number in without[s]) for number in numbers]
+        self._receiving.land(receipt, numbers, absent)
+        landed = sum(self._is_history(receipt, number) for number in numbers)
+        handoff.tokens += landed * self._cache.memory.page_tokens
+        if handoff.state is HandoffState.RESERVED:
+            handoff.move(HandoffState.STREAMING)
+        return None
+
+    def _is_history(self, receipt: Receipt, number: int) -> bool:
+        """Whether a place counts as tokens: pages of the first anchor that keeps all of them."""
+        anchors = self._cache.memory.anchors
+        histories = [n for n, anchor in enumerate(anchors) if anchor.reuse.reach is ALL]
+        first = histories[0] if histories else 0
+        return receipt.places[number].cell % len(anchors) == first
+
+    def _first(self, request: Request, message: First) -> None:
+        handoff, receipt = _of(request), _receipt(request)
+        if not receipt.complete:
+            reason = "the peer ended before all pages had come"
+            return self._give_up(request, HandoffState.FAILED, reason, silent=True)
+        if message.tail:
+            handoff.first = SampledToken(message.token, message.logprob, message.top)
+        handoff.cached = dict(message.cached)
+        self._receiving.finish(receipt)
+        del self._by_epoch[receipt.epoch]
+        handoff.move(HandoffState.LANDED)
+        self.handed_tokens += handoff.tokens
+        self.outbox(handoff.source.peer, Done(handoff.source.room))
+        return None
+
+    def _silent(self, epoch: int) -> None:
+        receipt = self._quarantined.pop(epoch, None)
+        if receipt is not None:
+            self._receiving.silent(receipt)
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _try_to_reserve(self, request: Request) -> None:
+        """Take slots, or decline, or leave the request waiting."""
+        handoff, receiving, prompt = _of(request), self._receiving, request.prompt
+        missing = receiving.missing_tokens(prompt)
+        if missing < max(1, self._min_tokens):
+            return self._decline(request, f"{missing} tokens are missing here")
+        if request.params.alone or not receiving.can_ever_fit(prompt):
+            return self._decline(request, "the prompt cannot be received here")
+        if any(receiving.brings(receipt, prompt) for receipt in self._receipts()):
+            return None  # Another handoff brings a part of it: ask for the rest.
+        receipt = receiving.begin(prompt)
+        if receipt is None:
+            return None
+        handoff.receipt = receipt
+        handoff.move(HandoffState.RESERVED)
+        self._by_epoch[receipt.epoch] = request
+        self._unsent.append(request)
+        return None
+
+    def _receipts(self) -> list[Receipt]:
+        return [_receipt(request) for request in self._by_epoch.values()]
+
+    def _decline(self, request: Request, reason: str) -> None:
+        handoff = _of(request)
+        handoff.reason = reason
+        if not handoff.source.asks:
+            self.outbox(handoff.source.peer, Done(handoff.source.room))
+        self._end(request, HandoffState.DECLINED)
+
+    def _send_reserve(self, request: Request) -> None:
+        handoff, receipt = _of(request), _receipt(request)
+        peer, room, asks = handoff.source
+        if asks:
+            self.outbox(peer, Ask(room, request_fields(request.params)))
+        tokens, names = len(request.params.tokens), self._cache.index.anchor_names
+        places: list[PagePlaces] = []
+        of_anchors: dict[str, list[int]] = {}
+        for number, taken in enumerate(receipt.places):
+            of_anchors.setdefault(names[taken.cell % len(names)], []).append(number)
+        for anchor, numbers in of_anchors.items():
+            taken = [receipt.places[number] for number in numbers]
+            pages, slots = (
+                np.array([getattr(one, name) for one in taken], np.int32)
+                for name in ("page", "slot")
+            )
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            places.append(PagePlaces(anchor, numbers[0], pages, slots))
+        assert receipt.tail_row is not None
+        self.outbox(
+            peer,
+            Reserve(room, receipt.epoch, tokens, receipt.boundary, tuple(places), receipt.tail_row),
+        )
+
+    def _give_up(
+        self, request: Request, state: HandoffState, reason: str, *, silent: bool
+    ) -> None:
+        """End a handoff early: its slots are quarantined until the peer is silent."""
+        handoff, receipt = _of(request), _of(request).receipt
+        handoff.reason = reason
+        if receipt is not None and handoff.state is HandoffState.LANDED:
+            self._receiving.drop_tail(receipt)
+        elif receipt is not None:
+            del self._by_epoch[receipt.epoch]
+            self._receiving.abandon(receipt)
+            self._quarantined[receipt.epoch] = receipt
+            unsent = request in self._unsent
+            if unsent:
+                self._unsent.remove(request)
+            if silent or unsent:
+                self._silent(receipt.epoch)
+            else:
+                self.outbox(handoff.source.peer, Abort(handoff.source.room, receipt.epoch))
+        elif not handoff.source.asks:
+            self.outbox(handoff.source.peer, Done(handoff.source.room))
+        self._end(request, state)
+
+    def _end(self, request: Request, state: HandoffState) -> None:
+        handoff = _of(request)
+        handoff.move(state)
+        self.ended[state] += 1
+        del self._requests[request.number]
+
+
+def _of(request: Request) -> IncomingHandoff:
+    assert request.handoff is not None
+    return request.handoff
+
+
+def _receipt(request: Request) -> Receipt:
+    receipt = _of(request).receipt
+    assert receipt is not None
+    return receipt
+
+
+def _nowhere(peer: str, message: Message) -> None:
+    """A rank that is not the leader sends nothing."""

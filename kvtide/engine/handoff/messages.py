@@ -1,0 +1,180 @@
+"""What a decode server and a prefill server tell each other about one handoff.
+
+    decode ──▶ prefill   Ask, Reserve, Abort, Done
+    prefill ──▶ decode   Written, First, Failed, Silent
+
+A *room* names the handoff on both sides. An *epoch* names the slots that the decode side took for
+it: news of another epoch are ignored. Messages travel as JSON; arrays of numbers are packed.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Prefill this prompt for a room: the request as `request_fields` writes it."""
+
+    room: str
+    request: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePlaces:
+    """Slots of one anchor of the decode side: place `first + i` is page `pages[i]`."""
+
+    anchor: str
+    first: int
+    pages: Numbers
+    slots: Numbers
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.first + len(self.pages))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reserve:
+    """Write these pages to these slots, then the tail to its row.
+
+    tokens     of the prompt, which both sides have
+    boundary   the page at which the tail begins
+    """
+
+    room: str
+    epoch: int
+    tokens: int
+    boundary: int
+    places: tuple[PagePlaces, ...]
+    tail_row: int
+
+    @property
+    def count(self) -> int:
+        return sum(len(some.pages) for some in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Write no more for this epoch, and answer `Silent`."""
+
+    room: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing more is needed for the room: what it holds may go."""
+
+    room: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The bytes of these places are there. `absent`: optional sidecars, with the numbers of the
+    places that came without them."""
+
+    room: str
+    epoch: int
+    numbers: tuple[int, ...]
+    absent: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """All is written, the tail too, and nothing more will be.
+
+    token, logprob, top  the first token of the answer, as sampled
+    cached               tokens that the prefill side's tiers had, by tier
+    tail                 whether the tail is whole: every pool that the decode side has
+    """
+
+    room: str
+    epoch: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    cached: dict[str, int]
+    tail: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The handoff has ended here. `silent`: no byte of it comes any more."""
+
+    room: str
+    epoch: int
+    reason: str
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """No byte comes any more for this epoch; answers `Abort`."""
+
+    room: str
+    epoch: int
+
+
+Message = Ask | Reserve | Abort | Done | Written | First | Failed | Silent
+_KINDS: dict[str, Any] = {
+    kind.__name__.lower(): kind
+    for kind in (Ask, Reserve, Abort, Done, Written, First, Failed, Silent)
+}
+
+
+class MessageError(ValueError):
+    """A message that this side does not understand."""
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    return {"kind": type(message).__name__.lower(), **_plain(message)}
+
+
+def from_json(values: dict[str, Any]) -> Message:
+    """Raises `MessageError` for what is not one of these messages."""
+    given = dict(values)
+    kind = _KINDS.get(str(given.pop("kind", "")))
+    try:
+        if kind is None:
+            raise KeyError("kind")
+        if kind is Reserve:
+            given["places"] = tuple(_places(each) for each in given["places"])
+        if kind is Written:
+            given["numbers"] = tuple(map(int, given["numbers"]))
+            absent = given["absent"].items()
+            given["absent"] = {str(name): tuple(map(int, each)) for name, each in absent}
+        if kind is First:
+            given["top"] = tuple((int(token), float(value)) for token, value in given["top"])
+        message: Message = kind(**given)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MessageError(f"no message of a handoff: {type(error).__name__}: {error}") from None
+    return message
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {each.name: _value(getattr(value, each.name)) for each in fields(value)}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return base64.b64encode(value.astype("<i4").tobytes()).decode()
+    if isinstance(value, tuple):
+        return [_value(each) for each in value]
+    return _plain(value) if isinstance(value, PagePlaces) else value
+
+
+def _places(values: dict[str, Any]) -> PagePlaces:
+    pages, slots = (
+        np.frombuffer(base64.b64decode(values[name]), "<i4") for name in ("pages", "slots")
+    )
+    if len(pages) != len(slots):
+        raise ValueError("as many pages as slots")
+    return PagePlaces(str(values["anchor"]), int(values["first"]), pages, slots)

@@ -1,0 +1,367 @@
+"""The prefill side of handoffs: what is computed is written to the peer at once.
+
+    open ──▶ the prompt is prefilled, chunk by chunk ──▶ first token ──▶ tail written
+               └──reserve: after every step, its new pages are written──┘        │
+                                          lease kept until the peer is done ◀────┘
+
+A request with a `HandoffTarget` computes its prompt and one token. Its peer may name slots before,
+during or after that: pages are written as soon as both are there. The lease is kept until the peer
+says that it is done, since a page is read by the sender's thread.
+
+All ranks are given the same messages in the same order. Each writes its own rows, and reports what
+it has written to the leader (`reports`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from kvtide.cache import Lease, TieredCache
+from kvtide.engine.handoff.messages import Abort, Done, First, Message, Numbers, Reserve
+from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
+from kvtide.engine.handoff.reports import RankReport
+from kvtide.engine.request import Finish, Request
+from kvtide.spec import ALL
+from kvtide.tiers.manifest import PAGES, TAIL
+from kvtide.tiers.row_copies import DestinationError
+
+Report = Callable[[RankReport], None]
+MAX_EARLY = 1024
+"""Reservations kept for requests that a router has yet to send."""
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingHandoff:
+    """One prompt that is prefilled for a peer.
+
+    boundary  the page at which the tail begins
+    peer      the connection that reserved; None before
+    sent      numbers of places that were given to the sender
+    lease     once the request has ended, the one that keeps its pages
+    released  the peer needs nothing more
+    in_flight jobs of the sender; its thread counts them down
+    """
+
+    request: Request
+    boundary: int
+    peer: str | None = None
+    reserve: Reserve | None = None
+    sent: set[int] = field(default_factory=set)
+    tail_sent: bool = False
+    lease: Lease | None = None
+    first: First | None = None
+    failed: bool = False
+    released: bool = False
+    in_flight: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.released and self.request.finish is not None
+
+    def is_quiet(self) -> bool:
+        """No thread reads pages of a lease that the request no longer has."""
+        return not self.in_flight and (self.released or self.request.finish is None)
+
+
+class OutgoingHandoffs:
+    """`writer`: None where nothing can be handed over. `report` and `on_first` go to the leader's
+    `RankReports`."""
+
+    def __init__(self, cache: TieredCache) -> None:
+        self.writer: PageWriter | None = None
+        self.report: Report = _unheard
+        self.on_first: Callable[[First], None] = _unheard
+        self.ended: Counter[str] = Counter()
+        self._cache = cache
+        self._rooms: dict[str, OutgoingHandoff] = {}
+        self._early: dict[str, tuple[str, Reserve]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def rooms(self) -> Mapping[str, OutgoingHandoff]:
+        """Handoffs that are not over."""
+        return self._rooms
+
+    def takes(self, room: str) -> bool:
+        """Whether a request may open this room: a router that resends uses the same one."""
+        return room not in self._rooms
+
+    # -- from the engine --------------------------------------------------------------------
+
+    def open(self, request: Request) -> None:
+        """A request was queued whose prompt goes to a peer."""
+        target = request.params.handoff_to
+        assert target is not None and self.takes(target.room)
+        boundary = (request.prompt.tokens - 1) // self._cache.memory.page_tokens
+        if boundary:
+            request.prompt.checkpoints = (boundary,)
+        handoff = OutgoingHandoff(request, boundary)
+        request.is_quiet = handoff.is_quiet
+        self._rooms[target.room] = handoff
+        if target.room in self._early:
+            self._reserve(handoff, *self._early.pop(target.room))
+
+    def advance(self) -> None:
+        """After a step's commits: give the sender all pages that are there now."""
+        for handoff in list(self._rooms.values()):
+            if handoff.reserve is not None and not handoff.failed:
+                self._send(handoff)
+
+    def finished(self, request: Request, finish: Finish) -> None:
+        """The request has its first token, or has ended without one; its lease is still there."""
+        target = request.params.handoff_to
+        handoff = None if target is None else self._rooms.get(target.room)
+        if handoff is None or handoff.request is not request:
+            return
+        if finish is Finish.ABORT or not request.output or request.lease is None:
+            self._fail(handoff, "the prefill was aborted")
+            return
+        handoff.lease = request.held
+        if handoff.reserve is not None and not handoff.failed:
+            self._send(handoff)
+
+    def ended_request(self, request: Request) -> None:
+        """The request has left the scheduler: forget a room that the peer is done with."""
+        target = request.params.handoff_to
+        if target is not None and (handoff := self._rooms.get(target.room)) is not None:
+            self._forget_if_over(target.room, handoff)
+
+    # -- from the peer ----------------------------------------------------------------------
+
+    def receive(self, peer: str, message: Message) -> Request | None:
+        """A message of a connection. Returns a request that the peer asked for and gives up."""
+        if isinstance(message, Reserve):
+            handoff = self._rooms.get(message.room)
+            if handoff is not None:
+                self._reserve(handoff, peer, message)
+            elif len(self._early) < MAX_EARLY:
+                self._early[message.room] = (peer, message)
+            else:
+                reason = "too many reservations wait for their requests"
+                self.report(RankReport("failed", message.room, message.epoch, reason=reason))
+            return None
+        if isinstance(message, Abort):
+            return self._abort(message)
+        return self._release(message.room) if isinstance(message, Done) else None
+
+    def peer_lost(self, peer: str) -> list[Request]:
+        """A connection has ended: what it reserved is over. Returns requests that it asked for."""
+        self._early = {room: each for room, each in self._early.items() if each[0] != peer}
+        rooms = [room for room, handoff in self._rooms.items() if handoff.peer == peer]
+        given_up = []
+        for room in rooms:
+            handoff = self._rooms[room]
+            if self.writer is not None and handoff.reserve is not None:
+                self.writer.cancel(room, handoff.reserve.epoch, _unheard)
+            if (request := self._release(room)) is not None:
+                given_up.append(request)
+        if self.writer is not None:
+            self.writer.drop_peer(peer)
+        return given_up
+
+    def _abort(self, message: Abort) -> Request | None:
+        room, epoch = message.room, message.epoch
+        self._early.pop(room, None)
+
+        def silent(quiet: bool) -> None:
+            self.report(RankReport("silent", room, epoch, silent=quiet))
+
+        if self.writer is None:
+            silent(True)
+            return None
+        handoff = self._rooms.get(room)
+        if handoff is not None and handoff.reserve is not None and handoff.reserve.epoch != epoch:
+            handoff = None
+        self.writer.cancel(room, epoch, silent)
+        if handoff is not None:
+            handoff.failed = True
+            return self._release(room)
+        return None
+
+    def _release(self, room: str) -> Request | None:
+        """The peer needs nothing more of the room."""
+        self._early.pop(room, None)
+        handoff = self._rooms.get(room)
+        if handoff is None:
+            return None
+        handoff.released = True
+        self._forget_if_over(room, handoff)
+        target = handoff.request.params.handoff_to
+        unfinished = handoff.request.finish is None
+        return handoff.request if unfinished and target is not None and target.asked else None
+
+    def _forget_if_over(self, room: str, handoff: OutgoingHandoff) -> None:
+        if handoff.is_over and self._rooms.get(room) is handoff:
+            del self._rooms[room]
+            self.ended["failed" if handoff.failed else "handed_over"] += 1
+            if self.writer is not None:
+                self.writer.forget(room)
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def _reserve(self, handoff: OutgoingHandoff, peer: str, message: Reserve) -> None:
+        handoff.peer, handoff.reserve = peer, message
+        handoff.sent, handoff.tail_sent, handoff.failed = set(), False, False
+        prompt, problem = handoff.request.params.tokens, ""
+        if self.writer is None or not self.writer.knows(peer):
+            problem = "this server and the peer have not paired"
+        elif (message.tokens, message.boundary) != (len(prompt), handoff.boundary):
+            problem = (
+                f"the prompt has {len(prompt)} tokens here and {message.tokens} on the decode "
+                "side; send both the same request"
+            )
+        if problem:
+            self._fail(handoff, problem)
+        else:
+            self._send(handoff)
+
+    def _fail(self, handoff: OutgoingHandoff, reason: str) -> None:
+        """End a handoff that cannot go on; the peer is told once it has reserved."""
+        handoff.failed = True
+        reserve, target = handoff.reserve, handoff.request.params.handoff_to
+        if reserve is None or target is None:
+            if handoff.request.finish is not None and target is not None:
+                handoff.released = True
+                self._forget_if_over(target.room, handoff)
+            return
+        failed = RankReport("failed", reserve.room, reserve.epoch, reason=reason)
+        if self.writer is None:
+            self.report(failed)
+            return
+
+        def silent(quiet: bool) -> None:
+            self.report(RankReport("failed", reserve.room, reserve.epoch, (), {}, reason, quiet))
+
+        self.writer.cancel(reserve.room, reserve.epoch, silent)
+
+    def _send(self, handoff: OutgoingHandoff) -> None:
+        """Give the sender the pages that are computed and not sent, then the tail."""
+        reserve, lease = handoff.reserve, handoff.lease or handoff.request.lease
+        if reserve is None or lease is None or lease.loading or lease.failed:
+            return
+        assert self.writer is not None and handoff.peer is not None
+        anchors = [anchor.name for anchor in self._cache.memory.anchors]
+        tables = {anchor: self._cache.page_table(lease, anchor) for anchor in anchors}
+        try:
+            self._send_pages(handoff, reserve, lease, tables)
+            if handoff.lease is not None and not handoff.tail_sent:
+                self._send_tail(handoff, reserve, tables)
+        except DestinationError as error:
+            self._fail(handoff, str(error))
+
+    def _send_pages(
+        self,
+        handoff: OutgoingHandoff,
+        reserve: Reserve,
+        lease: Lease,
+        tables: Mapping[str, Numbers],
+    ) -> None:
+        places, numbers = [], list[int]()
+        for some in reserve.places:
+            ready = self._ready(handoff, some.anchor, some.pages, lease)
+            unsent = np.array([n not in handoff.sent for n in some.numbers], bool)
+            if (chosen := np.flatnonzero(ready & unsent)).size:
+                places.append(PlacedPages(some.anchor, some.pages[chosen], some.slots[chosen]))
+                numbers += (some.first + chosen).tolist()
+        if not numbers:
+            return
+        absent = self._absent(handoff, reserve, lease, set(numbers))
+        report = RankReport("written", reserve.room, reserve.epoch, tuple(numbers), absent)
+        self._submit(handoff, PageWrite(reserve.room, reserve.epoch, PAGES, tables, places), report)
+        handoff.sent.update(numbers)
+
+    def _ready(
+        self, handoff: OutgoingHandoff, anchor: str, pages: Numbers, lease: Lease
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which pages are computed; windows and states are those of the boundary alone."""
+        assert self.writer is not None and handoff.peer is not None
+        sources = self.writer.source_anchors(handoff.peer, anchor)
+        histories = all(self._cache.memory.pool(one).reuse.reach is ALL for one in sources)
+        if histories:
+            return np.asarray(pages < lease.committed_pages, bool)
+        return np.full(len(pages), lease.committed_pages >= handoff.boundary)
+
+    def _absent(
+        self, handoff: OutgoingHandoff, reserve: Reserve, lease: Lease, numbers: set[int]
+    ) -> dict[str, tuple[int, ...]]:
+        """The places whose page here lacks an optional sidecar that the peer keeps."""
+        assert self.writer is not None and handoff.peer is not None
+        missing = self.writer.absent(handoff.peer)
+        found: dict[str, tuple[int, ...]] = {name: tuple(numbers) for name in missing}
+        for anchor in self._cache.memory.anchors:
+            for name in self._cache.memory.optional_sidecars(anchor.name):
+                if name in missing:
+                    continue
+                carried = self._cache.carries(lease, name)
+                without = tuple(
+                    number
+                    for some in reserve.places
+                    for number, page in zip(some.numbers, some.pages.tolist(), strict=True)
+                    if number in numbers and page < len(carried) and not carried[page]
+                )
+                if without:
+                    found[name] = without
+        return found
+
+    def _send_tail(
+        self, handoff: OutgoingHandoff, reserve: Reserve, tables: Mapping[str, Numbers]
+    ) -> None:
+        """The page behind the boundary: of every anchor, all that its slot has."""
+        assert self.writer is not None and handoff.peer is not None
+        page, row = np.array([handoff.boundary]), np.array([reserve.tail_row])
+        anchors = self.writer.tail_anchors(handoff.peer)
+        places = [PlacedPages(anchor, page, row) for anchor in anchors]
+        work = PageWrite(reserve.room, reserve.epoch, TAIL, tables, places)
+        self._submit(handoff, work, RankReport("tail", reserve.room, reserve.epoch))
+        handoff.tail_sent = True
+        request = handoff.request
+        sampled = request.output[0]
+        drafted = not self._cache.memory.draft_sidecars or request.params.speculate
+        whole = not self.writer.absent(handoff.peer) and drafted
+        cached = {tier.name.lower(): count for tier, count in request.by_tier.items()}
+        top = tuple(sampled.top)
+        self.on_first(
+            First(
+                reserve.room,
+                reserve.epoch,
+                sampled.token,
+                sampled.logprob,
+                top,
+                cached,
+                tail=whole,
+            )
+        )
+
+    def _submit(self, handoff: OutgoingHandoff, work: PageWrite, report: RankReport) -> None:
+        assert self.writer is not None and handoff.peer is not None
+        with self._lock:
+            handoff.in_flight += 1
+        ready = self._cache.hardware.copier.queued()
+        try:
+            self.writer.write(handoff.peer, work, ready, partial(self._written, handoff, report))
+        except DestinationError:
+            with self._lock:
+                handoff.in_flight -= 1
+            raise
+
+    def _written(
+        self, handoff: OutgoingHandoff, report: RankReport, error: str | None, silent: bool
+    ) -> None:
+        """On the sender's thread: a job has ended."""
+        with self._lock:
+            handoff.in_flight -= 1
+        if error is None:
+            self.report(report)
+        else:
+            room, epoch = report.room, report.epoch
+            self.report(RankReport("failed", room, epoch, reason=error, silent=silent))
+
+
+def _unheard(*_: object) -> None:
+    """Nothing listens: a rank without peers."""

@@ -1,0 +1,50 @@
+"""A request as JSON, for a prefill server that is asked to compute its prompt."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from kvtide.engine.handoff.handoff_source import HandoffTarget
+from kvtide.engine.request import RequestParams
+from kvtide.engine.sampler import SamplingParams
+from kvtide.index import Namespace
+from kvtide.index.keys import pack
+
+
+def request_fields(params: RequestParams) -> dict[str, Any]:
+    """What the first token depends on, and the namespace of its pages."""
+    return {
+        "tokens": base64.b64encode(pack(params.tokens)).decode(),
+        "sampling": asdict(params.sampling),
+        "namespace": list(params.namespace),
+        "priority": params.priority,
+        "speculate": params.speculate,
+    }
+
+
+def asked_params(room: str, values: dict[str, Any]) -> RequestParams:
+    """The request that `request_fields` wrote, for one token; `ValueError` if it is none."""
+    try:
+        packed = base64.b64decode(values["tokens"], validate=True)
+        return RequestParams(
+            tokens=tuple(np.frombuffer(packed, "<i4").tolist()),
+            max_tokens=1,
+            sampling=SamplingParams(**values["sampling"]),
+            namespace=Namespace(*(str(part) for part in values["namespace"])),
+            priority=int(values["priority"]),
+            speculate=bool(values["speculate"]),
+            handoff_to=HandoffTarget(room, asked=True),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no request: {type(error).__name__}: {error}") from None
+
+
+def for_prefill(params: RequestParams, room: str) -> RequestParams:
+    """A request of which another server decodes all but the first token."""
+    return replace(
+        params, max_tokens=min(1, params.max_tokens), handoff_to=HandoffTarget(room), stop=()
+    )

@@ -1,0 +1,52 @@
+"""Tail rows: where a peer writes the last page of a prompt, which is mostly not full.
+
+A page that is not full belongs to one request: no match finds it, and part of it (state within a
+page) exists on the device alone. So it lands beside the host's pages, in a row that has all pools
+of the memory, and is copied to the request's own slots when that is admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kvtide.spec import ModelMemory, Tier
+from kvtide.tiers.arena import Arena, host_arena
+from kvtide.tiers.buffers import Buffers
+from kvtide.tiers.layout import Arrangement, Layout, pieces
+
+
+class TailRows:
+    """So many tails at a time. `homes` are the buffers that forward passes read, by tier."""
+
+    def __init__(
+        self, memory: ModelMemory, rows: int, homes: Mapping[Tier, Buffers], *, pinned: bool
+    ) -> None:
+        slots = {anchor.name: rows for anchor in memory.anchors}
+        arrangement = Arrangement(memory, slots, Layout.PAGE_FIRST_DIRECT)
+        self.rows = rows
+        self.arena: Arena = host_arena(arrangement.bytes, pinned)
+        self.buffers = Buffers(arrangement, self.arena.data)
+        self._homes = {anchor.name: homes[anchor.home] for anchor in memory.anchors}
+        self._device = homes[Tier.DEVICE].data.device
+        self._writes_host = bool(memory.hot_pools)
+        layers = range(memory.end_layer)
+        self._pieces = {
+            name: pieces(arrangement, home.arrangement, name, layers)
+            for name, home in self._homes.items()
+        }
+
+    def copy(self, row: int, slots: Mapping[str, int]) -> None:
+        """Copy a tail to a slot of every anchor, behind the work that is queued on the device."""
+        if self._writes_host and self._device.type == "cuda":
+            # The host's slots are written at once, and a running step may still use them.
+            torch.cuda.current_stream(self._device).synchronize()
+        for anchor, slot in slots.items():
+            source, target = self.buffers.data, self._homes[anchor].data
+            for piece in self._pieces[anchor]:
+                here = piece.source_offset + row * piece.source_stride
+                there = piece.target_offset + slot * piece.target_stride
+                target[there : there + piece.bytes].copy_(
+                    source[here : here + piece.bytes], non_blocking=True
+                )
