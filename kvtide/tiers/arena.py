@@ -8,6 +8,8 @@ refused before a byte is taken, every page of a mapped arena was touched, and pi
 CUDA took all of it. So first use never faults and a step never runs out of memory half-way.
 Closing never pulls memory from under a view: the bytes go with the last view of them.
 
+A host arena can be *shared*: a file in memory that another process maps and writes to.
+
 Linux only: what the machine has is read from /proc and from the control groups of version 2.
 """
 
@@ -73,11 +75,23 @@ class MachineMemory:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """Where shared memory lies: a file descriptor of this process, and an offset in the file.
+
+    Another process opens it as /proc/PID/fd/FD, while the arena is open.
+    """
+
+    fd: int
+    offset: int
+
+
 class Arena:
     """Owner of one run of bytes: open, then closed for good.
 
     pinned      CUDA copies to and from it without a detour.
     huge_pages  the kernel accepted the advice to use huge pages.
+    shared      the file that the bytes lie in, if other processes may map them.
     """
 
     def __init__(
@@ -86,15 +100,18 @@ class Arena:
         *,
         pinned: bool = False,
         huge_pages: bool = False,
+        shared: SharedFile | None = None,
         unpin: Callable[[], None] | None = None,
     ) -> None:
         self.bytes = data.numel()
         self.pinned = pinned
         self.huge_pages = huge_pages
+        self.shared = shared
         self._data: torch.Tensor | None = data
         # A finalizer runs once: at close, else when the arena is collected or the process ends,
         # and in each case before the memory is unmapped.
         self._unpin = weakref.finalize(self, unpin) if unpin else None
+        self._close_file = weakref.finalize(self, os.close, shared.fd) if shared else None
 
     @property
     def data(self) -> torch.Tensor:
@@ -112,8 +129,10 @@ class Arena:
         The mapping belongs to the tensor: unmapping it here would turn a remaining view into a
         crash.
         """
-        if self._unpin is not None:
-            self._unpin()
+        for undo in (self._unpin, self._close_file):
+            if undo is not None:
+                undo()
+        self.shared = None
         self._data = None
 
     def __enter__(self) -> Self:
@@ -135,18 +154,28 @@ def host_arena(
     total_bytes: int,
     pinned: bool,
     *,
+    shared: bool = False,
     machine: MachineMemory | None = None,
     cudart: Cudart | None = None,
 ) -> Arena:
     """Host memory, touched before use; keep the arena as long as its data is used.
 
-    `machine` and `cudart` are the real ones unless given.
+    `shared`: other processes may map it. `machine` and `cudart` are the real ones unless given.
     """
     runtime = (cudart or _loaded_cudart()) if pinned else None
     _refuse_beyond("host", total_bytes, "the machine", machine or machine_memory())
-    data, huge_pages = _mapped("host", total_bytes)
-    unpin = _pin(data, runtime) if runtime is not None and total_bytes else None
-    return Arena(data, pinned=pinned, huge_pages=huge_pages, unpin=unpin)
+    file: SharedFile | None = None
+    if shared and total_bytes:
+        data, huge_pages, file = _mapped_file(total_bytes)
+    else:
+        data, huge_pages = _mapped("host", total_bytes)
+    try:
+        unpin = _pin(data, runtime) if runtime is not None and total_bytes else None
+    except TierError:
+        if file is not None:
+            os.close(file.fd)
+        raise
+    return Arena(data, pinned=pinned, huge_pages=huge_pages, shared=file, unpin=unpin)
 
 
 def device_arena(
@@ -180,10 +209,49 @@ def _mapped(tier: str, total_bytes: int) -> tuple[torch.Tensor, bool]:
     try:
         mapping = mmap.mmap(-1, total_bytes + HUGE_PAGE_BYTES, flags=flags)
     except OSError as error:
-        raise TierError(
-            f"{tier} memory: {_at_least(total_bytes)} wanted, and the kernel did not map them "
-            f"({error.strerror}); use a smaller {tier} size, or raise the limit on virtual memory"
-        ) from error
+        raise _not_mapped(tier, total_bytes, error) from error
+    data, huge_pages, _ = _on_a_border(mapping, total_bytes)
+    return data, huge_pages
+
+
+def _mapped_file(total_bytes: int) -> tuple[torch.Tensor, bool, SharedFile]:
+    """The same in a file without a name: of reserved huge pages, if there are enough of them."""
+    whole_pages = -(-total_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        fd, mapping = _new_file(whole_pages, os.MFD_HUGETLB)
+        reserved = True
+    except OSError:
+        try:
+            fd, mapping = _new_file(total_bytes + HUGE_PAGE_BYTES)
+            reserved = False
+        except OSError as error:
+            raise _not_mapped("host", total_bytes, error) from error
+    data, advised, border = _on_a_border(mapping, total_bytes)
+    huge_pages = reserved or (advised and _files_take_advice())
+    return data, huge_pages, SharedFile(fd, border)
+
+
+def _new_file(length: int, flags: int = 0) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("kvtide-host", os.MFD_CLOEXEC | flags)
+    try:
+        os.ftruncate(fd, length)
+        return fd, mmap.mmap(fd, length, flags=mmap.MAP_SHARED)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def _files_take_advice(root: Path = Path("/")) -> bool:
+    """Whether files in memory get huge pages: the kernel takes the advice in any case."""
+    switch = root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return switch.exists() and any(f"[{one}]" in switch.read_text() for one in _GRANTED)
+
+
+_GRANTED = ("always", "within_size", "advise", "force")
+
+
+def _on_a_border(mapping: mmap.mmap, total_bytes: int) -> tuple[torch.Tensor, bool, int]:
+    """The touched part of a mapping from its first huge-page border on, and where that is."""
     border = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, border, total_bytes)
@@ -192,7 +260,14 @@ def _mapped(tier: str, total_bytes: int) -> tuple[torch.Tensor, bool]:
         huge_pages = False
     data = torch.frombuffer(mapping, dtype=torch.uint8, count=total_bytes, offset=border)
     _touch(data)
-    return data, huge_pages
+    return data, huge_pages, border
+
+
+def _not_mapped(tier: str, total_bytes: int, error: OSError) -> TierError:
+    return TierError(
+        f"{tier} memory: {_at_least(total_bytes)} wanted, and the kernel did not map them "
+        f"({error.strerror}); use a smaller {tier} size, or raise the limit on virtual memory"
+    )
 
 
 def _touch(data: torch.Tensor) -> None:

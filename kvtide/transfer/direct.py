@@ -47,15 +47,28 @@ class DirectUnavailableError(RuntimeError):
     """This machine cannot do batched copies. The message names the remedy."""
 
 
+class BatchedCopies:
+    """The driver's call. Columns are addresses of arrays: targets, sources, sizes."""
+
+    def __init__(self) -> None:
+        self._batch = _batch_function()
+        self._attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+        self._first = ctypes.c_size_t(0)
+
+    def submit(self, columns: list[int], count: int, stream: int) -> None:
+        attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
+        status = self._batch(*columns, count, attributes, first, 1, stream)
+        if status:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {status}")
+
+
 class Direct:
     """Copies on the current stream."""
 
     name = "direct"
 
     def __init__(self) -> None:
-        self._batch = _batch_function()
-        self._attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
-        self._first = ctypes.c_size_t(0)
+        self._batched = BatchedCopies()
         self._in_flight: dict[int, deque[tuple[int, torch.cuda.Event]]] = {}
 
     def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
@@ -69,17 +82,11 @@ class Direct:
                 in_flight = self._in_flight.setdefault(stream, deque())
                 while in_flight and sum(n for n, _ in in_flight) > MAX_IN_FLIGHT - count:
                     in_flight.popleft()[1].synchronize()
-                self._submit([address + 8 * start for address in addresses], count, stream)
+                self._batched.submit([address + 8 * start for address in addresses], count, stream)
                 event = torch.cuda.Event(blocking=True)
                 event.record()
                 in_flight.append((count, event))
             yield
-
-    def _submit(self, columns: list[int], count: int, stream: int) -> None:
-        attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
-        status = self._batch(*columns, count, attributes, first, 1, stream)
-        if status:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {status}")
 
 
 def _batch_function() -> ctypes._CFunctionType:

@@ -1,0 +1,12 @@
+"""Rows of pages written straight into the memory of another process, and messages beside them.
+
+`transport`             the protocol: exposed memory, links, batches of writes; start here
+`transport_registry`    transports by name
+`shm`                   one machine: the receiver's host arena is shared memory
+`mooncake_engine`       Mooncake's TransferEngine: TCP or RDMA
+`nixl_agent`            NIXL over UCX
+`row_copies`            many small rows on a CPU
+`page_sender`           one thread that writes for all rooms, in order, within a quota
+`channel`               authenticated messages between two processes
+`transport_conformance` does a transport keep the rules
+"""

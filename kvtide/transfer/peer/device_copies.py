@@ -1,0 +1,97 @@
+"""Copies from a GPU into mapped host memory, by its copy engine, without a wait.
+
+Few copies are in flight at a time: a driver whose queue is full blocks the calling thread, and with
+it all others that use the device (`transfer/direct.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvtide.transfer.direct import MAX_COPIES, MAX_IN_FLIGHT, BatchedCopies, DirectUnavailableError
+from kvtide.transfer.peer.row_copies import joined
+from kvtide.transfer.peer.transport import Column, TransportError, TransportUnavailableError
+
+
+class Stuck(Protocol):
+    """Learns that a copy did not end."""
+
+    def stuck(self) -> None: ...
+
+
+class DeviceCopies:
+    """A stream of its own, for all links of a sender."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._batched = BatchedCopies()
+        except DirectUnavailableError as error:
+            raise TransportUnavailableError(f"transport shm: {error}") from error
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def begin(
+        self, source: Column, target: Column, sizes: Column, timeout_s: float, owner: Stuck
+    ) -> DeviceWrite:
+        rows = [np.ascontiguousarray(column) for column in joined(source, target, sizes)]
+        write = DeviceWrite(self, rows, timeout_s, owner)
+        write.poll()
+        return write
+
+    def submit(self, rows: list[Column], first: int, count: int) -> torch.cuda.Event:
+        source, target, sizes = (column.ctypes.data + 8 * first for column in rows)
+        with torch.cuda.device(self._device):
+            self._batched.submit([target, source, sizes], count, self._stream.cuda_stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+
+class DeviceWrite:
+    """Copies of one batch, submitted little by little as it is polled."""
+
+    def __init__(
+        self, copies: DeviceCopies, rows: list[Column], timeout_s: float, owner: Stuck
+    ) -> None:
+        self._copies = copies
+        self._rows = rows
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._owner = owner
+        self._next = 0
+        self._in_flight: deque[tuple[int, torch.cuda.Event]] = deque()
+
+    def poll(self) -> bool:
+        try:
+            return self._step()
+        except TransportError:
+            raise
+        except RuntimeError as error:  # Whatever CUDA reports: its copies may still run.
+            self._owner.stuck()
+            raise TransportError(f"shm: the copy failed: {error}", silent=False) from error
+
+    def _step(self) -> bool:
+        while self._in_flight and self._in_flight[0][1].query():
+            self._in_flight.popleft()
+        late = time.monotonic() - self._deadline
+        left = len(self._rows[0]) - self._next
+        if late > 0 and not self._in_flight and left:
+            raise TransportError(f"shm: not written within {self._timeout_s:g} s", silent=True)
+        if late > self._timeout_s:
+            self._owner.stuck()
+            raise TransportError("shm: the GPU does not finish a copy", silent=False)
+        while late <= 0 and left and self._room() > 0:
+            count = min(MAX_COPIES, left, self._room())
+            event = self._copies.submit(self._rows, self._next, count)
+            self._in_flight.append((count, event))
+            self._next += count
+            left -= count
+        return not left and not self._in_flight
+
+    def _room(self) -> int:
+        return MAX_IN_FLIGHT - sum(count for count, _ in self._in_flight)
