@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.handoff.messages import Abort, Done, First, Message, Numbers, Reserve
+from kvtide.engine.handoff.messages import Done, First, Message, Numbers, Reserve, StopWriting
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport
 from kvtide.engine.request import Finish, Request
@@ -146,7 +146,7 @@ class OutgoingHandoffs:
                 reason = "too many reservations wait for their requests"
                 self.report(RankReport("failed", message.room, message.epoch, reason=reason))
             return None
-        if isinstance(message, Abort):
+        if isinstance(message, StopWriting):
             return self._abort(message)
         return self._release(message.room) if isinstance(message, Done) else None
 
@@ -165,7 +165,7 @@ class OutgoingHandoffs:
             self.writer.drop_peer(peer)
         return given_up
 
-    def _abort(self, message: Abort) -> Request | None:
+    def _abort(self, message: StopWriting) -> Request | None:
         room, epoch = message.room, message.epoch
         self._early.pop(room, None)
 

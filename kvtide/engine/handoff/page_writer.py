@@ -124,8 +124,7 @@ class PageWriter:
         for target, link in enumerate(known.links):
             copies = known.pairing.copies(self._own, target, work.area)
             runs = RegionRuns.joined(
-                expand(copies, work.tables, one.anchor, one.pages, one.slots)
-                for one in work.places
+                expand(copies, work.tables, one.anchor, one.pages, one.slots) for one in work.places
             )
             batches += [(link, batch) for batch in self._batches(runs)]
         job = SendJob(work.room, work.epoch, batches, on_done, when_ready, self._timeout_s)
