@@ -22,7 +22,6 @@ from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS, Handoffs
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
-from kvtide.engine.prompt_scores import score_prompt
 from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import (
     CheckedRequest,
@@ -34,7 +33,7 @@ from kvtide.engine.request import (
     check_request,
 )
 from kvtide.engine.residency.hot_counts import HotPoolCounts
-from kvtide.engine.runner import Runner, StepOutput
+from kvtide.engine.runner import Runner, StepOutput, score_prompt
 from kvtide.engine.sampler import (
     SampledToken,
     SamplingBatch,
