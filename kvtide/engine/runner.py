@@ -417,8 +417,10 @@ class Runner:
     # -- logits -----------------------------------------------------------------------------
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Those of the logits rank, on every rank."""
-        logits = self._model.logits(hidden) if self._topology.is_logits_rank else None
+        """The same bits on every rank: those that the last stage computes."""
+        logits = self._model.logits(hidden) if self._topology.is_last_stage else None
+        if self._topology.stages == 1 and logits is not None:
+            return logits
         if self._logits_width is None:
             width = torch.tensor([0 if logits is None else logits.shape[-1]], device=self._device)
             self._logits_width = int(self._topology.broadcast_logits(width))
