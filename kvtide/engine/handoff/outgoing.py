@@ -45,6 +45,7 @@ class OutgoingHandoff:
     sent      numbers of places that were given to the sender
     lease     once the request has ended, the one that keeps its pages
     released  the peer needs nothing more
+    unclaimed since when the prompt is computed and no peer has come for it
     in_flight jobs of the sender; its thread counts them down
     """
 
@@ -58,6 +59,7 @@ class OutgoingHandoff:
     first: First | None = None
     failed: bool = False
     released: bool = False
+    unclaimed: float | None = None
     in_flight: int = 0
 
     @property
@@ -164,6 +166,16 @@ class OutgoingHandoffs:
         if self.writer is not None:
             self.writer.drop_peer(peer)
         return given_up
+
+    def expire(self, now: float, timeout_s: float) -> None:
+        """Release computed prompts that no peer came for within `timeout_s`."""
+        for room, handoff in list(self._rooms.items()):
+            if handoff.request.finish is None or handoff.reserve is not None:
+                continue
+            if handoff.unclaimed is None:
+                handoff.unclaimed = now
+            elif now - handoff.unclaimed > timeout_s:
+                self._release(room)
 
     def _abort(self, message: StopWriting) -> Request | None:
         room, epoch = message.room, message.epoch
