@@ -69,6 +69,11 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of all waiting requests, cached or not."""
+        return sum(request.length for *_, request in self._waiting)
+
     def find(self, number: int) -> Request | None:
         """The running or waiting request of this number."""
         present = (*self.running, *(entry[2] for entry in self._waiting))

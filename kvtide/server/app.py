@@ -7,6 +7,7 @@
 | GET  /v1/models              | the model that is served                       | api key        |
 | GET  /health                 | 200 while requests are accepted, else 503      | none           |
 | GET  /metrics                | Prometheus                                     | none           |
+| GET  /server_info, /loads, … | what routers ask (`router_routes`)             | none           |
 | GET  /admin/cache            | tiers, pools, counts                           | admin key      |
 | POST /admin/flush?tier=…     | drops unpinned pages: device, host or all      | admin key      |
 | …    /admin/storage          | the attached store (`storage_routes`)          | admin key      |
@@ -28,9 +29,11 @@ from kvtide.engine import RequestError
 from kvtide.server.cache_report import cache_report
 from kvtide.server.engine_commands import Flush
 from kvtide.server.error_responses import MAX_BODY_BYTES, error_object, error_response, refusal
+from kvtide.server.handoff.conventions import KV_TRANSFER, RouterConventions
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
 from kvtide.server.response_formatting import Delta, Json, ResponseFormatter, usage
+from kvtide.server.router_routes import RouterRoutes
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
@@ -49,18 +52,32 @@ class App:
 
     draining        new requests are refused
     open_requests   requests that are being answered
+    conventions     read what routers say of handoffs; they know where this server listens
     """
 
-    def __init__(self, settings: Settings, serving: Serving, service: Service) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        serving: Serving,
+        service: Service,
+        conventions: RouterConventions | None = None,
+    ) -> None:
+        self.conventions = conventions or RouterConventions(settings.handoff)
         self.draining = False
         self.open_requests = 0
         self._settings = settings
         self._name = serving.name
         self._tokenizer = serving.engine.tokenizer
         self._speculates = serving.engine.accept_lengths is not None
-        self._parser = RequestParser(serving.engine, serving.name, seeded=settings.deterministic)
+        self._parser = RequestParser(
+            serving.engine,
+            serving.name,
+            seeded=settings.deterministic,
+            handoffs=self.conventions.read,
+        )
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)
+        self._routers = RouterRoutes(settings, serving.name, service, self.conventions)
         self._metrics = Metrics()
         service.listeners.append(self._metrics.ended)
 
@@ -86,6 +103,7 @@ class App:
                 web.get("/metrics", self._scrape),
                 web.get("/admin/cache", self._cache),
                 web.post("/admin/flush", self._flush),
+                *self._routers.routes(),
                 *self._storage.routes(),
             ]
         )
@@ -125,7 +143,10 @@ class App:
         if parsed.stream:
             return await self._stream(request, parsed, formatter, streams)
         choices = await asyncio.gather(*(_collected(formatter, stream) for stream in streams))
-        return web.json_response(formatter.whole(choices, self._usage(parsed, streams)))
+        whole = formatter.whole(choices, self._usage(parsed, streams))
+        if (pages := self.conventions.answer(parsed.handoffs)) is not None:
+            whole[KV_TRANSFER] = pages
+        return web.json_response(whole)
 
     def _usage(self, parsed: ParsedRequest, streams: Sequence[ResponseStream]) -> Json:
         return usage(

@@ -3,14 +3,15 @@
 A prompt is tokenized, packed and checked once, off the engine's thread; its `n` choices share the
 packed tokens. The bodies are those of OpenAI's API, with some fields of our own: `top_k`, `min_p`,
 `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
-`recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`.
+`recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`; and those of routers
+(`handoff.conventions`).
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from kvtide.cache import Namespace
 from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, SamplingParams
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
+from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -53,6 +55,7 @@ class ParsedRequest:
 
     choices     one request per choice, the `n` choices of one prompt next to each other
     logprobs    how many alternatives a token's logprobs list; None for no logprobs
+    handoffs    of each choice, where a router has named them
     """
 
     choices: tuple[CheckedRequest, ...]
@@ -64,13 +67,21 @@ class ParsedRequest:
     stream_usage: bool = False
     token_ids: bool = False
     cache_details: bool = False
+    handoffs: tuple[HandoffFields | None, ...] = ()
 
 
 class RequestParser:
-    """Parses bodies for one engine. `seeded`: requests without a seed share one."""
+    """Parses bodies for one engine.
 
-    def __init__(self, engine: Engine, name: str, *, seeded: bool) -> None:
+    seeded    requests without a seed share one
+    handoffs  reads what routers say of handoffs, for so many prompts with so many choices each
+    """
+
+    def __init__(
+        self, engine: Engine, name: str, *, seeded: bool, handoffs: ReadHandoffs | None = None
+    ) -> None:
         self._engine = engine
+        self._handoffs = handoffs
         self._tokenizer = engine.tokenizer
         self._name = name
         self._seeded = seeded
@@ -168,13 +179,16 @@ class RequestParser:
                 param="n",
             )
         options = body.object("stream_options")
+        choices = [_choice(request, number) for request in checked for number in range(n)]
+        handoffs = () if self._handoffs is None else self._handoffs(body, len(prompts), n)
         return ParsedRequest(
-            choices=tuple(_choice(request, number) for request in checked for number in range(n)),
+            choices=_handed(choices, handoffs) if any(handoffs) else tuple(choices),
             n=n,
             stream=body.flag("stream"),
             stream_usage=options.flag("include_usage"),
             token_ids=body.flag("return_token_ids"),
             cache_details=body.flag("return_cached_tokens_details"),
+            handoffs=handoffs,
             **form,
         )
 
@@ -183,6 +197,20 @@ def _choice(request: CheckedRequest, number: int) -> CheckedRequest:
     sampling = request.params.sampling
     seeded = replace(sampling, seed=sampling.seed + number)
     return replace(request, params=replace(request.params, sampling=seeded))
+
+
+def _handed(
+    choices: Sequence[CheckedRequest], handoffs: Sequence[HandoffFields | None]
+) -> tuple[CheckedRequest, ...]:
+    """The choices with their handoffs; a prefill server computes one token of each."""
+    prefills = any(each is not None and each.side is HandoffSide.PREFILL for each in handoffs)
+    handed = []
+    for request, handoff in zip(choices, handoffs, strict=True):
+        params = request.params if handoff is None else handoff.apply(request.params)
+        if prefills:
+            params = replace(params, max_tokens=min(1, params.max_tokens))
+        handed.append(replace(request, params=params))
+    return tuple(handed)
 
 
 # -- prompts ----------------------------------------------------------------------------------
@@ -364,6 +392,9 @@ class Fields:
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise _wrong_type(name, value, "a list of whole numbers")
         return value
+
+
+ReadHandoffs = Callable[[Fields, int, int], tuple[HandoffFields | None, ...]]
 
 
 def _wrong_type(name: str, value: object, expected: str) -> RequestError:

@@ -9,26 +9,43 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import ipaddress
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvtide.byte_sizes import parse_bytes
 from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
 from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
-from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.engine import DRAFT_TOKENS, HANDOFF_MIN_TOKENS
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
 from kvtide.index import POLICIES as EVICTIONS
-from kvtide.spec import SpecError
+from kvtide.server.handoff.handoff_settings import (
+    SECRET_VARIABLE,
+    HandoffSettings,
+    Role,
+    parse_urls,
+)
+from kvtide.server.setting_values import (
+    SettingsError,
+    count,
+    fraction,
+    is_loopback,
+    one_of,
+    parse_flag,
+    parse_resident,
+    parse_size,
+    parse_text,
+    seconds,
+    setting,
+)
 from kvtide.spec.residency import Residency
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
+from kvtide.transfer.peer.transport_registry import TRANSPORTS
 
 PREFIX = "KVTIDE_"
 CONFIG = "config"
@@ -42,6 +59,7 @@ NGRAM, EAGLE3, MTP, NO_SPECULATION = "ngram", "eagle3", "mtp", "none"
 NO_STORAGE = "none"
 _LOCAL = ("file:", "memory:")
 _PATIENCE = FetchPatience()
+_HANDOFF = HandoffSettings()
 _MIN_LOCAL_TOKENS = 64
 """A lookup in a local store takes microseconds: a single page is worth it."""
 
@@ -56,208 +74,167 @@ ALIASES = {
 """Other names of settings, for flags, variables and keys of the config file."""
 
 
-class SettingsError(Exception):
-    """Settings that cannot be served, in a sentence that names the remedy."""
-
-
-# -- parsing values ---------------------------------------------------------------------------
-
-
-def _text(value: str) -> str:
-    if not value:
-        raise SettingsError("is empty")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise SettingsError(f"is '{value}'; use {', '.join(choices)}")
-        return value
-
-    return parse
-
-
-def _number(low: float, high: float, kind: Callable[[str], float]) -> Callable[[str], float]:
-    def parse(value: str) -> float:
-        try:
-            number = kind(value)
-        except ValueError:
-            expected = "a whole number" if kind is int else "a number"
-            raise SettingsError(f"is '{value}'; use {expected}") from None
-        if not low <= number <= high:
-            raise SettingsError(f"is {number}; use {low:,} to {high:,}")
-        return number
-
-    return parse
-
-
-def _count(low: int = 1, high: int = 1 << 40) -> Callable[[str], float]:
-    return _number(low, high, int)
-
-
-def _seconds(high: float = 86400.0) -> Callable[[str], float]:
-    return _number(0, high, float)
-
-
-def _fraction(high: float = 1.0) -> Callable[[str], float]:
-    return _number(0.0, high, float)
-
-
-def _size(value: str) -> int:
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise SettingsError(f"is no size: {error}") from None
-
-
-def _resident(value: str) -> str:
-    try:
-        return str(Residency.parse(value))
-    except SpecError:
-        raise SettingsError(f"is '{value}'; use all, auto, or hot:B, like hot:4096") from None
-
-
-def _flag(value: str) -> bool:
-    named = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if value.lower() not in named:
-        raise SettingsError(f"is '{value}'; use true or false")
-    return named[value.lower()]
-
-
-def setting(default: Any, parse: Callable[[str], Any], text: str, metavar: str = "X") -> Any:
-    """A row of the table: default, parser, help text, and the value's name in the help."""
-    return field(default=default, metadata={"parse": parse, "help": text, "metavar": metavar})
-
-
 # -- the table --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    model: str | None = setting(None, _text, "folder or .gguf file; SmolLM2-135M-Instruct if none")
-    name: str | None = setting(None, _text, "the model's name in the API", "NAME")
-    address: str = setting("127.0.0.1", _text, "the address to listen on", "IP")
-    port: int = setting(8000, _count(0, 65535), "0 for any that is free", "P")
-    api_key: str | None = setting(None, _text, "clients must send it as a bearer token", "KEY")
-    admin_key: str | None = setting(None, _text, "admin routes need it", "KEY")
-
-    device: str = setting("cpu", _text, "cpu, cuda or cuda:N", "D")
-    tp: int = setting(
-        1, _count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
+    model: str | None = setting(
+        None, parse_text, "folder or .gguf file; SmolLM2-135M-Instruct if none"
     )
-    pp: int = setting(1, _count(1, 64), "pipeline stages: each has a range of the layers", "N")
+    name: str | None = setting(None, parse_text, "the model's name in the API", "NAME")
+    address: str = setting("127.0.0.1", parse_text, "the address to listen on", "IP")
+    port: int = setting(8000, count(0, 65535), "0 for any that is free", "P")
+    api_key: str | None = setting(None, parse_text, "clients must send it as a bearer token", "KEY")
+    admin_key: str | None = setting(None, parse_text, "admin routes need it", "KEY")
+
+    device: str = setting("cpu", parse_text, "cpu, cuda or cuda:N", "D")
+    tp: int = setting(
+        1, count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
+    )
+    pp: int = setting(1, count(1, 64), "pipeline stages: each has a range of the layers", "N")
     dtype: str | None = setting(
-        None, _one_of(*DTYPES), "the dtype of the computation; float32 on a CPU, else bfloat16", "T"
+        None, one_of(*DTYPES), "the dtype of the computation; float32 on a CPU, else bfloat16", "T"
     )
     kv_dtype: str | None = setting(
-        None, _one_of(*KV_DTYPES), "the dtype of the KV cache; as computed if not given", "T"
+        None, one_of(*KV_DTYPES), "the dtype of the KV cache; as computed if not given", "T"
     )
     deterministic: bool = setting(
-        False, _flag, "outputs do not depend on batches, chunks or tiers, to the last bit"
+        False, parse_flag, "outputs do not depend on batches, chunks or tiers, to the last bit"
     )
 
     speculate: str | None = setting(
         None,
-        _one_of(NGRAM, EAGLE3, MTP, NO_SPECULATION),
+        one_of(NGRAM, EAGLE3, MTP, NO_SPECULATION),
         "what drafts tokens: ngram, eagle3, mtp or none; if not given, the checkpoint's layer for "
         "multi-token prediction, or a draft beside the weights, or none",
         "D",
     )
-    draft: str | None = setting(None, _text, "the folder of an EAGLE3 draft", "DIR")
+    draft: str | None = setting(None, parse_text, "the folder of an EAGLE3 draft", "DIR")
     draft_tokens: int | None = setting(
         None,
-        _count(1, MAX_DRAFTS),
+        count(1, MAX_DRAFTS),
         f"drafts of a request in a step, at most; {NGRAM_DRAFTS} with ngram, else {DRAFT_TOKENS}",
         "K",
     )
 
-    page_tokens: int | None = setting(None, _count(), "tokens per page; the family's own", "N")
+    page_tokens: int | None = setting(None, count(), "tokens per page; the family's own", "N")
     checkpoint_tokens: int | None = setting(
-        None, _count(), "where recurrent states may be checkpointed; every page if not given", "N"
+        None, count(), "where recurrent states may be checkpointed; every page if not given", "N"
     )
     tokens_per_checkpoint: int = setting(
-        1024, _count(), "windows and states get slots for one checkpoint per so many tokens", "N"
+        1024, count(), "windows and states get slots for one checkpoint per so many tokens", "N"
     )
     resident: str = setting(
         "all",
-        _resident,
+        parse_resident,
         "which pages of running requests are on the device: all; hot:B: pools that attention "
         "selects from are on the host, with B entries of a request on the device; auto: what fits",
         "R",
     )
-    device_tokens: int | None = setting(None, _count(), "size of the device tier", "N")
-    device_bytes: int | None = setting(None, _size, "the same in bytes: 60GB", "X")
-    host_tokens: int | None = setting(None, _count(), "size of the host tier", "N")
-    host_bytes: int | None = setting(None, _size, "the same in bytes: 200GB", "X")
+    device_tokens: int | None = setting(None, count(), "size of the device tier", "N")
+    device_bytes: int | None = setting(None, parse_size, "the same in bytes: 60GB", "X")
+    host_tokens: int | None = setting(None, count(), "size of the host tier", "N")
+    host_bytes: int | None = setting(None, parse_size, "the same in bytes: 200GB", "X")
     host_ratio: float | None = setting(
         None,
-        _fraction(1e6),
+        fraction(1e6),
         "the same in device tiers; 0 for no host tier; 2 if not given, or half of the free memory "
         "beside a GPU",
         "R",
     )
     host_layout: str = setting(
         Layout.PAGE_FIRST_DIRECT.value,
-        _one_of(*(layout.value for layout in Layout)),
+        one_of(*(layout.value for layout in Layout)),
         "the order of pools, layers and slots in host memory",
         "L",
     )
     io_backend: str | None = setting(
-        None, _one_of(*BACKENDS), "the transfer backend between device and host", "B"
+        None, one_of(*BACKENDS), "the transfer backend between device and host", "B"
     )
     write_policy: str = setting(
         "write_through",
-        _one_of(*(name for name in POLICIES if name != "none")),
+        one_of(*(name for name in POLICIES if name != "none")),
         "when pages are copied to the host",
         "W",
     )
     eviction: str = setting(
-        DEFAULT_POLICY, _one_of(*EVICTIONS), "the eviction policy of a full tier", "E"
+        DEFAULT_POLICY, one_of(*EVICTIONS), "the eviction policy of a full tier", "E"
     )
     verify_restores: float = setting(
-        0.0, _fraction(), "recompute this fraction of restored prefixes and compare", "P"
+        0.0, fraction(), "recompute this fraction of restored prefixes and compare", "P"
     )
 
     storage: str | None = setting(
         None,
-        _text,
+        parse_text,
         "the store that keeps pages: file:///path?cap=200GB, redis://…, none; "
         "a folder in your cache directory if not given",
         "URL",
     )
     prefetch_policy: str = setting(
-        _PATIENCE.policy, _one_of(*PATIENCE), "whether requests wait for storage", "P"
+        _PATIENCE.policy, one_of(*PATIENCE), "whether requests wait for storage", "P"
     )
     prefetch_base_seconds: float = setting(
-        _PATIENCE.base_s, _seconds(), "how long a request waits with timeout", "S"
+        _PATIENCE.base_s, seconds(), "how long a request waits with timeout", "S"
     )
     prefetch_per_1k_seconds: float = setting(
-        _PATIENCE.per_1k_s, _seconds(), "how much longer for every 1,000 tokens", "S"
+        _PATIENCE.per_1k_s, seconds(), "how much longer for every 1,000 tokens", "S"
     )
     prefetch_max_seconds: float | None = setting(
         None,
-        _seconds(),
+        seconds(),
         f"the longest wait; {_PATIENCE.max_s:g}, {_PATIENCE.complete_s:g} with wait_complete",
         "S",
     )
     prefetch_min_tokens: int | None = setting(
         None,
-        _count(),
+        count(),
         f"the shortest prefix to fetch; {_MIN_LOCAL_TOKENS} from a local store, "
         f"else {_PATIENCE.min_tokens}",
         "N",
     )
 
-    chunk_tokens: int | None = setting(
-        None, _count(), "the token budget of a step; 512, on a GPU 8192", "N"
+    role: str = setting(
+        Role.BOTH.value,
+        one_of(*(role.value for role in Role)),
+        "prefill: computes prompts for decode servers; decode: receives their pages and decodes",
+        "R",
     )
-    max_running: int = setting(64, _count(), "the largest number of running requests", "N")
+    prefill_from: str | None = setting(
+        None, parse_urls, "servers that prefill for this one: http://HOST:PORT[,…]", "URLS"
+    )
+    handoff_host: str = setting(
+        _HANDOFF.host, parse_text, "the address by which peers of handoffs reach this server", "IP"
+    )
+    handoff_port: int | None = setting(
+        None, count(0, 65535), "where a prefill server awaits peers; 0 for any that is free", "P"
+    )
+    handoff_transport: str = setting(
+        _HANDOFF.transport, one_of(*TRANSPORTS), "what writes pages into a peer's memory", "T"
+    )
+    handoff_min_tokens: int = setting(
+        HANDOFF_MIN_TOKENS, count(0), "prompts that lack fewer tokens here are prefilled here", "N"
+    )
+    handoff_timeout_seconds: float = setting(
+        _HANDOFF.timeout_s, seconds(), "how long a request waits for a handoff without news", "S"
+    )
+    handoff_secret_file: str | None = setting(
+        None,
+        parse_text,
+        f"the file with the secret that peers prove; or its text in {SECRET_VARIABLE}",
+        "FILE",
+    )
+
+    chunk_tokens: int | None = setting(
+        None, count(), "the token budget of a step; 512, on a GPU 8192", "N"
+    )
+    max_running: int = setting(64, count(), "the largest number of running requests", "N")
     max_waiting: int = setting(
-        256, _count(0), "the longest queue beside a full batch; further requests get 429", "N"
+        256, count(0), "the longest queue beside a full batch; further requests get 429", "N"
     )
     drain_seconds: float = setting(
-        30.0, _seconds(), "how long requests and storage may take to finish after SIGTERM", "S"
+        30.0, seconds(), "how long requests and storage may take to finish after SIGTERM", "S"
     )
 
     def __post_init__(self) -> None:
@@ -282,6 +259,11 @@ class Settings:
             raise SettingsError(
                 f"--resident {self.resident} keeps pages of running requests on the host, and "
                 "--host-ratio 0 leaves it out; give the host a size, or use --resident all"
+            )
+        if self.handoff.receives and self.host_ratio == 0:
+            raise SettingsError(
+                "pages of a handoff are written to the host tier, and --host-ratio 0 leaves it "
+                "out; give the host a size, or drop --role decode and --prefill-from"
             )
         if self.draft is not None and self.speculate in (NGRAM, MTP):
             raise SettingsError(
@@ -311,12 +293,7 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        if self.address == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.address).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.address)
 
     @property
     def max_requests(self) -> int:
@@ -350,7 +327,21 @@ class Settings:
     @property
     def residency(self) -> Residency:
         """How pools that attention selects from are served."""
-        return Residency.parse(_resident(self.resident))
+        return Residency.parse(parse_resident(self.resident))
+
+    @property
+    def handoff(self) -> HandoffSettings:
+        """Which side of handoffs this server is, and how it meets its peers."""
+        return HandoffSettings(
+            role=Role(self.role),
+            prefill_from=tuple(self.prefill_from.split(",")) if self.prefill_from else (),
+            host=self.handoff_host,
+            port=self.handoff_port,
+            transport=self.handoff_transport,
+            min_tokens=self.handoff_min_tokens,
+            timeout_s=self.handoff_timeout_seconds,
+            secret_file=self.handoff_secret_file,
+        )
 
     @property
     def patience(self) -> FetchPatience:
@@ -385,7 +376,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, row in _fields().items():
         text = row.metadata["help"] + (f" ({row.default})" if row.default else "")
-        if row.metadata["parse"] is _flag:
+        if row.metadata["parse"] is parse_flag:
             parser.add_argument(
                 flag(name),
                 action="store_const",
@@ -427,7 +418,9 @@ def read(given: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
         overridden = {name for group in ALTERNATIVES if source.keys() & {*group} for name in group}
         values = {n: value for n, value in values.items() if n not in overridden} | source
     table = _fields()
-    return Settings(**{name: _parsed(table[name], *value) for name, value in values.items()})
+    chosen = Settings(**{name: _parsed(table[name], *value) for name, value in values.items()})
+    chosen.handoff.secret(environment)  # A secret that is missing is refused here too.
+    return chosen
 
 
 def _values(

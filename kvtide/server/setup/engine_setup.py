@@ -19,7 +19,8 @@ from kvtide.models.model import Decoder
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server.engine_commands import EngineRank
-from kvtide.server.settings import MTP, NO_SPECULATION, Settings, SettingsError
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import MTP, NO_SPECULATION, Settings
 from kvtide.server.setup import store_setup
 from kvtide.server.setup.residency_setup import choose_residency, stored_bytes
 from kvtide.server.setup.speculation_setup import (

@@ -26,7 +26,8 @@ from kvtide.models.draft import DraftModel
 from kvtide.models.draft_checkpoint import DraftCheckpoint, open_draft
 from kvtide.models.model import Decoder
 from kvtide.models.model_errors import CheckpointError
-from kvtide.server.settings import EAGLE3, MTP, NGRAM, NO_SPECULATION, Settings, SettingsError
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import EAGLE3, MTP, NGRAM, NO_SPECULATION, Settings
 from kvtide.spec import SpecError
 
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from kvtide.cache import StorageStats, TieredCache, TierError
-from kvtide.server.settings import NO_STORAGE, Settings, SettingsError
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import NO_STORAGE, Settings
 from kvtide.storage import StoreError, open_store
 from kvtide.storage.url import StoreURL
 from kvtide.transfer.store_link import StoreLink
