@@ -28,7 +28,13 @@ from aiohttp import web
 from kvtide.engine import RequestError
 from kvtide.server.cache_report import cache_report
 from kvtide.server.engine_commands import Flush
-from kvtide.server.error_responses import MAX_BODY_BYTES, error_object, error_response, refusal
+from kvtide.server.error_responses import (
+    MAX_BODY_BYTES,
+    error_object,
+    error_response,
+    http_log,
+    refusal,
+)
 from kvtide.server.handoff.conventions import KV_TRANSFER
 from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
@@ -88,6 +94,7 @@ class App:
             self._routes(),
             handler_cancellation=True,
             access_log=None,
+            logger=http_log,
             shutdown_timeout=SHUTDOWN_S,
         )
 
