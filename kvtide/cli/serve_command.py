@@ -24,7 +24,7 @@ from kvtide.server import settings
 from kvtide.server.app import App
 from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
 from kvtide.server.handoff.server_handoff import ServerHandoff
-from kvtide.server.rank_processes import RankProcesses, WorkerLostError, freeze_gc
+from kvtide.server.ranks.rank_processes import RankProcesses, WorkerLostError, freeze_gc
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.setup import engine_setup

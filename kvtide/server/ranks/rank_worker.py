@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from kvtide.engine.rank_topology import leave_ranks
 from kvtide.server.engine_commands import follow
-from kvtide.server.rank_processes import PEER_LOST, exit_with_leader, freeze_gc, join_topology
+from kvtide.server.ranks.rank_processes import PEER_LOST, exit_with_leader, freeze_gc, join_topology
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import REFUSALS, open_engine
 

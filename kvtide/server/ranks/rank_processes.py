@@ -33,7 +33,7 @@ from kvtide.engine import RankTopology
 from kvtide.engine.rank_topology import LEADER, join_ranks, leave_ranks
 from kvtide.server.settings import Settings
 
-WORKER = "kvtide.server.rank_worker"
+WORKER = "kvtide.server.ranks.rank_worker"
 EXIT_S = 10.0
 """Workers get this long to exit after the last command."""
 GRACE_S = 5.0
