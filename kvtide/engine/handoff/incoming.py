@@ -31,11 +31,13 @@ from kvtide.engine.handoff.messages import (
     StopWriting,
     Written,
 )
-from kvtide.engine.handoff.request_fields import request_fields
+from kvtide.engine.handoff.request_fields import prompt_digest, request_fields
 from kvtide.engine.request import Request
 from kvtide.engine.sampler import SampledToken
 from kvtide.spec import ALL
 
+MAX_TRIES = 4
+"""Requests per step that look for slots in vain: the others wait behind them."""
 Outbox = Callable[[str, Message], None]
 """Sends a message to a peer, by its address. It never blocks."""
 
@@ -69,9 +71,12 @@ class IncomingHandoffs:
 
     def poll(self) -> None:
         """Take slots for requests that wait for them, once per step; send what may be sent."""
+        tries = 0
         for request in list(self._requests.values()):
             if _of(request).state is HandoffState.OFFERED and request.settled:
-                self._try_to_reserve(request)
+                tries += not self._try_to_reserve(request)
+                if tries == MAX_TRIES:
+                    break
         for request in [each for each in self._unsent if _receipt(each).ready]:
             self._unsent.remove(request)
             self._send_reserve(request)
@@ -183,24 +188,26 @@ class IncomingHandoffs:
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _try_to_reserve(self, request: Request) -> None:
-        """Take slots, or decline, or leave the request waiting."""
+    def _try_to_reserve(self, request: Request) -> bool:
+        """Take slots, or decline; False leaves the request waiting."""
         handoff, receiving, prompt = _of(request), self._receiving, request.prompt
         missing = receiving.missing_tokens(prompt)
         if missing < max(1, self._min_tokens):
-            return self._decline(request, f"{missing} tokens are missing here")
+            self._decline(request, f"{missing} tokens are missing here")
+            return True
         if request.params.alone or not receiving.can_ever_fit(prompt):
-            return self._decline(request, "the prompt cannot be received here")
+            self._decline(request, "the prompt cannot be received here")
+            return True
         if any(receiving.brings(receipt, prompt) for receipt in self._receipts()):
-            return None  # Another handoff brings a part of it: ask for the rest.
+            return False  # Another handoff brings a part of it: ask for the rest.
         receipt = receiving.begin(prompt)
         if receipt is None:
-            return None
+            return False
         handoff.receipt = receipt
         handoff.move(HandoffState.RESERVED)
         self._by_epoch[receipt.epoch] = request
         self._unsent.append(request)
-        return None
+        return True
 
     def _receipts(self) -> list[Receipt]:
         return [_receipt(request) for request in self._by_epoch.values()]
@@ -217,7 +224,7 @@ class IncomingHandoffs:
         peer, room, asks = handoff.source
         if asks:
             self.outbox(peer, Ask(room, request_fields(request.params)))
-        tokens, names = len(request.params.tokens), self._cache.index.anchor_names
+        names, prompt = self._cache.index.anchor_names, prompt_digest(request.params)
         places: list[PagePlaces] = []
         of_anchors: dict[str, list[int]] = {}
         for number, place in enumerate(receipt.places):
@@ -231,7 +238,7 @@ class IncomingHandoffs:
         assert receipt.tail_row is not None
         self.outbox(
             peer,
-            Reserve(room, receipt.epoch, tokens, receipt.boundary, tuple(places), receipt.tail_row),
+            Reserve(room, receipt.epoch, prompt, receipt.boundary, tuple(places), receipt.tail_row),
         )
 
     def _give_up(self, request: Request, state: HandoffState, reason: str, *, silent: bool) -> None:

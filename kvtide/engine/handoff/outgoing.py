@@ -26,6 +26,7 @@ from kvtide.cache import Lease, TieredCache
 from kvtide.engine.handoff.messages import Done, First, Message, Numbers, Reserve, StopWriting
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport
+from kvtide.engine.handoff.request_fields import prompt_digest
 from kvtide.engine.request import Finish, Request
 from kvtide.spec import ALL
 from kvtide.tiers.manifest import PAGES, TAIL
@@ -220,14 +221,11 @@ class OutgoingHandoffs:
     def _reserve(self, handoff: OutgoingHandoff, peer: str, message: Reserve) -> None:
         handoff.peer, handoff.reserve = peer, message
         handoff.sent, handoff.tail_sent, handoff.failed = set(), False, False
-        prompt, problem = handoff.request.params.tokens, ""
+        prompt, problem = prompt_digest(handoff.request.params), ""
         if self.writer is None or not self.writer.knows(peer):
             problem = "this server and the peer have not paired"
-        elif (message.tokens, message.boundary) != (len(prompt), handoff.boundary):
-            problem = (
-                f"the prompt has {len(prompt)} tokens here and {message.tokens} on the decode "
-                "side; send both the same request"
-            )
+        elif (message.prompt, message.boundary) != (prompt, handoff.boundary):
+            problem = "the room has another prompt or namespace here; send both the same request"
         if problem:
             self._fail(handoff, problem)
         else:
