@@ -60,12 +60,13 @@ class Hardware:
                 spec = memory.pool(pool)
                 hot[pool] = HotBuffers(spec, shape, memory.page_tokens, on)
                 arenas.append(hot[pool].arena)
-            arenas.insert(1, host_arena(host.bytes, pinned=on.type == "cuda"))
+            pinned, shared = on.type == "cuda", config.shared_host
+            arenas.insert(1, host_arena(host.bytes, pinned, shared=shared))
             blocks = [Buffers(a, b.data) for a, b in zip((device, host), arenas, strict=False)]
             tail_rows = None
             if config.tail_rows:
                 homes = dict(zip((Tier.DEVICE, Tier.HOST), blocks, strict=True))
-                tail_rows = TailRows(memory, config.tail_rows, homes, pinned=on.type == "cuda")
+                tail_rows = TailRows(memory, config.tail_rows, homes, pinned=pinned, shared=shared)
                 arenas.append(tail_rows.arena)
             copier = open_copier(config.backend_name, *blocks)
         except Exception:

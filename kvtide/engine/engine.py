@@ -19,10 +19,7 @@ from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.chunks import ScheduledChunk
-from kvtide.engine.handoff.handoff_state import HandoffState
-from kvtide.engine.handoff.incoming import IncomingHandoffs
-from kvtide.engine.handoff.messages import Abort, Done, Message, Reserve
-from kvtide.engine.handoff.outgoing import OutgoingHandoffs
+from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS, Handoffs
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
 from kvtide.engine.rank_topology import RankTopology
@@ -36,12 +33,11 @@ from kvtide.engine.request import (
     check_request,
 )
 from kvtide.engine.residency.hot_counts import HotPoolCounts
-from kvtide.engine.runner import Runner, StepOutput
+from kvtide.engine.runner import Runner, StepOutput, score_prompt
 from kvtide.engine.sampler import (
     SampledToken,
     SamplingBatch,
     SamplingInput,
-    score,
     warm_up_sampling,
 )
 from kvtide.engine.scheduler import Scheduler
@@ -61,10 +57,6 @@ from kvtide.spec import Tier
 _ALONE = RankTopology()
 DRAFT_TOKENS = 3
 """Drafts of a request in a step, unless said otherwise."""
-HANDOFF_MIN_TOKENS = 256
-"""Prompts that miss fewer tokens are not handed over, unless said otherwise."""
-SCORED = 512
-"""Prompt tokens scored at a time: each needs a row of logits."""
 
 
 class Engine:
@@ -121,10 +113,9 @@ class Engine:
             hidden = model.carried(torch.zeros(1, dtype=torch.int64, device=self._staging.device))
             self._speculation.use_graphs(self._runner.capture, max_running, hidden)
         self._overlap = Overlap(cache, self._runner)
-        self.incoming = IncomingHandoffs(cache, handoff_min_tokens)
-        self.outgoing = OutgoingHandoffs(cache)
-        self.scheduler.on_admitted = self._resume_handed_over
-        self._handed_over: list[Update] = []
+        resumed = self._speculation.resume if self._speculation is not None else _unnoticed
+        self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, resumed)
+        self.scheduler.on_admitted = self.handoffs.admitted
         self.computed = 0
         self.token_s = 0.0
         self._numbers = 0
@@ -180,13 +171,11 @@ class Engine:
         params, prompt = checked.params, self._prompt(checked)
         self._numbers += 1
         request = Request(self._numbers, params, prompt, list(params.tokens))
+        self.handoffs.check(request)
         if self.tokenizer is not None:
             request.text = OutputText(self.tokenizer.detokenizer(params.tokens), params.stop)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
-        if params.handoff_from is not None:
-            self.incoming.offer(request)
-        if params.handoff_to is not None:
-            self.outgoing.open(request)
+        self.handoffs.queued(request)
         self.scheduler.queue(request)
         return request
 
@@ -203,10 +192,10 @@ class Engine:
         """One forward pass over every running request's next tokens."""
         self._retract(self._without_prefix())
         admits_beside = self._runner.has_graphs and self.scheduler.blocked
-        self.incoming.poll()
+        self.handoffs.incoming.poll()
         if not (admits_beside and self.scheduler.running):
             self.scheduler.admit()
-        first = self._first_tokens()
+        first = self._end_early(self.handoffs.take_first_tokens())
         step = self._schedule()
         self.computed = step.tokens
         if not step.chunks:
@@ -222,12 +211,12 @@ class Engine:
             step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
         if admits_beside:
             self.scheduler.admit_without_preemption()
-            first += self._first_tokens()
+            first += self._end_early(self.handoffs.take_first_tokens())
         self._overlap_copies(step.chunks)
         self._commit(step.chunks, output)
         updates, checks = self._sample(step.chunks, output)
         self._settle(step.chunks, output, updates)
-        self.outgoing.advance()
+        self.handoffs.outgoing.advance()
         self._end(updates)
         self._runner.hot_counts.sample()
         return [*first, *(update for update in updates if update.request not in checks)]
@@ -236,39 +225,6 @@ class Engine:
         if checked.params.alone:
             return self.cache.scratch(checked.packed)
         return self.cache.prompt(checked.packed, checked.params.namespace)
-
-    # -- handoffs ---------------------------------------------------------------------------
-
-    def receive(self, peer: str, message: Message) -> None:
-        """A message about a handoff, of the prefill side or of the decode side."""
-        if isinstance(message, (Reserve, Abort, Done)):
-            if (request := self.outgoing.receive(peer, message)) is not None:
-                self.abort(request)
-        else:
-            self.incoming.receive(message)
-
-    def peer_lost(self, peer: str) -> None:
-        """A decode server's connection has ended."""
-        for request in self.outgoing.peer_lost(peer):
-            self.abort(request)
-
-    def _resume_handed_over(self, request: Request) -> None:
-        """Have an admitted request begin behind its prompt, if a peer has computed that."""
-        if request.handoff is None or request.handoff.state is not HandoffState.LANDED:
-            return
-        if (first := self.incoming.resume(request)) is not None:
-            request.computed = len(request.params.tokens)
-            if self._speculation is not None:
-                self._speculation.resume(request)
-            self._handed_over += append(request, [first])
-
-    def _first_tokens(self) -> list[Update]:
-        """First tokens that peers sampled for requests admitted since."""
-        updates, self._handed_over = self._handed_over, []
-        for update in updates:
-            if update.finish is not None:
-                self._finish(update.request, update.finish)
-        return updates
 
     # -- the parts of a step ----------------------------------------------------------------
 
@@ -323,7 +279,7 @@ class Engine:
         Where there are drafts, or a draft's own state to write, acceptance comes first.
         """
         for number, chunk in enumerate(chunks):
-            self._score(chunk, number, output)
+            score_prompt(chunk, number, output, self._staging)
             if not chunk.drafts:
                 chunk.request.computed = chunk.end
                 if not self._written_late(chunk.request):
@@ -336,17 +292,6 @@ class Engine:
     def _commit_computed(self, request: Request) -> None:
         absent = () if self._written_late(request) else self._draft_sidecars
         self.cache.commit(request.held, request.computed, without=absent)
-
-    def _score(self, chunk: ScheduledChunk, number: int, output: StepOutput) -> None:
-        """Log-probabilities of the prompt's tokens that follow the chunk's."""
-        request, end = chunk.request, chunk.end
-        prompt, count = request.params.tokens, request.params.score
-        if count is not None:
-            following = prompt[request.computed + 1 : end + 1]
-            for first in range(0, len(following), SCORED):
-                some = following[first : first + SCORED]
-                rows = output.rows(number, first, len(some))
-                request.scores += score(rows, some, count, self._staging)
 
     def _sample(
         self, chunks: list[ScheduledChunk], output: StepOutput
@@ -430,6 +375,13 @@ class Engine:
         for chunk in chunks:
             if chunk.drafts or self._written_late(chunk.request):
                 self._commit_computed(chunk.request)
+
+    def _end_early(self, updates: list[Update]) -> list[Update]:
+        """Finish requests whose last token was the first, which a peer sampled."""
+        for update in updates:
+            if update.finish is not None:
+                self._finish(update.request, update.finish)
+        return updates
 
     def _end(self, updates: list[Update]) -> None:
         """Finish requests that had their last token; the others get drafts."""
@@ -517,11 +469,10 @@ class Engine:
             self.cache.poll()  # Its commits wait for its prefix to land.
         if request.fetch is not None:
             request.fetch.stop()
-        self.incoming.abort(request)
-        self.outgoing.finished(request, finish)
+        self.handoffs.ending(request, finish)
         self.scheduler.remove(request)
         request.state, request.finish = RequestState.FINISHED, finish
-        self.outgoing.ended_request(request)
+        self.handoffs.ended(request)
         if request.params.pin is not None and not request.params.alone:
             self.cache.keep(request.params.pin, request.prompt, request.params.priority)
 
@@ -532,6 +483,10 @@ class Engine:
         """
         limits = ServedLimits(self.vocabulary, self.max_sequence_tokens, self.tokenizer is not None)
         return check_request(params, limits)
+
+
+def _unnoticed(request: Request) -> None:
+    """Without speculation nothing follows a handoff."""
 
 
 def _sampling_inputs(chunk: ScheduledChunk) -> list[SamplingInput]:

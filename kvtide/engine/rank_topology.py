@@ -2,9 +2,10 @@
 
     stage 0  ── hidden states ──▶  stage 1  ── … ──▶  last stage ── logits ──▶ all ranks
 
-A stage owns a range of layers; its tensor ranks divide each of them. Every rank has an engine that
-gets the same calls in the same order, and so keeps the same tree. All ranks compute a step; all
-sample from the logits of one rank, the *logits rank*. Rank 0 *leads*: it receives the server's
+A stage owns a range of layers; its tensor ranks divide each of them, and the vocabulary. Every rank
+has an engine that gets the same calls in the same order, and so keeps the same tree. All ranks
+compute a step. The tensor ranks of the last stage gather the logits of all tokens; earlier stages
+get them from one of these, the *logits rank*. Rank 0 *leads*: it receives the server's
 engine commands and broadcasts them.
 
 A step has no early exit, or other ranks would wait for ever: see `Runner`.
@@ -64,12 +65,17 @@ class RankTopology:
 
     @property
     def logits_rank(self) -> int:
-        """All ranks sample from its logits: the first rank of the last stage."""
+        """It broadcasts logits and drafts: the first rank of the last stage."""
         return (self.stages - 1) * self.tensor.count
 
     @property
     def is_logits_rank(self) -> bool:
         return self.rank == self.logits_rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits, together with the tensor ranks of its stage."""
+        return self.stage == self.stages - 1
 
     def receive_hidden(self, room: Tensor) -> Tensor:
         """Hidden states of the stage before, into `room`."""

@@ -26,11 +26,14 @@ from kvtide.engine.rank_topology import RankTopology
 from kvtide.engine.request import Request
 from kvtide.engine.residency.hot_counts import HotCounts
 from kvtide.engine.residency.hot_residency import HotResidency
+from kvtide.engine.sampler import score
 from kvtide.engine.staging import Staging
 from kvtide.layers import Step
 from kvtide.models import Model
 from kvtide.models.draft import CapturedStates
 
+SCORED = 512
+"""Prompt tokens scored at a time: each needs a row of logits."""
 WARM_UP_PAST = 4096
 """Tokens before a warm-up pass: kernels are compiled alike for any longer context."""
 
@@ -414,8 +417,10 @@ class Runner:
     # -- logits -----------------------------------------------------------------------------
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Those of the logits rank, on every rank."""
-        logits = self._model.logits(hidden) if self._topology.is_logits_rank else None
+        """The same bits on every rank: those that the last stage computes."""
+        logits = self._model.logits(hidden) if self._topology.is_last_stage else None
+        if self._topology.stages == 1 and logits is not None:
+            return logits
         if self._logits_width is None:
             width = torch.tensor([0 if logits is None else logits.shape[-1]], device=self._device)
             self._logits_width = int(self._topology.broadcast_logits(width))
@@ -432,3 +437,15 @@ class Runner:
 def _divided(total: int, parts: int) -> list[int]:
     """Into numbers that differ by one at the most."""
     return [(total + part) // parts for part in range(parts)]
+
+
+def score_prompt(chunk: ScheduledChunk, number: int, output: StepOutput, staging: Staging) -> None:
+    """Score the prompt's tokens that follow the chunk's, if the request asks for that."""
+    request, end = chunk.request, chunk.end
+    prompt, count = request.params.tokens, request.params.score
+    if count is not None:
+        following = prompt[request.computed + 1 : end + 1]
+        for first in range(0, len(following), SCORED):
+            some = following[first : first + SCORED]
+            rows = output.rows(number, first, len(some))
+            request.scores += score(rows, some, count, staging)

@@ -6,6 +6,7 @@ blueprint with a longer prefix.
 
 Under tensor parallelism, a layer's constructor says how each projection is sharded: `columns` by
 outputs, `rows` by inputs, `fused` by outputs part by part. Units (a head, a group) stay whole.
+`embedding` and `head` are sharded by tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.ops import Ops
-from kvtide.layers.dense import GatedMLP, Linear, RMSNorm
+from kvtide.layers.dense import Embedding, GatedMLP, Head, Linear, RMSNorm
 from kvtide.layers.elementwise import ACTIVATIONS, Activation
 from kvtide.layers.forward import Place
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
@@ -33,6 +34,12 @@ class Weights(Protocol):
     def get(self, name: str) -> Tensor: ...
 
     def has(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of what `get` gives; nothing is read."""
+
+    def get_rows(self, name: str, rows: range) -> Tensor:
+        """`get(name)[rows]`, as far as possible without reading other rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,30 @@ class Blueprint:
                 f"{self.ranks.count} tensor ranks; use at most {units} ranks"
             )
         return replace(whole, weight=self.shard(whole.weight, unit, axis=1), ranks=self.ranks)
+
+    def embedding(self, name: str) -> Embedding:
+        """Rows by token: those of this rank's shard of the vocabulary. No others are read."""
+        return Embedding(*self._vocabulary_shard(name), self.ranks)
+
+    def head(self, weight: str, bias: str | None = None) -> Head:
+        """The projection to logits: this rank's shard of the vocabulary. No more is read."""
+        rows, tokens = self._vocabulary_shard(weight)
+        biases = None
+        if bias is not None and self.has(bias):
+            biases, _ = self._vocabulary_shard(bias)
+        return Head(Linear(self.arithmetic, rows, biases), tokens, self.ranks)
+
+    def _vocabulary_shard(self, name: str) -> tuple[Tensor, int]:
+        """This rank's rows of a weight that has one for each token, and how many tokens there are
+        on all ranks. Where they do not divide, the last ranks' rows are padded with zeros."""
+        if self.ranks.count == 1:
+            whole = self.tensor(name)
+            return whole, len(whole)
+        tokens, *row = self.weights.shape(self.prefix + name)
+        padded = torch.zeros(self.ranks.vocabulary_rows(tokens), *row, dtype=self.dtype)
+        if mine := self.ranks.vocabulary_shard(tokens):
+            padded[: len(mine)] = self.weights.get_rows(self.prefix + name, mine).detach()
+        return padded, tokens
 
     # -- projections, norms, MLPs --------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Layers without state: projections, norms, the gated MLP."""
+"""Layers without state: projections, norms, the gated MLP, embedding and head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.kernel_args import Norm
@@ -108,3 +109,54 @@ class GatedMLP:
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.down(self.ops.gated(gate, up, self.activation, self.limit))
+
+
+# -- the vocabulary ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows by token, divided over tensor ranks (vocabulary parallel).
+
+    weight  this rank's rows; behind the vocabulary's last token they are zeros
+    tokens  of the vocabulary, on all ranks
+    """
+
+    weight: Tensor
+    tokens: int
+    ranks: TensorRanks = ALONE
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        if self.ranks.count == 1:
+            return functional.embedding(tokens, self.weight)
+        local = tokens - self.ranks.rank * len(self.weight)
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.ranks.all_reduce(rows.masked_fill(elsewhere[..., None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """From hidden states to logits, divided as `Embedding` is, with which it may share its weight.
+
+    tokens  of the vocabulary, on all ranks
+    """
+
+    linear: Linear
+    tokens: int
+    ranks: TensorRanks = ALONE
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's rows."""
+        return self.linear.weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits of this rank's tokens, in fp32."""
+        return self.linear(hidden).float()
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits of all ranks' tokens, the same bits on every rank."""
+        if self.ranks.count == 1:
+            return logits
+        return self.ranks.all_gather(logits)[..., : self.tokens].contiguous()

@@ -3,13 +3,15 @@
 `Blueprint` shards weights as it reads them. A rank has the rows of a projection that give its own
 heads, channels or experts, and the columns of the next projection that take them. Each rank then
 has a partial sum, and `all_reduce` adds them up. Between layers, activations are whole on every
-rank.
+rank. Embedding and head are sharded by tokens of the vocabulary: `all_reduce` completes the rows of
+the one, `all_gather` the logits of the other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +31,16 @@ class TensorRanks:
             dist.all_reduce(part, group=self.group)
         return part
 
+    def all_gather(self, columns: Tensor) -> Tensor:
+        """The columns of all ranks side by side; every rank has equally many, and gets the same
+        bits."""
+        if self.count == 1:
+            return columns
+        columns = columns.contiguous()
+        parts = [torch.empty_like(columns) for _ in range(self.count)]
+        dist.all_gather(parts, columns, group=self.group)
+        return torch.cat(parts, dim=-1)
+
     def shard(self, units: int) -> range | None:
         """Which of so many units this rank has: several, or one that other ranks have too.
 
@@ -41,6 +53,16 @@ class TensorRanks:
             one = self.rank * units // self.count
             return range(one, one + 1)
         return None
+
+    def vocabulary_shard(self, tokens: int) -> range:
+        """Which of so many tokens this rank has; the last ranks have fewer where they do not
+        divide, and may have none."""
+        each = self.vocabulary_rows(tokens)
+        return range(min(tokens, self.rank * each), min(tokens, (self.rank + 1) * each))
+
+    def vocabulary_rows(self, tokens: int) -> int:
+        """How many rows every rank has for its tokens, with padding."""
+        return -(-tokens // self.count)
 
 
 ALONE = TensorRanks()

@@ -100,6 +100,12 @@ class OnDevice:
     def has(self, name: str) -> bool:
         return self.weights.has(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.weights.shape(name)
+
+    def get_rows(self, name: str, rows: range) -> torch.Tensor:
+        return self.weights.get_rows(name, rows).to(self.device)
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The model in this folder or GGUF file."""
@@ -158,11 +164,23 @@ class GGUFWeights:
         return name in self._sources
 
     def get(self, name: str) -> torch.Tensor:
-        if name not in self._sources:
-            raise missing(self._file.path, name)
-        source = self._sources[name]
+        source = self._source(name)
         tensor = read_tensor(self._file, source.name)
         return tensor if source.change is None else source.change(tensor)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._source(name).name].shape
+
+    def get_rows(self, name: str, rows: range) -> torch.Tensor:
+        source = self._source(name)
+        if source.change is not None or len(self.shape(name)) == 1:  # A change may move rows.
+            return self.get(name)[rows.start : rows.stop]
+        return read_tensor(self._file, source.name, rows)
+
+    def _source(self, name: str) -> architectures.Source:
+        if name not in self._sources:
+            raise missing(self._file.path, name)
+        return self._sources[name]
 
     def stored(self, name: str) -> Stored:
         source = self._sources[name].name

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from kvtide.layers import Weights
+from kvtide.models.renamed_weights import RenamedWeights
 
 _LAB_WORDS = {
     "embed_tokens.": "embed.",
@@ -23,18 +21,10 @@ _LAB_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeekV4Weights:
+class DeepSeekV4Weights(RenamedWeights):
     """The weights of a checkpoint in either naming."""
 
-    weights: Weights
-
-    def get(self, name: str) -> Tensor:
-        return self.weights.get(self._stored(name))
-
-    def has(self, name: str) -> bool:
-        return self.weights.has(self._stored(name))
-
-    def _stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Where it is; where there is none, where it would be."""
         if self.weights.has(name):
             return name

@@ -84,4 +84,5 @@ class DraftModel(Protocol):
         """Hidden states, a row for every token of the step: the features of a next pass."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of these rows in fp32, over the draft's vocabulary."""
+        """Logits of these rows in fp32, over the draft's vocabulary. Tensor ranks call this
+        together, and get the same bits."""

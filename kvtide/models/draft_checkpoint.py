@@ -137,11 +137,11 @@ def _check_layers(checkpoint: Checkpoint, config: Config, layers: int) -> None:
 
 def _check_vocabulary(config: Config, weights: Eagle3Weights, target: Config) -> None:
     """Everything that counts tokens: of the target, and of the draft."""
-    tokens, drafted = target.count("vocab_size"), len(weights.get("lm_head.weight"))
+    tokens, drafted = target.count("vocab_size"), weights.shape("lm_head.weight")[0]
     known = {"`vocab_size`": config.count("vocab_size", default=tokens)}
     for name in ("t2d", "embed_tokens.weight"):
         if weights.has(name):
-            known[name] = len(weights.get(name))
+            known[name] = weights.shape(name)[0]
     own = {"`draft_vocab_size`": config.count("draft_vocab_size", default=drafted)}
     targets = target_tokens(weights)
     if targets is None:
@@ -177,14 +177,14 @@ def _check_shapes(
             f"its own hidden states {width}; use a draft with an embedding"
         )
     shapes: dict[str, Shape] = {"fc.weight": (width, captures * outer), "norm.weight": (width,)}
-    shapes["lm_head.weight"] = (len(weights.get("lm_head.weight")), width)
+    shapes["lm_head.weight"] = (weights.shape("lm_head.weight")[0], width)
     for number in range(memory.layers):
         for name, shape in _layer_shapes(config, memory, is_first=number == 0).items():
             shapes[f"layers.{number}.{name}.weight"] = shape
     if weights.has("embed_tokens.weight"):
         shapes["embed_tokens.weight"] = (target.count("vocab_size"), width)
     for name, shape in shapes.items():
-        if (found := tuple(weights.get(name).shape)) != shape:
+        if (found := weights.shape(name)) != shape:
             why = f" for {captures} layers of {target.model}" if name == "fc.weight" else ""
             raise config.refusal(
                 f"{name} is {list(found)}, and {list(shape)} is wanted{why}; use the config.json "

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvtide.layers import Attention, Blueprint, ForwardPass, Step, Weights
+from kvtide.layers.dense import Embedding
 from kvtide.layers.rope import Rope, rope, rope_parameters
 from kvtide.models.llama import LlamaLayer
+from kvtide.models.renamed_weights import RenamedWeights
 from kvtide.spec.config import Config
 
 FIRST_LAYER = "layers.0."
@@ -26,19 +27,10 @@ FIRST_LAYER = "layers.0."
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Weights:
+class Eagle3Weights(RenamedWeights):
     """A draft's weights with all layers by number."""
 
-    weights: Weights
-
-    def get(self, name: str) -> Tensor:
-        return self.weights.get(self._stored(name))
-
-    def has(self, name: str) -> bool:
-        return self.weights.has(self._stored(name))
-
-    def _stored(self, name: str) -> str:
-        """The name in this checkpoint, whether or not it has the tensor."""
+    def stored_name(self, name: str) -> str:
         if name.startswith(FIRST_LAYER) and not self.weights.has(name):
             return name.replace(FIRST_LAYER, "midlayer.", 1)
         return name
@@ -70,13 +62,15 @@ class Eagle3:
     width      of a feature
     """
 
-    def __init__(self, blueprint: Blueprint, captures: tuple[int, ...], embedding: Tensor) -> None:
+    def __init__(
+        self, blueprint: Blueprint, captures: tuple[int, ...], embedding: Embedding
+    ) -> None:
         config, memory = blueprint.config, blueprint.memory
         self.memory, self.captures = memory, captures
         self.width = config.count("hidden_size")
         self.joining = blueprint.linear("fc")
         own = "embed_tokens.weight"
-        self.embedding = blueprint.tensor(own) if blueprint.has(own) else embedding
+        self.embedding = blueprint.embedding(own) if blueprint.has(own) else embedding
         self.number, *others = range(memory.layers, memory.end_layer)
         _, head_dim = blueprint.place(self.number, "k").field("k").shape
         rotation = rope(rope_parameters(config), head_dim)
@@ -85,7 +79,8 @@ class Eagle3:
             number: LlamaLayer(blueprint.under(f"layers.{1 + i}"), number, rotation)
             for i, number in enumerate(others)
         }
-        self.norm, self.head = blueprint.norm("norm"), blueprint.linear("lm_head")
+        self.norm = blueprint.norm("norm")
+        self.head = blueprint.head("lm_head.weight", "lm_head.bias")
         self.vocabulary = target_tokens(blueprint.weights)
 
     @torch.no_grad()
@@ -96,7 +91,7 @@ class Eagle3:
     def forward(self, step: Step, features: Tensor) -> Tensor:
         run = ForwardPass(step)
         step.wait(self.number)
-        x = self.first(functional.embedding(step.tokens, self.embedding), features, run)
+        x = self.first(self.embedding(step.tokens), features, run)
         for number, layer in self.others.items():
             step.wait(number)
             x = layer(x, run)
@@ -104,7 +99,7 @@ class Eagle3:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden)).float()
+        return self.head.gathered(self.head(self.norm(hidden)))
 
 
 def target_tokens(weights: Weights) -> Tensor | None:

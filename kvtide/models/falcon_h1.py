@@ -86,5 +86,5 @@ class FalconH1(Decoder):
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens) * self.embedding_gain
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden) * self.logit_gain
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        return super().shard_logits(hidden) * self.logit_gain

@@ -69,8 +69,8 @@ class Gemma3(Decoder):
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens) * self.scale
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = super().logits(hidden)
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        logits = super().shard_logits(hidden)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 

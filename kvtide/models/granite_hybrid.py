@@ -89,5 +89,5 @@ class GraniteHybrid(Decoder):
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens) * self.embedding_gain
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden) / self.logit_divisor
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        return super().shard_logits(hidden) / self.logit_divisor

@@ -11,10 +11,9 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Step, Weights
-from kvtide.layers.dense import Linear
+from kvtide.layers.dense import Head, Linear
 from kvtide.models.checkpoint import OnDevice
 from kvtide.models.draft import CapturedStates
 from kvtide.spec import ModelMemory
@@ -45,7 +44,8 @@ class Model(Protocol):
         """An empty tensor for the output of the stage before; beyond the first stage only."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of these rows in fp32; on the last stage only."""
+        """Logits of these rows in fp32; on the last stage only. Its tensor ranks call this
+        together, and get the same bits."""
 
 
 class Decoder:
@@ -69,14 +69,16 @@ class Decoder:
         tied = config.flag("tie_word_embeddings") or not blueprint.has(self.HEAD)
         drafts = self.memory.end_layer > self.memory.layers
         if self.is_first or (self.is_last and (tied or drafts)):
-            self.embedding = base.tensor(self.EMBEDDING)
-            self.vocabulary = len(self.embedding)
+            self.embedding = base.embedding(self.EMBEDDING)
+            self.vocabulary = self.embedding.tokens
         self.layers = dict(zip(self.memory.own_layers, self.build_layers(base), strict=True))
         if self.is_last:
-            self.head = Linear(
-                self.arithmetic, self.embedding if tied else blueprint.tensor(self.HEAD)
-            )
+            self.head = self._tied_head() if tied else blueprint.head(self.HEAD)
             self.close(base)
+
+    def _tied_head(self) -> Head:
+        linear = Linear(self.arithmetic, self.embedding.weight)
+        return Head(linear, self.embedding.tokens, self.ranks)
 
     def build_layers(self, base: Blueprint) -> Sequence[Layer]:
         """The layers of this stage, from the weights under `BASE`."""
@@ -118,7 +120,7 @@ class Decoder:
         return torch.empty(len(tokens), self.width, dtype=self.dtype, device=tokens.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, self.embedding)
+        return self.embedding(tokens)
 
     @torch.no_grad()
     def closed(self, x: Tensor) -> Tensor:
@@ -127,4 +129,8 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden).float()
+        return self.head.gathered(self.shard_logits(hidden))
+
+    def shard_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of this rank's tokens."""
+        return self.head(hidden)

@@ -16,7 +16,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvtide.layers import Blueprint, ForwardPass, Step
 from kvtide.models.model import Decoder, Layer
@@ -81,7 +80,7 @@ class NextTokenDraft:
         return self.norm(self.layer(x, ForwardPass(step)))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.token_norm(functional.embedding(tokens, self.target.embedding))
+        return self.token_norm(self.target.embedding(tokens))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden)

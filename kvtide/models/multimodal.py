@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from kvtide.layers import Weights
+from kvtide.models.renamed_weights import RenamedWeights
 
 _PREFIXES = {
     "model.": ("language_model.model.", "model.language_model."),
@@ -21,19 +19,10 @@ _PREFIXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class LanguageModelWeights:
+class LanguageModelWeights(RenamedWeights):
     """The weights of a multimodal checkpoint under the names they have in a language model's."""
 
-    weights: Weights
-
-    def get(self, name: str) -> Tensor:
-        return self.weights.get(self._stored(name))
-
-    def has(self, name: str) -> bool:
-        return self.weights.has(self._stored(name))
-
-    def _stored(self, name: str) -> str:
-        """The name in this checkpoint, whether or not it has the tensor."""
+    def stored_name(self, name: str) -> str:
         outer = name[: name.index(".") + 1]
         names = [prefix + name[len(outer) :] for prefix in _PREFIXES[outer]]
         return next((stored for stored in names if self.weights.has(stored)), names[0])

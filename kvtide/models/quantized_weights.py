@@ -54,35 +54,60 @@ class PublishedWeights:
         return self.tensors.has(name) or self.tensors.has(f"{name}_blocks")
 
     def get(self, name: str) -> Tensor:
+        return self._read(name, None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
         if self.tensors.has(f"{name}_blocks"):
-            return self._in_blocks(name)
-        weight = self.tensors.get(name)
+            experts, outputs, blocks, block_bytes = self.tensors.shape(f"{name}_blocks")
+            return experts, blocks * block_bytes * mxfp4.BYTE_VALUES, outputs
+        *outer, width = self.tensors.shape(name)
+        is_packed = self._is_packed(name, self.tensors.get_rows(name, range(1)))
+        return (*outer, width * mxfp4.BYTE_VALUES if is_packed else width)
+
+    def get_rows(self, name: str, rows: range) -> Tensor:
+        """Of a block-scaled matrix, blocks are read whole from the first row's on."""
+        return self._read(name, rows)
+
+    def _read(self, name: str, rows: range | None) -> Tensor:
+        if self.tensors.has(f"{name}_blocks"):
+            return self._in_blocks(name, rows)
+        weight = self._stored(name, rows)
         if weight.dtype is torch.float8_e4m3fn:
-            return self._eight_bits(name, weight)
-        if weight.dtype in _FOUR_BITS and name.endswith(".weight"):
-            return self._four_bits(name, weight)
+            return self._eight_bits(name, weight, rows)
+        if self._is_packed(name, weight):
+            return self._four_bits(name, weight, rows)
         return weight
+
+    def _stored(self, name: str, rows: range | None) -> Tensor:
+        return self.tensors.get(name) if rows is None else self.tensors.get_rows(name, rows)
+
+    def _is_packed(self, name: str, weight: Tensor) -> bool:
+        return weight.dtype in _FOUR_BITS and name.endswith(".weight")
 
     # -- the forms -----------------------------------------------------------------------------
 
-    def _eight_bits(self, name: str, weight: Tensor) -> Tensor:
-        scales = self._scales(name, weight)
+    def _eight_bits(self, name: str, weight: Tensor, rows: range | None) -> Tensor:
+        of_scales, skipped = rows, 0
+        if rows is not None and weight.dim() == 2:
+            of_scales, skipped = _block_rows(rows, self.block[0])
+            weight = self._stored(name, range(rows.start - skipped, rows.stop))
+        scales = self._scales(name, weight, of_scales)
         if weight.dim() < 2 or scales.shape != fp8.blocks(weight, self.block):
             each = " × ".join(map(str, self.block))
             raise self._misfit(name, weight, scales, f"a scale for each block of {each}")
-        return fp8.dequantise(weight, _numbers(scales), self.block)
+        return fp8.dequantise(weight, _numbers(scales), self.block)[skipped:]
 
-    def _four_bits(self, name: str, weight: Tensor) -> Tensor:
-        scales = self._scales(name, weight)
-        *rows, width = weight.shape
-        groups = (*rows, width // mxfp4.BLOCK_BYTES)
+    def _four_bits(self, name: str, weight: Tensor, rows: range | None) -> Tensor:
+        scales = self._scales(name, weight, rows)
+        *outer, width = weight.shape
+        groups = (*outer, width // mxfp4.BLOCK_BYTES)
         if scales.dtype not in _EXPONENTS or width % mxfp4.BLOCK_BYTES or scales.shape != groups:
             wanted = f"an eight-bit exponent for each {mxfp4.BLOCK_BYTES} bytes of a row"
             raise self._misfit(name, weight, scales, wanted)
         return mxfp4.dequantise_rows(weight, scales)
 
-    def _in_blocks(self, name: str) -> Tensor:
-        blocks, scales = self.tensors.get(f"{name}_blocks"), self.tensors.get(f"{name}_scales")
+    def _in_blocks(self, name: str, rows: range | None) -> Tensor:
+        blocks, scales = (self._stored(f"{name}_{part}", rows) for part in ("blocks", "scales"))
         if blocks.shape != (*scales.shape, mxfp4.BLOCK_BYTES):
             raise CheckpointError(
                 f"{self.folder}: {name} has blocks {list(blocks.shape)} and scales "
@@ -91,13 +116,13 @@ class PublishedWeights:
             )
         return mxfp4.dequantise(blocks, scales)
 
-    def _scales(self, name: str, weight: Tensor) -> Tensor:
+    def _scales(self, name: str, weight: Tensor, rows: range | None) -> Tensor:
         names = [f"{name}_scale_inv"]
         if name.endswith(".weight"):
             names.append(f"{name.removesuffix('.weight')}.scale")
         for found in names:
             if self.tensors.has(found):
-                return self.tensors.get(found)
+                return self._stored(found, rows)
         raise CheckpointError(
             f"{self.folder}: {name} is in {weight.dtype} and has no scales beside it "
             f"({' or '.join(names)}), without which it says nothing; download it again"
@@ -109,6 +134,11 @@ class PublishedWeights:
             f"{list(scales.shape)} in {scales.dtype}, which is not {wanted}; use the config.json "
             "that the weights were published with, or download them again"
         )
+
+
+def _block_rows(rows: range, block: int) -> tuple[range, int]:
+    """The blocks that hold these rows, and how many rows before them their first block has."""
+    return range(rows.start // block, -(-rows.stop // block)), rows.start % block
 
 
 def _numbers(scales: Tensor) -> Tensor:

@@ -34,6 +34,10 @@ class StoredTensors(Protocol):
 
     def get(self, name: str) -> torch.Tensor: ...
 
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def get_rows(self, name: str, rows: range) -> torch.Tensor: ...
+
     def stored(self, name: str) -> Stored: ...
 
 
@@ -43,6 +47,16 @@ class _Shard(Protocol):
     def keys(self) -> list[str]: ...
 
     def get_tensor(self, name: str) -> torch.Tensor: ...
+
+    def get_slice(self, name: str) -> _ShardSlice: ...
+
+
+class _ShardSlice(Protocol):
+    """A tensor of a mapped file, of which parts can be read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, rows: slice) -> torch.Tensor: ...
 
 
 class SafetensorsWeights:
@@ -62,9 +76,18 @@ class SafetensorsWeights:
         return name in self._homes
 
     def get(self, name: str) -> torch.Tensor:
+        return self._home(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._home(name).get_slice(name).get_shape())
+
+    def get_rows(self, name: str, rows: range) -> torch.Tensor:
+        return self._home(name).get_slice(name)[rows.start : rows.stop]
+
+    def _home(self, name: str) -> _Shard:
         if name not in self._homes:
             raise missing(self._folder, name)
-        return self._homes[name].get_tensor(name)
+        return self._homes[name]
 
     def stored(self, name: str) -> Stored:
         tensor = self.get(name)

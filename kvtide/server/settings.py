@@ -18,7 +18,8 @@ from typing import Any
 from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
 from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
-from kvtide.engine.engine import DRAFT_TOKENS, HANDOFF_MIN_TOKENS
+from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
@@ -226,6 +227,10 @@ class Settings:
         "FILE",
     )
 
+    handoff_bytes_per_second: int | None = setting(
+        None, parse_size, "the most that is written to peers, like 2GB; no limit if not given", "B"
+    )
+
     chunk_tokens: int | None = setting(
         None, count(), "the token budget of a step; 512, on a GPU 8192", "N"
     )
@@ -341,6 +346,7 @@ class Settings:
             min_tokens=self.handoff_min_tokens,
             timeout_s=self.handoff_timeout_seconds,
             secret_file=self.handoff_secret_file,
+            bytes_per_s=self.handoff_bytes_per_second,
         )
 
     @property

@@ -23,7 +23,6 @@ from kvtide.tiers.arena import (
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.hot_buffers import HotBuffers
 from kvtide.tiers.layout import Arrangement, Layout
-from kvtide.tiers.tail_rows import TailRows
 from kvtide.tiers.manifest import (
     PAGES,
     RUNNING,
@@ -36,6 +35,7 @@ from kvtide.tiers.manifest import (
 )
 from kvtide.tiers.pairing import Pairing, PairingError, pair
 from kvtide.tiers.row_copies import DestinationError, RegionRuns, RowCopy, expand
+from kvtide.tiers.tail_rows import TailRows
 from kvtide.tiers.tier_size import Bytes, Ratio, TierSize, Tokens, capacity_pages
 
 __all__ = [
@@ -57,9 +57,9 @@ __all__ = [
     "Pairing",
     "PairingError",
     "Ratio",
-    "TailRows",
     "RegionRuns",
     "RowCopy",
+    "TailRows",
     "TierError",
     "TierSize",
     "Tokens",

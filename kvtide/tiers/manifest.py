@@ -354,7 +354,7 @@ class _Reader:
     def __init__(self, where: str, values: object) -> None:
         self._where = where
         if not isinstance(values, Mapping):
-            raise self.refusal(f"a {type(values).__name__} stands where an object should")
+            raise self.refusal(f"wanted an object, got a {type(values).__name__}")
         self._values = values
 
     def refusal(self, what: str) -> ManifestError:
@@ -384,8 +384,9 @@ class _Reader:
         return value
 
     def hex(self, name: str) -> bytes:
+        text = self.text(name)
         try:
-            return bytes.fromhex(self.text(name))
+            return bytes.fromhex(text)
         except ValueError:
             raise self.refusal(f"`{name}` is not hexadecimal") from None
 

@@ -179,7 +179,7 @@ def _row_copy(
 
 def _adjoined(segments: list[_Segment]) -> list[_Segment]:
     joined: list[_Segment] = []
-    for segment in sorted(segments):
+    for segment in segments:
         last = joined[-1] if joined else None
         if last is not None and (
             (last.source + last.bytes, last.target + last.bytes) == segment[:2]
@@ -326,7 +326,7 @@ def _check_shapes(source: RowPlace, target: RowPlace) -> None:
     _check_packing(source, target)
     for field in theirs.fields:
         its = _field(source, field.name)
-        if (its.sharded, its.unit_shape) != (field.sharded, field.unit_shape):
+        if its.unit_shape != field.unit_shape:
             raise PairingError(
                 f"{_named(target)}, field {field.name}: {its.units} × {its.unit_shape} on the "
                 f"prefill side and {field.units} × {field.unit_shape} on the decode side; serve "

@@ -67,14 +67,13 @@ def joined(copies: list[RowCopy]) -> tuple[RowCopy, ...]:
 
 
 def _adjoins(before: RowCopy, copy: RowCopy) -> bool:
-    follows = replace(
+    return copy == replace(
         before,
         pools=copy.pools,
         source_offset=before.source_offset + before.bytes,
         target_offset=before.target_offset + before.bytes,
         bytes=copy.bytes,
     )
-    return copy.count == 1 and follows == copy
 
 
 # -- plain copies ---------------------------------------------------------------------------

@@ -21,12 +21,18 @@ class TailRows:
     """So many tails at a time. `homes` are the buffers that forward passes read, by tier."""
 
     def __init__(
-        self, memory: ModelMemory, rows: int, homes: Mapping[Tier, Buffers], *, pinned: bool
+        self,
+        memory: ModelMemory,
+        rows: int,
+        homes: Mapping[Tier, Buffers],
+        *,
+        pinned: bool,
+        shared: bool,
     ) -> None:
         slots = {anchor.name: rows for anchor in memory.anchors}
         arrangement = Arrangement(memory, slots, Layout.PAGE_FIRST_DIRECT)
         self.rows = rows
-        self.arena: Arena = host_arena(arrangement.bytes, pinned)
+        self.arena: Arena = host_arena(arrangement.bytes, pinned, shared=shared)
         self.buffers = Buffers(arrangement, self.arena.data)
         self._homes = {anchor.name: homes[anchor.home] for anchor in memory.anchors}
         self._device = homes[Tier.DEVICE].data.device

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvtide.models.model import Decoder
 from kvtide.training.batches import PaddedBatch, SoftTargets, batches_of
@@ -128,10 +127,7 @@ class DraftTraining:
     def hidden(self, batch: PaddedBatch) -> list[Tensor]:
         """The draft's hidden states of every recurrent step."""
         embedding = self.target.embedding
-        tokens = [
-            functional.embedding(batch.ahead(1 + step), embedding).float()
-            for step in range(self._plan.recurrent)
-        ]
+        tokens = [embedding(batch.ahead(1 + step)).float() for step in range(self._plan.recurrent)]
         with self._mixed_precision():
             found: list[Tensor] = self.draft(batch.captured.float(), tokens)
         return found

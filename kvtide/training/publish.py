@@ -44,6 +44,12 @@ class TensorsInMemory:
             raise missing(Path("a draft in training"), name)
         return self._tensors[name]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.get(name).shape)
+
+    def get_rows(self, name: str, rows: range) -> Tensor:
+        return self.get(name)[rows.start : rows.stop]
+
     def stored(self, name: str) -> Stored:
         data = self._tensors[name].contiguous().view(torch.uint8).numpy().reshape(-1)
         shape = tuple(self._tensors[name].shape)

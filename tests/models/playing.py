@@ -114,7 +114,7 @@ class Player:
         before = None if first else topology.receive_hidden(model.carried(step.tokens))
         hidden = model.forward(step, before)
         topology.send_hidden(hidden)
-        if topology.is_logits_rank:
+        if topology.is_last_stage:
             return topology.broadcast_logits(model.logits(hidden))
         return topology.broadcast_logits(torch.empty(len(hidden), model.vocabulary))
 

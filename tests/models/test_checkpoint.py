@@ -65,6 +65,16 @@ def test_shards_come_back_as_one(tmp_path: Path) -> None:
     _same(open_checkpoint(tmp_path), model)
 
 
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": SHARD_BYTES}])
+def test_rows_are_those_of_the_whole_weight(tmp_path: Path, shards: dict[str, object]) -> None:
+    model = _tiny(dtype=torch.bfloat16)
+    weights = open_checkpoint(_saved(tmp_path, model, **shards)).weights
+    for name, tensor in model.state_dict().items():
+        assert weights.shape(name) == tuple(tensor.shape)
+        for rows in (range(5), range(7, len(tensor)), range(3, 4)):
+            assert torch.equal(weights.get_rows(name, rows), tensor[rows.start : rows.stop])
+
+
 def test_only_the_files_of_a_tokenizer_are_named(tmp_path: Path) -> None:
     _saved(tmp_path, _tiny())
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -152,6 +162,8 @@ def test_a_missing_tensor_is_refused_by_name(tmp_path: Path, smollm2: Checkpoint
         assert not found.weights.has("model.layers.99.mlp.up_proj.weight")
         with pytest.raises(CheckpointError, match=r"no tensor model.layers.99.mlp.up_proj.weight"):
             found.weights.get("model.layers.99.mlp.up_proj.weight")
+        with pytest.raises(CheckpointError, match=r"no tensor model.layers.99.mlp.up_proj.weight"):
+            found.weights.get_rows("model.layers.99.mlp.up_proj.weight", range(2))
 
 
 # -- fingerprints --------------------------------------------------------------------------------

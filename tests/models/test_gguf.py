@@ -58,6 +58,11 @@ def test_stored_numbers_are_read_as_the_format_describes_them(
     read = read_tensor(file, "w")
     assert read.shape == shape
     np.testing.assert_array_equal(read.float().numpy().reshape(-1), scalar_values(form, data))
+    for rows in (range(3), range(4, 11), range(10, 11)):
+        part = read_tensor(file, "w", rows)
+        assert torch.equal(part, read[rows.start : rows.stop])
+        assert part.untyped_storage().nbytes() == part.nbytes
+        assert len(file.raw("w", rows)) == len(data) // 11 * len(rows)
 
 
 def test_half_precision_stays_as_it_is(tmp_path: Path) -> None:
@@ -251,6 +256,16 @@ def test_a_converted_model_is_the_model(tmp_path: Path, kind: str, tied: bool) -
     for name, tensor in state.items():
         assert torch.equal(checkpoint.weights.get(name), tensor), name
     assert torch.equal(_rebuilt(checkpoint, model), _logits(model))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_rows_are_those_of_the_whole_weight(tmp_path: Path, kind: str) -> None:
+    state = _state(_model(kind, tie_word_embeddings=False))
+    weights = open_checkpoint(_converted(tmp_path / "m.gguf", kind, state)).weights
+    for name, tensor in state.items():
+        assert weights.shape(name) == tuple(tensor.shape)
+        rows = range(len(tensor) // 3, len(tensor) - 2)
+        assert torch.equal(weights.get_rows(name, rows), weights.get(name)[rows.start : rows.stop])
 
 
 def test_biases_are_paired_like_their_rows(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_it_is_on_the_last_stage(name: str) -> None:
         assert not first.memory.pool(pool).layers and last.memory.pool(pool).layers
     draft = build_mtp(fields, weights, last)
     assert draft.captures == (last.memory.layers,)
-    assert len(last.embedding) == last.vocabulary
+    assert len(last.embedding.weight) == last.vocabulary
     with pytest.raises(SpecError, match=r"no pools for its .* with mtp=True, and the draft beside"):
         build_mtp(fields, weights, first)
 

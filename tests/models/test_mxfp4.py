@@ -78,6 +78,15 @@ def test_a_published_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path)
     torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-5)
 
 
+def test_a_range_of_experts_is_read_by_itself(tmp_path: Path) -> None:
+    weights = open_checkpoint(publish(tmp_path / "m")).weights
+    for name in EXPERTS:
+        whole = weights.get(f"model.layers.0.mlp.experts.{name}")
+        assert weights.shape(f"model.layers.0.mlp.experts.{name}") == tuple(whole.shape)
+        part = weights.get_rows(f"model.layers.0.mlp.experts.{name}", range(1, 3))
+        assert torch.equal(part, whole[1:3])
+
+
 def test_the_encoder_of_these_tests_is_near_what_it_encodes() -> None:
     weights = torch.randn(3, 64, 20, generator=torch.Generator().manual_seed(1))
     error = mxfp4.dequantise(*quantised(weights)) - weights

@@ -150,6 +150,25 @@ def test_one_checkpoint_holds_all_forms(tmp_path: Path, shards: int, method: obj
         assert found.get(name).dtype is tensor.dtype and torch.equal(found.get(name), tensor)
 
 
+def test_rows_are_those_of_the_whole_weight_in_every_form(tmp_path: Path) -> None:
+    # 300 rows are blocks of 128, 128 and 44.
+    eight, _ = eight_bits(300, 200, fp32 := scales_in_fp32(3, 2))
+    four, _ = four_bits(300, 64, powers := exponents(300, 2))
+    tensors = {
+        "a.weight": eight,
+        "a.weight_scale_inv": fp32,
+        "b.weight": four,
+        "b.scale": powers,
+        "c.weight": torch.randn(300, 8),
+    }
+    weights = write(tmp_path, tensors, V4).weights
+    for name, width in {"a.weight": 200, "b.weight": 64, "c.weight": 8}.items():
+        whole = weights.get(name)
+        assert weights.shape(name) == tuple(whole.shape) == (300, width)
+        for rows in (range(128), range(100, 260), range(128, 256), range(299, 300), range(3, 5)):
+            assert torch.equal(weights.get_rows(name, rows), whole[rows.start : rows.stop])
+
+
 def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Each value the nearest there is, with the largest of every block at 448."""
     rows, columns = weight.shape

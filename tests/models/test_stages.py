@@ -60,10 +60,11 @@ def test_stages_give_the_whole_models_bits(name: str, proves: Proves) -> None:
 
 
 class Asked:
-    """Weights of a checkpoint, and which of them were asked for."""
+    """Weights of a checkpoint, and which of them were asked for: whole, and by rows."""
 
     def __init__(self, weights: Weights) -> None:
         self.names = set[str]()
+        self.rows = dict[str, range]()
         self._weights = weights
 
     def get(self, name: str) -> Tensor:
@@ -72,6 +73,13 @@ class Asked:
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
+
+    def get_rows(self, name: str, rows: range) -> Tensor:
+        self.rows[name] = rows
+        return self._weights.get_rows(name, rows)
 
 
 def test_a_stage_reads_the_weights_of_its_own_layers_and_no_others() -> None:

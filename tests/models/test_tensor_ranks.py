@@ -12,28 +12,30 @@ from torch import Tensor
 
 from kvtide.engine.reachable_tensors import tensors
 from kvtide.layers.tensor_ranks import TensorRanks
+from kvtide.models import build
 from kvtide.spec import SpecError
 from tests.engine.restoring import ALL_NAMES
 from tests.models.playing import Player
-from tests.models.tiny import ours, prompt
+from tests.models.test_stages import Asked
+from tests.models.tiny import checkpoint, ours, prompt
 from tests.proofs import Proves
 
 TOKENS = 70
 
 
 class Meeting:
-    """Where so many ranks bring what is to be added up."""
+    """Where so many ranks bring what is to be added up, or put side by side."""
 
     def __init__(self, count: int) -> None:
         self._barrier = Barrier(count, timeout=60)
         self._brought: list[Tensor | None] = [None] * count
 
-    def total(self, rank: int, part: Tensor) -> Tensor:
+    def parts(self, rank: int, part: Tensor) -> list[Tensor]:
         self._brought[rank] = part.clone()
         self._barrier.wait()
         parts = [brought for brought in self._brought if brought is not None]
         self._barrier.wait()
-        return torch.stack(parts).sum(0)
+        return parts
 
     def leave(self) -> None:
         self._barrier.abort()
@@ -44,7 +46,10 @@ class Threads(TensorRanks):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        return self.meeting.total(self.rank, part)
+        return torch.stack(self.meeting.parts(self.rank, part)).sum(0)
+
+    def all_gather(self, columns: Tensor) -> Tensor:
+        return torch.cat(self.meeting.parts(self.rank, columns), dim=-1)
 
 
 def together(count: int) -> list[Threads]:
@@ -121,6 +126,27 @@ def test_a_rank_keeps_no_more_of_a_weight_than_its_share(name: str) -> None:
     assert kept
     views = [path for path, one in kept.items() if one.untyped_storage().nbytes() > one.nbytes]
     assert views == []
+
+
+@pytest.mark.parametrize(("name", "count"), [*((name, 2) for name in ALL_NAMES), *MORE])
+def test_a_rank_reads_and_keeps_the_rows_of_its_own_tokens(name: str, count: int) -> None:
+    """Of an embedding and a head; where tokens do not divide, the last rank has padding."""
+    saved, whole = checkpoint(name), ours(name)
+    assert whole.vocabulary % 2, "the last rank has fewer"
+    each = -(-whole.vocabulary // count)
+    tables = {"embedding": whole.embedding.weight, "head": whole.head.weight}
+    for rank in range(count):
+        asked = Asked(saved.weights)
+        model = build(saved.config, asked, page_tokens=16, ranks=TensorRanks(rank, count))
+        mine = range(rank * each, min(whole.vocabulary, (rank + 1) * each))
+        for table, weight in tables.items():
+            kept = getattr(model, table).weight
+            assert len(kept) == each and not kept[len(mine) :].any()
+            assert torch.equal(kept[: len(mine)], weight[mine.start : mine.stop])
+        tied = model.embedding.weight.data_ptr() == model.head.weight.data_ptr()
+        assert tied == (whole.embedding.weight.data_ptr() == whole.head.weight.data_ptr())
+        assert list(asked.rows.values()) == [mine] * (1 if tied else 2)
+        assert not asked.rows.keys() & asked.names
 
 
 def _first_row(rank: int, count: int, whole: int, part: int) -> int:

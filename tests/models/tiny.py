@@ -288,6 +288,12 @@ class Tensors:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def get_rows(self, name: str, rows: range) -> Tensor:
+        return self.tensors[name][rows.start : rows.stop]
+
 
 _ATTENTION_LAST = ["linear_attention", "full_attention", "full_attention"]
 

@@ -25,6 +25,7 @@ from aiohttp import web
 from kvtide.engine import Engine
 from kvtide.server.app import App
 from kvtide.server.engine_commands import Leader
+from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving, open_engine
@@ -107,7 +108,7 @@ class InProcess:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.service, self.app, self._runner = self.on_loop(self._open)
+        self.service, self.handoff, self.app, self._runner = self.on_loop(self._open)
         self.address, self.port = self._runner.addresses[0][:2]
         self.client = Client(self.address, self.port, settings.admin_key or settings.api_key)
 
@@ -129,13 +130,14 @@ class InProcess:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(run(), self._loop)
         return future.result(timeout=60)
 
-    async def _open(self) -> tuple[Service, App, web.AppRunner]:
+    async def _open(self) -> tuple[Service, ServerHandoff, App, web.AppRunner]:
         service = Service(Leader(self.serving.rank), self.settings.max_requests)
-        app = App(self.settings, self.serving, service)
+        handoff = ServerHandoff(service, self.serving.rank, self.settings.handoff)
+        app = App(self.settings, self.serving, service, handoff)
         runner = app.runner()
         await runner.setup()
         await web.TCPSite(runner, self.settings.address, self.settings.port).start()
-        return service, app, runner
+        return service, handoff, app, runner
 
     def settled(self) -> dict[str, Any]:
         """The cache's report once nothing runs, waits or moves; it must have nothing against it."""
@@ -156,6 +158,7 @@ class InProcess:
         return report
 
     def close(self) -> None:
+        self.handoff.close()
         self.on_loop(self.service.close)
         self.on_loop(self._runner.cleanup)
         self._loop.call_soon_threadsafe(self._loop.stop)

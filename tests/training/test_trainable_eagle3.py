@@ -60,7 +60,7 @@ def test_a_published_draft_gives_the_trained_logits_at_every_recurrent_step(
     captured = player.capturing.joined.pop()
     steps, end = 3, TOKENS - 6
     ahead = [torch.tensor([*tokens[1 + s :], *[0] * (1 + s)]) for s in range(steps)]
-    given = [functional.embedding(one, target.embedding)[None] for one in ahead]
+    given = [target.embedding(one)[None] for one in ahead]
     with torch.no_grad():
         hidden = trained(captured[None], given)
         wanted = [trained.logits(one)[0] for one in hidden]

@@ -335,7 +335,7 @@ def test_the_loss_is_that_of_a_count_by_hand(
         known_tokens = states.tokens[span].tolist()
         ahead = [torch.tensor([*known_tokens[1 + s :], *[0] * (1 + s)]) for s in (0, 1)]
         with torch.no_grad():
-            hidden = draft(states.captured[None, span], [model.embedding[a][None] for a in ahead])
+            hidden = draft(states.captured[None, span], [model.embedding(a)[None] for a in ahead])
             said = [draft.logits(step)[0].log_softmax(-1) for step in hidden]
         for step in (0, 1):
             for predicted in range(max(prompted, 2 + step), length):

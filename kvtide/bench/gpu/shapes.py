@@ -72,6 +72,14 @@ class RandomWeights:
         values = torch.empty(shape, dtype=self._dtype, device=self._device)
         return values.normal_(std=shape[-1] ** -0.5, generator=self._generator)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._shape(name)
+        assert shape is not None, name
+        return shape
+
+    def get_rows(self, name: str, rows: range) -> Tensor:
+        return self.get(name)[rows.start : rows.stop]
+
     def _shape(self, name: str) -> tuple[int, ...] | None:
         found = (shape for pattern, shape in self._shapes.items() if pattern.fullmatch(name))
         return next(found, None)

@@ -20,7 +20,6 @@ import numpy as np
 from kvtide.cache import Receipt, TieredCache
 from kvtide.engine.handoff.handoff_state import HandoffState, IncomingHandoff
 from kvtide.engine.handoff.messages import (
-    Abort,
     Ask,
     Done,
     Failed,
@@ -29,6 +28,7 @@ from kvtide.engine.handoff.messages import (
     PagePlaces,
     Reserve,
     Silent,
+    StopWriting,
     Written,
 )
 from kvtide.engine.handoff.request_fields import request_fields
@@ -220,14 +220,12 @@ class IncomingHandoffs:
         tokens, names = len(request.params.tokens), self._cache.index.anchor_names
         places: list[PagePlaces] = []
         of_anchors: dict[str, list[int]] = {}
-        for number, taken in enumerate(receipt.places):
-            of_anchors.setdefault(names[taken.cell % len(names)], []).append(number)
+        for number, place in enumerate(receipt.places):
+            of_anchors.setdefault(names[place.cell % len(names)], []).append(number)
         for anchor, numbers in of_anchors.items():
             taken = [receipt.places[number] for number in numbers]
-            pages, slots = (
-                np.array([getattr(one, name) for one in taken], np.int32)
-                for name in ("page", "slot")
-            )
+            pages = np.array([place.page for place in taken], np.int32)
+            slots = np.array([place.slot for place in taken], np.int32)
             assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
             places.append(PagePlaces(anchor, numbers[0], pages, slots))
         assert receipt.tail_row is not None
@@ -236,9 +234,7 @@ class IncomingHandoffs:
             Reserve(room, receipt.epoch, tokens, receipt.boundary, tuple(places), receipt.tail_row),
         )
 
-    def _give_up(
-        self, request: Request, state: HandoffState, reason: str, *, silent: bool
-    ) -> None:
+    def _give_up(self, request: Request, state: HandoffState, reason: str, *, silent: bool) -> None:
         """End a handoff early: its slots are quarantined until the peer is silent."""
         handoff, receipt = _of(request), _of(request).receipt
         handoff.reason = reason
@@ -254,7 +250,7 @@ class IncomingHandoffs:
             if silent or unsent:
                 self._silent(receipt.epoch)
             else:
-                self.outbox(handoff.source.peer, Abort(handoff.source.room, receipt.epoch))
+                self.outbox(handoff.source.peer, StopWriting(handoff.source.room, receipt.epoch))
         elif not handoff.source.asks:
             self.outbox(handoff.source.peer, Done(handoff.source.room))
         self._end(request, state)

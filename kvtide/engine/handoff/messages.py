@@ -1,6 +1,6 @@
 """What a decode server and a prefill server tell each other about one handoff.
 
-    decode ──▶ prefill   Ask, Reserve, Abort, Done
+    decode ──▶ prefill   Ask, Reserve, StopWriting, Done
     prefill ──▶ decode   Written, First, Failed, Silent
 
 A *room* names the handoff on both sides. An *epoch* names the slots that the decode side took for
@@ -62,7 +62,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class StopWriting:
     """Write no more for this epoch, and answer `Silent`."""
 
     room: str
@@ -117,16 +117,16 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """No byte comes any more for this epoch; answers `Abort`."""
+    """No byte comes any more for this epoch; answers `StopWriting`."""
 
     room: str
     epoch: int
 
 
-Message = Ask | Reserve | Abort | Done | Written | First | Failed | Silent
+Message = Ask | Reserve | StopWriting | Done | Written | First | Failed | Silent
 _KINDS: dict[str, Any] = {
     kind.__name__.lower(): kind
-    for kind in (Ask, Reserve, Abort, Done, Written, First, Failed, Silent)
+    for kind in (Ask, Reserve, StopWriting, Done, Written, First, Failed, Silent)
 }
 
 

@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.handoff.messages import Abort, Done, First, Message, Numbers, Reserve
+from kvtide.engine.handoff.messages import Done, First, Message, Numbers, Reserve, StopWriting
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport
 from kvtide.engine.request import Finish, Request
@@ -45,6 +45,7 @@ class OutgoingHandoff:
     sent      numbers of places that were given to the sender
     lease     once the request has ended, the one that keeps its pages
     released  the peer needs nothing more
+    unclaimed since when the prompt is computed and no peer has come for it
     in_flight jobs of the sender; its thread counts them down
     """
 
@@ -58,6 +59,7 @@ class OutgoingHandoff:
     first: First | None = None
     failed: bool = False
     released: bool = False
+    unclaimed: float | None = None
     in_flight: int = 0
 
     @property
@@ -146,7 +148,7 @@ class OutgoingHandoffs:
                 reason = "too many reservations wait for their requests"
                 self.report(RankReport("failed", message.room, message.epoch, reason=reason))
             return None
-        if isinstance(message, Abort):
+        if isinstance(message, StopWriting):
             return self._abort(message)
         return self._release(message.room) if isinstance(message, Done) else None
 
@@ -165,7 +167,17 @@ class OutgoingHandoffs:
             self.writer.drop_peer(peer)
         return given_up
 
-    def _abort(self, message: Abort) -> Request | None:
+    def expire(self, now: float, timeout_s: float) -> None:
+        """Release computed prompts that no peer came for within `timeout_s`."""
+        for room, handoff in list(self._rooms.items()):
+            if handoff.request.finish is None or handoff.reserve is not None:
+                continue
+            if handoff.unclaimed is None:
+                handoff.unclaimed = now
+            elif now - handoff.unclaimed > timeout_s:
+                self._release(room)
+
+    def _abort(self, message: StopWriting) -> Request | None:
         room, epoch = message.room, message.epoch
         self._early.pop(room, None)
 

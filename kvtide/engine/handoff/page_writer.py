@@ -18,7 +18,7 @@ from kvtide.tiers.manifest import PAGES, TAIL, MemoryManifest
 from kvtide.tiers.pairing import Pairing, pair
 from kvtide.tiers.row_copies import RegionRuns, RowCopy, expand
 from kvtide.transfer.peer.page_sender import OnDone, OnSilent, PageSender, SendJob
-from kvtide.transfer.peer.transport import Descriptor, Link, Region, Transport, WriteBatch
+from kvtide.transfer.peer.transport import Descriptor, PeerLink, Region, Transport, WriteBatch
 
 Numbers = npt.NDArray[np.integer]
 
@@ -47,7 +47,7 @@ class PageWrite(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Peer:
     pairing: Pairing
-    links: Sequence[Link]
+    links: Sequence[PeerLink]
 
 
 class PageWriter:
@@ -120,12 +120,11 @@ class PageWriter:
     ) -> None:
         """Queue the writes; raises `DestinationError` for pages or slots that do not exist."""
         known = self._peers[peer]
-        batches: list[tuple[Link, WriteBatch]] = []
+        batches: list[tuple[PeerLink, WriteBatch]] = []
         for target, link in enumerate(known.links):
             copies = known.pairing.copies(self._own, target, work.area)
             runs = RegionRuns.joined(
-                expand(copies, work.tables, one.anchor, one.pages, one.slots)
-                for one in work.places
+                expand(copies, work.tables, one.anchor, one.pages, one.slots) for one in work.places
             )
             batches += [(link, batch) for batch in self._batches(runs)]
         job = SendJob(work.room, work.epoch, batches, on_done, when_ready, self._timeout_s)

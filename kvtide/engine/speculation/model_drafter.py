@@ -307,16 +307,17 @@ class ModelDrafter:
         """One more draft for each, the same on all ranks."""
         device = self._cache.config.torch_device
         tokens = torch.empty(len(active), dtype=torch.int64, device=device)
-        if self._topology.is_logits_rank:
-            assert self.model is not None and hidden is not None, "it has the last stage"
-            tokens = self._sampled(self.model, active, hidden)
+        if self.model is not None and hidden is not None:
+            logits = self.model.logits(hidden)
+            if self._topology.is_logits_rank:
+                tokens = self._sampled(self.model, active, logits)
         chosen = self._topology.broadcast_logits(tokens).tolist()
         for each, token in zip(active, chosen, strict=True):
             each.drafts.append(token)
 
-    def _sampled(self, draft: DraftModel, active: Sequence[_Drafting], hidden: Tensor) -> Tensor:
+    def _sampled(self, draft: DraftModel, active: Sequence[_Drafting], logits: Tensor) -> Tensor:
         """The next draft of each, with the noise of the target's tokens."""
-        logits, vocabulary = draft.logits(hidden), draft.vocabulary
+        vocabulary = draft.vocabulary
         if all(is_greedy(each.request.params.sampling) for each in active):
             best = logits.argmax(-1)
             return best if vocabulary is None else vocabulary[best]

@@ -69,15 +69,19 @@ class GGUF:
         }
         self._check_whole()
 
-    def raw(self, name: str) -> Bytes:
-        """A tensor's bytes as they are stored: a view of the file."""
+    def raw(self, name: str, rows: range | None = None) -> Bytes:
+        """The stored bytes of a tensor, or of these rows of it: a view of the file."""
         tensor = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.offset)
+        whole = np.frombuffer(self._map, np.uint8, tensor.bytes, tensor.offset)
+        if rows is None:
+            return whole
+        row_bytes = tensor.bytes // tensor.shape[0]
+        return whole[rows.start * row_bytes : rows.stop * row_bytes]
 
-    def floats(self, name: str) -> Floats:
-        """A tensor as float32, in memory of its own."""
+    def floats(self, name: str, rows: range | None = None) -> Floats:
+        """A tensor, or these rows of it, as float32, in memory of its own."""
         tensor = self.tensors[name]
-        return dequantise(self.raw(name), tensor.form).reshape(tensor.shape)
+        return dequantise(self.raw(name, rows), tensor.form).reshape(-1, *tensor.shape[1:])
 
     def _check_whole(self) -> None:
         parts = self.metadata.count("split.count", 1)

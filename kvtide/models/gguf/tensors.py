@@ -9,10 +9,12 @@ from kvtide.models.gguf.gguf_file import GGUF
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_tensor(file: GGUF, name: str) -> torch.Tensor:
-    """A tensor in memory of its own: in its own dtype, float32 where it is quantised."""
-    tensor = file.tensors[name]
-    dtype = _DTYPES.get(tensor.form.name)
+def read_tensor(file: GGUF, name: str, rows: range | None = None) -> torch.Tensor:
+    """A tensor, or these rows of it, in memory of its own: in its own dtype, float32 where it is
+    quantised."""
+    dtype = _DTYPES.get(file.tensors[name].form.name)
     if dtype is None:
-        return torch.from_numpy(file.floats(name))
-    return torch.from_numpy(file.raw(name).copy()).view(dtype).reshape(tensor.shape)
+        return torch.from_numpy(file.floats(name, rows))
+    count, *row = file.tensors[name].shape
+    shape = (count if rows is None else len(rows), *row)
+    return torch.from_numpy(file.raw(name, rows).copy()).view(dtype).reshape(shape)

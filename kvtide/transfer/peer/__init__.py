@@ -5,7 +5,7 @@
 `shm`                   one machine: the receiver's host arena is shared memory
 `mooncake_engine`       Mooncake's TransferEngine: TCP or RDMA
 `nixl_agent`            NIXL over UCX
-`row_copies`            many small rows on a CPU
+`cpu_copies`            many small rows on a CPU
 `page_sender`           one thread that writes for all rooms, in order, within a quota
 `channel`               authenticated messages between two processes
 `transport_conformance` does a transport keep the rules

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvtide.transfer.direct import MAX_COPIES, MAX_IN_FLIGHT, BatchedCopies, DirectUnavailableError
-from kvtide.transfer.peer.row_copies import joined
+from kvtide.transfer.peer.cpu_copies import joined
 from kvtide.transfer.peer.transport import Column, TransportError, TransportUnavailableError
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtide.transfer.peer.send_quota import SendQuota
-from kvtide.transfer.peer.transport import Link, PendingWrite, TransportError, WriteBatch
+from kvtide.transfer.peer.transport import PeerLink, PendingWrite, TransportError, WriteBatch
 
 log = logging.getLogger("kvtide")
 
@@ -65,7 +65,7 @@ class SendJob:
 
     room: Room
     epoch: int
-    batches: Sequence[tuple[Link, WriteBatch]]
+    batches: Sequence[tuple[PeerLink, WriteBatch]]
     on_done: OnDone
     when_ready: Callable[[], bool] = _at_once
     timeout_s: float = 10.0
@@ -99,7 +99,7 @@ class SenderStats:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    link: Link
+    link: PeerLink
     batch: WriteBatch
     pending: PendingWrite | None = None
 

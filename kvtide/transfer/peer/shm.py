@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from kvtide.tiers.arena import REGISTER_PORTABLE_MAPPED, Cudart
+from kvtide.transfer.peer.cpu_copies import copies
 from kvtide.transfer.peer.device_copies import DeviceCopies
 from kvtide.transfer.peer.process_watch import OtherMachineError, ProcessIdentity, ProcessWatch
-from kvtide.transfer.peer.row_copies import copies
 from kvtide.transfer.peer.transport import (
     Descriptor,
     Landed,

@@ -1,7 +1,7 @@
 """What a transport is: one process writes rows into memory that another process exposes.
 
 The *receiver* owns memory and exposes it: `expose` gives a descriptor, plain JSON, which travels to
-the *sender* over a channel. The sender opens a `Link` with it and writes batches of rows. The
+the *sender* over a channel. The sender opens a `PeerLink` with it and writes batches of rows. The
 receiver's CPU and GPU take no part, and no message announces the bytes: the sender says over the
 channel what has landed.
 
@@ -174,7 +174,7 @@ class PendingWrite(Protocol):
         """
 
 
-class Link(Protocol):
+class PeerLink(Protocol):
     """The way to one receiver. Used by one thread at a time."""
 
     def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
@@ -207,7 +207,7 @@ class Transport(Protocol):
     def register(self, regions: Sequence[Region]) -> None:
         """Sender: the memory that sources lie in."""
 
-    def connect(self, descriptor: Descriptor) -> Link:
+    def connect(self, descriptor: Descriptor) -> PeerLink:
         """Sender: the way to exposed memory; TransportError, silent, if there is none."""
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class TransportSettings:
     stall_s: float = 2.0
 
 
-def write(link: Link, batch: WriteBatch, timeout_s: float) -> None:
+def write(link: PeerLink, batch: WriteBatch, timeout_s: float) -> None:
     """Write and wait for the end; raises TransportError."""
     pending = link.begin(batch, timeout_s)
     pause_s = _FIRST_PAUSE_S

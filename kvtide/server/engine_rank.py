@@ -1,0 +1,20 @@
+"""One rank of a server: what engine commands are applied to."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvtide.engine import Engine, RankTopology
+from kvtide.server.handoff.rank_handoff import RankHandoff
+from kvtide.transfer.store_link import StoreLink
+
+
+@dataclass(slots=True)
+class EngineRank:
+    """Its engine, its topology, the stores that it is opening, by number, and its handoffs."""
+
+    engine: Engine
+    topology: RankTopology = field(default_factory=RankTopology)
+    openings: dict[int, Future[StoreLink]] = field(default_factory=dict)
+    handoff: RankHandoff | None = None
