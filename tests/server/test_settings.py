@@ -119,6 +119,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "handoff_transport": ("nixl", "nixl"),
     "handoff_min_tokens": ("0", 0),
     "handoff_timeout_seconds": ("2.5", 2.5),
+    "handoff_bytes_per_second": ("2GB", 2 * GB),
     "handoff_secret_file": (__file__, __file__),
     "chunk_tokens": ("128", 128),
     "max_running": ("3", 3),
