@@ -29,6 +29,7 @@ from kvtide.engine import (
     SamplingParams,
     Update,
 )
+from kvtide.server.ranks.step_watch import StepClock
 from kvtide.server.setup.store_setup import close_when_open, in_thread, open_link
 from kvtide.spec import Tier
 from kvtide.storage import Removed, StoreError
@@ -41,11 +42,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(slots=True)
 class EngineRank:
-    """One rank: its engine, its topology, and the stores that it is opening, by number."""
+    """One rank: its engine, its topology, and the stores that it is opening, by number.
+
+    `clock` runs during steps.
+    """
 
     engine: Engine
     topology: RankTopology = field(default_factory=RankTopology)
     openings: dict[int, Future[StoreLink]] = field(default_factory=dict)
+    clock: StepClock = field(default_factory=StepClock)
 
 
 class EngineCommand(Protocol[T_co]):
@@ -83,7 +88,8 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class RunStep:
     def apply(self, rank: EngineRank) -> list[Update]:
-        return rank.engine.step()
+        with rank.clock:
+            return rank.engine.step()
 
 
 # -- the cache and its store ------------------------------------------------------------------
