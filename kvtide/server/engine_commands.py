@@ -28,13 +28,9 @@ from kvtide.engine import (
     SamplingParams,
     Update,
 )
-<<<<<<< HEAD
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.peer_commands import PEER_COMMANDS
-=======
-from kvtide.server.ranks.step_watch import StepClock
->>>>>>> h-ranks
 from kvtide.server.setup.store_setup import close_when_open, in_thread, open_link
 from kvtide.spec import Tier
 from kvtide.storage import Removed, StoreError
@@ -45,22 +41,6 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-<<<<<<< HEAD
-=======
-@dataclass(slots=True)
-class EngineRank:
-    """One rank: its engine, its topology, and the stores that it is opening, by number.
-
-    `clock` runs during steps.
-    """
-
-    engine: Engine
-    topology: RankTopology = field(default_factory=RankTopology)
-    openings: dict[int, Future[StoreLink]] = field(default_factory=dict)
-    clock: StepClock = field(default_factory=StepClock)
-
-
->>>>>>> h-ranks
 class EngineCommand(Protocol[T_co]):
     def apply(self, rank: EngineRank) -> T_co:
         """Apply the command to one rank; all other ranks apply it to theirs."""
