@@ -68,13 +68,21 @@ class IncomingHandoffs:
         self._requests[request.number] = request
 
     def poll(self) -> None:
-        """Take slots for requests that wait for them, once per step; send what may be sent."""
-        for request in list(self._requests.values()):
-            if _of(request).state is HandoffState.OFFERED and request.settled:
-                self._try_to_reserve(request)
+        """Take slots for requests that wait for them, once per step; send what may be sent.
+
+        The first that finds no room gets it before all others: small prompts do not overtake it.
+        """
+        offered = [each for each in self._requests.values() if self._may_reserve(each)]
+        has_room = True
+        for request in sorted(offered, key=lambda each: (-each.params.priority, each.number)):
+            has_room = self._try_to_reserve(request, has_room=has_room)
         for request in [each for each in self._unsent if _receipt(each).ready]:
             self._unsent.remove(request)
             self._send_reserve(request)
+
+    @staticmethod
+    def _may_reserve(request: Request) -> bool:
+        return _of(request).state is HandoffState.OFFERED and request.settled
 
     def resume(self, request: Request) -> SampledToken | None:
         """The request was admitted: copy its tail to the lease's slots.
@@ -141,7 +149,7 @@ class IncomingHandoffs:
 
     def _written(self, request: Request, message: Written) -> None:
         handoff, receipt = _of(request), _receipt(request)
-        numbers = [n for n in message.numbers if n not in receipt.landed]
+        numbers = [n for n in dict.fromkeys(message.numbers) if n not in receipt.landed]
         if not all(0 <= number < len(receipt.places) for number in numbers):
             reason = "the peer wrote pages that were not asked for"
             return self._give_up(request, HandoffState.FAILED, reason, silent=False)
@@ -173,7 +181,7 @@ class IncomingHandoffs:
         del self._by_epoch[receipt.epoch]
         handoff.move(HandoffState.LANDED)
         self.handed_tokens += handoff.tokens
-        self.outbox(handoff.source.peer, Done(handoff.source.room))
+        self.outbox(handoff.source.peer, Done(handoff.source.room, receipt.epoch))
         return None
 
     def _silent(self, epoch: int) -> None:
@@ -183,24 +191,24 @@ class IncomingHandoffs:
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _try_to_reserve(self, request: Request) -> None:
-        """Take slots, or decline, or leave the request waiting."""
+    def _try_to_reserve(self, request: Request, *, has_room: bool) -> bool:
+        """Take slots, or decline, or leave the request waiting; whether others may find room."""
         handoff, receiving, prompt = _of(request), self._receiving, request.prompt
         missing = receiving.missing_tokens(prompt)
         if missing < max(1, self._min_tokens):
-            return self._decline(request, f"{missing} tokens are missing here")
-        if request.params.alone or not receiving.can_ever_fit(prompt):
-            return self._decline(request, "the prompt cannot be received here")
-        if any(receiving.brings(receipt, prompt) for receipt in self._receipts()):
-            return None  # Another handoff brings a part of it: ask for the rest.
-        receipt = receiving.begin(prompt)
-        if receipt is None:
-            return None
-        handoff.receipt = receipt
-        handoff.move(HandoffState.RESERVED)
-        self._by_epoch[receipt.epoch] = request
-        self._unsent.append(request)
-        return None
+            self._decline(request, f"{missing} tokens are missing here")
+        elif request.params.alone or not receiving.can_ever_fit(prompt):
+            self._decline(request, "the prompt cannot be received here")
+        elif any(receiving.brings(receipt, prompt) for receipt in self._receipts()):
+            pass  # Another handoff brings a part of it: ask for the rest.
+        elif not has_room or (receipt := receiving.begin(prompt)) is None:
+            return False
+        else:
+            handoff.receipt = receipt
+            handoff.move(HandoffState.RESERVED)
+            self._by_epoch[receipt.epoch] = request
+            self._unsent.append(request)
+        return has_room
 
     def _receipts(self) -> list[Receipt]:
         return [_receipt(request) for request in self._by_epoch.values()]
@@ -237,6 +245,7 @@ class IncomingHandoffs:
     def _give_up(self, request: Request, state: HandoffState, reason: str, *, silent: bool) -> None:
         """End a handoff early: its slots are quarantined until the peer is silent."""
         handoff, receipt = _of(request), _of(request).receipt
+        (peer, room, asks), unsent = handoff.source, request in self._unsent
         handoff.reason = reason
         if receipt is not None and handoff.state is HandoffState.LANDED:
             self._receiving.drop_tail(receipt)
@@ -244,15 +253,15 @@ class IncomingHandoffs:
             del self._by_epoch[receipt.epoch]
             self._receiving.abandon(receipt)
             self._quarantined[receipt.epoch] = receipt
-            unsent = request in self._unsent
             if unsent:
                 self._unsent.remove(request)
             if silent or unsent:
                 self._silent(receipt.epoch)
-            else:
-                self.outbox(handoff.source.peer, StopWriting(handoff.source.room, receipt.epoch))
-        elif not handoff.source.asks:
-            self.outbox(handoff.source.peer, Done(handoff.source.room))
+        if receipt is None or unsent:
+            if not asks:  # A router has sent the prompt to the peer.
+                self.outbox(peer, Done(room))
+        elif handoff.state is not HandoffState.LANDED:
+            self.outbox(peer, (Done if silent else StopWriting)(room, receipt.epoch))
         self._end(request, state)
 
     def _end(self, request: Request, state: HandoffState) -> None:
