@@ -22,7 +22,7 @@ from kvtide.cache.hardware import Hardware
 from kvtide.index import Import, Index, Prompt, WantedPages
 from kvtide.index.match.match import deepest_boundary, missing_pages
 from kvtide.index.tree.holds import Taken
-from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.spec import ModelMemory, Tier
 
 MAX_HOST_FRACTION = 0.5
 """The most of the host's slots that all receipts and fetches together take."""
@@ -114,11 +114,19 @@ class Receiving:
         return receipt
 
     def can_ever_fit(self, prompt: Prompt) -> bool:
-        """Whether the host is large enough to receive all of a prompt's pages."""
-        pages = -(-prompt.tokens // self._memory.page_tokens)
-        histories = (anchor for anchor in self._memory.anchors if anchor.reuse.reach is ALL)
-        most = (self._index.capacity(Tier.HOST, a.name) * MAX_HOST_FRACTION for a in histories)
-        return self._tails is not None and all(pages <= limit for limit in most)
+        """Whether the host can receive what a prompt lacks, beside what is quarantined now: nothing
+        says when that ends. Waiting makes room of all else."""
+        index, memory, outline = self._index, self._memory, self._index.outline(prompt)
+        rows = 0 if self._tails is None else self._tails.rows
+        if rows <= sum(each.tail_row is not None for each in self._quarantined.values()):
+            return False
+        for anchor, missing in missing_pages(memory, outline.limit, outline.held):
+            reach = memory.pool(anchor).reuse.reach_pages(memory.page_tokens)
+            pages = outline.limit if reach is None else min(reach, outline.limit)
+            slots, lost = index.capacity(Tier.HOST, anchor), self._quarantined_slots(anchor)
+            if pages > slots - lost or len(missing) > _most(slots) - lost:
+                return False
+        return True
 
     def brings(self, receipt: Receipt, prompt: Prompt) -> bool:
         """Whether a receipt brings pages that this prompt has yet to get."""
@@ -131,7 +139,7 @@ class Receiving:
         names = [want.anchor for want in wanted]
         return all(
             names.count(name) + self._index.importing_pages(name)
-            <= max(1, MAX_HOST_FRACTION * self._index.capacity(Tier.HOST, name))
+            <= _most(self._index.capacity(Tier.HOST, name))
             for name in set(names)
         )
 
@@ -190,6 +198,11 @@ class Receiving:
         """Receipts whose peer may still write, by epoch."""
         return self._quarantined
 
+    def _quarantined_slots(self, anchor: str) -> int:
+        names, receipts = self._index.anchor_names, self._quarantined.values()
+        taken = (one for each in receipts for one in each.arriving.taken)
+        return sum(names[one.cell % len(names)] == anchor for one in taken)
+
     @property
     def quarantined_slots(self) -> int:
         return sum(len(receipt.arriving.taken) for receipt in self._quarantined.values())
@@ -217,3 +230,8 @@ class Receiving:
         for receipt in self._quarantined.values():
             if receipt.arriving.lease.live:
                 yield f"abandoned receipt {receipt.epoch} still pins pages"
+
+
+def _most(slots: int) -> float:
+    """How many of the host's slots receipts and fetches may have."""
+    return max(1, MAX_HOST_FRACTION * slots)

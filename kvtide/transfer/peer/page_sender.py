@@ -131,6 +131,7 @@ class _RoomState:
     ended     the last epoch that takes no more jobs, and the reason
     unsilent  epochs of which bytes may still land
     waiting   who cancelled, and which epoch
+    on_forgotten  what follows once the room is forgotten
     """
 
     room: Room
@@ -141,6 +142,7 @@ class _RoomState:
     unsilent: set[int] = field(default_factory=set)
     waiting: list[tuple[int, OnSilent]] = field(default_factory=list)
     forgotten: bool = False
+    on_forgotten: list[Callable[[], None]] = field(default_factory=list)
 
     def end(self, epoch: int, reason: str) -> None:
         if self.ended is None or epoch > self.ended:
@@ -161,6 +163,7 @@ class PageSender:
             wanted = int(bytes_per_s * QUOTA_PART_S)
             self._part_bytes = min(PART_BYTES, max(MIN_PART_BYTES, wanted))
         self._rooms: dict[Room, _RoomState] = {}
+        self._unsilent: dict[Room, set[int]] = {}
         self._busy: dict[Room, _RoomState] = {}
         self._in_flight: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
@@ -185,9 +188,17 @@ class PageSender:
         """
         self._call(lambda: self._cancel(room, epoch, on_silent))
 
-    def forget(self, room: Room) -> None:
-        """The room is over, and its number may be used anew."""
-        self._call(lambda: self._forget(room))
+    def forget(self, room: Room, on_forgotten: Callable[[], None] = lambda: None) -> None:
+        """The room is over, and its number may be used anew.
+
+        `on_forgotten` comes after all other calls of the room. Epochs of which bytes may still land
+        are remembered: a later `cancel` does not call them silent.
+        """
+        self._call(lambda: self._forget(room, on_forgotten))
+
+    def run(self, command: Callable[[], None]) -> None:
+        """Run a command on the sender's thread, between two writes."""
+        self._call(lambda: self._guarded(command))
 
     def stats(self) -> SenderStats:
         return SenderStats(busy_s=self._busy_s, **self._counts)
@@ -211,7 +222,9 @@ class PageSender:
     # -- commands -----------------------------------------------------------------------------
 
     def _state(self, room: Room) -> _RoomState:
-        return self._rooms.setdefault(room, _RoomState(room))
+        if room not in self._rooms:
+            self._rooms[room] = _RoomState(room, unsilent=self._unsilent.pop(room, set()))
+        return self._rooms[room]
 
     def _accept(self, job: SendJob) -> None:
         state = self._state(job.room)
@@ -231,10 +244,11 @@ class PageSender:
             state.active.fail(CANCELLED, silent=True)
         self._settle(state)
 
-    def _forget(self, room: Room) -> None:
-        if room in self._rooms:
-            self._rooms[room].forgotten = True
-            self._settle(self._rooms[room])
+    def _forget(self, room: Room, on_forgotten: Callable[[], None]) -> None:
+        state = self._state(room)
+        state.forgotten = True
+        state.on_forgotten.append(on_forgotten)
+        self._settle(state)
 
     def _close_all(self) -> None:
         for state in list(self._busy.values()):
@@ -260,7 +274,14 @@ class PageSender:
         if not state.queue:
             self._busy.pop(state.room, None)
             if state.forgotten:
-                self._rooms.pop(state.room, None)
+                self._drop(state)
+
+    def _drop(self, state: _RoomState) -> None:
+        self._rooms.pop(state.room, None)
+        if state.unsilent:
+            self._unsilent[state.room] = state.unsilent
+        for call in state.on_forgotten:
+            self._guarded(call)
 
     def _report(self, job: SendJob, error: str | None, silent: bool) -> None:
         kind = "jobs_failed"
