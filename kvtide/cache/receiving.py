@@ -19,9 +19,8 @@ from functools import partial
 
 from kvtide.cache.agreed_events import AgreedEvents
 from kvtide.cache.hardware import Hardware
-from kvtide.index import Import, Index, Prompt, WantedPages
+from kvtide.index import Import, Index, Prompt, Taken, WantedPages
 from kvtide.index.match.match import deepest_boundary, missing_pages
-from kvtide.index.tree.holds import Taken
 from kvtide.spec import ModelMemory, Tier
 
 MAX_HOST_FRACTION = 0.5
@@ -199,9 +198,9 @@ class Receiving:
         return self._quarantined
 
     def _quarantined_slots(self, anchor: str) -> int:
-        cell = self._index.tree.cell(Tier.HOST, self._index.anchor_names.index(anchor))
-        receipts = self._quarantined.values()
-        return sum(one.cell == cell for each in receipts for one in each.arriving.taken)
+        names, receipts = self._index.anchor_names, self._quarantined.values()
+        taken = (one for each in receipts for one in each.arriving.taken)
+        return sum(names[one.cell % len(names)] == anchor for one in taken)
 
     @property
     def quarantined_slots(self) -> int:

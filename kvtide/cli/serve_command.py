@@ -23,12 +23,14 @@ from kvtide.engine import Engine
 from kvtide.server import settings
 from kvtide.server.app import App
 from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
-from kvtide.server.rank_processes import RankProcesses, WorkerLostError, freeze_gc
+from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.ranks.rank_processes import RankProcesses, WorkerLostError, freeze_gc
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.setup import engine_setup
 from kvtide.server.setup.engine_setup import Serving, check_ranks, open_engine
 from kvtide.spec import Tier
+from kvtide.transfer.peer.channel import ChannelError
 
 _POLL_S = 0.02
 CLOSE_S = 1.0
@@ -55,6 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     check_ranks(chosen)
     with RankProcesses(chosen) as workers:
         serving = _open(chosen, workers)
+        workers.watch_steps(serving.rank.clock)
         freeze_gc()
         _print_ready(serving, time.monotonic() - began)
         code, closed = asyncio.run(_serve(chosen, serving, workers))
@@ -102,7 +105,12 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
     """The exit code, and whether the store has closed."""
     leader = Leader(serving.rank)
     service = Service(leader, chosen.max_requests)
-    app = App(chosen, serving, service)
+    try:
+        handoff = ServerHandoff(service, serving.rank, chosen.handoff)
+    except ChannelError as error:
+        await service.close()
+        raise CommandError(f"{error}; choose another --handoff-host or --handoff-port") from None
+    app = App(chosen, serving, service, handoff)
     signals = _Signals()
     runner = app.runner()
     await runner.setup()
@@ -115,9 +123,12 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
                 f"cannot listen on {chosen.address}:{chosen.port} ({error.strerror}); choose "
                 "another --port, or 0 for any"
             ) from None
+        if handoff.sentence:
+            print(handoff.sentence, file=sys.stderr)
         print(f"listening on {_url(runner)}", file=sys.stderr, flush=True)
         await _serve_until(signals, app, service, chosen.drain_seconds, workers)
     finally:
+        await asyncio.to_thread(handoff.close)
         closed = await _close(leader, service, runner, workers, signals)
     return 1 if service.broken is not None else 0, closed
 

@@ -173,6 +173,13 @@ class Request:
         handed = self.handoff is None or not self.handoff.waits
         return self.settled and handed and (self.prefix_owner is None or self.prefix_owner.over)
 
+    def found_here(self, lease: Lease) -> dict[Tier, int]:
+        """Tokens that each tier gave, without those that a peer has just written to the host."""
+        found = dict(lease.by_tier)
+        if self.handoff is not None and self.handoff.tokens:
+            found[Tier.HOST] = max(0, found.get(Tier.HOST, 0) - self.handoff.tokens)
+        return found
+
     def append(self, sampled: SampledToken) -> None:
         """One more token of output."""
         self.output.append(sampled)

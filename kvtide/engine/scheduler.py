@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtide.cache import Lease, Tier, TieredCache
+from kvtide.cache import TieredCache
 from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
 from kvtide.engine.request import PrefixOwner, Request, RequestState
 from kvtide.engine.residency.hot_residency import GatherBudget
@@ -221,7 +221,7 @@ class Scheduler:
         request.lease, request.computed = lease, lease.cached_tokens
         del request.scores[request.computed :]
         if not request.reported:
-            request.by_tier, request.why = _found(request, lease), lease.why
+            request.by_tier, request.why = request.found_here(lease), lease.why
             request.reported = True
         request.admissions += 1
         request.state = RequestState.RUNNING
@@ -463,14 +463,6 @@ def _with_drafts(chunks: list[ScheduledChunk], left: int) -> Iterator[ScheduledC
         drafts = chunk.request.drafts[:left] if chunk.completes else ()
         left -= len(drafts)
         yield chunk._replace(drafts=drafts)
-
-
-def _found(request: Request, lease: Lease) -> dict[Tier, int]:
-    """Tokens that each tier gave, without those that a peer has just written to the host."""
-    found = dict(lease.by_tier)
-    if request.handoff is not None and request.handoff.tokens:
-        found[Tier.HOST] = max(0, found.get(Tier.HOST, 0) - request.handoff.tokens)
-    return found
 
 
 def _unnoticed(request: Request) -> None:

@@ -28,12 +28,19 @@ from aiohttp import web
 from kvtide.engine import RequestError
 from kvtide.server.cache_report import cache_report
 from kvtide.server.engine_commands import Flush
-from kvtide.server.error_responses import MAX_BODY_BYTES, error_object, error_response, refusal
-from kvtide.server.handoff.conventions import KV_TRANSFER, RouterConventions
+from kvtide.server.error_responses import (
+    MAX_BODY_BYTES,
+    error_object,
+    error_response,
+    http_log,
+    refusal,
+)
+from kvtide.server.handoff.conventions import KV_TRANSFER
+from kvtide.server.handoff.router_routes import RouterRoutes
+from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
 from kvtide.server.response_formatting import Delta, Json, ResponseFormatter, usage
-from kvtide.server.router_routes import RouterRoutes
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
@@ -52,7 +59,7 @@ class App:
 
     draining        new requests are refused
     open_requests   requests that are being answered
-    conventions     read what routers say of handoffs; they know where this server listens
+    handoff         the server's part in handoffs
     """
 
     def __init__(
@@ -60,9 +67,9 @@ class App:
         settings: Settings,
         serving: Serving,
         service: Service,
-        conventions: RouterConventions | None = None,
+        handoff: ServerHandoff,
     ) -> None:
-        self.conventions = conventions or RouterConventions(settings.handoff)
+        self._handoff = handoff
         self.draining = False
         self.open_requests = 0
         self._settings = settings
@@ -73,11 +80,11 @@ class App:
             serving.engine,
             serving.name,
             seeded=settings.deterministic,
-            handoffs=self.conventions.read,
+            handoffs=handoff.conventions.read,
         )
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)
-        self._routers = RouterRoutes(settings, serving.name, service, self.conventions)
+        self._routers = RouterRoutes(settings, serving.name, service, handoff.conventions)
         self._metrics = Metrics()
         service.listeners.append(self._metrics.ended)
 
@@ -87,6 +94,7 @@ class App:
             self._routes(),
             handler_cancellation=True,
             access_log=None,
+            logger=http_log,
             shutdown_timeout=SHUTDOWN_S,
         )
 
@@ -128,7 +136,8 @@ class App:
             # Long prompts take a while to tokenize and pack: neither the event loop nor the
             # engine's thread does it.
             parsed = await asyncio.to_thread(lambda: parse(read_json(raw)))
-            streams = await self._service.submit(parsed.choices)
+            choices = await self._handoff.hand_over(parsed.choices)
+            streams = await self._service.submit(choices)
             try:
                 return await self._respond(request, parsed, streams)
             finally:
@@ -144,7 +153,7 @@ class App:
             return await self._stream(request, parsed, formatter, streams)
         choices = await asyncio.gather(*(_collected(formatter, stream) for stream in streams))
         whole = formatter.whole(choices, self._usage(parsed, streams))
-        if (pages := self.conventions.answer(parsed.handoffs)) is not None:
+        if (pages := self._handoff.conventions.answer(parsed.handoffs)) is not None:
             whole[KV_TRANSFER] = pages
         return web.json_response(whole)
 
@@ -198,7 +207,8 @@ class App:
         return web.Response(body=text, content_type="text/plain", charset="utf-8")
 
     async def _cache(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._service.call(cache_report))
+        report = await self._service.call(cache_report)
+        return web.json_response(report | {"handoff": report["handoff"] | self._handoff.report()})
 
     async def _flush(self, request: web.Request) -> web.Response:
         named = request.query.get("tier", "all")

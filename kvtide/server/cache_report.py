@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from kvtide.engine import Engine
@@ -59,7 +60,27 @@ def cache_report(engine: Engine) -> dict[str, Any]:
         "skipped_backups": stats.skipped_backups,
         "sessions": stats.sessions,
         "storage": storage_report(stats.storage),
+        "handoff": handoff_report(engine),
         "violations": engine.cache.validate(),
+    }
+
+
+def handoff_report(engine: Engine) -> dict[str, Any]:
+    """Open handoffs by state, ended ones, and the slots that a peer may still write to."""
+    incoming, outgoing = engine.handoffs.incoming, engine.handoffs.outgoing
+    receiving, writer = engine.cache.receiving, outgoing.writer
+    return {
+        "incoming": {state.value: count for state, count in incoming.by_state.items()},
+        "incoming_ended": {state.value: count for state, count in incoming.ended.items()},
+        "handed_tokens": incoming.handed_tokens,
+        "quarantined": {
+            "handoffs": len(receiving.quarantined),
+            "slots": receiving.quarantined_slots,
+        },
+        "free_tail_rows": receiving.free_tail_rows,
+        "outgoing": len(outgoing.rooms),
+        "outgoing_ended": dict(outgoing.ended),
+        "sender": None if writer is None else asdict(writer.sender.stats()),
     }
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -21,31 +22,23 @@ import numpy as np
 from kvtide.cache import Namespace, TierError
 from kvtide.engine import (
     CheckedRequest,
-    Engine,
-    RankTopology,
     Request,
     RequestError,
     RequestParams,
     SamplingParams,
     Update,
 )
+from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
+from kvtide.server.engine_rank import EngineRank
+from kvtide.server.handoff.peer_commands import PEER_COMMANDS
 from kvtide.server.setup.store_setup import close_when_open, in_thread, open_link
 from kvtide.spec import Tier
 from kvtide.storage import Removed, StoreError
-from kvtide.transfer.store_link import StoreLink
 
 log = logging.getLogger("kvtide")
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-@dataclass(slots=True)
-class EngineRank:
-    """One rank: its engine, its topology, and the stores that it is opening, by number."""
-
-    engine: Engine
-    topology: RankTopology = field(default_factory=RankTopology)
-    openings: dict[int, Future[StoreLink]] = field(default_factory=dict)
 
 
 class EngineCommand(Protocol[T_co]):
@@ -83,7 +76,8 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class RunStep:
     def apply(self, rank: EngineRank) -> list[Update]:
-        return rank.engine.step()
+        with rank.clock:
+            return rank.engine.step()
 
 
 # -- the cache and its store ------------------------------------------------------------------
@@ -166,6 +160,8 @@ class CloseCache:
     timeout_s: float
 
     def apply(self, rank: EngineRank) -> bool:
+        if rank.handoff is not None:
+            rank.handoff.close()
         return rank.engine.cache.close(self.timeout_s)
 
 
@@ -174,6 +170,7 @@ COMMANDS: dict[str, Any] = {
     for command in (
         *(Submit, Abort, RunStep, Flush, CloseCache),
         *(OpenStore, IsStoreOpen, AbandonStore, AttachStore, DetachStore, ClearStore),
+        *PEER_COMMANDS,
     )
 }
 REFUSALS = (RequestError, StoreError, TierError)
@@ -221,9 +218,15 @@ def _request(values: dict[str, Any]) -> CheckedRequest:
             "stop_ids": frozenset(values["stop_ids"]),
             "stop": tuple(values["stop"]),
             "namespace": Namespace(*values["namespace"]),
+            "handoff_from": _optional(HandoffSource, values["handoff_from"]),
+            "handoff_to": _optional(HandoffTarget, values["handoff_to"]),
         }
     )
     return CheckedRequest(params, packed)
+
+
+def _optional(kind: Callable[..., T], values: Sequence[object] | None) -> T | None:
+    return None if values is None else kind(*values)
 
 
 # -- leading and following --------------------------------------------------------------------

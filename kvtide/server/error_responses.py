@@ -21,6 +21,7 @@ import logging
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvtide.engine import RequestError
 from kvtide.models.model_errors import TemplateError
@@ -34,6 +35,18 @@ CLIENT_GONE = 499
 _HTTP_CODES = {401: "invalid_api_key", 404: "unknown_url", 405: "method_not_supported"}
 
 log = logging.getLogger("kvtide")
+
+
+class _OnlyOwnErrors(logging.Filter):
+    """Bytes that are no HTTP/1, as of routers that try gRPC, get 400 and no line in the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+http_log = logging.getLogger("kvtide.http")
+"""For errors that aiohttp meets before a request reaches its handler."""
+http_log.addFilter(_OnlyOwnErrors())
 
 
 def error_object(

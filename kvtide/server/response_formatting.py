@@ -182,7 +182,7 @@ def usage(
     firsts = requests[::n]  # One per prompt.
     prompt = sum(len(request.params.tokens) for request in firsts)
     generated = sum(len(request.output) for request in requests)
-    cached = sum(sum(request.by_tier.values()) for request in firsts)
+    cached = sum(_cached_tokens(request) for request in firsts)
     counted: Json = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -211,8 +211,25 @@ def usage(
             for request in firsts
             if request.fetch is not None
         ]
+        counted["handoffs"] = [
+            {
+                "state": request.handoff.state.value,
+                "tokens": request.handoff.tokens,
+                "prefill_cached_tokens": request.handoff.cached,
+                "reason": request.handoff.reason,
+            }
+            for request in firsts
+            if request.handoff is not None
+        ]
         counted["timing"] = _timing(streams, cached, rate)
     return counted
+
+
+def _cached_tokens(request: Request) -> int:
+    """Prompt tokens that neither this server nor a prefill server had to compute."""
+    here = sum(request.by_tier.values())
+    there = sum(request.handoff.cached.values()) if request.handoff is not None else 0
+    return max(here, there)
 
 
 def _speculation(requests: Sequence[Request]) -> Json:

@@ -18,10 +18,19 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvtide.engine import CheckedRequest, Engine, Request, Update
+from kvtide.engine import (
+    CheckedRequest,
+    Engine,
+    Request,
+    RequestError,
+    RequestParams,
+    Update,
+)
 from kvtide.server.engine_commands import Abort, EngineCommand, Leader, RunStep, Submit
 from kvtide.server.rate_estimate import RateEstimate
 
@@ -126,6 +135,51 @@ class Service:
         """Apply a command on all ranks between two steps, without its result."""
         self._inbox.put(lambda: self._leader.run(command))
 
+    # -- from other threads -----------------------------------------------------------------
+
+    def run_from_thread(self, command: EngineCommand[T], timeout_s: float) -> T:
+        """Apply a command on all ranks between two steps, and wait for the leader's result."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(self._leader.run(command))
+                except Exception as error:
+                    done.set_exception(error)
+
+        self._inbox.put(run)
+        try:
+            return done.result(timeout_s)
+        except FutureTimeoutError:
+            done.cancel()
+            raise TimeoutError("the engine is busy; try again") from None
+
+    def check(self, params: RequestParams) -> CheckedRequest:
+        """What `Engine.check` says; from any thread."""
+        return self._engine.check(params)
+
+    def submit_from_thread(
+        self, request: CheckedRequest, on_refused: Callable[[Exception], None]
+    ) -> None:
+        """Queue a request whose output no client reads; a refusal comes on the engine thread."""
+
+        def submit() -> None:
+            try:
+                self._admit(self._engine, 1)
+                self._leader.run(Submit(request, self._engine.token_s))
+            except (OverloadedError, RequestError) as error:
+                on_refused(error)
+
+        self._inbox.put(submit)
+
+    @property
+    def has_rooms(self) -> bool:
+        """Whether prompts are kept for peers."""
+        return bool(self._engine.handoffs.outgoing.rooms)
+
+    # -- from the event loop ----------------------------------------------------------------
+
     def abort(self, streams: Sequence[ResponseStream]) -> None:
         """Abort the requests of these streams: the next step frees their pages."""
         for stream in streams:
@@ -187,15 +241,18 @@ class Service:
         streams: list[ResponseStream],
     ) -> None:
         """Queue the requests. The loop knows their streams before an update can reach it."""
-        waiting = engine.scheduler.waiting
-        present = waiting + len(engine.scheduler.running)
-        if present and present + len(requests) > self.max_requests:
-            raise OverloadedError(present, self.rate.retry_s(waiting))
+        self._admit(engine, len(requests))
         commands = [Submit(request, engine.token_s) for request in requests]
         streams += [ResponseStream(self._leader.run(command), began) for command in commands]
         self._loop.call_soon_threadsafe(
             self._streams.update, {stream.request: stream for stream in streams}
         )
+
+    def _admit(self, engine: Engine, count: int) -> None:
+        waiting = engine.scheduler.waiting
+        present = waiting + len(engine.scheduler.running)
+        if present and present + count > self.max_requests:
+            raise OverloadedError(present, self.rate.retry_s(waiting))
 
     def _abandon(self, streams: Sequence[ResponseStream]) -> None:
         self._loop.call_soon_threadsafe(self.abort, streams)

@@ -18,7 +18,8 @@ from typing import Any
 from kvtide.cache import Bytes, FetchPatience, Layout, Ratio, Tokens
 from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
-from kvtide.engine.engine import DRAFT_TOKENS, HANDOFF_MIN_TOKENS
+from kvtide.engine.engine import DRAFT_TOKENS
+from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
@@ -34,6 +35,7 @@ from kvtide.server.setting_values import (
     count,
     fraction,
     is_loopback,
+    number,
     one_of,
     parse_flag,
     parse_resident,
@@ -93,6 +95,12 @@ class Settings:
         1, count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
     )
     pp: int = setting(1, count(1, 64), "pipeline stages: each has a range of the layers", "N")
+    rank_timeout_seconds: float = setting(
+        30.0, number(1, 86400, float), "a rank without a sign of life for so long is lost", "S"
+    )
+    step_timeout_seconds: float = setting(
+        600.0, number(1, 86400, float), "a step of several ranks that takes so long is lost", "S"
+    )
     dtype: str | None = setting(
         None, one_of(*DTYPES), "the dtype of the computation; float32 on a CPU, else bfloat16", "T"
     )
@@ -226,6 +234,10 @@ class Settings:
         "FILE",
     )
 
+    handoff_bytes_per_second: int | None = setting(
+        None, parse_size, "the most that is written to peers, like 2GB; no limit if not given", "B"
+    )
+
     chunk_tokens: int | None = setting(
         None, count(), "the token budget of a step; 512, on a GPU 8192", "N"
     )
@@ -341,6 +353,7 @@ class Settings:
             min_tokens=self.handoff_min_tokens,
             timeout_s=self.handoff_timeout_seconds,
             secret_file=self.handoff_secret_file,
+            bytes_per_s=self.handoff_bytes_per_second,
         )
 
     @property

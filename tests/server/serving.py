@@ -25,6 +25,7 @@ from aiohttp import web
 from kvtide.engine import Engine
 from kvtide.server.app import App
 from kvtide.server.engine_commands import Leader
+from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving, open_engine
@@ -131,7 +132,8 @@ class InProcess:
 
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
         service = Service(Leader(self.serving.rank), self.settings.max_requests)
-        app = App(self.settings, self.serving, service)
+        self.handoff = ServerHandoff(service, self.serving.rank, self.settings.handoff)
+        app = App(self.settings, self.serving, service, self.handoff)
         runner = app.runner()
         await runner.setup()
         await web.TCPSite(runner, self.settings.address, self.settings.port).start()
@@ -156,10 +158,13 @@ class InProcess:
         return report
 
     def close(self) -> None:
+        self.handoff.close()
         self.on_loop(self.service.close)
         self.on_loop(self._runner.cleanup)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        if self.serving.rank.handoff is not None:
+            self.serving.rank.handoff.close()
         self.engine.cache.close()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvtide.cli.main import main
 from kvtide.engine import RankTopology
-from kvtide.server.rank_processes import RankProcesses, WorkerLostError
+from kvtide.server.ranks.rank_processes import RankProcesses, WorkerLostError
 from kvtide.server.settings import Settings
 from tests.processes import freeze
 from tests.server.serving import PAGE, Child, ForkedChild, InProcess

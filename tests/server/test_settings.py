@@ -17,6 +17,7 @@ from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache,
 from kvtide.cli import main
 from kvtide.engine import Engine, Finish, RequestParams
 from kvtide.server import settings
+from kvtide.server.handoff.handoff_settings import SECRET_VARIABLE, Role
 from kvtide.server.settings import Settings, SettingsError, read
 from kvtide.server.setup.engine_setup import gpu_sizes, open_engine
 from kvtide.server.setup.store_setup import default_url
@@ -26,6 +27,7 @@ from kvtide.tiers import MachineMemory
 from tests.models.tiny import oracle
 
 GB = 10**9
+SECRET = "at least sixteen letters"
 
 Refuse = Callable[..., str]
 Stored = Callable[..., tuple[str, StorageStats | None]]
@@ -35,6 +37,7 @@ Stored = Callable[..., tuple[str, StorageStats | None]]
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in fields(Settings):
         monkeypatch.delenv(settings.PREFIX + row.name.upper(), raising=False)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -109,10 +112,21 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "prefetch_per_1k_seconds": ("0", 0.0),
     "prefetch_max_seconds": ("2.5", 2.5),
     "prefetch_min_tokens": ("1000", 1000),
+    "role": ("prefill", "prefill"),
+    "prefill_from": ("http://a:1/, https://b", "http://a:1,https://b"),
+    "handoff_host": ("127.0.0.2", "127.0.0.2"),
+    "handoff_port": ("0", 0),
+    "handoff_transport": ("nixl", "nixl"),
+    "handoff_min_tokens": ("0", 0),
+    "handoff_timeout_seconds": ("2.5", 2.5),
+    "handoff_bytes_per_second": ("2GB", 2 * GB),
+    "handoff_secret_file": (__file__, __file__),
     "chunk_tokens": ("128", 128),
     "max_running": ("3", 3),
     "max_waiting": ("0", 0),
     "drain_seconds": ("1.5", 1.5),
+    "rank_timeout_seconds": ("7", 7.0),
+    "step_timeout_seconds": ("90.5", 90.5),
 }
 
 
@@ -130,10 +144,11 @@ def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path)
     flag = {"model": [text], "deterministic": [settings.flag(name)]}.get(name, flag)
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{name} = {json.dumps(text)}\n")
-    assert getattr(read(parsed(*flag), {}), name) == value
-    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text}), name) == value
-    assert getattr(read({"config": str(file)}, {}), name) == value
-    assert getattr(read({}, {"KVTIDE_CONFIG": str(file)}), name) == value
+    secret = {SECRET_VARIABLE: SECRET} if name == "prefill_from" else {}
+    assert getattr(read(parsed(*flag), secret), name) == value
+    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text, **secret}), name) == value
+    assert getattr(read({"config": str(file)}, secret), name) == value
+    assert getattr(read({}, {"KVTIDE_CONFIG": str(file), **secret}), name) == value
 
 
 @pytest.mark.parametrize("alias", settings.ALIASES)
@@ -228,6 +243,34 @@ def test_only_this_machine_is_served_by_default() -> None:
             ["--storage=tests.server.stores:Refusing"],
             "storage tests.server.stores:Refusing: cannot be opened (ValueError: not today)",
         ),
+        (["--role=server"], "--role is 'server'; use prefill, decode, both"),
+        (["--role=prefill", "--prefill-from=http://a:1"], "computed elsewhere; drop one of them"),
+        (["--role=decode", "--host-ratio=0"], "written to the host tier, and --host-ratio 0"),
+        (["--prefill-from=http://localhost:1", "--host-ratio=0"], "give the host a size"),
+        (["--role=decode", "--handoff-port=9000"], "--role decode connects to one; drop one"),
+        (["--prefill-from=localhost:8000"], "'localhost:8000', which is no server; use http://"),
+        (["--prefill-from=http://a:1,"], "--prefill-from has '', which is no server"),
+        (["--prefill-from=http://a:1/v1"], "which is more than a server"),
+        (["--prefill-from=http://a:x"], "--prefill-from has 'http://a:x' (Port could not be"),
+        (["--prefill-from=http://[::1"], "--prefill-from has 'http://[::1' (Invalid IPv6 URL)"),
+        (["--role=prefill", "--handoff-host=0.0.0.0"], "--handoff-host 0.0.0.0 names no machine"),
+        (["--role=prefill", "--handoff-host=::"], "--handoff-host :: names no machine"),
+        (
+            ["--role=prefill", "--handoff-host=10.0.0.1"],
+            "handoffs with 10.0.0.1 leave this machine",
+        ),
+        (
+            ["--role=decode", "--handoff-host=box"],
+            "handoffs with box leave this machine, and there",
+        ),
+        (
+            ["--prefill-from=http://box:1"],
+            "both sides the same --handoff-secret-file, or set KVTIDE",
+        ),
+        (["--handoff-secret-file=/no/such"], "--handoff-secret-file /no/such: No such file"),
+        (["--handoff-secret-file=/dev/null"], "has 0 bytes, which can be guessed; use at least 16"),
+        (["--handoff-transport=rdma"], "--handoff-transport is 'rdma'; use shm, mooncake, nixl"),
+        (["--handoff-timeout-seconds=-1"], "--handoff-timeout-seconds is -1"),
         (["--prefetch-policy=wait"], "--prefetch-policy is 'wait'; use best_effort, timeout, wait"),
         (["--prefetch-base-seconds=-1"], "--prefetch-base-seconds is -1"),
         (["--prefetch-max-seconds=inf"], "--prefetch-max-seconds is inf"),
@@ -310,6 +353,45 @@ def test_a_flag_replaces_its_alternatives_in_weaker_sources(tmp_path: Path) -> N
     chosen = settings.read({"config": str(file), "device_bytes": "1MB"}, environment)
     assert (chosen.device_bytes, chosen.device_tokens) == (10**6, None)
     assert (chosen.host_tokens, chosen.host_ratio) == (512, None)
+
+
+# -- handoffs -------------------------------------------------------------------------------------
+
+
+def test_a_server_takes_part_in_handoffs_as_its_role_says() -> None:
+    sides = [
+        (Settings().handoff, False, False),
+        (Settings(role="prefill").handoff, True, False),
+        (Settings(role="decode").handoff, False, True),
+        (Settings(handoff_port=0).handoff, True, False),
+        (Settings(prefill_from="http://[::1]:1").handoff, False, True),
+    ]
+    for handoff, listens, receives in sides:
+        assert (handoff.listens, handoff.receives) == (listens, receives), handoff
+        assert handoff.secret({}) is None, "all of these stay on this machine"
+    several = Settings(role="decode", prefill_from="http://a:1,https://b").handoff
+    assert several.role is Role.DECODE and several.prefill_from == ("http://a:1", "https://b")
+    assert several.remote == ("a", "b")
+    assert Settings(handoff_host="10.0.0.1").handoff.secret({}) is None, "it takes no part"
+
+
+def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET}\n")
+    distant = Settings(role="prefill", handoff_host="10.0.0.1")
+    assert distant.handoff.secret({SECRET_VARIABLE: SECRET}) == SECRET.encode()
+    filed = replace(distant, handoff_secret_file=str(file))
+    assert filed.handoff.secret({}) == SECRET.encode(), "without the end of its line"
+    with pytest.raises(SettingsError, match="both given; keep one of them"):
+        filed.handoff.secret({SECRET_VARIABLE: SECRET})
+    with pytest.raises(SettingsError, match="KVTIDE_HANDOFF_SECRET has 5 bytes"):
+        distant.handoff.secret({SECRET_VARIABLE: "short"})
+
+
+def test_no_flag_takes_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["serve", "model", "--handoff-secret", SECRET])
+    assert "unrecognized arguments" in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_refused(refuse: Refuse) -> None:

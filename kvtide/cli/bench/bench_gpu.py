@@ -25,7 +25,7 @@ from kvtide.bench.gpu import (
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.shapes import Shape, deepseek_v4_flash, qwen3_8b
 from kvtide.cli.console import CommandError, progress, table
-from kvtide.server.rank_processes import freeze_gc
+from kvtide.server.ranks.rank_processes import freeze_gc
 
 Rows = list[tuple[str, str, str, str, str]]
 _TITLES = {

@@ -27,7 +27,7 @@ from kvtide.bench.gpu.sparse_residency import (
 )
 from kvtide.cache import Layout
 from kvtide.cli.console import CommandError, table
-from kvtide.server.rank_processes import freeze_gc
+from kvtide.server.ranks.rank_processes import freeze_gc
 
 _HEADER = ("benchmark", "model", "case", "measured", "beside", "hot hits", "goal: value, reached")
 _OF_MODEL = ("single", "decode", "sum", "prefill")

@@ -35,7 +35,7 @@ from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.models.checkpoint import open_checkpoint
 from kvtide.models.default_model import default_model, shipped_draft
-from kvtide.server.rank_processes import freeze_gc
+from kvtide.server.ranks.rank_processes import freeze_gc
 
 
 class ShapeCase(NamedTuple):

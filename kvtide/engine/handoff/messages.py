@@ -45,13 +45,14 @@ class PagePlaces:
 class Reserve:
     """Write these pages to these slots, then the tail to its row.
 
-    tokens     of the prompt, which both sides have
+    prompt     a digest of the prompt and its namespace (`prompt_digest`): both sides must have the
+               same, or pages of one prompt would be taken for those of another
     boundary   the page at which the tail begins
     """
 
     room: str
     epoch: int
-    tokens: int
+    prompt: str
     boundary: int
     places: tuple[PagePlaces, ...]
     tail_row: int

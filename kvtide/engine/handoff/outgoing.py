@@ -27,10 +27,12 @@ from kvtide.cache import Lease, TieredCache
 from kvtide.engine.handoff.messages import Done, First, Message, Numbers, Reserve, StopWriting
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport, ReportKind
+from kvtide.engine.handoff.request_fields import prompt_digest
 from kvtide.engine.request import Finish, Request
 from kvtide.spec import ALL
 from kvtide.tiers.manifest import PAGES, TAIL
 from kvtide.tiers.row_copies import DestinationError
+from kvtide.transfer.peer.page_sender import CANCELLED
 
 ABORTED = "the prefill was aborted"
 REPLACED = "another reservation took its place"
@@ -285,16 +287,13 @@ class OutgoingHandoffs:
 
     def _problem(self, handoff: OutgoingHandoff, peer: str, reserve: Reserve) -> str:
         """Why nothing can be written for a reservation; empty if it can."""
-        count = len(handoff.request.params.tokens)
+        prompt = prompt_digest(handoff.request.params)
         if self.writer is None or not self.writer.knows(peer):
             return "this server and the peer have not paired"
         if handoff.request.finish is not None and handoff.lease is None:
             return ABORTED
-        if (reserve.tokens, reserve.boundary) != (count, handoff.boundary):
-            return (
-                f"the prompt has {count} tokens here and {reserve.tokens} on the decode side; send "
-                "both the same request"
-            )
+        if (reserve.prompt, reserve.boundary) != (prompt, handoff.boundary):
+            return "the room has another prompt or namespace here; send both the same request"
         return ""
 
     def _fail(self, handoff: OutgoingHandoff, reason: str) -> None:
@@ -446,7 +445,7 @@ class OutgoingHandoffs:
                 handoff.in_flight -= 1
             if error is None:
                 report()
-            else:
+            elif error != CANCELLED:  # That is reported by what has cancelled.
                 self._report("failed", reserve, reason=error, silent=silent)
 
         with self._lock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -24,6 +26,13 @@ def request_fields(params: RequestParams) -> dict[str, Any]:
         "priority": params.priority,
         "speculate": params.speculate,
     }
+
+
+def prompt_digest(params: RequestParams) -> str:
+    """Equal for the same tokens in the same namespace."""
+    digest = hashlib.sha256(json.dumps(list(params.namespace)).encode())
+    digest.update(pack(params.tokens))
+    return digest.hexdigest()
 
 
 def asked_params(room: str, values: dict[str, Any]) -> RequestParams:

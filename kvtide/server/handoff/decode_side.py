@@ -3,12 +3,12 @@
 The engine's messages go out through a queue per peer, so that no step waits for a connection. What
 the peer says goes to all ranks as engine commands. So does what it can no longer say:
 
-| seen here                              | told to the engine                                       |
-|----------------------------------------|----------------------------------------------------------|
-| no connection, or it is refused        | Failed, silent: the peer was never told the slots        |
-| nothing landed for `timeout_s`         | Failed, not silent; the engine answers with StopWriting  |
-| the connection ends                    | Failed, not silent, for all that the peer may still write |
-| memory revoked, or the peer's processes are gone | Silent                                         |
+| seen here                        | told to the engine                                      |
+|----------------------------------|---------------------------------------------------------|
+| no connection, or it is refused  | Failed, silent: the peer was never told the slots       |
+| nothing landed for `timeout_s`   | Failed, not silent; the engine answers with StopWriting |
+| the connection ends              | Failed, not silent, for all that may still be written   |
+| memory revoked, or peer is gone  | Silent                                                  |
 
 A peer that is frozen keeps its slots in quarantine until it answers again or is gone.
 """
@@ -187,9 +187,8 @@ class PrefillPeer:
                 self._epochs[message.epoch].since = time.monotonic()
             if isinstance(message, First) or (isinstance(message, Failed) and message.silent):
                 self._epochs.pop(message.epoch, None)
-            if isinstance(message, (Silent, Failed)) and message.epoch in self._unsilent:
-                if isinstance(message, Silent) or message.silent:
-                    del self._unsilent[message.epoch]
+            if isinstance(message, Silent) or (isinstance(message, Failed) and message.silent):
+                self._unsilent.pop(message.epoch, None)
         if isinstance(message, (Written, First, Failed, Silent)):
             self._tell(message)
 
@@ -274,4 +273,3 @@ class DecodeSide:
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
-

@@ -40,6 +40,7 @@ class HandoffSettings:
     host          the address to listen on, and the one that peers are told
     port          to listen on; 0 for any that is free; None: the role decides
     min_tokens    prompts that lack fewer tokens here are prefilled here
+    bytes_per_s   the most that is written to peers; None: as much as the link takes
     """
 
     role: Role = Role.BOTH
@@ -50,6 +51,7 @@ class HandoffSettings:
     min_tokens: int = 256
     timeout_s: float = 30.0
     secret_file: str | None = None
+    bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.role is Role.PREFILL and self.prefill_from:

@@ -175,5 +175,3 @@ class PrefillSide:
             if self._service.has_rooms:
                 now = time.monotonic()
                 self._service.command_nowait(ExpireRooms(now, self._settings.timeout_s))
-
-

@@ -46,9 +46,7 @@ class RankHandoff:
     sends  where the leader's messages to peers go, by room; set when the server listens
     """
 
-    def __init__(
-        self, engine: Engine, topology: RankTopology, settings: HandoffSettings
-    ) -> None:
+    def __init__(self, engine: Engine, topology: RankTopology, settings: HandoffSettings) -> None:
         self._engine, self._topology, self._settings = engine, topology, settings
         self.sends: Callable[[str, Message], None] = _unheard
         self.processes = self._exchanged(ProcessIdentity.own().to_json())

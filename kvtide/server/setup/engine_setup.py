@@ -18,7 +18,8 @@ from kvtide.models.default_model import NAME, default_model
 from kvtide.models.model import Decoder
 from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
-from kvtide.server.engine_commands import EngineRank
+from kvtide.server.engine_rank import EngineRank
+from kvtide.server.handoff.rank_handoff import RankHandoff
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import MTP, NO_SPECULATION, Settings
 from kvtide.server.setup import store_setup
@@ -36,6 +37,7 @@ from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory, TierError, TierSize, device_memory, machine_memory
 from kvtide.tiers.tier_size import tier_bytes
 from kvtide.transfer import backends
+from kvtide.transfer.peer.transport import TransportUnavailableError
 
 DEFAULT_TOKENS = 16_384
 """The default device tier on a CPU: a few conversations with a small model."""
@@ -46,7 +48,10 @@ memory. Activations and workspaces of a step take the rest of the GPU's."""
 AGREEMENT_TIMEOUT_S = 600.0
 """How long a rank waits for the slowest one: a pipeline stage may be ahead by a whole step."""
 
-REFUSALS = (CheckpointError, EngineError, SettingsError, SpecError, StoreError, TierError)
+REFUSALS = (
+    *(CheckpointError, EngineError, SettingsError, SpecError, StoreError, TierError),
+    TransportUnavailableError,
+)
 """What `open_engine` raises where settings, checkpoint and machine do not fit."""
 
 _REMEDY = "use cpu, cuda or cuda:N"
@@ -100,6 +105,8 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         sized(config, settings, model),
         hot_rows=settings.max_running,
         longest_tokens=model.max_positions,
+        tail_rows=settings.max_running if settings.handoff.receives else 0,
+        shared_host=settings.handoff.receives and settings.handoff.transport == "shm",
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
     )
@@ -114,16 +121,21 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         topology=topology,
         drafter=make_drafter(choice, draft, model, cache, topology),
         draft_tokens=draft_tokens,
+        handoff_min_tokens=settings.handoff.min_tokens,
     )
+    handoff = None
     try:
         _prepare(engine)
         storage = store_setup.attach(settings, cache, os.environ)
-    except SettingsError:
+        if settings.handoff.listens or settings.handoff.receives:
+            handoff = RankHandoff(engine, topology, settings.handoff)
+    except (SettingsError, TransportUnavailableError):
         cache.close()
         raise
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
     speculation = choice.sentence(draft_tokens)
-    return Serving(EngineRank(engine, topology), name, storage, speculation, resident.sentence)
+    rank = EngineRank(engine, topology, handoff=handoff)
+    return Serving(rank, name, storage, speculation, resident.sentence)
 
 
 def _prepare(engine: Engine) -> None:

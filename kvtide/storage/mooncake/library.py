@@ -63,7 +63,7 @@ def load(settings: MooncakeSettings) -> Callable[[], MooncakeClient]:
         # Optional, and it reads the environment when it is loaded.
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
-        raise StoreError(f"storage {settings.name}: {_remedy(error)}") from error
+        raise StoreError(f"storage {settings.name}: {missing_library(error)}") from error
 
     def new_client() -> MooncakeClient:
         client = cast(MooncakeClient, MooncakeDistributedStore())
@@ -96,7 +96,7 @@ def _spare_what_is_open() -> None:
         libc.on_exit(libc._exit, None)
 
 
-def _remedy(error: ImportError) -> str:
+def missing_library(error: ImportError) -> str:
     missing = next((deb for lib, deb in PACKAGES.items() if lib in str(error)), None)
     if missing is not None:
         return f"the Mooncake library cannot be loaded ({error}); apt-get install {missing}"

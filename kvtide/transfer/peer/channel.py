@@ -18,7 +18,8 @@ What always holds:
 - A peer from which nothing came for `silence_s` is closed: a frozen process, or a connection whose
   other end is gone. Each end sends a heartbeat four times in that time.
 - `on_closed` comes exactly once, with a sentence, and no message after it.
-- A peer that is refused gets the reason before the connection is closed.
+- A peer that is refused gets the reason before the connection is closed. One that closes without a
+  byte is no peer: routers check that way whether the port is open.
 - An empty secret is taken between loopback addresses only.
 """
 
@@ -405,6 +406,9 @@ class Listener:
         wire = Wire(connection)
         deadline = time.monotonic() + self._timeout_s
         try:
+            if wire.is_probe(deadline):
+                wire.close()
+                return
             channel = _welcome(
                 wire, _Handshake(self._secret), self._answer, self._silence_s, deadline
             )

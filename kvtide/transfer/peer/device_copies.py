@@ -6,6 +6,7 @@ it all others that use the device (`transfer/direct.py`).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import Protocol
@@ -17,11 +18,22 @@ from kvtide.transfer.direct import MAX_COPIES, MAX_IN_FLIGHT, BatchedCopies, Dir
 from kvtide.transfer.peer.cpu_copies import joined
 from kvtide.transfer.peer.transport import Column, TransportError, TransportUnavailableError
 
+IDLE_S = 10.0
+"""A GPU that does not finish copies of a closed target in this time never does."""
 
-class Stuck(Protocol):
-    """Learns that a copy did not end."""
 
-    def stuck(self) -> None: ...
+class CopyTarget(Protocol):
+    """The mapped memory of a write.
+
+    lock     held while copies are submitted
+    closing  no more are submitted from now on
+    """
+
+    lock: threading.Lock
+    closing: bool
+
+    def stuck(self) -> None:
+        """A copy did not end: the memory may be written to for ever."""
 
 
 class DeviceCopies:
@@ -36,12 +48,24 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device)
 
     def begin(
-        self, source: Column, target: Column, sizes: Column, timeout_s: float, owner: Stuck
+        self, source: Column, target: Column, sizes: Column, timeout_s: float, owner: CopyTarget
     ) -> DeviceWrite:
         rows = [np.ascontiguousarray(column) for column in joined(source, target, sizes)]
         write = DeviceWrite(self, rows, timeout_s, owner)
         write.poll()
         return write
+
+    def drain(self) -> bool:
+        """Wait for all copies that were submitted; False if they do not end."""
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        deadline = time.monotonic() + IDLE_S
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return True
 
     def submit(self, rows: list[Column], first: int, count: int) -> torch.cuda.Event:
         source, target, sizes = (column.ctypes.data + 8 * first for column in rows)
@@ -56,7 +80,7 @@ class DeviceWrite:
     """Copies of one batch, submitted little by little as it is polled."""
 
     def __init__(
-        self, copies: DeviceCopies, rows: list[Column], timeout_s: float, owner: Stuck
+        self, copies: DeviceCopies, rows: list[Column], timeout_s: float, owner: CopyTarget
     ) -> None:
         self._copies = copies
         self._rows = rows
@@ -68,7 +92,8 @@ class DeviceWrite:
 
     def poll(self) -> bool:
         try:
-            return self._step()
+            with self._owner.lock:
+                return self._step()
         except TransportError:
             raise
         except RuntimeError as error:  # Whatever CUDA reports: its copies may still run.
@@ -80,12 +105,13 @@ class DeviceWrite:
             self._in_flight.popleft()
         late = time.monotonic() - self._deadline
         left = len(self._rows[0]) - self._next
-        if late > 0 and not self._in_flight and left:
-            raise TransportError(f"shm: not written within {self._timeout_s:g} s", silent=True)
+        if left and not self._in_flight and (late > 0 or self._owner.closing):
+            closed, slow = "the link is closed", f"not written within {self._timeout_s:g} s"
+            raise TransportError(f"shm: {closed if self._owner.closing else slow}", silent=True)
         if late > self._timeout_s:
             self._owner.stuck()
             raise TransportError("shm: the GPU does not finish a copy", silent=False)
-        while late <= 0 and left and self._room() > 0:
+        while late <= 0 and left and self._room() > 0 and not self._owner.closing:
             count = min(MAX_COPIES, left, self._room())
             event = self._copies.submit(self._rows, self._next, count)
             self._in_flight.append((count, event))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from kvtide.transfer.peer.cpu_copies import copies
 from kvtide.transfer.peer.device_copies import DeviceCopies
 from kvtide.transfer.peer.process_watch import OtherMachineError, ProcessIdentity, ProcessWatch
 from kvtide.transfer.peer.transport import (
+    Column,
     Descriptor,
     Landed,
     PendingWrite,
@@ -39,6 +41,8 @@ from kvtide.transfer.peer.transport import (
     TransportUnavailableError,
     WriteBatch,
 )
+
+_DONE = object()
 
 
 class SharedMemory:
@@ -88,10 +92,13 @@ def _described(region: Region) -> Descriptor:
 
 
 class SharedMemoryLink:
+    """`lock` is held while rows are copied, so that no thread unmaps memory under a copy."""
+
     def __init__(self, descriptor: Descriptor, device_copies: DeviceCopies | None) -> None:
         self._device_copies = device_copies
-        self._files: list[_MappedFile] = []
+        self._files: list[MappedFile] = []
         self._stuck = False
+        self.lock, self.closing = threading.Lock(), False
         try:
             process = ProcessIdentity.from_json(descriptor["process"])
             self._watch = ProcessWatch(process)
@@ -119,11 +126,11 @@ class SharedMemoryLink:
             raise _no_way(f"the descriptor is not one of shm ({error!r})") from error
         self._bases, self._sizes = np.array(bases, np.int64), sizes
 
-    def _file(self, pid: int, fd: int, identity: tuple[object, ...]) -> _MappedFile:
+    def _file(self, pid: int, fd: int, identity: tuple[object, ...]) -> MappedFile:
         """Regions of one file share its mapping."""
         known = next((file for file in self._files if file.identity == identity), None)
         if known is None:
-            known = _MappedFile.open(pid, fd, identity)
+            known = MappedFile.open(pid, fd, identity)
             self._files.append(known)
             if self._device_copies is not None:
                 known.pin()
@@ -132,7 +139,8 @@ class SharedMemoryLink:
     def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
         batch.check(self._sizes)
         if not self.alive():
-            raise TransportError("shm: the receiver's process is gone", silent=True)
+            why = "the link is closed" if self.closing else "the receiver's process is gone"
+            raise TransportError(f"shm: {why}", silent=True)
         target = self._bases[batch.region] + batch.target
         if batch.source_kind == "device":
             if self._device_copies is None:
@@ -141,28 +149,38 @@ class SharedMemoryLink:
                     silent=True,
                 )
             return self._device_copies.begin(batch.source, target, batch.bytes, timeout_s, self)
-        deadline = time.monotonic() + timeout_s
-        for _ in copies(batch.source, target, batch.bytes):
-            if time.monotonic() > deadline:
-                raise TransportError(f"shm: not written within {timeout_s:g} s", silent=True)
+        with self.lock:
+            self._copy(batch, target, timeout_s)
         return Landed()
 
+    def _copy(self, batch: WriteBatch, target: Column, timeout_s: float) -> None:
+        deadline, rows = time.monotonic() + timeout_s, copies(batch.source, target, batch.bytes)
+        while not self.closing:
+            if next(rows, _DONE) is _DONE:
+                return
+            if time.monotonic() > deadline:
+                raise TransportError(f"shm: not written within {timeout_s:g} s", silent=True)
+        raise TransportError("shm: the link is closed", silent=True)
+
     def alive(self) -> bool:
-        return not self._stuck and self._watch.alive()
+        return not self._stuck and not self.closing and self._watch.alive()
 
     def stuck(self) -> None:
         """A copy of the GPU did not end: it may still write, so the mapping stays for ever."""
         self._stuck = True
 
     def close(self) -> None:
-        self._watch.close()
-        if not self._stuck:
-            while self._files:
+        self.closing = True
+        with self.lock:
+            if self._files and self._device_copies is not None and not self._device_copies.drain():
+                self._stuck = True
+            while self._files and not self._stuck:
                 self._files.pop().close()
+            self._watch.close()
 
 
 @dataclass(slots=True)
-class _MappedFile:
+class MappedFile:
     """A file of another process, mapped whole."""
 
     identity: tuple[object, ...]
@@ -172,7 +190,7 @@ class _MappedFile:
     cudart: Cudart | None = None
 
     @classmethod
-    def open(cls, pid: int, fd: int, identity: tuple[object, ...]) -> _MappedFile:
+    def open(cls, pid: int, fd: int, identity: tuple[object, ...]) -> MappedFile:
         path = f"/proc/{pid}/fd/{fd}"
         try:
             own = os.open(path, os.O_RDWR | os.O_CLOEXEC)

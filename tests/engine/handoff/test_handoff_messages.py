@@ -38,7 +38,7 @@ FAMILY = "llama"
 PLACES = PagePlaces("kv", 3, np.array([0, 5], np.int32), np.array([7, 2], np.int32))
 MESSAGES: tuple[Message, ...] = (
     Ask("room", {"tokens": "AQAAAA==", "sampling": {}}),
-    Reserve("room", 7, 83, 5, (PLACES,), 1),
+    Reserve("room", 7, "digest", 5, (PLACES,), 1),
     StopWriting("room", 7),
     Done("room", 7),
     Written("room", 7, (0, 3), {"draft": (3,)}),
@@ -308,7 +308,7 @@ def test_rooms_that_ended_too_early_are_remembered_within_limits(pair: Pair) -> 
 
 
 def test_too_many_early_reservations_are_refused(pair: Pair) -> None:
-    reserve = Reserve("room", 1, 83, 5, (), 0)
+    reserve = Reserve("room", 1, "digest", 5, (), 0)
     for number in range(MAX_EARLY):
         pair.at_prefill(replace(reserve, room=f"early-{number}"))
     pair.at_prefill(replace(reserve, room="early-0", epoch=2))
@@ -328,7 +328,7 @@ def test_too_many_early_reservations_are_refused(pair: Pair) -> None:
 
 
 def test_a_stop_of_an_earlier_epoch_leaves_a_later_reservation(pair: Pair) -> None:
-    pair.at_prefill(Reserve("room", 5, 83, 5, (), 0))
+    pair.at_prefill(Reserve("room", 5, "digest", 5, (), 0))
     pair.at_prefill(StopWriting("room", 4))
     assert pair.held()["early reservations"] == 1
     pair.at_prefill(StopWriting("room", 5))
@@ -342,7 +342,7 @@ def test_a_room_that_another_request_has_is_refused(pair: Pair) -> None:
     pair.at_prefill(Done(f"room-{pair.rooms}"))
 
 
-@pytest.mark.parametrize("how", ["tokens", "aborted", "expired", "unpaired"])
+@pytest.mark.parametrize("how", ["prompt", "aborted", "expired", "unpaired"])
 def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair, how: str) -> None:
     """The decode side learns so at once, and prefills by itself."""
     prompt = pair.fresh(4 * PAGE + 1)
@@ -361,13 +361,13 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
         outgoing.expire(111.0, 10.0)
         pair.settle()
     request = to_decode()
-    if how in ("tokens", "unpaired"):
+    if how in ("prompt", "unpaired"):
         pair.passes = lambda message: False
         pair.run(lambda: bool(pair.to_prefill))
         reserve = from_json(json.loads(pair.to_prefill.popleft()))
         assert isinstance(reserve, Reserve)
-        if how == "tokens":
-            pair.at_prefill(replace(reserve, tokens=reserve.tokens + 1))
+        if how == "prompt":
+            pair.at_prefill(replace(reserve, prompt="another"))
         else:
             pair.prefill.handoffs.receive("a stranger", reserve)
             pair.prefill.handoffs.receive("a stranger", Done(reserve.room, reserve.epoch))
@@ -375,8 +375,7 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
     pair.run(lambda: request.finish is not None)
     assert tokens_of(request) == alone(FAMILY, prompt, 4)
     reasons = {
-        "tokens": "the prompt has 65 tokens here and 66 on the decode side; send both the same "
-        "request",
+        "prompt": "the room has another prompt or namespace here; send both the same request",
         "aborted": "the prefill was aborted",
         "expired": "no decode server came for the prompt within 10 s",
         "unpaired": "this server and the peer have not paired",

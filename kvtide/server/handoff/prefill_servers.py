@@ -1,0 +1,114 @@
+"""The servers of `--prefill-from`: which of them prefills a prompt for this one.
+
+A server is asked over HTTP where it listens for handoffs (`GET /server_info`), when the first
+request comes and again after a failure. Prompts with the same beginning go to the same server,
+which has that in its cache, unless it has much more to do than another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import aiohttp
+import numpy as np
+
+from kvtide.engine import CheckedRequest
+from kvtide.engine.handoff.handoff_source import HandoffSource
+
+log = logging.getLogger("kvtide")
+ASK_S = 5.0
+RETRY_S = 5.0
+"""A server that did not answer is asked again after this; prompts are prefilled here meanwhile."""
+AFFINITY_TOKENS = 256
+"""Tokens of a prompt that decide which server has its beginning."""
+AFFINITY_LEAD = 4
+"""How many more handoffs that server may have than the least busy one."""
+
+
+@dataclass(slots=True)
+class _Server:
+    url: str
+    address: str | None = None
+    asked: float = 0.0
+
+
+class PrefillServers:
+    """`in_flight` tells how many handoffs a server works on, by its handoff address."""
+
+    def __init__(
+        self, urls: Sequence[str], min_tokens: int, in_flight: Callable[[str], int]
+    ) -> None:
+        self._servers = [_Server(url) for url in urls]
+        self._min_tokens = min_tokens
+        self._in_flight = in_flight
+
+    async def hand_over(self, request: CheckedRequest) -> CheckedRequest:
+        """The request with a server that prefills its prompt, if there is one."""
+        params = request.params
+        if params.handoff_from or params.alone or not params.max_tokens:
+            return request
+        if len(params.tokens) <= self._min_tokens:
+            return request
+        address = await self._choose(request.packed)
+        if address is None:
+            return request
+        source = HandoffSource(address, secrets.token_hex(12), asks=True)
+        return replace(request, params=replace(params, handoff_from=source))
+
+    async def _choose(self, packed: bytes) -> str | None:
+        await self._ask_unknown()
+        known = [server for server in self._servers if server.address is not None]
+        if not known:
+            return None
+        beginning = np.frombuffer(packed, np.int32)[:AFFINITY_TOKENS].tobytes()
+        loads = {server.url: self._in_flight(server.address or "") for server in known}
+        preferred = max(known, key=lambda server: _score(server.url, beginning))
+        if loads[preferred.url] > min(loads.values()) + AFFINITY_LEAD:
+            preferred = min(known, key=lambda server: loads[server.url])
+        return preferred.address
+
+    async def _ask_unknown(self) -> None:
+        now = time.monotonic()
+        unknown = [
+            server
+            for server in self._servers
+            if server.address is None and (not server.asked or now - server.asked > RETRY_S)
+        ]
+        if unknown:
+            await asyncio.gather(*(self._ask(server) for server in unknown))
+
+    async def _ask(self, server: _Server) -> None:
+        server.asked = time.monotonic()
+        try:
+            timeout = aiohttp.ClientTimeout(total=ASK_S)
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{server.url}/server_info") as response,
+            ):
+                info = await response.json()
+            handoff = info["handoff"]
+            if not handoff or not handoff["hands_over"]:
+                raise ValueError("it hands no pages over; start it with --role prefill")
+            host = str(handoff["host"])
+            shown = f"[{host}]" if ":" in host else host
+            server.address = f"{shown}:{int(handoff['port'])}"
+        except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            log.warning("--prefill-from %s: %s; prompts are prefilled here", server.url, reason)
+
+    def forget(self, address: str) -> None:
+        """The server at this address has failed: ask anew where it listens."""
+        for server in self._servers:
+            if server.address == address:
+                server.address = None
+
+
+def _score(url: str, beginning: bytes) -> bytes:
+    """Rendezvous hashing: the highest score wins, and a server more moves few prompts."""
+    return hashlib.blake2b(url.encode() + b"\0" + beginning, digest_size=8).digest()
