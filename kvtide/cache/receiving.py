@@ -8,6 +8,8 @@ The slots are outside the tree (`index.Import`), so that a page which is half wr
 no match. A peer's bytes may come after it failed: slots and tail rows of a receipt that was
 abandoned are reused only when the peer is known to be silent.
 
+Where a store is attached, it is given the pages that landed, as it is given backups.
+
 All ranks are given the same calls, and so take the same slots.
 """
 
@@ -19,9 +21,9 @@ from functools import partial
 
 from kvtide.cache.agreed_events import AgreedEvents
 from kvtide.cache.hardware import Hardware
-from kvtide.index import Import, Index, Prompt, WantedPages
+from kvtide.cache.inflight import InFlightTransfers
+from kvtide.index import Import, Index, Prompt, Taken, WantedPages
 from kvtide.index.match.match import deepest_boundary, missing_pages
-from kvtide.index.tree.holds import Taken
 from kvtide.spec import ModelMemory, Tier
 
 MAX_HOST_FRACTION = 0.5
@@ -61,8 +63,14 @@ class Receipt:
 class Receiving:
     """`TieredCache.receiving`: all receipts, and the tail rows. Without rows nothing comes."""
 
-    def __init__(self, index: Index, hardware: Hardware, events: AgreedEvents) -> None:
-        tails, self._events = hardware.tails, events
+    def __init__(
+        self,
+        index: Index,
+        hardware: Hardware,
+        events: AgreedEvents,
+        in_flight: InFlightTransfers,
+    ) -> None:
+        tails, self._events, self._in_flight = hardware.tails, events, in_flight
         self._index, self._tails, self._queued = index, tails, hardware.copier.queued
         self._memory: ModelMemory = index.memory
         self._free_rows = list(range(tails.rows))[::-1] if tails is not None else []
@@ -153,14 +161,23 @@ class Receiving:
         `absent` names, for each of them, the optional sidecars that the peer did not have.
         """
         assert receipt.epoch in self._open and not receipt.landed.intersection(numbers)
-        self._index.adopt(receipt.arriving, [receipt.places[n] for n in numbers], absent)
+        places = [receipt.places[number] for number in numbers]
+        self._index.adopt(receipt.arriving, places, absent, stored=False)
         receipt.landed.update(numbers)
 
     def finish(self, receipt: Receipt) -> None:
         """All has landed, and the peer writes no more; the tail stays until it is copied."""
         assert receipt.complete, "a receipt is finished when all its places have landed"
         del self._open[receipt.epoch]
+        self._depart(receipt)
         self._index.forgo(receipt.arriving)
+
+    def _depart(self, receipt: Receipt) -> None:
+        """Give a store what has landed."""
+        if self._in_flight.departs:
+            landed = [receipt.places[number] for number in sorted(receipt.landed)]
+            if (departure := self._index.depart(receipt.arriving, landed)) is not None:
+                self._in_flight.departures.append(departure)
 
     def copy_tail(self, receipt: Receipt, slots: Mapping[str, int]) -> None:
         """Copy the tail to these slots of a lease, by anchor, and free its row.
@@ -182,6 +199,7 @@ class Receiving:
     def abandon(self, receipt: Receipt) -> None:
         """Land nothing more. Slots and row stay taken until `silent`."""
         del self._open[receipt.epoch]
+        self._depart(receipt)
         self._index.abandon(receipt.arriving)
         self._quarantined[receipt.epoch] = receipt
 

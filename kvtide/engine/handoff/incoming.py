@@ -34,10 +34,9 @@ from kvtide.engine.handoff.messages import (
 from kvtide.engine.handoff.request_fields import prompt_digest, request_fields
 from kvtide.engine.request import Request
 from kvtide.engine.sampler import SampledToken
+from kvtide.index import Prompt
 from kvtide.spec import ALL
 
-MAX_WAITING = 4
-"""Requests without room that a step looks at: the others wait behind them."""
 Outbox = Callable[[str, Message], None]
 """Sends a message to a peer, by its address. It never blocks."""
 
@@ -72,22 +71,23 @@ class IncomingHandoffs:
     def poll(self) -> None:
         """Take slots for requests that wait for them, once per step; send what may be sent.
 
-        The first that finds no room gets it before all others: small prompts do not overtake it.
+        The first that finds no room has it before all others: small prompts do not overtake it.
+        Those behind are looked at once, since they may need nothing, and then when there is room.
         """
         offered = [each for each in self._requests.values() if self._may_reserve(each)]
-        has_room, waiting = True, 0
+        has_room = True
         for request in sorted(offered, key=lambda each: (-each.params.priority, each.number)):
-            has_room = self._try_to_reserve(request, has_room=has_room)
-            waiting += not has_room
-            if waiting == MAX_WAITING:
-                break
+            if has_room or not _of(request).tried:
+                has_room = self._try_to_reserve(request, has_room=has_room)
         for request in [each for each in self._unsent if _receipt(each).ready]:
             self._unsent.remove(request)
             self._send_reserve(request)
 
-    @staticmethod
-    def _may_reserve(request: Request) -> bool:
-        return _of(request).state is HandoffState.OFFERED and request.settled
+    def _may_reserve(self, request: Request) -> bool:
+        """It is offered, and waits for neither storage nor another handoff."""
+        handoff = _of(request)
+        is_behind = handoff.behind is not None and handoff.behind in self._by_epoch
+        return handoff.state is HandoffState.OFFERED and request.settled and not is_behind
 
     def resume(self, request: Request) -> SampledToken | None:
         """The request was admitted: copy its tail to the lease's slots.
@@ -199,13 +199,14 @@ class IncomingHandoffs:
     def _try_to_reserve(self, request: Request, *, has_room: bool) -> bool:
         """Take slots, or decline, or leave the request waiting; whether others may find room."""
         handoff, receiving, prompt = _of(request), self._receiving, request.prompt
+        handoff.tried = True
         missing = receiving.missing_tokens(prompt)
         if missing < max(1, self._min_tokens):
             self._decline(request, f"{missing} tokens are missing here")
         elif request.params.alone or not receiving.can_ever_fit(prompt):
             self._decline(request, "the prompt cannot be received here")
-        elif any(receiving.brings(receipt, prompt) for receipt in self._receipts()):
-            pass  # Another handoff brings a part of it: ask for the rest.
+        elif (other := self._bringing(prompt)) is not None:
+            handoff.behind = other.epoch
         elif not has_room or (receipt := receiving.begin(prompt)) is None:
             return False
         else:
@@ -215,8 +216,10 @@ class IncomingHandoffs:
             self._unsent.append(request)
         return has_room
 
-    def _receipts(self) -> list[Receipt]:
-        return [_receipt(request) for request in self._by_epoch.values()]
+    def _bringing(self, prompt: Prompt) -> Receipt | None:
+        """Another handoff that brings a part of the prompt: after it, the rest is asked for."""
+        receipts = (_receipt(request) for request in self._by_epoch.values())
+        return next((one for one in receipts if self._receiving.brings(one, prompt)), None)
 
     def _decline(self, request: Request, reason: str) -> None:
         handoff = _of(request)

@@ -32,6 +32,7 @@ from kvtide.engine.request import Finish, Request
 from kvtide.spec import ALL
 from kvtide.tiers.manifest import PAGES, TAIL
 from kvtide.tiers.row_copies import DestinationError
+from kvtide.transfer.peer.page_sender import CANCELLED
 
 ABORTED = "the prefill was aborted"
 REPLACED = "another reservation took its place"
@@ -444,7 +445,7 @@ class OutgoingHandoffs:
                 handoff.in_flight -= 1
             if error is None:
                 report()
-            else:
+            elif error != CANCELLED:  # That is reported by what has cancelled.
                 self._report("failed", reserve, reason=error, silent=silent)
 
         with self._lock:

@@ -342,7 +342,7 @@ def test_a_room_that_another_request_has_is_refused(pair: Pair) -> None:
     pair.at_prefill(Done(f"room-{pair.rooms}"))
 
 
-@pytest.mark.parametrize("how", ["tokens", "aborted", "expired", "unpaired"])
+@pytest.mark.parametrize("how", ["prompt", "aborted", "expired", "unpaired"])
 def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair, how: str) -> None:
     """The decode side learns so at once, and prefills by itself."""
     prompt = pair.fresh(4 * PAGE + 1)
@@ -361,12 +361,12 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
         outgoing.expire(111.0, 10.0)
         pair.settle()
     request = to_decode()
-    if how in ("tokens", "unpaired"):
+    if how in ("prompt", "unpaired"):
         pair.passes = lambda message: False
         pair.run(lambda: bool(pair.to_prefill))
         reserve = from_json(json.loads(pair.to_prefill.popleft()))
         assert isinstance(reserve, Reserve)
-        if how == "tokens":
+        if how == "prompt":
             pair.at_prefill(replace(reserve, prompt="another"))
         else:
             pair.prefill.handoffs.receive("a stranger", reserve)
@@ -375,7 +375,7 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
     pair.run(lambda: request.finish is not None)
     assert tokens_of(request) == alone(FAMILY, prompt, 4)
     reasons = {
-        "tokens": "the room has another prompt or namespace here; send both the same request",
+        "prompt": "the room has another prompt or namespace here; send both the same request",
         "aborted": "the prefill was aborted",
         "expired": "no decode server came for the prompt within 10 s",
         "unpaired": "this server and the peer have not paired",
