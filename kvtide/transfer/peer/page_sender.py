@@ -305,7 +305,8 @@ class PageSender:
         while self._run_inbox(pause_s):
             since = since if writing else time.monotonic()
             moved = self._step()
-            pause_s = _FIRST_PAUSE_S if moved else min(2 * pause_s, _LONGEST_PAUSE_S)
+            longer = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = 0.0 if moved else max(longer, _FIRST_PAUSE_S)
             if writing or moved:
                 self._busy_s += time.monotonic() - since
             writing, since = self._in_flight.total() > 0, time.monotonic()
@@ -313,7 +314,7 @@ class PageSender:
     def _run_inbox(self, pause_s: float) -> bool:
         """Wait for commands, for ever or for a pause, and run them; False: the thread ends."""
         with self._changed:
-            if not self._inbox and not self._closing:
+            if not self._inbox and not self._closing and (pause_s or not self._busy):
                 self._changed.wait(pause_s if self._busy else None)
             commands = list(self._inbox)
             self._inbox.clear()
@@ -327,7 +328,7 @@ class PageSender:
         return True
 
     def _step(self) -> bool:
-        """Whether anything moved. Rooms that begin a part go to the end of the row."""
+        """Whether anything moved. A room that began a part goes to the end of the row."""
         moved = False
         for state in list(self._busy.values()):
             moved |= self._poll(state)
@@ -370,26 +371,26 @@ class PageSender:
         active.fail(f"{type(error).__name__}: {error}", silent=False)
 
     def _begin(self, state: _RoomState) -> bool:
-        """Begin as many parts as the links and the quota take."""
+        """Begin the next part, if the link and the quota take it."""
         active = state.active or self._activate(state)
-        began = False
-        while active is not None and (part := active.next_part) is not None:
-            full = self._in_flight[id(part.link)] >= PARTS_IN_FLIGHT
-            if full or (self._quota is not None and not self._quota.take(part.batch.total_bytes)):
-                break
-            began = True
-            try:
-                if not part.link.alive():
-                    raise TransportError("the link is dead", silent=True)
-                part.pending = part.link.begin(part.batch, active.job.timeout_s)
-            except Exception as error:  # As above.
-                self._fail(active, error)
-                break
-            active.in_flight.append(part)
-            self._in_flight[id(part.link)] += 1
-            self._counts["in_flight_bytes"] += part.batch.total_bytes
-            active.advance()
-        return began
+        if active is None or (part := active.next_part) is None:
+            return False
+        if self._in_flight[id(part.link)] >= PARTS_IN_FLIGHT:
+            return False
+        if self._quota is not None and not self._quota.take(part.batch.total_bytes):
+            return False
+        try:
+            if not part.link.alive():
+                raise TransportError("the link is dead", silent=True)
+            part.pending = part.link.begin(part.batch, active.job.timeout_s)
+        except Exception as error:  # As above.
+            self._fail(active, error)
+            return True
+        active.in_flight.append(part)
+        self._in_flight[id(part.link)] += 1
+        self._counts["in_flight_bytes"] += part.batch.total_bytes
+        active.advance()
+        return True
 
     def _activate(self, state: _RoomState) -> _Active | None:
         """The first job of a room, if its sources are computed."""
