@@ -57,6 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     check_ranks(chosen)
     with RankProcesses(chosen) as workers:
         serving = _open(chosen, workers)
+        workers.watch_steps(serving.rank.clock)
         freeze_gc()
         _print_ready(serving, time.monotonic() - began)
         code, closed = asyncio.run(_serve(chosen, serving, workers))

@@ -35,6 +35,7 @@ from kvtide.server.setting_values import (
     count,
     fraction,
     is_loopback,
+    number,
     one_of,
     parse_flag,
     parse_resident,
@@ -94,6 +95,12 @@ class Settings:
         1, count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
     )
     pp: int = setting(1, count(1, 64), "pipeline stages: each has a range of the layers", "N")
+    rank_timeout_seconds: float = setting(
+        30.0, number(1, 86400, float), "a rank without a sign of life for so long is lost", "S"
+    )
+    step_timeout_seconds: float = setting(
+        600.0, number(1, 86400, float), "a step of several ranks that takes so long is lost", "S"
+    )
     dtype: str | None = setting(
         None, one_of(*DTYPES), "the dtype of the computation; float32 on a CPU, else bfloat16", "T"
     )

@@ -125,6 +125,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_running": ("3", 3),
     "max_waiting": ("0", 0),
     "drain_seconds": ("1.5", 1.5),
+    "rank_timeout_seconds": ("7", 7.0),
+    "step_timeout_seconds": ("90.5", 90.5),
 }
 
 

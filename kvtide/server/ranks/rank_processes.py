@@ -4,10 +4,17 @@
         └─ python -m … worker      rank 1: applies the leader's commands
 
 The leader starts the workers and sends each its rank and settings in one line. The ranks meet at a
-file in a folder that only this user can read. A worker exits when the leader closes it, or when
-the leader has died and the pipe to the worker's standard input ends. A worker reports a failure on
-its standard output and ignores signals, which the leader handles. A worker that exits by itself
-ends the server.
+file in a folder that only this user can read, and each worker has a channel to the leader.
+
+| what happens        | is noticed by                                    | then            |
+|---------------------|--------------------------------------------------|-----------------|
+| a worker exits      | the pipe from its standard output ends           | the server ends |
+| a worker freezes    | no heartbeat for `rank_timeout_seconds`          | the server ends |
+| a step does not end | `StepWatch`, after `step_timeout_seconds`        | the server ends |
+| the leader freezes  | no heartbeat for `rank_timeout_seconds`          | workers exit    |
+| the leader dies     | the pipe to a worker's standard input ends       | workers exit    |
+
+A worker reports a failure on its standard output and ignores signals, which the leader handles.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -31,6 +39,8 @@ import torch
 
 from kvtide.engine import RankTopology
 from kvtide.engine.rank_topology import LEADER, join_ranks, leave_ranks
+from kvtide.server.ranks.rank_channels import MeetingPlace, RankChannels
+from kvtide.server.ranks.step_watch import StepClock, StepWatch, StuckStep
 from kvtide.server.settings import Settings
 
 WORKER = "kvtide.server.ranks.rank_worker"
@@ -42,6 +52,12 @@ PEER_LOST = 3
 """A worker's exit code after a broken connection: the rank that exited first is the cause."""
 SETTLE_S = 1.0
 """A process's exit may be noticed this much later than its broken connections."""
+STUCK_SETTLE_S = 2.0
+"""Reports of one stuck step arrive within this time."""
+JOIN_S = 600.0
+"""How long the leader waits for the other ranks to come."""
+_POLL_S = 0.05
+_LOOPBACK = "127.0.0.1"
 
 
 class WorkerLostError(Exception):
@@ -51,7 +67,7 @@ class WorkerLostError(Exception):
 class RankProcesses:
     """The workers: all ranks but the leader, which is this process.
 
-    lost     the sentence about a worker that exited by itself
+    lost     the sentence about a rank that exited by itself, froze, or does not end a step
     closing  whether the workers have been sent their last command
     """
 
@@ -59,12 +75,21 @@ class RankProcesses:
         self.lost: str | None = None
         self.closing = False
         self._exiting = False
+        self._stuck: dict[int, StuckStep] = {}
+        self._step_limit_s = settings.step_timeout_seconds
+        self._watch_of_steps: StepWatch | None = None
         # A single rank needs no meeting folder, and may have nowhere to write one.
         self._folder = Path(tempfile.mkdtemp(prefix="kvtide-")) if settings.ranks > 1 else None
-        self._workers = [self._start(rank, settings) for rank in range(1, settings.ranks)]
+        self._channels: RankChannels | None = None
+        others = range(LEADER + 1, settings.ranks)
+        if others:
+            place = MeetingPlace(_LOOPBACK, 0, secrets.token_bytes(32))
+            silence_s = settings.rank_timeout_seconds
+            self._channels = RankChannels(place, others, silence_s, self._hear_stuck, self._miss)
+        self._workers = {rank: self._start(rank, settings) for rank in others}
         self._watchers = [
             threading.Thread(target=self._watch, args=each, daemon=True)
-            for each in enumerate(self._workers, 1)
+            for each in self._workers.items()
         ]
         for watcher in self._watchers:
             watcher.start()
@@ -76,7 +101,7 @@ class RankProcesses:
         """Wait for workers that are closing; kill the others."""
         self._exiting = True
         deadline = time.monotonic() + (EXIT_S if self.closing else 0.0)
-        for worker in self._workers:
+        for worker in self._workers.values():
             try:
                 worker.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -84,6 +109,10 @@ class RankProcesses:
                 worker.wait()
         for watcher in self._watchers:
             watcher.join(1.0)
+        if self._watch_of_steps is not None:
+            self._watch_of_steps.close()
+        if self._channels is not None:
+            self._channels.close(max(0.0, deadline - time.monotonic()))
         if self.closing:
             leave_ranks()  # Otherwise a thread may still wait there for a lost rank.
         self._remove_folder()
@@ -99,15 +128,31 @@ class RankProcesses:
             stdout=subprocess.PIPE,
             text=True,
         )
-        config = {"rank": rank, "folder": str(self._folder), "settings": asdict(settings)}
-        assert worker.stdin is not None
+        assert worker.stdin is not None and self._channels is not None
+        config = {
+            "rank": rank,
+            "folder": str(self._folder),
+            "meeting": self._channels.place.to_json(),
+            "settings": asdict(settings),
+        }
         with suppress(BrokenPipeError):  # Its watcher reports how it exited.
             print(json.dumps(config), file=worker.stdin, flush=True)
         return worker
 
     def topology(self, settings: Settings) -> tuple[Settings, RankTopology]:
         """The leader's settings and topology, once all ranks have joined."""
+        self._await_ranks()
         return join_topology(LEADER, self._folder, settings)
+
+    def _await_ranks(self) -> None:
+        """Wait until every rank has a channel."""
+        deadline = time.monotonic() + JOIN_S
+        while self._channels is not None and (missing := self._channels.missing(_POLL_S)):
+            if self.lost is not None:
+                raise WorkerLostError(self.lost)
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing))
+                raise WorkerLostError(f"ranks {ranks} have not come within {JOIN_S:.0f} s")
 
     def settle(self) -> None:
         """After an error, wait until a lost worker is noticed, if one is the cause."""
@@ -116,10 +161,20 @@ class RankProcesses:
             time.sleep(0.01)
 
     def check(self) -> None:
-        """Raise `WorkerLostError` if a worker has exited by itself."""
+        """Raise `WorkerLostError` if a worker is lost."""
         self.settle()
         if self.lost is not None:
             raise WorkerLostError(self.lost)
+
+    # -- losing a rank ----------------------------------------------------------------------
+
+    def watch_steps(self, clock: StepClock) -> None:
+        """Notice steps of the leader that do not end; workers report theirs."""
+        if self._workers:
+            limit_s = self._step_limit_s
+            self._watch_of_steps = StepWatch(
+                clock, limit_s, lambda step: self._hear_stuck(LEADER, step)
+            )
 
     def _watch(self, rank: int, worker: subprocess.Popen[str]) -> None:
         assert worker.stdout is not None
@@ -127,15 +182,43 @@ class RankProcesses:
         code = worker.wait()
         if code == PEER_LOST:
             time.sleep(SETTLE_S / 4)
-        if self._exiting or self.closing:
-            return
         how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
-        lost = f"rank {rank} {how}{': ' + reason if reason else ''}; all ranks end with it"
-        self.lost = self.lost or lost
+        self._lose(f"rank {rank} {how}{': ' + reason if reason else ''}; all ranks end with it")
+
+    def _miss(self, rank: int, reason: str, blameless: bool) -> None:
+        """A channel has closed: the process has exited, which its watcher reports, or froze."""
+        with suppress(subprocess.TimeoutExpired):
+            self._workers[rank].wait(SETTLE_S)
+            return
+        self._lose(f"rank {rank}: {reason}; all ranks end with it")
+
+    def _hear_stuck(self, rank: int, step: StuckStep) -> None:
+        self._stuck[rank] = step
+        if len(self._stuck) == 1:
+            threading.Timer(STUCK_SETTLE_S, self._lose_stuck).start()
+
+    def _lose_stuck(self) -> None:
+        """All ranks wait for the one whose step does not end."""
+        stuck = sorted(self._stuck.items(), key=lambda found: found[1].waits)
+        rank, step = stuck[0]
+        what = "waits for another rank" if step.waits else "is"
+        self._lose(
+            f"rank {rank} {what} in {step.place}, in a step of {step.seconds:.0f} s; "
+            "all ranks end with it"
+        )
+
+    def _lose(self, sentence: str) -> None:
+        if not self._exiting and not self.closing:
+            self.lost = self.lost or sentence
+            threading.Thread(target=self._exit_late, daemon=True).start()
+
+    def _exit_late(self) -> None:
         time.sleep(GRACE_S)
         if not self._exiting:
             print(f"kvtide serve: {self.lost}", file=sys.stderr, flush=True)
             self._remove_folder()
+            for worker in self._workers.values():
+                worker.kill()  # A frozen one would not notice the leader's end.
             os._exit(1)
 
 

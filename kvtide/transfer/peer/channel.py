@@ -18,7 +18,8 @@ What always holds:
 - A peer from which nothing came for `silence_s` is closed: a frozen process, or a connection whose
   other end is gone. Each end sends a heartbeat four times in that time.
 - `on_closed` comes exactly once, with a sentence, and no message after it.
-- A peer that is refused gets the reason before the connection is closed.
+- A peer that is refused gets the reason before the connection is closed. One that closes without a
+  byte is no peer: routers check that way whether the port is open.
 - An empty secret is taken between loopback addresses only.
 """
 
@@ -406,6 +407,9 @@ class Listener:
         wire = Wire(connection)
         handshake = _Handshake(self._secret)
         try:
+            if wire.is_probe(time.monotonic() + self._timeout_s):
+                wire.close()
+                return
             channel = _welcome(wire, handshake, self._answer, self._silence_s, self._timeout_s)
         except ChannelError as error:
             self._count(f"{wire.peer}: {error}")

@@ -39,6 +39,16 @@ class Wire:
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
 
+    def is_probe(self, deadline: float) -> bool:
+        """Wait for a first byte, which stays unread; True if the other end closes without one."""
+        self._readable.poll(_milliseconds(max(0.0, deadline - time.monotonic())))
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False  # Neither came in time, which the next read reports.
+        except OSError:
+            return True
+
     def read(self, count: int, deadline: float, silence_s: float = EVER) -> bytes:
         """Exactly so many bytes, by the deadline, and never a longer silence between them."""
         parts, missing = [], count

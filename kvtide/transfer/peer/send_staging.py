@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kvtide.tiers.arena import Arena, host_arena
+from kvtide.transfer.peer.cpu_copies import copies, joined
 from kvtide.transfer.peer.device_copies import DeviceCopies
-from kvtide.transfer.peer.row_copies import copies, joined
 from kvtide.transfer.peer.transport import Column, TransportError, WriteBatch
 
 STAGING_BYTES = 16 << 20
