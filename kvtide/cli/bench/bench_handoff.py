@@ -82,7 +82,7 @@ def _on_cpu() -> HandoffSizes:
             "qwen3": HandoffModel(qwen, "Qwen3, 8 layers, hidden 256, f32", dtype="float32"),
             "v4-hot": HandoffModel(v4, "tiny DeepSeek-V4, hot:16", hot=16, dtype="float32"),
         },
-        tokens=(1024, 4096),
+        tokens=(1024, 2048),
         batch=DecodeBatch(4, 128, 1500),
         few=DecodeBatch(2, 128, 1500),
         chunk_tokens=512,
