@@ -35,8 +35,8 @@ log = logging.getLogger("kvtide")
 
 PART_BYTES = 16 << 20
 """Batches are written in parts of this size: a cancelled room waits for the parts in flight."""
-PARTS_IN_FLIGHT = 2
-"""Per link: the next part is there when one ends."""
+PARTS_IN_FLIGHT = 4
+"""Per link: the next parts are there when one ends, however late that is seen."""
 QUOTA_PART_S = 0.05
 """With a quota, parts are as small as what it gives in this time, but not below MIN_PART_BYTES."""
 MIN_PART_BYTES = 64 << 10
@@ -284,11 +284,15 @@ class PageSender:
         while self._run_inbox(pause_s):
             since = since if writing else time.monotonic()
             moved = self._step()
-            longer = min(2 * pause_s, _LONGEST_PAUSE_S)
-            pause_s = 0.0 if moved else max(longer, _FIRST_PAUSE_S)
+            pause_s = 0.0 if moved else min(2 * pause_s + _FIRST_PAUSE_S, self._longest_pause())
             if writing or moved:
                 self._busy_s += time.monotonic() - since
             writing, since = self._in_flight.total() > 0, time.monotonic()
+
+    def _longest_pause(self) -> float:
+        rooms = self._busy.values()
+        parts = [part for state in rooms if state.active for part in state.active.in_flight]
+        return min([_LONGEST_PAUSE_S, *(part.link.poll_s for part in parts)])
 
     def _run_inbox(self, pause_s: float) -> bool:
         """Wait for commands, for ever or for a pause, and run them; False: the thread ends."""
