@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 from kvtide.transfer.peer.send_quota import SendQuota
@@ -163,7 +163,9 @@ class PageSender:
         self._rooms: dict[Room, _RoomState] = {}
         self._busy: dict[Room, _RoomState] = {}
         self._in_flight: Counter[int] = Counter()
-        self._counts: Counter[str] = Counter()
+        # All keys are there from the start, as other threads copy the counts.
+        names = (one.name for one in fields(SenderStats) if one.name != "busy_s")
+        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         self._busy_s = 0.0
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -329,7 +331,7 @@ class PageSender:
         ended = [one for one in active.in_flight if self._over(active, one)]
         for one in ended:
             active.in_flight.remove(one)
-            self._in_flight[id(one.link)] -= 1
+            self._in_flight -= Counter({id(one.link): 1})  # A count of none is dropped.
             self._counts["in_flight_bytes"] -= one.batch.total_bytes
         return bool(ended)
 
