@@ -37,6 +37,8 @@ MIB = 1 << 20
 class FaultyLink:
     """A link of shared memory that a fault stands before."""
 
+    poll_s = 500e-6
+
     def __init__(self, link: SharedMemoryLink, descriptor: Descriptor) -> None:
         self.link = link
         self.pid = int(descriptor["process"]["pid"])

@@ -18,8 +18,9 @@ SMALL_BYTES = 8 << 10
 """Rows below this are copied together."""
 AT_A_TIME_BYTES = 256 << 10
 """Small rows are copied through memory of this size, which stays in the CPU's cache."""
-LARGE_BYTES = 8 << 20
-"""A larger row is copied in pieces, so that the caller looks at its deadline between them."""
+LARGE_BYTES = 32 << 20
+"""A larger row is copied in pieces, so that the caller looks at its deadline between them. Much
+smaller pieces would not be written past the CPU's cache, which costs a tenth."""
 
 
 def copies(source: Column, target: Column, sizes: Column) -> Iterator[None]:

@@ -14,10 +14,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtide.transfer.direct import MAX_COPIES, MAX_IN_FLIGHT, BatchedCopies, DirectUnavailableError
+from kvtide.transfer.direct import MAX_COPIES, BatchedCopies, DirectUnavailableError
 from kvtide.transfer.peer.cpu_copies import joined
 from kvtide.transfer.peer.transport import Column, TransportError, TransportUnavailableError
 
+MAX_IN_FLIGHT = 512
+"""Copies handed over and not done, of all writes together: enough for the time between polls."""
 IDLE_S = 10.0
 """A GPU that does not finish copies of a closed target in this time never does."""
 
@@ -44,6 +46,7 @@ class DeviceCopies:
             self._batched = BatchedCopies()
         except DirectUnavailableError as error:
             raise TransportUnavailableError(f"transport shm: {error}") from error
+        self.in_flight = 0
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
@@ -102,7 +105,7 @@ class DeviceWrite:
 
     def _step(self) -> bool:
         while self._in_flight and self._in_flight[0][1].query():
-            self._in_flight.popleft()
+            self._copies.in_flight -= self._in_flight.popleft()[0]
         late = time.monotonic() - self._deadline
         left = len(self._rows[0]) - self._next
         if left and not self._in_flight and (late > 0 or self._owner.closing):
@@ -115,9 +118,10 @@ class DeviceWrite:
             count = min(MAX_COPIES, left, self._room())
             event = self._copies.submit(self._rows, self._next, count)
             self._in_flight.append((count, event))
+            self._copies.in_flight += count
             self._next += count
             left -= count
         return not left and not self._in_flight
 
     def _room(self) -> int:
-        return MAX_IN_FLIGHT - sum(count for count, _ in self._in_flight)
+        return MAX_IN_FLIGHT - self._copies.in_flight

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 from kvtide.transfer.peer.send_quota import SendQuota
@@ -35,8 +35,8 @@ log = logging.getLogger("kvtide")
 
 PART_BYTES = 16 << 20
 """Batches are written in parts of this size: a cancelled room waits for the parts in flight."""
-PARTS_IN_FLIGHT = 2
-"""Per link: the next part is there when one ends."""
+PARTS_IN_FLIGHT = 4
+"""Per link: the next parts are there when one ends, however late that is seen."""
 QUOTA_PART_S = 0.05
 """With a quota, parts are as small as what it gives in this time, but not below MIN_PART_BYTES."""
 MIN_PART_BYTES = 64 << 10
@@ -166,7 +166,9 @@ class PageSender:
         self._unsilent: dict[Room, set[int]] = {}
         self._busy: dict[Room, _RoomState] = {}
         self._in_flight: Counter[int] = Counter()
-        self._counts: Counter[str] = Counter()
+        # All keys are there from the start, as other threads copy the counts.
+        names = (one.name for one in fields(SenderStats) if one.name != "busy_s")
+        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         self._busy_s = 0.0
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -305,11 +307,15 @@ class PageSender:
         while self._run_inbox(pause_s):
             since = since if writing else time.monotonic()
             moved = self._step()
-            longer = min(2 * pause_s, _LONGEST_PAUSE_S)
-            pause_s = 0.0 if moved else max(longer, _FIRST_PAUSE_S)
+            pause_s = 0.0 if moved else min(2 * pause_s + _FIRST_PAUSE_S, self._longest_pause())
             if writing or moved:
                 self._busy_s += time.monotonic() - since
             writing, since = self._in_flight.total() > 0, time.monotonic()
+
+    def _longest_pause(self) -> float:
+        rooms = self._busy.values()
+        parts = [part for state in rooms if state.active for part in state.active.in_flight]
+        return min([_LONGEST_PAUSE_S, *(part.link.poll_s for part in parts)])
 
     def _run_inbox(self, pause_s: float) -> bool:
         """Wait for commands, for ever or for a pause, and run them; False: the thread ends."""
@@ -346,7 +352,7 @@ class PageSender:
         ended = [one for one in active.in_flight if self._over(active, one)]
         for one in ended:
             active.in_flight.remove(one)
-            self._in_flight[id(one.link)] -= 1
+            self._in_flight -= Counter({id(one.link): 1})  # A count of none is dropped.
             self._counts["in_flight_bytes"] -= one.batch.total_bytes
         return bool(ended)
 

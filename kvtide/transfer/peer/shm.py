@@ -77,6 +77,10 @@ class SharedMemory:
 
 
 def _described(region: Region) -> Descriptor:
+    if region.kind == "device":
+        raise TransportUnavailableError(
+            "transport shm: device destinations are not written to; use host destinations"
+        )
     if region.shared is None:
         raise TransportUnavailableError(
             "transport shm: the host memory is not shared; make the arena with shared=True, or use "
@@ -93,6 +97,8 @@ def _described(region: Region) -> Descriptor:
 
 class SharedMemoryLink:
     """`lock` is held while rows are copied, so that no thread unmaps memory under a copy."""
+
+    poll_s = 50e-6
 
     def __init__(self, descriptor: Descriptor, device_copies: DeviceCopies | None) -> None:
         self._device_copies = device_copies

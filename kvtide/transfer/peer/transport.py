@@ -176,7 +176,12 @@ class PendingWrite(Protocol):
 
 
 class PeerLink(Protocol):
-    """The way to one receiver. Used by one thread at a time."""
+    """The way to one receiver. Writes are made by one thread; any thread may close it.
+
+    poll_s  how often a write in flight wants to be polled
+    """
+
+    poll_s: float
 
     def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
         """Start writing. The sources stay unchanged until the end of the write.

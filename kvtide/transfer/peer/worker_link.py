@@ -44,6 +44,8 @@ Transfer = Callable[[Requests, float], None]
 class WorkerLink:
     """`bases` and `sizes` are the receiver's regions, as the library addresses them."""
 
+    poll_s = 500e-6
+
     def __init__(
         self,
         name: str,

@@ -25,6 +25,8 @@ class HandPending:
 class HandLink:
     """`at_once`: writes end when they begin. `refuse`: the next `begin` raises this."""
 
+    poll_s = 1e-3
+
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
         self.refuse: Exception | None = None

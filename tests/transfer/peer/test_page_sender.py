@@ -81,7 +81,7 @@ def test_rooms_take_turns_on_a_link(sender: PageSender) -> None:
     until(lambda: sender.stats().active_jobs == 2)
     link.end(0, 1)
     link.wait(PARTS_IN_FLIGHT + 2)
-    assert 100 in [one.batch.total_bytes for one in link.began[:4]]
+    assert 100 in [one.batch.total_bytes for one in link.began[: PARTS_IN_FLIGHT + 2]]
     link.at_once = True
     link.end(*range(len(link.began)))
     heard.wait(2)
@@ -141,14 +141,15 @@ def test_a_failure_ends_the_epoch_and_tells_whether_it_is_silent(
 
 def test_parts_in_flight_end_before_a_failure_is_reported(sender: PageSender) -> None:
     link, heard = HandLink(), Heard()
-    sender.submit(job(heard, "large", link, batch=WriteBatch.of([0], [0], [4 * PART_BYTES])))
-    link.wait(2)
+    sender.submit(job(heard, "large", link, batch=WriteBatch.of([0], [0], [8 * PART_BYTES])))
+    link.wait(PARTS_IN_FLIGHT)
     link.fail(0, silent=True)
+    link.end(1, 2)
     until(lambda: sender.stats().in_flight_bytes == PART_BYTES)
     assert heard.calls == []
-    link.fail(1, silent=False)
+    link.fail(3, silent=False)
     assert heard.wait(1) == [("large", "the peer is gone", False)]
-    assert len(link.began) == 2
+    assert len(link.began) == PARTS_IN_FLIGHT
 
 
 def test_a_dead_link_fails_a_job_before_it_begins(sender: PageSender) -> None:
@@ -192,10 +193,10 @@ def test_a_cancelled_room_is_silent_when_the_parts_in_flight_have_ended(
     sender.submit(job(heard, "behind", link))
     link.wait(PARTS_IN_FLIGHT)
     sender.cancel("a", 1, heard.as_("silent"))
-    link.end(0)
+    link.end(0, 1, 2)
     until(lambda: sender.stats().in_flight_bytes == PART_BYTES)
     assert heard.calls == []
-    link.end(1)
+    link.end(3)
     assert heard.wait(3) == [
         ("large", CANCELLED, True),
         ("behind", CANCELLED, True),

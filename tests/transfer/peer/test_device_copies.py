@@ -1,0 +1,200 @@
+"""Copies from a GPU: few in flight, all of them over before memory is unmapped."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvtide.tiers.arena import host_arena
+from kvtide.transfer.direct import MAX_COPIES
+from kvtide.transfer.peer.conformance.conformance_peer import ReceiverProcess
+from kvtide.transfer.peer.device_copies import MAX_IN_FLIGHT, DeviceCopies
+from kvtide.transfer.peer.shm import SharedMemory, SharedMemoryLink
+from kvtide.transfer.peer.transport import (
+    Region,
+    TransportError,
+    TransportSettings,
+    WriteBatch,
+    write,
+)
+
+DEADLINE_S = 60.0
+
+
+class HandEvent:
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+class HandCopies(DeviceCopies):
+    """A GPU without a clock: copies are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.submitted: list[tuple[list[np.ndarray], int, int, HandEvent]] = []
+        self.broken = False
+        self.drained = 0
+
+    def submit(self, rows, first, count) -> HandEvent:
+        if self.broken:
+            raise RuntimeError("CUDA error 719")
+        event = HandEvent()
+        self.submitted.append((rows, first, count, event))
+        return event
+
+    def finish(self, submissions: int = 1000) -> None:
+        for (source, target, sizes), first, count, event in self.submitted[:submissions]:
+            for row in range(first, first + count):
+                ctypes.memmove(int(target[row]), int(source[row]), int(sizes[row]))
+            event.passed = True
+        del self.submitted[:submissions]
+
+    def drain(self) -> bool:
+        self.drained += 1
+        self.finish()
+        return True
+
+
+@pytest.fixture
+def world() -> Iterator[tuple[SharedMemoryLink, HandCopies, torch.Tensor]]:
+    copies = HandCopies()
+    with host_arena(1 << 20, pinned=False, shared=True) as arena:
+        descriptor = SharedMemory(TransportSettings()).expose([Region.of(arena)])
+        link = SharedMemoryLink(descriptor, None)
+        link._device_copies = copies
+        yield link, copies, arena.data
+        link.close()
+
+
+SOURCE = np.random.default_rng(0).integers(1, 256, 1 << 20, np.uint8)
+
+
+def _rows(count: int, size: int = 100) -> WriteBatch:
+    """Rows that cannot be joined."""
+    places = np.arange(count) * (size + 1)
+    return WriteBatch.of(SOURCE.ctypes.data + places, places, size, source_kind="device")
+
+
+def test_few_copies_are_in_flight_and_the_rest_follow(world) -> None:
+    link, copies, memory = world
+    first, second = link.begin(_rows(2000), 60.0), link.begin(_rows(10), 60.0)
+    assert copies.in_flight == MAX_IN_FLIGHT == sum(one[2] for one in copies.submitted)
+    assert max(one[2] for one in copies.submitted) == MAX_COPIES
+    assert not second.poll()
+    assert not first.poll()
+    done = False
+    while not done:
+        copies.finish(1)
+        done = first.poll()
+        assert copies.in_flight <= MAX_IN_FLIGHT
+    while not second.poll():
+        copies.finish()
+    assert copies.in_flight == 0
+    expected = np.zeros(1 << 20, np.uint8)
+    for place in np.arange(2000) * 101:
+        expected[place : place + 100] = SOURCE[place : place + 100]
+    assert np.array_equal(memory.numpy(), expected)
+
+
+def test_past_the_deadline_nothing_is_submitted_and_what_is_in_flight_ends(world) -> None:
+    link, copies, _ = world
+    pending = link.begin(_rows(2000), 0.05)
+    time.sleep(0.06)
+    assert not pending.poll()
+    copies.finish()
+    with pytest.raises(TransportError, match=r"not written within 0\.05 s") as error:
+        pending.poll()
+    assert error.value.silent
+    assert copies.submitted == []
+    assert link.alive()
+
+
+def test_a_gpu_that_does_not_finish_is_not_silent_and_its_memory_stays(world) -> None:
+    link, _, _ = world
+    pending = link.begin(_rows(10), 0.02)
+    time.sleep(0.05)
+    with pytest.raises(TransportError, match="does not finish a copy") as error:
+        pending.poll()
+    assert not error.value.silent
+    assert not link.alive()
+    link.close()
+    assert link._files
+
+
+def test_a_gpu_that_fails_is_not_silent(world) -> None:
+    link, copies, _ = world
+    copies.broken = True
+    with pytest.raises(TransportError, match="the copy failed: CUDA error 719") as error:
+        link.begin(_rows(10), 1.0)
+    assert not error.value.silent
+    assert not link.alive()
+
+
+def test_memory_is_unmapped_after_the_last_copy(world) -> None:
+    link, copies, _ = world
+    pending = link.begin(_rows(2000), 60.0)
+    link.close()
+    assert copies.drained == 1
+    assert not link._files
+    with pytest.raises(TransportError, match="the link is closed") as error:
+        pending.poll()
+    assert error.value.silent
+    assert copies.submitted == []
+
+
+def test_sources_on_a_gpu_need_a_transport_with_one(world) -> None:
+    link, _, _ = world
+    link._device_copies = None
+    with pytest.raises(TransportError, match="opened without one") as error:
+        link.begin(_rows(1), 1.0)
+    assert error.value.silent
+
+
+# -- on a GPU -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(device: torch.device) -> Iterator[tuple[ReceiverProcess, SharedMemoryLink]]:
+    if device.type != "cuda":
+        pytest.skip("copies from a GPU: --device cuda")
+    receiver = ReceiverProcess("shm", TransportSettings(), [64 << 20])
+    link = SharedMemory(TransportSettings(device=device)).connect(receiver.descriptor)
+    yield receiver, link
+    link.close()
+    receiver.kill()
+
+
+@pytest.mark.parametrize("size", [16, 4096, 65_536, 16 << 20])
+def test_rows_of_a_gpu_land_in_another_process(on_gpu, device: torch.device, size: int) -> None:
+    receiver, link = on_gpu
+    source = torch.randint(1, 256, (64 << 20,), dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    count = min(5000, (64 << 20) // size)
+    order = np.random.default_rng(1).permutation(count) * size
+    rows = WriteBatch.of(source.data_ptr() + order, order[::-1], size, 0, "device")
+    write(link, rows, DEADLINE_S)
+    there, here = receiver.memory[receiver.starts[0] :], source.cpu().numpy()
+    for start, place in zip(order, order[::-1], strict=True):
+        assert np.array_equal(there[place : place + size], here[start : start + size])
+    assert not receiver.memory[: receiver.starts[0]].any()
+
+
+def test_a_link_of_a_gpu_is_closed_during_a_write(on_gpu, device: torch.device) -> None:
+    receiver, link = on_gpu
+    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    places = np.arange(8000) * 8192
+    pending = link.begin(WriteBatch.of(source.data_ptr() + places, places, 4096, 0, "device"), 60.0)
+    link.close()
+    before = receiver.snapshot()
+    with pytest.raises(TransportError, match="the link is closed"):
+        pending.poll()
+    assert np.array_equal(before, receiver.memory)
