@@ -28,6 +28,7 @@ from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
 from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.testing.hand_run import HandRunLane
 from kvtide.tiers import Arrangement, Buffers, Layout
+from kvtide.tiers.tail_rows import TailRows
 from kvtide.transfer.copier import Copier, Issuer
 from kvtide.transfer.lane import Job, Ticket
 from kvtide.transfer.reference import Reference
@@ -185,7 +186,8 @@ Pages = int | Mapping[str, int]
 class Rig:
     """A cache over memory of its own, with a model in place of an engine.
 
-    `lanes` are run by hand unless given. Layers arrive in groups of one.
+    `lanes` are run by hand unless given. Layers arrive in groups of one. `tails`: so many prompts
+    can be received from peers at a time.
     """
 
     def __init__(
@@ -196,6 +198,7 @@ class Rig:
         host: Pages = 32,
         layouts: tuple[Layout, Layout] = (Layout.LAYER_FIRST, Layout.PAGE_FIRST_DIRECT),
         lanes: Mapping[Way, Issuer] | None = None,
+        tails: int = 0,
         **options: Any,
     ) -> None:
         self.memory = memory
@@ -211,9 +214,12 @@ class Rig:
         blocks = (self.buffers[Tier.DEVICE], self.buffers[Tier.HOST])
         copier = Copier(*blocks, lanes or self.hands, groups)
         config = CacheConfig(Tokens(PAGE), **{"host_size": Tokens(PAGE), **options})
-        self.cache = TieredCache(
-            memory, config, placement=placement, hardware=Hardware(*blocks, copier)
-        )
+        self.tails = None
+        if tails:
+            self.tails = TailRows(memory, tails, self.buffers, pinned=False, shared=False)
+            self.tail_rows = Rows(self.tails.buffers)
+        hardware = Hardware(*blocks, copier, tails=self.tails)
+        self.cache = TieredCache(memory, config, placement=placement, hardware=hardware)
         self._watch_slots()
 
     def _watch_slots(self) -> None:

@@ -21,7 +21,7 @@ Case = tuple[Callable[..., object], Callable[[Rig], None], str]
 def busy(url, rigs) -> Iterator[Rig]:
     """Leases, a load and a backup in flight; pages that are fetched, and some that are stored."""
     stored(opened(rigs, url), text(1, 4))
-    rig = opened([], url, device=64)
+    rig = opened([], url, device=64, host=64, tails=2)
     rig.remember_on_host(text(2, 3))
     settle(rig)
     store = faulty(rig)
@@ -36,6 +36,10 @@ def busy(url, rigs) -> Iterator[Rig]:
     rig.started(text(2, 3))
     ready = rig.started(text(3, 2))
     assert not ready.loading
+    received = rig.cache.receiving.begin(rig.cache.prompt(text(7, 3)))
+    abandoned = rig.cache.receiving.begin(rig.cache.prompt(text(8, 3)))
+    assert received is not None and abandoned is not None
+    rig.cache.receiving.abandon(abandoned)
     assert rig.cache.validate() == []
     yield rig
     store.heal()
@@ -55,6 +59,10 @@ def _one(rig: Rig):
 
 def _reading(rig: Rig):
     return next(fetch for fetch in _one(rig).fetches.open if fetch.stage is Stage.READING)
+
+
+def _receipt(rig: Rig):
+    return next(iter(rig.cache.receiving._open.values()))
 
 
 def _two_bring_it(rig: Rig) -> None:
@@ -96,6 +104,31 @@ def _import_over(rig: Rig) -> None:
 
 def _import_without_a_fetch(rig: Rig) -> None:
     _one(rig).fetches._open.clear()
+
+
+def _import_of_a_receipt_over(rig: Rig) -> None:
+    rig.cache.receiving._open.clear()
+
+
+def _row_twice(rig: Rig) -> None:
+    rig.cache.receiving._free_rows.append(0)
+
+
+def _row_lost(rig: Rig) -> None:
+    rig.cache.receiving._tails_held.popitem()
+
+
+def _receipt_without_slots(rig: Rig) -> None:
+    _receipt(rig).arriving.live = False
+
+
+def _landed_count(rig: Rig) -> None:
+    _receipt(rig).landed.add(0)
+
+
+def _abandoned_with_a_lease(rig: Rig) -> None:
+    receiving, receipt = rig.cache.receiving, _receipt(rig)
+    receiving._quarantined[receipt.epoch] = receiving._open.pop(receipt.epoch)
 
 
 def _departure_twice(rig: Rig) -> None:
@@ -164,9 +197,15 @@ CASES: list[Case] = [
     (checks.leases_are_those_of_the_index, _unknown_lease, "is not known to the index"),
     (checks.leases_that_are_ready_are_at_home, _pending_commit, "nothing will make happen"),
     (checks.leases_that_are_ready_are_at_home, _not_on_device, "is not at home"),
-    (checks.every_import_belongs_to_one_fetch, _import_twice, "belongs to 2 fetches"),
-    (checks.every_import_belongs_to_one_fetch, _import_over, "which is over"),
-    (checks.every_import_belongs_to_one_fetch, _import_without_a_fetch, "belongs to no fetch"),
+    (checks.every_import_has_one_owner, _import_twice, "belongs to 2 fetches"),
+    (checks.every_import_has_one_owner, _import_over, "which is over"),
+    (checks.every_import_has_one_owner, _import_without_a_fetch, "belongs to no fetch"),
+    (checks.every_import_has_one_owner, _import_of_a_receipt_over, "belongs to no fetch"),
+    (checks.receipts_hold_what_they_say, _row_twice, "are held"),
+    (checks.receipts_hold_what_they_say, _row_lost, "are held"),
+    (checks.receipts_hold_what_they_say, _receipt_without_slots, "is open without slots"),
+    (checks.receipts_hold_what_they_say, _landed_count, "counts 1 landed pages"),
+    (checks.receipts_hold_what_they_say, _abandoned_with_a_lease, "still pins pages"),
     (checks.every_departure_is_queued_or_being_written, _departure_twice, "queued 2 times"),
     (checks.every_departure_is_queued_or_being_written, _departure_over, "queued, and over"),
     (checks.every_departure_is_queued_or_being_written, _departure_lost, "is in no queue"),
@@ -196,7 +235,11 @@ def test_a_check_reports_what_it_is_for(busy: Rig, check, corrupt, sentence: str
     cache = busy.cache
     corrupt(busy)
     found = list(
-        check(checks.CacheParts(cache.index, cache._in_flight, cache._leases, cache.storage))
+        check(
+            checks.CacheParts(
+                cache.index, cache._in_flight, cache._leases, cache.storage, cache.receiving
+            )
+        )
     )
     assert any(sentence in problem for problem in found), found
     assert set(found) <= set(cache.validate()), "validate collects the sentences of every check"

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache as cached
 from random import Random
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
-from kvtide.engine import Engine, Request, RequestParams, SampledToken
+from kvtide.engine import Engine, Request, RequestParams, SampledToken, SamplingParams
 from kvtide.engine.handoff.handoff_source import HandoffSource
 from kvtide.engine.handoff.messages import Ask, Message, from_json, to_json
 from kvtide.engine.handoff.own_memory import source_memory, target_memory
@@ -32,7 +33,7 @@ from kvtide.transfer.peer.transport_registry import open_transport
 from tests.engine.restoring import SAMPLING, family_of, model_of, text
 
 PEER, DECODE = "prefill:1", "decode"
-DEADLINE_S = 60.0
+DEADLINE_S = 10.0
 Kind = TypeVar("Kind")
 
 
@@ -260,6 +261,26 @@ def family_pair(
         (prefill, decode),
         **options,
     )
+
+
+@cached
+def _fresh_engine(model: str) -> Engine:
+    built = model_of(model)
+    cache = TieredCache(built.memory, CacheConfig(Tokens(2048), None, tokens_per_checkpoint=16))
+    return Engine(built, cache, chunk_tokens=1024)
+
+
+@cached
+def expected(
+    family: str, tokens: tuple[int, ...], count: int = 4, sampling: SamplingParams = SAMPLING
+) -> tuple[SampledToken, ...]:
+    """The answer of one engine that computes the prompt without its cache."""
+    engine = _fresh_engine(family_of(family).model)
+    request = engine.submit(RequestParams(tokens, count, sampling, recompute=True))
+    while not engine.idle:
+        engine.step()
+    assert request.by_tier == {}
+    return tuple(request.output)
 
 
 def tokens_of(request: Request) -> tuple[SampledToken, ...]:

@@ -31,8 +31,8 @@ from kvtide.engine.handoff.request_fields import asked_params, for_prefill, requ
 from kvtide.engine.request import Finish, RequestError, RequestParams
 from kvtide.engine.sampler import SamplingParams
 from kvtide.index import Namespace
-from tests.engine.handoff.handing_over import Pair, family_pair, tokens_of
-from tests.engine.restoring import PAGE, alone
+from tests.engine.handoff.handing_over import Pair, expected, family_pair, tokens_of
+from tests.engine.restoring import PAGE
 
 FAMILY = "llama"
 PLACES = PagePlaces("kv", 3, np.array([0, 5], np.int32), np.array([7, 2], np.int32))
@@ -187,7 +187,7 @@ def test_news_of_other_epochs_are_ignored(pair: Pair) -> None:
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
     assert request.handoff.state is HandoffState.DECODING
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_pages_that_are_reported_twice_count_once(pair: Pair) -> None:
@@ -201,7 +201,7 @@ def test_pages_that_are_reported_twice_count_once(pair: Pair) -> None:
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
     assert request.handoff.state is HandoffState.DECODING
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_a_page_may_be_named_twice_in_a_message(pair: Pair) -> None:
@@ -215,7 +215,7 @@ def test_a_page_may_be_named_twice_in_a_message(pair: Pair) -> None:
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
     assert request.handoff.state is HandoffState.DECODING
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 @pytest.mark.parametrize("numbers", [(99,), (-1,), (0, 4)])
@@ -230,7 +230,7 @@ def test_pages_that_were_not_asked_for_end_the_handoff(
     assert pair.decode.handoffs.incoming.quarantined
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_a_first_token_before_all_pages_ends_the_handoff(pair: Pair) -> None:
@@ -241,7 +241,7 @@ def test_a_first_token_before_all_pages_ends_the_handoff(pair: Pair) -> None:
     assert request.handoff.reason == "the peer ended before all pages had come"
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_a_reservation_that_is_sent_twice_is_served_once(pair: Pair) -> None:
@@ -253,7 +253,7 @@ def test_a_reservation_that_is_sent_twice_is_served_once(pair: Pair) -> None:
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
     assert request.handoff.state is HandoffState.DECODING
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
     assert sum(len(each.numbers) for each in pair.sent(Written)) == 4
     assert len(pair.sent(First)) == 1
 
@@ -275,7 +275,7 @@ def test_a_router_that_resends_gets_another_reservation_served(pair: Pair) -> No
     assert pair.held()["rooms"] == 1, "what the first one says does not end the second one"
     pair.at_prefill(Done(first.room, first.epoch + 1))
     pair.run(lambda: request.finish is not None)
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_a_room_belongs_to_the_first_decode_server_that_reserved_it(pair: Pair) -> None:
@@ -286,7 +286,7 @@ def test_a_room_belongs_to_the_first_decode_server_that_reserved_it(pair: Pair) 
     pair.prefill.handoffs.receive("another", Done(reserve.room, reserve.epoch + 9))
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
     assert request.handoff.state is HandoffState.DECODING
     (failed,) = pair.sent(Failed)
     assert failed.epoch == reserve.epoch + 9 and failed.silent
@@ -373,7 +373,7 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
             pair.prefill.handoffs.receive("a stranger", Done(reserve.room, reserve.epoch))
         pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
     reasons = {
         "prompt": "the room has another prompt or namespace here; send both the same request",
         "aborted": "the prefill was aborted",
@@ -392,7 +392,7 @@ def test_an_abort_of_the_prefill_after_the_reservation_is_told(pair: Pair) -> No
     pair.prefill.abort(other)
     pair.run(lambda: request.finish is not None)
     assert request.handoff is not None and request.handoff.reason == "the prefill was aborted"
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_a_prefill_without_an_answer_hands_nothing_over(pair: Pair) -> None:

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvtide.engine.handoff.handoff_state import HandoffState
-from tests.engine.handoff.handing_over import family_pair, tokens_of
-from tests.engine.restoring import ALL_NAMES, HOT_NAMES, PAGE, alone, text
+from tests.engine.handoff.handing_over import expected, family_pair, tokens_of
+from tests.engine.restoring import ALL_NAMES, HOT_NAMES, PAGE, text
 
 
 @pytest.mark.parametrize("family", [*ALL_NAMES, *HOT_NAMES])
@@ -18,7 +18,7 @@ def test_answers_are_those_of_one_engine(family: str) -> None:
     for length in (5 * PAGE + 3, 6 * PAGE, 6 * PAGE + 1, 7 * PAGE - 1):
         prompt = root + text(rng, length - len(root))
         request = pair.answer(prompt)
-        assert tokens_of(request) == alone(family, prompt, 4)
+        assert tokens_of(request) == expected(family, prompt)
         handoff = request.handoff
         assert handoff is not None and handoff.state is HandoffState.DECODING, handoff
         assert handoff.first == request.output[0]

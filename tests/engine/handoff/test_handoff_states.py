@@ -21,8 +21,8 @@ from kvtide.engine.handoff.messages import (
     Written,
 )
 from kvtide.engine.request import Finish
-from tests.engine.handoff.handing_over import PEER, Pair, family_pair, tokens_of
-from tests.engine.restoring import PAGE, alone
+from tests.engine.handoff.handing_over import PEER, Pair, expected, family_pair, tokens_of
+from tests.engine.restoring import PAGE
 
 S = HandoffState
 OPEN = (S.OFFERED, S.RESERVED, S.STREAMING, S.LANDED)
@@ -112,7 +112,7 @@ def test_a_handoff_passes_through_its_states_in_order(
     prompt = pair.fresh(5 * PAGE + 3)
     request = pair.answer(prompt)
     assert moves == list(itertools.pairwise((*OPEN, S.DECODING)))
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -176,7 +176,7 @@ def test_a_failure_in_any_state_is_answered_from_here(
     assert set(quarantined) == (set() if silent else {epoch})
     pair.passes = lambda message: True
     pair.run(lambda: request.finish is not None)
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
     pair.settle()
     assert len(pair.sent(Done if silent else StopWriting)) == 1
 
@@ -189,7 +189,7 @@ def test_a_failure_that_comes_after_landing_changes_nothing(pair: Pair) -> None:
     assert handoff_of(request).state is S.LANDED
     pair.run(lambda: request.finish is not None)
     assert handoff_of(request).state is S.DECODING
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
 
 
 def test_a_prompt_of_which_little_is_missing_is_declined(pair: Pair) -> None:
@@ -199,7 +199,7 @@ def test_a_prompt_of_which_little_is_missing_is_declined(pair: Pair) -> None:
     pair.log.clear()
     request = pair.answer(prompt)
     assert handoff_of(request).state is S.DECLINED
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
     assert not pair.log, "a peer that is not needed is not asked"
 
 
@@ -238,6 +238,6 @@ def test_a_reservation_may_come_before_during_and_after_the_prefill(pair: Pair, 
         request = to_decode()
     pair.run(lambda: request.finish is not None)
     assert handoff_of(request).state is S.DECODING
-    assert tokens_of(request) == alone(FAMILY, prompt, 4)
+    assert tokens_of(request) == expected(FAMILY, prompt)
     (reserve,) = pair.sent(Reserve)
     assert reserve.count == 6
