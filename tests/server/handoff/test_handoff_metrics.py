@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.core import Metric
@@ -87,3 +88,12 @@ def test_slots_that_may_still_be_written_to_are_counted(pair: Pair) -> None:
 def test_a_prompt_that_lacks_little_is_declined(pair: Pair) -> None:
     pair.answer([1, 2, 3])
     assert samples(decode_metrics, pair.decode)["ended_total:declined"] == 1
+
+
+def test_every_metric_is_explained(pair: Pair) -> None:
+    guide = (Path(__file__).parents[3] / "docs/HANDOFF.md").read_text()
+    metrics = [*decode_metrics(pair.decode), *prefill_metrics(pair.prefill)]
+    assert len(metrics) >= 12
+    for metric in metrics:
+        name = metric.name.removeprefix("kvtide_handoff_").removeprefix("sender_")
+        assert f"_{name}" in guide, metric.name
