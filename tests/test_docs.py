@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from textwrap import indent
@@ -10,8 +12,10 @@ from textwrap import indent
 import pytest
 
 from kvtide.cache.cache_invariants import CHECKS as CACHE_CHECKS
+from kvtide.cli.main import main
 from kvtide.index.index_invariants import CHECKS as INDEX_CHECKS
-from kvtide.server.settings import Settings, flag
+from kvtide.server.handoff.handoff_settings import Role
+from kvtide.server.settings import Settings, add_flags, flag, read
 from kvtide.spec import Tier
 
 ROOT = Path(__file__).parent.parent
@@ -67,3 +71,45 @@ def test_settings_are_all_explained() -> None:
     for row in fields(Settings):
         if row.name != "model":
             assert f"`{flag(row.name)}" in explained, row.name
+
+
+# -- the guide to handoffs ----------------------------------------------------------------------
+
+
+def _commands(document: Path, start: str) -> list[list[str]]:
+    """Indented commands, with their continued lines, as words."""
+    text = document.read_text().replace("\\\n", " ")
+    lines = [line.strip().partition("  #")[0] for line in text.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith(start)]
+
+
+def test_servers_accept_the_commands_of_the_guide_to_handoffs(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    environment = {"KVTIDE_ADMIN_KEY": "a key"}
+    commands = _commands(ROOT / "docs/HANDOFF.md", "kvtide serve ")
+    roles = []
+    for _, _, *words in commands:
+        given = vars(parser.parse_args([str(secret) if "secret" in w[-6:] else w for w in words]))
+        chosen = read(given, environment)
+        roles.append(chosen.handoff.role.value)
+        assert chosen.handoff.listens == (chosen.handoff.role is Role.PREFILL)
+    assert roles == ["prefill", "decode"] * 2
+
+
+def test_the_sizing_example_is_what_the_planner_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    monkeypatch.chdir(tmp_path)
+    document = ROOT / "docs/HANDOFF.md"
+    (command,) = _commands(document, "kvtide plan --handoff ")
+    assert main(command[1:]) == 0
+    printed = [re.sub(r" +", " ", line) for line in capsys.readouterr().out.splitlines()]
+    part = document.read_text().partition("| what, each second")[2].partition("\n\n")[0]
+    rows = part.splitlines()[2:]
+    assert len(rows) == 10
+    for row in rows:
+        assert row in printed, row

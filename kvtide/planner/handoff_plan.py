@@ -40,7 +40,7 @@ class HandoffRates:
     chunk_tokens   pages leave chunk by chunk: the last chunk is behind the prefill
     min_tokens     prompts that lack fewer are prefilled where they are decoded
     busy           the most of the time that a machine works
-    requests_s     the mean rate of requests; None: as in the trace
+    requests_s     the mean rate of requests: that many more users; None: as in the trace
     """
 
     prefill_tokens_s: float
@@ -153,13 +153,14 @@ def plan_handoff(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Load:
-    """Requests as arrays, at the wanted rate."""
+    """Requests as arrays. `scale`: at the wanted rate, each stands for so many."""
 
     arrivals: Values
     prompts: Values
     outputs: Values
     lacking: Values
     duration_s: float
+    scale: float = 1.0
 
     @classmethod
     def of(cls, trace: Trace, found_tokens: Sequence[int], rates: HandoffRates) -> _Load:
@@ -167,25 +168,25 @@ class _Load:
         arrivals, prompts, outputs = np.array(given, np.float64).T
         arrivals = arrivals - arrivals.min()
         duration_s = float(arrivals.max())
-        if rates.requests_s is not None:
-            wanted_s = len(arrivals) / rates.requests_s
-            scale = wanted_s / duration_s if duration_s else 0.0
-            evenly = np.arange(len(arrivals)) / rates.requests_s
-            arrivals, duration_s = (arrivals * scale if duration_s else evenly), wanted_s
+        if rates.requests_s is not None and not duration_s:
+            arrivals = np.arange(len(arrivals)) / rates.requests_s
+            duration_s = len(arrivals) / rates.requests_s
         if not duration_s:
             raise TraceError(
                 f"{trace.name}: all requests come at once, so there is no load to plan for; give "
                 "--requests-per-second"
             )
         lacking = prompts - np.asarray(found_tokens, np.float64)
-        return cls(arrivals, prompts, outputs, lacking, duration_s)
+        given_s = len(arrivals) / duration_s
+        scale = 1.0 if rates.requests_s is None else rates.requests_s / given_s
+        return cls(arrivals, prompts, outputs, lacking, duration_s, scale)
 
     def each_second(self, values: Values, busiest: bool) -> float:
         if not busiest or self.duration_s <= WINDOW_S:
-            return float(values.sum()) / self.duration_s
+            return float(values.sum()) * self.scale / self.duration_s
         windows = np.bincount((self.arrivals // WINDOW_S).astype(np.int64), values)
         whole = windows[: int(self.duration_s // WINDOW_S)]
-        return float(whole.max()) / WINDOW_S
+        return float(whole.max()) * self.scale / WINDOW_S
 
 
 def _handed_bytes(memory: ModelMemory, tokens: Values) -> Values:

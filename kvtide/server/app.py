@@ -85,7 +85,7 @@ class App:
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)
         self._routers = RouterRoutes(settings, serving.name, service, handoff.conventions)
-        self._metrics = Metrics()
+        self._metrics = Metrics(handoff)
         service.listeners.append(self._metrics.ended)
 
     def runner(self) -> web.AppRunner:

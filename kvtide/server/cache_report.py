@@ -73,6 +73,7 @@ def handoff_report(engine: Engine) -> dict[str, Any]:
         "incoming": {state.value: count for state, count in incoming.by_state.items()},
         "incoming_ended": {state.value: count for state, count in incoming.ended.items()},
         "handed_tokens": incoming.handed_tokens,
+        "landed_bytes": incoming.landed_bytes,
         "quarantined": {
             "handoffs": len(receiving.quarantined),
             "slots": receiving.quarantined_slots,

@@ -18,6 +18,8 @@ from kvtide.engine.oracle import Checks, Oracle
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
+from kvtide.server.handoff.handoff_metrics import handoff_metrics
+from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.service import ResponseStream
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -26,7 +28,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 class Metrics:
     """The event loop counts streams; the engine thread calls `text`."""
 
-    def __init__(self) -> None:
+    def __init__(self, handoff: ServerHandoff) -> None:
+        self._handoff = handoff
         self._registry = CollectorRegistry()
         self._ends = Counter(
             "kvtide_requests", "Finished requests.", ["finish"], registry=self._registry
@@ -69,15 +72,15 @@ class Metrics:
     def text(self, engine: Engine) -> bytes:
         """All metrics in Prometheus' text format."""
         state = CollectorRegistry()
-        state.register(_StateCollector(engine))
+        state.register(_StateCollector(engine, self._handoff))
         return generate_latest(self._registry) + generate_latest(state)
 
 
 class _StateCollector:
     """The present state of the engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, handoff: ServerHandoff) -> None:
+        self._engine, self._handoff = engine, handoff
 
     def collect(self) -> Iterable[Metric]:
         scheduler, stats = self._engine.scheduler, self._engine.cache.stats()
@@ -96,6 +99,7 @@ class _StateCollector:
             yield from _hot(self._engine)
         yield from _counts(stats)
         yield from _storage(stats.storage)
+        yield from handoff_metrics(self._engine, self._handoff)
 
 
 def _checks(oracle: Oracle | None) -> Iterable[Metric]:

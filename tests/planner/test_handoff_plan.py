@@ -105,10 +105,12 @@ def test_the_device_limits_what_a_decode_machine_runs(memory: ModelMemory) -> No
     assert tight.mean.decode_s == pytest.approx(2.5 * roomy.mean.decode_s)
 
 
-def test_a_wanted_rate_stretches_the_trace(memory: ModelMemory) -> None:
+def test_a_wanted_rate_is_so_many_more_users(memory: ModelMemory) -> None:
     rates = replace(RATES, requests_s=50.5)
     found = plan_handoff(memory, steady(100), [0] * 101, rates, None)
-    assert found.mean.requests == pytest.approx(50.5) and found.duration_s == pytest.approx(2.0)
+    once = plan_handoff(memory, steady(100), [0] * 101, RATES, None)
+    assert found.mean.requests == pytest.approx(50.5) and found.duration_s == once.duration_s
+    assert found.peak.decode_s == pytest.approx(50 * once.peak.decode_s)
     at_once = trace_of([(0.0, 1000, 10)] * 10)
     with pytest.raises(TraceError, match="give --requests-per-second"):
         plan_handoff(memory, at_once, [0] * 10, RATES, None)

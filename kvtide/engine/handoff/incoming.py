@@ -46,12 +46,13 @@ class IncomingHandoffs:
 
     outbox  for the leader; other ranks send nothing
     ended   handoffs by their last state
+    handed_tokens  in pages of whole handoffs; landed_bytes: in all pages that have landed
     """
 
     def __init__(self, cache: TieredCache, min_tokens: int) -> None:
         self.outbox: Outbox = _nowhere
         self.ended: Counter[HandoffState] = Counter()
-        self.handed_tokens = 0
+        self.handed_tokens = self.landed_bytes = 0
         self._min_tokens = min_tokens
         self._cache, self._receiving = cache, cache.receiving
         self._requests: dict[int, Request] = {}
@@ -161,11 +162,16 @@ class IncomingHandoffs:
         without = {name: set(absent) for name, absent in message.absent.items()}
         absent = [tuple(s for s in without if number in without[s]) for number in numbers]
         self._receiving.land(receipt, numbers, absent)
+        self.landed_bytes += sum(self._page_bytes(receipt, number) for number in numbers)
         landed = sum(self._is_history(receipt, number) for number in numbers)
         handoff.tokens += landed * self._cache.memory.page_tokens
         if handoff.state is HandoffState.RESERVED:
             handoff.move(HandoffState.STREAMING)
         return None
+
+    def _page_bytes(self, receipt: Receipt, number: int) -> int:
+        anchors, kept = self._cache.memory.anchors, self._cache.memory.at_rest
+        return kept.slot_bytes(anchors[receipt.places[number].cell % len(anchors)].name)
 
     def _is_history(self, receipt: Receipt, number: int) -> bool:
         """Whether a place counts as tokens: pages of the first anchor that keeps all of them."""

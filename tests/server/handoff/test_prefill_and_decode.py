@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.server.serving import PAGE, Child
+from tests.server.test_admin import scraped
 
 COMMON = ("--port", "0", "--deterministic", "--page-tokens", str(PAGE), "--storage", "none")
 PROMPT = [7 + number % 90 for number in range(20 * PAGE + 5)]
@@ -63,3 +64,24 @@ def test_the_answer_is_that_of_one_server(servers: tuple[Any, Any, Any]) -> None
     for client in (prefill, decode):
         report = client.get("/admin/cache").json()
         assert report["violations"] == []
+
+
+def test_metrics_agree_with_the_reports_of_both_sides(servers: tuple[Any, Any, Any]) -> None:
+    ask(servers[2], [3 + number % 70 for number in range(12 * PAGE)])
+    sides = [(client.get("/admin/cache").json()["handoff"], scraped(client)) for client in servers]
+    (_, none), (sent, out), (received, into) = sides
+    assert not any(name.startswith("kvtide_handoff") for name, _ in none), "it has no part"
+
+    def value(samples: dict[Any, float], name: str, **labels: str) -> float:
+        return samples[f"kvtide_handoff_{name}", frozenset(labels.items())]
+
+    ended = received["incoming_ended"]["decoding"]
+    assert value(into, "ended_total", state="decoding") == ended > 0
+    assert value(into, "tokens_total") == received["handed_tokens"] > 0
+    assert value(into, "landed_bytes_total") == received["landed_bytes"] > 0
+    assert value(into, "quarantined_slots") == 0
+    assert value(into, "prefill_servers", state="connected") == 1
+    assert value(out, "decode_servers") == 1
+    assert value(out, "written_bytes_total") == sent["sender"]["written_bytes"]
+    assert value(out, "sender_jobs_ended_total", end="failed") == 0
+    assert value(out, "rooms_ended_total", end="handed_over") >= ended - 1, "one may not be over"

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from kvtide.transfer.peer.row_copies import SMALL_BYTES, copies, joined
+from kvtide.transfer.peer.cpu_copies import SMALL_BYTES, copies, joined
 
 from kvtide.tiers.arena import host_arena
 from kvtide.transfer.peer.send_staging import STAGING_BYTES, SendStaging
