@@ -14,6 +14,7 @@ from tests.server.talking import Client
 
 COMMON = ("--deterministic", "--page-tokens", str(PAGE), "--storage", "none", "--name", "tiny")
 MAX_S = 60.0
+_DECODE = ("--port", "0", "--role", "decode", "--handoff-min-tokens", str(PAGE))
 
 
 class Pair:
@@ -27,8 +28,7 @@ class Pair:
 
     def __enter__(self) -> Self:
         self.start_prefill()
-        words = ("--port", "0", "--role", "decode", "--handoff-min-tokens", str(PAGE))
-        self._children["decode"] = self._child(*words)
+        self._children["decode"] = self._child(*_DECODE)
         self.prefill, self.decode = (self._children[s].client() for s in ("prefill", "decode"))
         return self
 
@@ -52,6 +52,12 @@ class Pair:
         self._children[f"prefill {len(self._children)}"] = child
         return url_of(child.client()), ports[1]
 
+    def add_decode(self) -> Client:
+        """One more decode server, which asks the prefill server by itself."""
+        child = self._child(*_DECODE, "--prefill-from", url_of(self.prefill))
+        self._children[f"decode {len(self._children)}"] = child
+        return child.client()
+
     @property
     def urls(self) -> tuple[list[tuple[str, int]], str]:
         """As a router is given them."""
@@ -74,7 +80,7 @@ class Pair:
         """Wait until nothing runs, waits, moves or is in quarantine; all must be as it should."""
         for side in sides or ("prefill", "decode"):
             client = self.prefill if side == "prefill" else self.decode
-            report = until(client, _is_quiet)
+            report = until(client, is_quiet)
             assert report["violations"] == [], side
 
 
@@ -82,7 +88,8 @@ def _prefill_words(port: int, handoff_port: int) -> tuple[str, ...]:
     return ("--port", str(port), "--role", "prefill", "--handoff-port", str(handoff_port))
 
 
-def _is_quiet(report: dict[str, Any]) -> bool:
+def is_quiet(report: dict[str, Any]) -> bool:
+    """Whether nothing runs, waits, moves or is in quarantine, by a server's own report."""
     requests, handoff = report["requests"], report["handoff"]
     going_on = (requests["running"], requests["waiting"], report["in_flight"], handoff["outgoing"])
     quarantined = handoff["quarantined"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import freeze
-from tests.server.handoff.pairs import COMMON, MAX_S, Pair, until, url_of
+from tests.server.handoff.pairs import COMMON, MAX_S, Pair, is_quiet, until, url_of
 from tests.server.handoff.router_recording import recording
 from tests.server.handoff.router_requests import (
     CASES,
@@ -212,6 +212,24 @@ def test_plain_servers_take_turns_behind_a_router(
         assert found == [ask(alone, *each) for each in asked]
         for server in both:
             assert server.get("/admin/cache").json()["violations"] == []
+
+
+@pytest.mark.full
+@routers
+def test_decode_servers_that_ask_by_themselves_are_plain_servers_to_a_router(
+    installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
+) -> None:
+    """And answer without their prefill server."""
+    with Pair(model_folder) as pair:
+        decode = pair.add_decode()
+        with Router.plain(installed, kind, tmp_path, [url_of(decode)]) as router:
+            client = router.client()
+            for _ in range(2):
+                assert [through(client, alone, case) for case in FIRST_TURNS] == [200, 200]
+                handoff = until(decode, is_quiet)["handoff"]
+                assert handoff["incoming_ended"]["decoding"] == len(FIRST_TURNS)
+                pair.kill_prefill()
+        assert until(decode, is_quiet)["violations"] == []
 
 
 def prompt_tokens(server: Client) -> int:
