@@ -76,7 +76,8 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class RunStep:
     def apply(self, rank: EngineRank) -> list[Update]:
-        return rank.engine.step()
+        with rank.clock:
+            return rank.engine.step()
 
 
 # -- the cache and its store ------------------------------------------------------------------

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 
 from kvtide.engine import Engine, RankTopology
 from kvtide.server.handoff.rank_handoff import RankHandoff
+from kvtide.server.ranks.step_watch import StepClock
 from kvtide.transfer.store_link import StoreLink
 
 
 @dataclass(slots=True)
 class EngineRank:
-    """Its engine, its topology, the stores that it is opening, by number, and its handoffs."""
+    """Its engine, its topology, the stores that it is opening, by number, and its handoffs.
+
+    `clock` runs during steps.
+    """
 
     engine: Engine
     topology: RankTopology = field(default_factory=RankTopology)
     openings: dict[int, Future[StoreLink]] = field(default_factory=dict)
     handoff: RankHandoff | None = None
+    clock: StepClock = field(default_factory=StepClock)

@@ -35,6 +35,7 @@ from kvtide.server.setting_values import (
     count,
     fraction,
     is_loopback,
+    number,
     one_of,
     parse_flag,
     parse_resident,
@@ -94,6 +95,20 @@ class Settings:
         1, count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
     )
     pp: int = setting(1, count(1, 64), "pipeline stages: each has a range of the layers", "N")
+    nodes: int = setting(1, count(1, 64), "machines that the ranks divide over", "N")
+    node: int = setting(0, count(0, 63), "which of them this is; 0 has HTTP", "I")
+    rendezvous: str | None = setting(
+        None, parse_text, "an address of node 0, where the ranks of all nodes meet", "HOST:PORT"
+    )
+    rank_secret_file: str | None = setting(
+        None, parse_text, "the file with the secret of all nodes; or its text in KVTIDE_RANK_SECRET"
+    )
+    rank_timeout_seconds: float = setting(
+        30.0, number(1, 86400, float), "a rank without a sign of life for so long is lost", "S"
+    )
+    step_timeout_seconds: float = setting(
+        600.0, number(1, 86400, float), "a step of several ranks that takes so long is lost", "S"
+    )
     dtype: str | None = setting(
         None, one_of(*DTYPES), "the dtype of the computation; float32 on a CPU, else bfloat16", "T"
     )
@@ -295,6 +310,11 @@ class Settings:
     def ranks(self) -> int:
         """Processes that serve the model together."""
         return self.tp * self.pp
+
+    @property
+    def node_ranks(self) -> int:
+        """Those on one machine."""
+        return self.ranks // self.nodes
 
     @property
     def loopback(self) -> bool:

@@ -66,6 +66,17 @@ class RevokeMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class ConcealMemory:
+    """Let a peer that is gone no longer write, and forget it."""
+
+    peer: str
+
+    def apply(self, rank: EngineRank) -> None:
+        assert rank.handoff is not None
+        rank.handoff.conceal(self.peer)
+
+
+@dataclass(frozen=True, slots=True)
 class PairWith:
     """Pair with a decode server: None, or the sentence that refuses it."""
 
@@ -78,4 +89,7 @@ class PairWith:
         return rank.handoff.pair(self.peer, self.manifests, self.descriptors)
 
 
-PEER_COMMANDS = (PeerSaid, PeerLost, ExpireRooms, ExposeMemory, RevokeMemory, PairWith)
+PEER_COMMANDS = (
+    *(PeerSaid, PeerLost, ExpireRooms, PairWith),
+    *(ExposeMemory, RevokeMemory, ConcealMemory),
+)

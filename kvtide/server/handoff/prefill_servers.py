@@ -1,8 +1,9 @@
 """The servers of `--prefill-from`: which of them prefills a prompt for this one.
 
 A server is asked over HTTP where it listens for handoffs (`GET /server_info`), when the first
-request comes and again after a failure. Prompts with the same beginning go to the same server,
-which has that in its cache, unless it has much more to do than another.
+request comes, and again after its connection was lost: it may listen elsewhere now. Prompts with
+the same beginning go to the same server, which has that in its cache, unless it has much more to do
+than another.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from kvtide.engine.handoff.handoff_source import HandoffSource
 
 log = logging.getLogger("kvtide")
 ASK_S = 5.0
-RETRY_S = 5.0
-"""A server that did not answer is asked again after this; prompts are prefilled here meanwhile."""
+WAIT_S = 1.0
+"""The longest that a request waits for the answer; without one its prompt is prefilled here."""
+RETRY_S = 2.0
+"""A server that did not answer is asked again after this."""
 AFFINITY_TOKENS = 256
 """Tokens of a prompt that decide which server has its beginning."""
 AFFINITY_LEAD = 4
@@ -35,7 +38,9 @@ AFFINITY_LEAD = 4
 class _Server:
     url: str
     address: str | None = None
-    asked: float = 0.0
+    answer: asyncio.Task[None] | None = None
+    next_try: float = 0.0
+    last_error: str = ""
 
 
 class PrefillServers:
@@ -74,39 +79,56 @@ class PrefillServers:
         return preferred.address
 
     async def _ask_unknown(self) -> None:
+        """Ask the servers whose address is not known. Requests wait if no address is."""
         now = time.monotonic()
-        unknown = [
-            server
-            for server in self._servers
-            if server.address is None and (not server.asked or now - server.asked > RETRY_S)
-        ]
-        if unknown:
-            await asyncio.gather(*(self._ask(server) for server in unknown))
+        for server in self._servers:
+            if server.address is None and server.answer is None and now >= server.next_try:
+                server.answer = asyncio.create_task(self._ask(server))
+        answers = [server.answer for server in self._servers if server.answer is not None]
+        if answers and not any(server.address for server in self._servers):
+            await asyncio.wait(answers, timeout=WAIT_S)
 
     async def _ask(self, server: _Server) -> None:
-        server.asked = time.monotonic()
         try:
-            timeout = aiohttp.ClientTimeout(total=ASK_S)
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{server.url}/server_info") as response,
-            ):
-                info = await response.json()
-            handoff = info["handoff"]
-            if not handoff or not handoff["hands_over"]:
-                raise ValueError("it hands no pages over; start it with --role prefill")
-            host = str(handoff["host"])
-            shown = f"[{host}]" if ":" in host else host
-            server.address = f"{shown}:{int(handoff['port'])}"
+            server.address = await _handoff_address(server.url)
+            server.last_error = ""
         except (aiohttp.ClientError, TimeoutError, KeyError, TypeError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            log.warning("--prefill-from %s: %s; prompts are prefilled here", server.url, reason)
+            reason = str(error) or f"no answer within {ASK_S:g} s"
+            if reason != server.last_error:
+                log.warning("--prefill-from %s: %s; prompts are prefilled here", server.url, reason)
+            server.last_error = reason
+            server.next_try = time.monotonic() + RETRY_S
+        finally:
+            server.answer = None
 
     def forget(self, address: str) -> None:
-        """The server at this address has failed: ask anew where it listens."""
+        """The server at this address has failed: ask anew where it listens. From any thread."""
         for server in self._servers:
             if server.address == address:
                 server.address = None
+
+    def report(self) -> dict[str, dict[str, str | None]]:
+        return {
+            server.url: {"address": server.address, "last_error": server.last_error}
+            for server in self._servers
+        }
+
+
+async def _handoff_address(url: str) -> str:
+    """Where a server listens for handoffs."""
+    timeout = aiohttp.ClientTimeout(total=ASK_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.get(f"{url}/server_info") as response,
+    ):
+        response.raise_for_status()
+        info = await response.json()
+    handoff = info.get("handoff") if isinstance(info, dict) else None
+    if not handoff or not handoff["hands_over"]:
+        raise ValueError("it hands no pages over; start it with --role prefill")
+    host = str(handoff["host"])
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{int(handoff['port'])}"
 
 
 def _score(url: str, beginning: bytes) -> bytes:

@@ -4,7 +4,9 @@
            ──Ask──▶ a request for one token      ──Reserve, StopWriting, Done──▶ the engine
            ◀──Written, First, Failed, Silent── what the ranks report
 
-A room belongs to the connection that reserved it. When that ends, so does all that it reserved.
+An epoch of a room belongs to the connection that reserved it, or that asks for its silence later:
+a decode server that lost its connection asks over the next one. When a connection ends, so does all
+that it reserved.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ from kvtide.engine.handoff.messages import (
     Ask,
     Done,
     Failed,
+    First,
     Message,
     Reserve,
+    Silent,
+    StopWriting,
+    Written,
     from_json,
     to_json,
 )
@@ -34,7 +40,10 @@ from kvtide.transfer.peer.channel import Channel, ChannelError, Listener
 
 log = logging.getLogger("kvtide")
 Json = dict[str, Any]
+HELLO_S = 10.0
+"""For a hello, which comes at once from a decode server and never from others."""
 PAIR_TIMEOUT_S = 60.0
+SILENCE_S = 5.0
 EXPIRE_EVERY_S = 1.0
 
 
@@ -48,8 +57,8 @@ class PrefillSide:
         self._names = itertools.count(1)
         self._lock = threading.Lock()
         self._channels: dict[str, Channel] = {}
-        self._rooms: dict[str, str] = {}
-        self._epochs: dict[str, int] = {}
+        self._pairing: dict[str, float] = {}
+        self._rooms: dict[str, dict[int, str]] = {}
         self._refused: dict[str, str] = {}
         rank.sends = self._send
         self._listener = Listener(
@@ -58,7 +67,8 @@ class PrefillSide:
             self._answer,
             self._take,
             secret=secret,
-            timeout_s=PAIR_TIMEOUT_S,
+            timeout_s=HELLO_S,
+            silence_s=min(SILENCE_S, settings.timeout_s),
         )
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._expire, name="kvtide-rooms", daemon=True)
@@ -68,9 +78,12 @@ class PrefillSide:
     def address(self) -> tuple[str, int]:
         return self._listener.host, self._listener.port
 
-    @property
-    def peers(self) -> int:
-        return len(self._channels)
+    def report(self) -> Json:
+        return {
+            "connected": len(self._channels),
+            "refused": self._listener.refused,
+            "last_error": self._listener.last_refusal,
+        }
 
     def close(self) -> None:
         self._closing.set()
@@ -91,10 +104,13 @@ class PrefillSide:
                 "the hello names no memory; use the same version on both sides"
             ) from None
         name = f"{instance}/{next(self._names)}"
-        problem = self._service.run_from_thread(
-            PairWith(name, manifests, descriptors), PAIR_TIMEOUT_S
-        )
+        with self._lock:
+            self._pairing[name] = time.monotonic()
+        command = PairWith(name, manifests, descriptors)
+        problem = self._service.run_from_thread(command, PAIR_TIMEOUT_S)
         if problem is not None:
+            with self._lock:
+                del self._pairing[name]
             raise ChannelError(problem)
         hello["name"] = name
         return {"processes": self._rank.processes, "name": name}
@@ -102,6 +118,7 @@ class PrefillSide:
     def _take(self, channel: Channel) -> None:
         name = str(channel.hello["name"])
         with self._lock:
+            self._pairing.pop(name, None)
             self._channels[name] = channel
         channel.start(lambda message: self._hear(name, message), lambda _: self._lost(name))
         log.info("handoff: decode server %s at %s is paired", name, channel.peer_address)
@@ -109,9 +126,9 @@ class PrefillSide:
     def _lost(self, name: str) -> None:
         with self._lock:
             self._channels.pop(name, None)
-            rooms = [room for room, peer in self._rooms.items() if peer == name]
+            rooms = [room for room, owners in self._rooms.items() if name in owners.values()]
         for room in rooms:
-            self._forget(room)
+            self._forget(name, room)
         self._service.command_nowait(PeerLost(name))
 
     # -- messages ---------------------------------------------------------------------------
@@ -119,19 +136,21 @@ class PrefillSide:
     def _hear(self, name: str, values: Json) -> None:
         """On the channel's thread; an error closes the channel."""
         message = from_json(values)
-        if isinstance(message, Ask):
-            self._ask(name, message)
-            return
-        if isinstance(message, Reserve):
-            with self._lock:
-                self._rooms[message.room] = name
-                self._epochs[message.room] = message.epoch
-                refused = self._refused.pop(message.room, None)
-            if refused is not None:
-                self._send(message.room, Failed(message.room, message.epoch, refused, silent=True))
+        match message:
+            case Ask():
+                self._ask(name, message)
                 return
-        if isinstance(message, Done):
-            self._forget(message.room)
+            case Reserve() | StopWriting():
+                with self._lock:
+                    self._rooms.setdefault(message.room, {})[message.epoch] = name
+                    refused = self._refused.pop(message.room, None)
+                if refused is not None and isinstance(message, Reserve):
+                    self._send(message.room, Failed(message.room, message.epoch, refused, True))
+                    return
+            case Done():
+                self._forget(name, message.room)
+            case _:
+                raise ChannelError(f"a decode server does not send {type(message).__name__}")
         self._service.command_nowait(PeerSaid(name, to_json(message)))
 
     def _ask(self, name: str, message: Ask) -> None:
@@ -149,29 +168,45 @@ class PrefillSide:
     def _refuse(self, name: str, room: str, reason: str) -> None:
         """Tell the peer now, or as soon as it has named an epoch."""
         with self._lock:
-            epoch = self._epochs.get(room)
-            if epoch is None:
+            epochs = list(self._rooms.get(room, ()))
+            if not epochs:
                 self._refused[room] = reason
-        if epoch is not None:
+        for epoch in epochs:
             self._send(room, Failed(room, epoch, reason, silent=True))
             self._service.command_nowait(PeerSaid(name, to_json(Done(room))))
 
-    def _forget(self, room: str) -> None:
+    def _forget(self, name: str, room: str) -> None:
+        """The connection needs nothing more of the room."""
         with self._lock:
-            for known in (self._rooms, self._epochs, self._refused):
-                known.pop(room, None)
+            owners = self._rooms.pop(room, {})
+            if others := {epoch: owner for epoch, owner in owners.items() if owner != name}:
+                self._rooms[room] = others
+            self._refused.pop(room, None)
         if self._rank.reports is not None:
             self._rank.reports.forget(room)
 
     def _send(self, room: str, message: Message) -> None:
-        """To the connection that has the room; from any thread."""
+        """To the connection that has the room and epoch; from any thread."""
+        assert isinstance(message, (Written, First, Failed, Silent))
         with self._lock:
-            channel = self._channels.get(self._rooms.get(room, ""))
+            owners = self._rooms.get(room, {})
+            channel = self._channels.get(owners.get(message.epoch, ""))
+            if isinstance(message, Silent):  # Nothing more is said of it.
+                owners.pop(message.epoch, None)
+                if not owners:
+                    self._rooms.pop(room, None)
         if channel is not None:
             channel.send(to_json(message))
 
     def _expire(self) -> None:
         while not self._closing.wait(EXPIRE_EVERY_S):
+            now = time.monotonic()
             if self._service.has_rooms:
-                now = time.monotonic()
                 self._service.command_nowait(ExpireRooms(now, self._settings.timeout_s))
+            with self._lock:
+                limit = now - 2 * PAIR_TIMEOUT_S
+                left = [name for name, since in self._pairing.items() if since < limit]
+                for name in left:
+                    del self._pairing[name]
+            for name in left:  # Its handshake ended before it was answered.
+                self._service.command_nowait(PeerLost(name))

@@ -88,6 +88,12 @@ class RankHandoff:
         found = [each["descriptor"] for each in every]
         return None if None in found else found
 
+    def conceal(self, peer: str) -> None:
+        """Close what was exposed to a peer that has nothing more to write."""
+        if (transport := self._exposed.pop(peer, None)) is not None:
+            with suppress(TransportError):
+                transport.close()
+
     # -- the prefill side -------------------------------------------------------------------
 
     def _open_writer(self) -> None:

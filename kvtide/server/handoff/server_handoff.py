@@ -40,6 +40,7 @@ class ServerHandoff:
                 self._servers = PrefillServers(
                     settings.prefill_from, settings.min_tokens, self.decode.in_flight
                 )
+                self.decode.on_lost = self._servers.forget
         address = HandoffAddress(*self.prefill.address) if self.prefill is not None else None
         self.conventions = RouterConventions(settings, address, guarded=bool(secret))
 
@@ -66,7 +67,8 @@ class ServerHandoff:
         return {
             "role": self.settings.role.value,
             "transport": self.settings.transport,
-            "decode_servers": 0 if self.prefill is None else self.prefill.peers,
+            "prefill_from": {} if self._servers is None else self._servers.report(),
+            "decode_servers": None if self.prefill is None else self.prefill.report(),
             "prefill_servers": {} if self.decode is None else self.decode.report(),
         }
 

@@ -184,9 +184,10 @@ Answer = Callable[[Message], Message]
 
 
 def _welcome(
-    wire: Wire, handshake: _Handshake, answer: Answer, silence_s: float, deadline: float
+    wire: Wire, handshake: _Handshake, answer: Answer, silence_s: float, timeout_s: float
 ) -> Channel:
-    """The listening end of `_greet`."""
+    """The listening end of `_greet`. `answer` takes as long as it needs."""
+    deadline = time.monotonic() + timeout_s
     _preface(wire, handshake, deadline)
     preface = _new_preface()
     # The connecting end has said its preface first; both hear them in one order.
@@ -199,7 +200,7 @@ def _welcome(
     theirs, their_silence_s = _unwrapped(body)
     hello = _wrapped(answer(theirs), silence_s)
     handshake.hear(hello)
-    wire.write_frame(HELLO, handshake.code(_LISTENING), hello, deadline)
+    wire.write_frame(HELLO, handshake.code(_LISTENING), hello, time.monotonic() + timeout_s)
     pace_s = min(silence_s, their_silence_s) / HEARTBEATS
     return Channel(wire, handshake.keys(connecting=False), theirs, silence_s, pace_s)
 
@@ -404,14 +405,12 @@ class Listener:
 
     def _handshake(self, connection: socket.socket) -> None:
         wire = Wire(connection)
-        deadline = time.monotonic() + self._timeout_s
+        handshake = _Handshake(self._secret)
         try:
-            if wire.is_probe(deadline):
+            if wire.is_probe(time.monotonic() + self._timeout_s):
                 wire.close()
                 return
-            channel = _welcome(
-                wire, _Handshake(self._secret), self._answer, self._silence_s, deadline
-            )
+            channel = _welcome(wire, handshake, self._answer, self._silence_s, self._timeout_s)
         except ChannelError as error:
             self._count(f"{wire.peer}: {error}")
             wire.refuse(str(error))

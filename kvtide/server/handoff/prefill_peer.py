@@ -1,0 +1,419 @@
+"""A prefill server as the leader of a decode server knows it: one connection, and what it was told.
+
+A thread of its own delivers the engine's messages, so that no step waits for a connection. Another
+thread opens the connection, so that no request waits long for a peer that does not answer.
+
+| seen here                         | told to the engine                                      |
+|-----------------------------------|---------------------------------------------------------|
+| no connection within `patience_s` | Failed, silent: the peer was never told the slots       |
+| nothing landed for `timeout_s`    | Failed, not silent; the engine answers with StopWriting |
+| the connection ends               | Failed, not silent, for all that may still be written   |
+| memory revoked, or peer is gone   | Silent                                                  |
+
+Slots that a peer was told are *unsilent* from the end of their handoff until the peer says that it
+writes no more, is gone, or has lost its access to the memory. A frozen peer keeps them until then.
+A peer that is connected and does not say so for `timeout_s` is disconnected: that lets the memory
+be revoked.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from kvtide.engine.handoff.messages import (
+    Ask,
+    Done,
+    Failed,
+    First,
+    Message,
+    Reserve,
+    Silent,
+    StopWriting,
+    Written,
+    from_json,
+    to_json,
+)
+from kvtide.transfer.peer.channel import Channel, ChannelError, connect
+from kvtide.transfer.peer.process_watch import OtherMachineError, ProcessIdentity, ProcessWatch
+from kvtide.transfer.peer.transport import TransportError
+
+log = logging.getLogger("kvtide")
+Json = dict[str, Any]
+
+POLL_S = 0.1
+CONNECT_S = 60.0
+"""A peer may pin much memory before it answers."""
+PATIENCE_S = 5.0
+"""The longest that a request waits for a connection, and a peer without a sign of life."""
+RETRY_S = 1.0
+"""A peer that could not be reached is not tried again before; its requests are prefilled here."""
+RETIRE_S = 60.0
+"""After this time without a connection and without work, the peer is forgotten."""
+
+
+class OwnSide(Protocol):
+    """What a peer needs of the decode side that it belongs to."""
+
+    secret: bytes
+    timeout_s: float
+
+    def hello(self, descriptors: list[Json]) -> Json: ...
+    def expose(self, peer: str) -> list[Json]: ...
+    def revoke(self, peer: str) -> list[Json] | None: ...
+    def tell(self, peer: str, message: Message) -> None: ...
+    def lost(self, peer: str) -> None: ...
+    def retire(self, peer: str, is_idle: Callable[[], bool]) -> bool: ...
+
+
+class _Connection:
+    """A channel, and the peer's processes if they are on this machine: the dead write no more."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._watches: list[ProcessWatch] = []
+        self._is_watched = False
+        own = ProcessIdentity.own()
+        with suppress(KeyError, TypeError, ValueError):
+            processes = [ProcessIdentity.from_json(each) for each in channel.hello["processes"]]
+            here = [(each.boot, each.namespace) == (own.boot, own.namespace) for each in processes]
+            self._is_watched = bool(here) and all(here)
+        for process in processes if self._is_watched else ():
+            with suppress(OtherMachineError):  # It is gone already.
+                self._watches.append(ProcessWatch(process))
+
+    @property
+    def peer_is_gone(self) -> bool:
+        return self._is_watched and not any(watch.alive() for watch in self._watches)
+
+    def close(self) -> None:
+        while self._watches:
+            self._watches.pop().close()
+
+
+@dataclass(slots=True)
+class _Told:
+    """Slots that the peer was told. `since`: when something last landed, or their handoff ended."""
+
+    room: str
+    over: _Connection
+    since: float
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What came of an attempt to connect."""
+
+    channel: Channel | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Messages for a connection that is being opened."""
+
+    messages: tuple[Message, ...]
+    since: float
+
+
+class PrefillPeer:
+    """`address` is where the prefill server listens for handoffs."""
+
+    def __init__(self, address: str, side: OwnSide) -> None:
+        self.address, self._side = address, side
+        self.last_error = ""
+        self._patience_s = min(PATIENCE_S, side.timeout_s)
+        self._queue: queue.SimpleQueue[Message | _Opened | None] = queue.SimpleQueue()
+        self._connection: _Connection | None = None
+        self._former: list[_Connection] = []
+        self._opening_since: float | None = None
+        self._next_try = 0.0
+        self._descriptors: list[Json] | None = None
+        self._ask: Ask | None = None
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
+        self._told: dict[int, _Told] = {}
+        self._unsilent: dict[int, _Told] = {}
+        self._idle_since = time.monotonic()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="kvtide-peer", daemon=True)
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and not self._connection.channel.closed
+
+    @property
+    def in_flight(self) -> int:
+        """Handoffs that the peer works on."""
+        return len(self._told) + len(self._waiting)
+
+    def report(self) -> Json:
+        return {
+            "connected": self.connected,
+            "in_flight": self.in_flight,
+            "unsilent": len(self._unsilent),
+            "last_error": self.last_error,
+        }
+
+    def send(self, message: Message) -> None:
+        """Never blocks."""
+        self._queue.put(message)
+
+    def close(self) -> None:
+        self._closing = True
+        self._queue.put(None)
+        self._thread.join()
+        if self._connection is not None:
+            self._connection.channel.close("the server is shutting down")
+        self._forget_connections()
+
+    def _forget_connections(self) -> None:
+        for connection in (*self._former, *filter(None, [self._connection])):
+            connection.close()
+
+    # -- the thread -------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while not self._closing and not self._retires():
+            event = None
+            with suppress(queue.Empty):
+                event = self._queue.get(timeout=POLL_S)
+            if self._closing:
+                return
+            try:
+                if isinstance(event, _Opened):
+                    self._opened(event)
+                elif event is not None:
+                    self._deliver(event)
+                self._check_deadlines()
+                self._confirm_silence()
+            except Exception:  # The thread serves all requests of this peer: it goes on.
+                log.exception("handoff: prefill server %s", self.address)
+
+    def _retires(self) -> bool:
+        """Whether nothing is left to do for a peer that has gone."""
+        now = time.monotonic()
+        if self.connected or self._opening_since or self.in_flight or self._unsilent:
+            self._idle_since = now
+        retires = now - self._idle_since > RETIRE_S
+        if retires := retires and self._side.retire(self.address, self._queue.empty):
+            self._forget_connections()
+        return retires
+
+    def _deliver(self, message: Message) -> None:
+        match message:
+            case Ask():
+                self._ask = message  # It goes with its reservation, or not at all.
+            case Reserve():
+                asks = self._ask is not None and self._ask.room == message.room
+                self._send_soon(*([self._ask] if self._ask and asks else []), message)
+                self._ask = None
+            case StopWriting():
+                self._stop(message)
+            case _:
+                self._send_soon(message)
+
+    def _send_soon(self, *messages: Message) -> None:
+        """Send over the connection that there is, or over the next one if that comes soon."""
+        now = time.monotonic()
+        if self.connected:
+            self._send(messages)
+            return
+        if self._opening_since is None and now >= self._next_try:
+            self._open()
+        if self._opening_since is not None and now - self._opening_since < self._patience_s:
+            self._waiting.append(_Waiting(messages, now))
+        else:
+            self._give_up(messages, self.last_error or "it does not answer")
+
+    def _send(self, messages: tuple[Message, ...]) -> None:
+        connection = self._connection
+        assert connection is not None
+        reserves = [message for message in messages if isinstance(message, Reserve)]
+        with self._lock:
+            for reserve in reserves:
+                self._told[reserve.epoch] = _Told(reserve.room, connection, time.monotonic())
+        sent = [connection.channel.send(to_json(message)) for message in messages]
+        if not sent[-1]:
+            with self._lock:  # `_lost` may have spoken for them.
+                unsaid = [each for each in reserves if self._told.pop(each.epoch, None)]
+            self._give_up(tuple(unsaid), "the connection ended")
+
+    def _give_up(self, messages: tuple[Message, ...], problem: str) -> None:
+        """The peer cannot be told: its requests are prefilled here."""
+        reason = f"prefill server {self.address}: {problem}"
+        for message in messages:
+            if isinstance(message, Reserve):
+                self._tell(Failed(message.room, message.epoch, reason, silent=True))
+
+    def _stop(self, message: StopWriting) -> None:
+        epoch, room = message.epoch, message.room
+        with self._lock:
+            told = self._told.pop(epoch, None)
+            if told is not None:
+                told.since = time.monotonic()
+                self._unsilent[epoch] = told
+            unsilent = epoch in self._unsilent
+        if not unsilent:  # It was never told these slots, or has ended.
+            self._waiting = [each for each in self._waiting if not _reserves(each, epoch)]
+            self._tell(Silent(room, epoch))
+        if self.connected:
+            self._send((message if unsilent else Done(room),))
+
+    # -- the connection ---------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Begin to connect."""
+        self._opening_since = time.monotonic()
+        threading.Thread(target=self._try, name="kvtide-connect", daemon=True).start()
+
+    def _try(self) -> None:
+        """On a thread of its own: revoke what may still be written, then connect."""
+        try:
+            opened = _Opened(self._connected())
+        except (ChannelError, TransportError, TimeoutError, ValueError) as error:
+            opened = _Opened(None, str(error))
+        except Exception as error:  # The peer's thread waits for an answer in any case.
+            log.exception("handoff: prefill server %s", self.address)
+            opened = _Opened(None, f"{type(error).__name__}: {error}")
+        if self._closing and opened.channel is not None:
+            opened.channel.close("the server is shutting down")
+        self._queue.put(opened)
+
+    def _connected(self) -> Channel:
+        side, unsilent = self._side, list(self._unsilent)
+        if unsilent and (renewed := side.revoke(self.address)) is not None:
+            self._descriptors = renewed
+            self._silent(unsilent)
+        if self._descriptors is None:
+            self._descriptors = side.expose(self.address)
+        host, _, port = self.address.rpartition(":")
+        return connect(
+            host.strip("[]"),
+            int(port),
+            side.hello(self._descriptors),
+            secret=side.secret,
+            timeout_s=CONNECT_S,
+            silence_s=self._patience_s,
+        )
+
+    def _opened(self, opened: _Opened) -> None:
+        self._opening_since = None
+        waiting, self._waiting = self._waiting, []
+        if opened.channel is None:
+            if opened.problem != self.last_error:
+                log.warning("handoff: %s", opened.problem)
+            self.last_error = opened.problem
+            self._next_try = time.monotonic() + RETRY_S
+            for each in waiting:
+                self._give_up(each.messages, opened.problem)
+            self._side.lost(self.address)
+            return
+        self._confirm_gone()
+        connection = _Connection(opened.channel)
+        if self._connection is not None:
+            self._former.append(self._connection)
+        self._connection = connection
+        opened.channel.start(self._hear, partial(self._lost, connection))
+        log.info("handoff: prefill server %s is connected", self.address)
+        for epoch, told in list(self._unsilent.items()):
+            told.since = time.monotonic()
+            self._send((StopWriting(told.room, epoch),))
+        for each in waiting:
+            self._send(each.messages)
+
+    def _lost(self, connection: _Connection, reason: str) -> None:
+        """On the channel's thread, after its last message."""
+        if self._closing:
+            return
+        log.warning("handoff: prefill server %s: %s", self.address, reason)
+        self.last_error = reason
+        now = time.monotonic()
+        with self._lock:
+            lost = {epoch: told for epoch, told in self._told.items() if told.over is connection}
+            for epoch, told in lost.items():
+                del self._told[epoch]
+                told.since = now
+                self._unsilent[epoch] = told
+        for epoch, told in lost.items():
+            self._tell(Failed(told.room, epoch, f"the prefill server is lost: {reason}", False))
+        self._side.lost(self.address)
+
+    # -- from the peer ----------------------------------------------------------------------
+
+    def _hear(self, values: Json) -> None:
+        """On the channel's thread; an error closes the channel."""
+        message = from_json(values)
+        if not isinstance(message, (Written, First, Failed, Silent)):
+            raise ChannelError(f"a prefill server does not send {type(message).__name__}")
+        with self._lock:
+            epoch = message.epoch
+            told = self._told.get(epoch)
+            if told is None and epoch not in self._unsilent:
+                return  # It has ended, or was another peer's.
+            if told is not None:
+                told.since = time.monotonic()
+            if isinstance(message, Silent) or (isinstance(message, Failed) and message.silent):
+                self._told.pop(epoch, None)
+                self._unsilent.pop(epoch, None)
+            if isinstance(message, First):
+                self._told.pop(epoch, None)
+        self._tell(message)
+
+    def _tell(self, message: Message) -> None:
+        self._side.tell(self.address, message)
+
+    # -- deadlines and silence --------------------------------------------------------------
+
+    def _check_deadlines(self) -> None:
+        now, timeout_s = time.monotonic(), self._side.timeout_s
+        late = [each for each in self._waiting if now - each.since > self._patience_s]
+        for each in late:
+            self._waiting.remove(each)
+            self._give_up(each.messages, f"no connection within {self._patience_s:g} s")
+        with self._lock:
+            for epoch, told in self._told.items():
+                if now - told.since > timeout_s and not told.failed:
+                    told.failed = True
+                    reason = f"prefill server {self.address}: nothing came for {timeout_s:g} s"
+                    self._tell(Failed(told.room, epoch, reason, silent=False))
+            mute = any(now - told.since > timeout_s for told in self._unsilent.values())
+        if mute and self.connected and self._connection is not None:
+            self._connection.channel.close(f"no silence within {timeout_s:g} s")
+
+    def _confirm_silence(self) -> None:
+        """Slots whose peer is gone go back; for others it is asked, once there is a connection."""
+        self._confirm_gone()
+        may_try = self._opening_since is None and time.monotonic() >= self._next_try
+        if self._unsilent and not self.connected and may_try:
+            self._open()
+
+    def _confirm_gone(self) -> None:
+        with self._lock:
+            unsilent = dict(self._unsilent)
+        self._silent([epoch for epoch, told in unsilent.items() if told.over.peer_is_gone])
+        with self._lock:
+            in_use = [told.over for told in (*self._unsilent.values(), *self._told.values())]
+        for connection in [each for each in self._former if each not in in_use]:
+            self._former.remove(connection)
+            connection.close()
+
+    def _silent(self, epochs: list[int]) -> None:
+        with self._lock:
+            known = {epoch: self._unsilent.pop(epoch, None) for epoch in epochs}
+        for epoch, told in known.items():
+            if told is not None:
+                self._tell(Silent(told.room, epoch))
+
+
+def _reserves(waiting: _Waiting, epoch: int) -> bool:
+    return any(isinstance(each, Reserve) and each.epoch == epoch for each in waiting.messages)

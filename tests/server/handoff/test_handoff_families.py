@@ -1,0 +1,119 @@
+"""Every family over HTTP: a prefill and a decode server, as processes, answer as one engine does.
+
+Every log-probability is compared, to the last bit, with an engine that keeps nothing. The
+conversations begin cold, go on with pages that the decode server has, several at a time, and end
+with a decode server that was started anew and finds its pages in a store that both servers share.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvtide.engine import Engine
+from kvtide.server.settings import Settings
+from kvtide.server.setup.engine_setup import open_engine
+from tests.engine.restoring import ALL_NAMES, HOT_NAMES, family_of
+from tests.models.tiny import VOCABULARY, oracle
+from tests.server.conversing import acknowledged, computed, scored
+from tests.server.handoff.server_pairs import Json, ServerPair, ask, handoff_of
+from tests.server.serving import PAGE
+
+FLAGS = (
+    f"--deterministic --page-tokens {PAGE} --tokens-per-checkpoint 64 --chunk-tokens 64 "
+    "--prefetch-policy wait_complete --prefetch-min-tokens 1"
+).split()
+LENGTHS = (5 * PAGE + 3, 6 * PAGE, 6 * PAGE + 1, 9 * PAGE - 1)
+"""Of prompts: a tail of a few tokens, of a whole page, of one token, and of all but one."""
+ANSWER = 6
+
+
+class Conversations:
+    """Prompts that share a beginning, each longer with every turn.
+
+    states  of all handoffs
+    brought tokens of prompts that were handed over, and that the decode server's tiers had
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._rng = random.Random(5)
+        root = self._text(70)
+        self._prompts = [root[: n // 2] + self._text(n - n // 2) for n in LENGTHS]
+        settings = Settings(model=str(model), page_tokens=PAGE, deterministic=True, host_ratio=0.0)
+        self._alone: Engine = open_engine(settings).engine
+        self.states: Counter[str] = Counter()
+        self.brought: Counter[str] = Counter()
+
+    def _text(self, count: int) -> list[int]:
+        return [self._rng.randrange(1, VOCABULARY) for _ in range(count)]
+
+    def turn(self, pair: ServerPair, clients: ThreadPoolExecutor) -> None:
+        """The first prompt alone, the others at once."""
+        client = pair.decode.client
+        answers = [ask(client, self._prompts[0], max_tokens=ANSWER)]
+        answers += clients.map(lambda p: ask(client, p, max_tokens=ANSWER), self._prompts[1:])
+        self._prompts = [
+            self._heard(prompt, found)
+            for prompt, found in zip(self._prompts, answers, strict=True)
+        ]
+
+    def _heard(self, prompt: Sequence[int], found: Json) -> list[int]:
+        """The prompt of the next turn."""
+        said = scored(found)
+        assert said == computed(self._alone, prompt)
+        handoff = handoff_of(found)
+        assert handoff["state"] in ("decoding", "declined"), handoff
+        self.states[handoff["state"]] += 1
+        self.brought["handoff"] += handoff["tokens"]
+        self.brought.update(found["usage"]["cached_tokens_details"])
+        return [*prompt, *(token for token, *_ in said), *self._text(3 * PAGE)]
+
+    def close(self) -> None:
+        self._alone.cache.close()
+
+
+CELLS = [
+    *((family, "all") for family in (*ALL_NAMES, *HOT_NAMES)),
+    *((family, family.partition(" ")[2]) for family in HOT_NAMES),
+]
+"""Families with the decode server's residency, and the prefill server's."""
+QUICK = ("gpt_oss", "falcon_h1", "deepseek_v4 hot:7")
+
+
+@pytest.mark.quick(family=QUICK, prefills=["all"])
+@pytest.mark.parametrize(("family", "prefills"), CELLS)
+def test_answers_are_those_of_one_engine(family: str, prefills: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    oracle(family_of(family).model).save_pretrained(model)
+    decodes = family.partition(" ")[2] or "all"
+    with (
+        ThreadPoolExecutor(4) as clients,
+        ServerPair(
+            model,
+            prefill_flags=("--resident", prefills),
+            decode_flags=("--resident", decodes),
+            common=(*FLAGS, "--storage", f"file://{tmp_path}/pages"),
+        ) as pair,
+    ):
+        talks = Conversations(model)
+        talks.turn(pair, clients)
+        assert talks.states["decoding"] == len(LENGTHS)
+        talks.turn(pair, clients)
+        assert talks.states["decoding"] == 2 * len(LENGTHS)
+        assert talks.brought["device"] + talks.brought["host"] > 0
+        assert talks.brought["storage"] == 0
+        for server in (pair.prefill, pair.decode):
+            server.settled()
+            acknowledged(server.url)
+        pair.restart_decode()
+        talks.turn(pair, clients)
+        assert talks.states["decoding"] > 2 * len(LENGTHS)
+        # Pages of one residency are not found with another.
+        assert talks.brought["storage"] > 0 or prefills != decodes
+        pair.settled()
+        talks.close()
