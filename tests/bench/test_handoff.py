@@ -20,7 +20,7 @@ from kvtide.bench.handoff.prefill_process import PrefillProcessError
 from kvtide.bench.handoff.served_engine import TimedAnswer
 from kvtide.bench.handoff.switched_transport import (
     TAIL_REGION,
-    Staging,
+    HostStaging,
     SwitchedTransport,
     WriteWay,
 )
@@ -45,7 +45,7 @@ def test_every_way_brings_all_bytes_by_the_tail(way: WriteWay) -> None:
     link = transport.connect(receiver.expose([Region.of(pages), Region.of(tail)]))
     source = torch.arange(1 << 14, dtype=torch.int32).view(torch.uint8)
     base = source.data_ptr()
-    for prompt in range(2):  # Staging is used again.
+    for prompt in range(2):  # HostStaging is used again.
         pages.data.zero_()
         tail.data.zero_()
         for first in range(0, 4096, 1024):
@@ -60,7 +60,7 @@ def test_every_way_brings_all_bytes_by_the_tail(way: WriteWay) -> None:
 
 
 def test_a_prompt_larger_than_staging_is_refused() -> None:
-    staging = Staging(CPU, 1024)
+    staging = HostStaging(CPU, 1024)
     source = torch.ones(2048, dtype=torch.uint8)
     batch = WriteBatch.of(source.data_ptr(), 0, 1025)
     with pytest.raises(TransportError, match="staging of 1,024 B is full"):

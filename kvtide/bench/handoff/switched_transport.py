@@ -58,12 +58,12 @@ class SwitchedTransport:
         self.recorded: list[WriteBatch] | None = None
         self.descriptor: Descriptor = {}
         self._inner, self._device, self._bytes = inner, device, staging_bytes
-        self._staging: Staging | None = None
+        self._staging: HostStaging | None = None
 
     @property
-    def staging(self) -> Staging:
+    def staging(self) -> HostStaging:
         if self._staging is None:
-            self._staging = Staging(self._device, self._bytes)
+            self._staging = HostStaging(self._device, self._bytes)
         return self._staging
 
     def expose(self, regions: Sequence[Region]) -> Descriptor:
@@ -140,7 +140,7 @@ def _joined(batches: Sequence[WriteBatch]) -> WriteBatch:
     return WriteBatch(source, region, target, sizes, batches[0].source_kind)
 
 
-class Staging:
+class HostStaging:
     """Memory on the device in which rows lie one behind another."""
 
     def __init__(self, device: torch.device, size: int) -> None:
