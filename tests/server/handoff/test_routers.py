@@ -1,0 +1,307 @@
+"""Routers in front of a prefill and a decode server.
+
+The quick run replays the bodies that real routers sent. Under `--all` the routers are installed and
+started, and what they send is compared with the record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import freeze
+from tests.server.handoff.pairs import COMMON, MAX_S, Pair, is_quiet, until, url_of
+from tests.server.handoff.router_recording import recording
+from tests.server.handoff.router_requests import (
+    CASES,
+    SIDES,
+    Answer,
+    Case,
+    Replay,
+    answer_of,
+    ask,
+    filled,
+    recorded,
+    rooms,
+    start,
+)
+from tests.server.handoff.routers import KINDS, Router, RouterKind, install
+from tests.server.serving import ForkedChild, InProcess
+from tests.server.talking import Client
+
+NAMED = {case.name: case for case in CASES}
+BOOTSTRAP = [kind for kind in KINDS if kind.bootstrap]
+FIRST_TURNS = [NAMED[name] for name in ("chat", "completion-streamed")]
+
+numbers = itertools.count(1)
+
+routers = pytest.mark.parametrize("kind", KINDS, ids=str)
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def new_prompts() -> dict[str, str]:
+    """Texts of some 20 pages that no server has seen, nor the beginning of them."""
+    texts = (f"{next(numbers)} says: " + "the cat sat on the mat. " * 25 for _ in (1, 2))
+    return {f"PROMPT {number}": text for number, text in enumerate(texts, 1)}
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder: Path) -> Iterator[Client]:
+    """One server by itself."""
+    with ForkedChild((str(model_folder), *COMMON, "--port", "0")) as child:
+        yield child.client()
+
+
+@pytest.fixture(scope="module")
+def _pair(model_folder: Path) -> Iterator[Pair]:
+    with Pair(model_folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+def pair(_pair: Pair) -> Iterator[Pair]:
+    """After every test nothing may be going on in either server, and nothing may be missing."""
+    yield _pair
+    _pair.settled()
+
+
+@pytest.fixture(scope="session")
+def installed() -> Path:
+    return install()
+
+
+def new_states(pair: Pair, ask_one: Callable[[], Answer]) -> tuple[Answer, Counter[str]]:
+    """An answer, and how the handoffs of its request ended."""
+    before = pair.ended()
+    found = ask_one()
+    pair.settled()
+    return found, pair.ended() - before
+
+
+# -- replays --------------------------------------------------------------------------------------
+
+
+@routers
+@cases
+def test_recorded_requests_give_the_answer_of_one_server(
+    pair: Pair, alone: Client, kind: RouterKind, case: Case
+) -> None:
+    prompts = new_prompts()
+    replay = Replay(kind, pair.prefill, pair.decode, pair.handoff_port)
+    found, states = new_states(pair, lambda: replay.ask(case, prompts))
+    assert found == ask(alone, case, prompts)
+    assert states == case.states(kind)
+
+
+@pytest.mark.parametrize("kind", BOOTSTRAP, ids=str)
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_room_is_met_whichever_side_is_asked_first(
+    pair: Pair, alone: Client, kind: RouterKind, first: str
+) -> None:
+    case, prompts = NAMED["chat"], new_prompts()
+    values = {**prompts, **rooms()}
+    replay = Replay(kind, pair.prefill, pair.decode, pair.handoff_port)
+
+    def one_after_the_other() -> Answer:
+        sent = {first: replay.start(first, case, values)}
+        if first == "prefill":
+            assert answer_of(sent["prefill"], case).status == 200, "it waits for no other server"
+            sent["decode"] = replay.start("decode", case, values)
+        else:
+            until(pair.decode, lambda said: said["handoff"]["incoming"].get("reserved", 0) == 1)
+            sent["prefill"] = replay.start("prefill", case, values)
+            assert answer_of(sent["prefill"], case).status == 200
+        return answer_of(sent["decode"], case)
+
+    found, states = new_states(pair, one_after_the_other)
+    assert found == ask(alone, case, prompts)
+    assert states == {"decoding": 1}
+
+
+@pytest.mark.parametrize("kind", BOOTSTRAP, ids=str)
+def test_a_try_that_the_router_gives_up_leaves_nothing_behind(
+    pair: Pair, alone: Client, kind: RouterKind
+) -> None:
+    """The prefill side was not reached: the router hangs up, and tries again with a new room."""
+    case, prompts = NAMED["completion"], new_prompts()
+    replay = Replay(kind, pair.prefill, pair.decode, pair.handoff_port)
+    before = pair.ended()
+    for _ in range(3):
+        given_up = replay.start("decode", case, {**prompts, **rooms()})
+        until(pair.decode, lambda said: said["handoff"]["incoming"].get("reserved", 0) == 1)
+        given_up.leave()
+        pair.settled()
+    assert pair.ended() - before == {"aborted": 3}
+    found, states = new_states(pair, lambda: replay.ask(case, prompts))
+    assert found == ask(alone, case, prompts)
+    assert states == {"decoding": 1}
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
+def test_a_room_that_no_decode_server_asks_for_is_closed_in_time(
+    serve: Callable[..., InProcess], kind: RouterKind
+) -> None:
+    """The client has left meanwhile, or the decode side is down."""
+    server = serve(role="prefill", name="tiny", handoff_timeout_seconds=1)
+    case = NAMED["completion"]
+    body = filled(
+        recorded(kind, case, "prefill"), {"PORT": 9000, "PROMPT 1": "a prompt", **rooms()}
+    )
+    assert answer_of(start(server.client, case.path, body), case).status == 200
+    assert server.client.get("/admin/cache").json()["handoff"]["outgoing"] == 1
+    server.until(lambda said: said["handoff"]["outgoing"] == 0)
+    server.settled()
+
+
+# -- real routers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def divided(
+    request: pytest.FixtureRequest,
+    installed: Path,
+    _pair: Pair,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[RouterKind, Client]]:
+    """A router in front of the pair."""
+    kind, logs = request.param, tmp_path_factory.mktemp("routers")
+    with Router.divided(installed, kind, logs, *_pair.urls) as router:
+        yield kind, router.client()
+
+
+@pytest.mark.full
+@cases
+def test_a_router_gives_the_answer_of_one_server(
+    divided: tuple[RouterKind, Client], pair: Pair, alone: Client, case: Case
+) -> None:
+    (kind, client), prompts = divided, new_prompts()
+    found, states = new_states(pair, lambda: ask(client, case, prompts))
+    assert found == ask(alone, case, prompts)
+    assert states == case.states(kind)
+    assert "channel refused" not in pair.said("prefill"), "smg checks whether the port is open"
+
+
+@pytest.mark.full
+@routers
+def test_routers_send_what_is_recorded(
+    installed: Path, pair: Pair, kind: RouterKind, tmp_path: Path
+) -> None:
+    with recording(installed, kind, tmp_path, pair) as record:
+        for case in CASES:
+            assert record(case) == {side: recorded(kind, case, side) for side in SIDES}, case
+
+
+@pytest.mark.full
+@routers
+def test_plain_servers_take_turns_behind_a_router(
+    installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
+) -> None:
+    with ForkedChild((str(model_folder), *COMMON, "--port", "0")) as child:
+        both = [alone, child.client()]
+        before = [prompt_tokens(server) for server in both]
+        with Router.plain(installed, kind, tmp_path, [url_of(server) for server in both]) as router:
+            client = router.client()
+            asked = [(case, new_prompts()) for case in FIRST_TURNS * 2]
+            found = [ask(client, *each) for each in asked]
+        assert all(prompt_tokens(server) > n for server, n in zip(both, before, strict=True))
+        assert found == [ask(alone, *each) for each in asked]
+        for server in both:
+            assert server.get("/admin/cache").json()["violations"] == []
+
+
+@pytest.mark.full
+@routers
+def test_decode_servers_that_ask_by_themselves_are_plain_servers_to_a_router(
+    installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
+) -> None:
+    """And answer without their prefill server."""
+    with Pair(model_folder) as pair:
+        decode = pair.add_decode()
+        with Router.plain(installed, kind, tmp_path, [url_of(decode)]) as router:
+            client = router.client()
+            for _ in range(2):
+                assert [through(client, alone, case) for case in FIRST_TURNS] == [200, 200]
+                handoff = until(decode, is_quiet)["handoff"]
+                assert handoff["incoming_ended"]["decoding"] == len(FIRST_TURNS)
+                pair.kill_prefill()
+        assert until(decode, is_quiet)["violations"] == []
+
+
+def prompt_tokens(server: Client) -> int:
+    return int(server.get("/admin/cache").json()["tokens"]["prompt"])
+
+
+@pytest.mark.full
+@routers
+def test_a_prefill_server_that_dies_costs_no_more_than_a_clear_error(
+    installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
+) -> None:
+    """It dies with a request in it, is away, and comes back: then handoffs go on."""
+    chat = NAMED["chat"]
+    with (
+        Pair(model_folder) as pair,
+        Router.divided(installed, kind, tmp_path, *pair.urls) as router,
+    ):
+        client = router.client()
+        assert through(client, alone, chat) == 200
+        pair.settled()
+        freeze(pair.prefill_pid)
+        prompts = new_prompts()
+        waiting = start(client, chat.path, filled(chat.body, prompts))
+        if kind.bootstrap:
+            until(pair.decode, lambda said: said["handoff"]["incoming"] != {})
+        pair.kill_prefill()
+        check(answer_of(waiting, chat), ask(alone, chat, prompts))
+        for case in FIRST_TURNS:
+            through(client, alone, case)
+        pair.settled("decode")
+        prompts = new_prompts()
+        assert ask(pair.decode, chat, prompts) == ask(alone, chat, prompts)
+        pair.start_prefill()
+        deadline, before = time.monotonic() + 2 * MAX_S, pair.ended()["decoding"]
+        while pair.ended()["decoding"] == before:
+            through(client, alone, chat)
+            assert time.monotonic() < deadline, router.said
+            time.sleep(0.1)
+        pair.settled()
+
+
+@pytest.mark.full
+@routers
+def test_another_prefill_server_takes_over_where_the_router_tries_again(
+    installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
+) -> None:
+    with Pair(model_folder) as pair:
+        prefill, decode = pair.urls
+        prefill.append(pair.add_prefill())
+        with Router.divided(installed, kind, tmp_path, prefill, decode) as router:
+            client = router.client()
+            assert [through(client, alone, case) for case in FIRST_TURNS] == [200, 200]
+            pair.settled()
+            pair.kill_prefill()
+            statuses = [through(client, alone, case) for case in FIRST_TURNS * 2]
+        # vllm-router tries once.
+        assert statuses == [200] * 4 if kind.bootstrap else 200 in statuses, statuses
+        pair.settled("decode")
+
+
+def through(client: Client, alone: Client, case: Case) -> int:
+    """Ask a router something new, whatever state its servers are in; the status of its answer."""
+    prompts = new_prompts()
+    found = ask(client, case, prompts)
+    check(found, ask(alone, case, prompts))
+    return found.status
+
+
+def check(found: Answer, expected: Answer) -> None:
+    """The client has the answer, or the router's error, which names the server or its role."""
+    if found.status == 200:
+        assert found == expected
+    else:
+        assert found.status in (500, 502, 503), found
+        assert "prefill" in found.whole.lower() or "http://127.0.0.1:" in found.whole, found
