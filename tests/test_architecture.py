@@ -26,7 +26,7 @@ SEES: dict[str, set[str]] = {
     "layers": {"spec"},
     "models": {"spec", "layers"},
     "planner": {"spec", "index"},
-    "bench": {*_CORE, "planner", "layers", "models", "engine"},
+    "bench": {*_CORE, "planner", "layers", "models", "engine", "server"},
     "transfer": {"spec", "tiers", "storage"},
     "cache": _CORE - {"cache"},
     "engine": {*_CORE, "layers", "models"},

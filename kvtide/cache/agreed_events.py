@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MAX_SHOWN = 64
-"""Events per exchange between ranks; older ones come first."""
+"""Events per exchange between ranks. They take turns: one may wait for ever, such as for a peer
+that does not answer."""
 
 
 class _Awaited(NamedTuple):
@@ -20,7 +21,7 @@ class _Awaited(NamedTuple):
 
 
 class AgreedEvents:
-    """Oldest first, as on every rank."""
+    """In the same order on every rank: those that were shown and wait on go to the end."""
 
     def __init__(self) -> None:
         self._awaited: list[_Awaited] = []
@@ -29,7 +30,7 @@ class AgreedEvents:
         return len(self._awaited)
 
     def when(self, has_happened: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Call `then` in the first poll in which it has happened on all ranks."""
+        """Call `then` in a poll soon after it has happened on all ranks."""
         self._awaited.append(_Awaited(has_happened, then))
 
     def verdicts(self) -> list[int]:
@@ -39,7 +40,8 @@ class AgreedEvents:
         """Act on the agreed verdicts, in order."""
         shown, rest = self._awaited[: len(agreed)], self._awaited[len(agreed) :]
         pairs = list(zip(shown, agreed, strict=True))
-        self._awaited = [*(each for each, happened in pairs if not happened), *rest]
+        waiting = [each for each, happened in pairs if not happened]
+        self._awaited = [*rest, *waiting] if rest else waiting
         for each, happened in pairs:
             if happened:
                 each.then()

@@ -89,7 +89,7 @@ class TieredCache:
         self._counts = CacheCounts()
         self.storage = Storage(self.index, self._in_flight, self.hardware, config, self.agreement)
         self._events = AgreedEvents()
-        self.receiving = Receiving(self.index, self.hardware, self._events)
+        self.receiving = Receiving(self.index, self.hardware, self._events, self._in_flight)
 
     # -- finding ----------------------------------------------------------------------------
 

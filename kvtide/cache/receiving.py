@@ -8,6 +8,8 @@ The slots are outside the tree (`index.Import`), so that a page which is half wr
 no match. A peer's bytes may come after it failed: slots and tail rows of a receipt that was
 abandoned are reused only when the peer is known to be silent.
 
+Where a store is attached, it is given the pages that landed, as it is given backups.
+
 All ranks are given the same calls, and so take the same slots.
 """
 
@@ -19,10 +21,10 @@ from functools import partial
 
 from kvtide.cache.agreed_events import AgreedEvents
 from kvtide.cache.hardware import Hardware
-from kvtide.index import Import, Index, Prompt, WantedPages
+from kvtide.cache.inflight import InFlightTransfers
+from kvtide.index import Import, Index, Prompt, Taken, WantedPages
 from kvtide.index.match.match import deepest_boundary, missing_pages
-from kvtide.index.tree.holds import Taken
-from kvtide.spec import ALL, ModelMemory, Tier
+from kvtide.spec import ModelMemory, Tier
 
 MAX_HOST_FRACTION = 0.5
 """The most of the host's slots that all receipts and fetches together take."""
@@ -61,8 +63,14 @@ class Receipt:
 class Receiving:
     """`TieredCache.receiving`: all receipts, and the tail rows. Without rows nothing comes."""
 
-    def __init__(self, index: Index, hardware: Hardware, events: AgreedEvents) -> None:
-        tails, self._events = hardware.tails, events
+    def __init__(
+        self,
+        index: Index,
+        hardware: Hardware,
+        events: AgreedEvents,
+        in_flight: InFlightTransfers,
+    ) -> None:
+        tails, self._events, self._in_flight = hardware.tails, events, in_flight
         self._index, self._tails, self._queued = index, tails, hardware.copier.queued
         self._memory: ModelMemory = index.memory
         self._free_rows = list(range(tails.rows))[::-1] if tails is not None else []
@@ -114,11 +122,19 @@ class Receiving:
         return receipt
 
     def can_ever_fit(self, prompt: Prompt) -> bool:
-        """Whether the host is large enough to receive all of a prompt's pages."""
-        pages = -(-prompt.tokens // self._memory.page_tokens)
-        histories = (anchor for anchor in self._memory.anchors if anchor.reuse.reach is ALL)
-        most = (self._index.capacity(Tier.HOST, a.name) * MAX_HOST_FRACTION for a in histories)
-        return self._tails is not None and all(pages <= limit for limit in most)
+        """Whether the host can receive what a prompt lacks, beside what is quarantined now: nothing
+        says when that ends. Waiting makes room of all else."""
+        index, memory, outline = self._index, self._memory, self._index.outline(prompt)
+        rows = 0 if self._tails is None else self._tails.rows
+        if rows <= sum(each.tail_row is not None for each in self._quarantined.values()):
+            return False
+        for anchor, missing in missing_pages(memory, outline.limit, outline.held):
+            reach = memory.pool(anchor).reuse.reach_pages(memory.page_tokens)
+            pages = outline.limit if reach is None else min(reach, outline.limit)
+            slots, lost = index.capacity(Tier.HOST, anchor), self._quarantined_slots(anchor)
+            if pages > slots - lost or len(missing) > _most(slots) - lost:
+                return False
+        return True
 
     def brings(self, receipt: Receipt, prompt: Prompt) -> bool:
         """Whether a receipt brings pages that this prompt has yet to get."""
@@ -131,7 +147,7 @@ class Receiving:
         names = [want.anchor for want in wanted]
         return all(
             names.count(name) + self._index.importing_pages(name)
-            <= max(1, MAX_HOST_FRACTION * self._index.capacity(Tier.HOST, name))
+            <= _most(self._index.capacity(Tier.HOST, name))
             for name in set(names)
         )
 
@@ -145,14 +161,23 @@ class Receiving:
         `absent` names, for each of them, the optional sidecars that the peer did not have.
         """
         assert receipt.epoch in self._open and not receipt.landed.intersection(numbers)
-        self._index.adopt(receipt.arriving, [receipt.places[n] for n in numbers], absent)
+        places = [receipt.places[number] for number in numbers]
+        self._index.adopt(receipt.arriving, places, absent, stored=False)
         receipt.landed.update(numbers)
 
     def finish(self, receipt: Receipt) -> None:
         """All has landed, and the peer writes no more; the tail stays until it is copied."""
         assert receipt.complete, "a receipt is finished when all its places have landed"
         del self._open[receipt.epoch]
+        self._depart(receipt)
         self._index.forgo(receipt.arriving)
+
+    def _depart(self, receipt: Receipt) -> None:
+        """Give a store what has landed."""
+        if self._in_flight.departs:
+            landed = [receipt.places[number] for number in sorted(receipt.landed)]
+            if (departure := self._index.depart(receipt.arriving, landed)) is not None:
+                self._in_flight.departures.append(departure)
 
     def copy_tail(self, receipt: Receipt, slots: Mapping[str, int]) -> None:
         """Copy the tail to these slots of a lease, by anchor, and free its row.
@@ -174,6 +199,7 @@ class Receiving:
     def abandon(self, receipt: Receipt) -> None:
         """Land nothing more. Slots and row stay taken until `silent`."""
         del self._open[receipt.epoch]
+        self._depart(receipt)
         self._index.abandon(receipt.arriving)
         self._quarantined[receipt.epoch] = receipt
 
@@ -189,6 +215,11 @@ class Receiving:
     def quarantined(self) -> Mapping[int, Receipt]:
         """Receipts whose peer may still write, by epoch."""
         return self._quarantined
+
+    def _quarantined_slots(self, anchor: str) -> int:
+        names, receipts = self._index.anchor_names, self._quarantined.values()
+        taken = (one for each in receipts for one in each.arriving.taken)
+        return sum(names[one.cell % len(names)] == anchor for one in taken)
 
     @property
     def quarantined_slots(self) -> int:
@@ -217,3 +248,8 @@ class Receiving:
         for receipt in self._quarantined.values():
             if receipt.arriving.lease.live:
                 yield f"abandoned receipt {receipt.epoch} still pins pages"
+
+
+def _most(slots: int) -> float:
+    """How many of the host's slots receipts and fetches may have."""
+    return max(1, MAX_HOST_FRACTION * slots)

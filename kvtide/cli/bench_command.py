@@ -10,6 +10,7 @@ from typing import Any
 from kvtide.bench import draft_cost, hitrate, index_cost, step_cost
 from kvtide.cli.bench import (
     bench_gpu,
+    bench_handoff,
     bench_replay,
     bench_serve,
     bench_sparse,
@@ -60,6 +61,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     bench_sparse.add(
         kinds.add_parser("sparse", help="pools on the host with hot buffers, beside all on a GPU")
+    )
+    bench_handoff.add(
+        kinds.add_parser("handoff", help="a prefill and a decode server beside one server")
     )
     _add_hitrate(kinds.add_parser("hitrate", help="eviction policies beside the offline optimum"))
 

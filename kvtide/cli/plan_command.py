@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvtide.byte_sizes import format_bytes
-from kvtide.cli import model_argument, plan_report
+from kvtide.cli import handoff_report, model_argument, plan_report
 from kvtide.cli.console import CommandError, parse_size, progress, table
 from kvtide.cli.model_argument import active_params, model_memory, residency
 from kvtide.cli.plan_report import PlanReport
@@ -68,6 +68,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_traffic(parser)
     _add_tiers(parser)
     _add_assumptions(parser)
+    handoff_report.add(parser)
     parser.add_argument("--sweep", metavar="TIER", help="vary device, host or storage")
     parser.add_argument("--points", type=int, metavar="N", help=f"sizes to try ({_POINTS})")
     parser.add_argument(
@@ -161,6 +162,7 @@ class _Inputs:
         checkpoints = self._value("checkpoints", COST.name)
         self.checkpoints = parse_checkpoints(checkpoints, self.memory.page_tokens)
         self.rates = self._rates(model)
+        self.handoff = handoff_report.read(args, self.rates.prefill_tokens_s, self._note)
         self.swept, self.points = self._sweep()
         self._check_placements()
         self.trace = self._trace()
@@ -389,6 +391,7 @@ def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
         placements,
         inputs.swept,
         points,
+        handoff_report.compute(base, report, inputs.handoff),
     )
 
 

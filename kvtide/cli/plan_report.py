@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvtide.byte_sizes import format_bytes
+from kvtide.cli import handoff_report
 from kvtide.planner.chart_data import Curve, Mark, Series
+from kvtide.planner.handoff_plan import HandoffPlan
 from kvtide.planner.hit_curve import HitCurve
 from kvtide.planner.html_page import HtmlTable
 from kvtide.planner.replay import LINKS, Rates, Report, Setup
@@ -37,6 +39,7 @@ class PlanReport:
     placements: Sequence[PlacementCost] = ()
     swept: Tier | None = None
     sweep: Sequence[SweepPoint] = ()
+    handoff: HandoffPlan | None = None
 
     @property
     def memory(self) -> ModelMemory:
@@ -58,6 +61,8 @@ def tables(plan: PlanReport) -> list[HtmlTable]:
         found.append(_placements(plan))
     if plan.swept is not None:
         found.append(_sweep(plan, plan.swept))
+    if plan.handoff is not None:
+        found += handoff_report.tables(plan.handoff)
     return found
 
 
@@ -216,6 +221,8 @@ def sentences(plan: PlanReport) -> list[str]:
             f"{report.unfit_requests:,} of {report.requests:,} requests do not fit {where}; "
             f"the longest prompt needs {format_bytes(plan.curve_bytes(curve.longest_pages))}."
         )
+    if plan.handoff is not None:
+        found += handoff_report.sentences(plan.handoff)
     return found
 
 
@@ -327,6 +334,7 @@ def describe(plan: PlanReport) -> dict[str, Any]:
                 for point in plan.sweep
             ],
         },
+        "handoff": plan.handoff and handoff_report.describe(plan.handoff),
     }
 
 

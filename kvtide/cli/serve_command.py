@@ -24,6 +24,8 @@ from kvtide.server import settings
 from kvtide.server.app import App
 from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.ranks.node_processes import NodeProcesses
+from kvtide.server.ranks.rank_nodes import RankNodes
 from kvtide.server.ranks.rank_processes import RankProcesses, WorkerLostError, freeze_gc
 from kvtide.server.service import Service, ServiceEndedError
 from kvtide.server.settings import Settings
@@ -55,9 +57,11 @@ def _run(args: argparse.Namespace) -> int:
     chosen = settings.read(vars(args), os.environ)
     began = time.monotonic()
     check_ranks(chosen)
+    nodes = RankNodes.of(chosen)
+    if nodes.node > 0:
+        return NodeProcesses(chosen, nodes).run()
     with RankProcesses(chosen) as workers:
         serving = _open(chosen, workers)
-        workers.watch_steps(serving.rank.clock)
         freeze_gc()
         _print_ready(serving, time.monotonic() - began)
         code, closed = asyncio.run(_serve(chosen, serving, workers))
@@ -104,6 +108,7 @@ def _print_ready(serving: Serving, seconds: float) -> None:
 async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> tuple[int, bool]:
     """The exit code, and whether the store has closed."""
     leader = Leader(serving.rank)
+    workers.watch_steps(serving.rank.clock)
     service = Service(leader, chosen.max_requests)
     try:
         handoff = ServerHandoff(service, serving.rank, chosen.handoff)

@@ -118,8 +118,7 @@ class Engine:
         self.scheduler.on_admitted = self.handoffs.admitted
         self.computed = 0
         self.token_s = 0.0
-        self._numbers = 0
-        self._polled = False
+        self._numbers, self._polled = 0, False
 
     @property
     def idle(self) -> bool:
@@ -195,7 +194,9 @@ class Engine:
         self.handoffs.incoming.poll()
         if not (admits_beside and self.scheduler.running):
             self.scheduler.admit()
-        first = self._end_early(self.handoffs.take_first_tokens())
+        if first := self._end_early(self.handoffs.take_first_tokens()):
+            self.computed = 0
+            return first  # At once: a step would wait for the prompts' pages to be loaded.
         step = self._schedule()
         self.computed = step.tokens
         if not step.chunks:

@@ -13,13 +13,14 @@ A step has no early exit, or other ranks would wait for ever: see `Runner`.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 from kvtide.layers.tensor_ranks import ALONE, TensorRanks
 
@@ -115,11 +116,33 @@ class RankTopology:
         return bytes(command[:length])
 
 
-def join_ranks(rank: int, ranks: int, place: Path) -> None:
-    """Wait for the other ranks, at a new file whose path all know."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=rank, world_size=ranks, timeout=NEVER
-    )
+def open_store(host: str) -> tuple[Store, int]:
+    """Where ranks find each other: the leader's end, on this address alone, and its port.
+
+    torch's store asks for no proof: whoever reaches the port can change what is in it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listening:
+        port = int(listening.getsockname()[1])
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=NEVER,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+    return store, port
+
+
+def reach_store(host: str, port: int) -> Store:
+    """The other ranks' end."""
+    return TCPStore(host, port, timeout=NEVER, wait_for_workers=False)
+
+
+def join_ranks(rank: int, ranks: int, store: Store) -> None:
+    """Wait for the other ranks at the store."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=NEVER)
 
 
 def leave_ranks() -> None:

@@ -19,7 +19,7 @@ from kvtide.index.leases.imports_exports import Outline, WantedPages
 from kvtide.index.match.match import Hit, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Branches, EveryPages, LastPage, Placement
-from kvtide.index.tree.holds import Arrival, Departing, Departure, Import, IndexLease
+from kvtide.index.tree.holds import Arrival, Departing, Departure, Import, IndexLease, Taken
 
 __all__ = [
     "DEFAULT_NAMESPACE",
@@ -44,5 +44,6 @@ __all__ = [
     "Placement",
     "Prompt",
     "Stop",
+    "Taken",
     "WantedPages",
 ]

@@ -261,13 +261,24 @@ class Index:
         return self._imports_exports.take(lease, wanted)
 
     def adopt(
-        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+        self,
+        arriving: Import,
+        here: Sequence[Taken],
+        absent: Sequence[Collection[str]],
+        *,
+        stored: bool = True,
     ) -> None:
         """These pages of an import have come, in any order: matches find them on the host.
 
-        `absent` names, for each of them, the optional sidecars that it lacks.
+        `absent` names, for each of them, the optional sidecars that it lacks. `stored`: they come
+        from a store.
         """
-        self._imports_exports.adopt(arriving, here, absent)
+        self._imports_exports.adopt(arriving, here, absent, stored=stored)
+
+    def depart(self, arriving: Import, adopted: Sequence[Taken]) -> Departure | None:
+        """Pages of an import that came from a peer stay on the host until `departed`; None if none
+        of them is there."""
+        return self._imports_exports.depart(arriving, adopted)
 
     def abandon(self, arriving: Import) -> None:
         """Adopt no more of an import: everything it held but its slots goes back."""

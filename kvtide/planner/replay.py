@@ -90,6 +90,7 @@ class Report:
     unfit_requests   prompts that do not fit in the home tiers; nothing of them is a hit
     skipped_copies   by link: copies for which the target had no free slots
     misses           why prefixes were not longer, by tokens, largest first
+    found_tokens     of every request, in their order
     """
 
     requests: int
@@ -102,6 +103,7 @@ class Report:
     unfit_requests: int
     skipped_copies: Mapping[str, int]
     misses: tuple[Miss, ...]
+    found_tokens: tuple[int, ...] = ()
 
     @property
     def saved_tokens(self) -> int:
@@ -187,6 +189,7 @@ class _Replay:
         self._skipped: Counter[str] = Counter()
         self._missed: Counter[tuple[str, str]] = Counter()
         self._missed_tokens: Counter[tuple[str, str]] = Counter()
+        self._found_tokens: list[int] = []
 
     # -- one request ------------------------------------------------------------------------
 
@@ -201,6 +204,8 @@ class _Replay:
             self._write_through(lease)
         else:
             self._unfit += 1
+            found = {}
+        self._found_tokens.append(sum(found.values()) * self._page)
         index.release(lease)
 
     def _bring_up(self, prompt: Prompt) -> tuple[Hit, dict[Tier, int], list[Stop], IndexLease]:
@@ -300,6 +305,7 @@ class _Replay:
             unfit_requests=self._unfit,
             skipped_copies=dict(self._skipped),
             misses=self._misses(),
+            found_tokens=tuple(self._found_tokens),
         )
 
     def _misses(self) -> tuple[Miss, ...]:

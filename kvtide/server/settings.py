@@ -95,6 +95,14 @@ class Settings:
         1, count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
     )
     pp: int = setting(1, count(1, 64), "pipeline stages: each has a range of the layers", "N")
+    nodes: int = setting(1, count(1, 64), "machines that the ranks divide over", "N")
+    node: int = setting(0, count(0, 63), "which of them this is; 0 has HTTP", "I")
+    rendezvous: str | None = setting(
+        None, parse_text, "an address of node 0, where the ranks of all nodes meet", "HOST:PORT"
+    )
+    rank_secret_file: str | None = setting(
+        None, parse_text, "the file with the secret of all nodes; or its text in KVTIDE_RANK_SECRET"
+    )
     rank_timeout_seconds: float = setting(
         30.0, number(1, 86400, float), "a rank without a sign of life for so long is lost", "S"
     )
@@ -302,6 +310,11 @@ class Settings:
     def ranks(self) -> int:
         """Processes that serve the model together."""
         return self.tp * self.pp
+
+    @property
+    def node_ranks(self) -> int:
+        """Those on one machine."""
+        return self.ranks // self.nodes
 
     @property
     def loopback(self) -> bool:

@@ -80,7 +80,7 @@ def test_json_is_all_that_is_printed_and_without_out_no_file_is_written(
         "model", "page_tokens", "trace", "settings", "assumptions", "tiers", "hit_rate",
         "hit_rate_by_tier", "hit_tokens_by_tier", "prefill_tokens_saved", "seconds",
         "moved_bytes", "skipped_copies", "unfit_requests", "misses", "capacity", "placements",
-        "sweep", "files",
+        "sweep", "handoff", "files",
     }  # fmt: skip
 
 
@@ -327,3 +327,40 @@ def test_sweep_shows_a_tier_that_the_plan_itself_does_without(
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")
     out = plan(capsys, *SMALL, "--storage", "0", "--host", "0", "--sweep", "host", "--points", "2")
     assert re.search(r"\| +host \| +from device \| +from host \|", out)
+
+
+# -- machines of two roles ------------------------------------------------------------------
+
+
+def test_machines_of_both_roles_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, *SMALL)["handoff"] is None
+    few = planned(capsys, *SMALL, "--handoff")
+    many = planned(capsys, *SMALL, "--handoff", "--requests-per-second", "500")
+    assert few["handoff"]["rates"]["peer_bytes_s"] == 54.8e9
+    assert many["handoff"]["mean"]["requests"] == pytest.approx(500)
+    for side in ("prefill", "decode"):
+        assert many["handoff"]["mean_machines"][side] > few["handoff"]["mean_machines"][side]
+    assert many["settings"]["requests per second"] == "500"
+    assert few["settings"]["decode step ms"] == "10 (default)"
+
+
+@pytest.mark.usefixtures("_plots")
+def test_tables_of_machines_are_printed_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    said = plan(capsys, *SMALL, "--handoff", "--requests-per-second", "500")
+    assert "| prefill machines" in said and "requests are handed over" in said
+    assert "prefill machines" in Path("kvtide-plan/plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--busy", "0.5"), "add --handoff"),
+        (("--requests-per-second", "5"), "add --handoff"),
+        (("--handoff", "--busy", "1.5"), "a fraction up to 1"),
+        (("--handoff", "--peer-gbps", "0"), "a number above 0"),
+    ],
+)
+def test_bad_machines_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in refusal(capsys, *SMALL, *arguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
@@ -23,6 +23,7 @@ from kvtide.index import (
     EventKind,
     Import,
     Namespace,
+    Taken,
     WantedPages,
 )
 from kvtide.index.keys import PageKey
@@ -49,10 +50,12 @@ def _name(page: Departing) -> bytes:
 
 @dataclass(eq=False)
 class Coming:
-    """An import, with what is written to its slots."""
+    """An import, with what is written to its slots. `stored`: a store brings it, not a peer."""
 
     arriving: Import
     pages: list[tuple[WantedPages, Written]]
+    stored: bool = True
+    adopted: list[Taken] = field(default_factory=list)
 
 
 class OutsideMachine(IndexMachine):
@@ -196,7 +199,7 @@ class OutsideMachine(IndexMachine):
             self.written[Tier.HOST, want.anchor, taken.slot] = keys[want.page], absent
             pages.append((want, (keys[want.page], absent)))
         self.seen.append((tokens, namespace))
-        self.coming.append(Coming(arriving, pages))
+        self.coming.append(Coming(arriving, pages, chance.random() < 0.5))
         return self.coming[-1]
 
     def _optional(self, anchor: str) -> list[str]:
@@ -221,12 +224,13 @@ class OutsideMachine(IndexMachine):
                 self.naive.expect(Tier.HOST, want.anchor, [key])
                 sidecars = frozenset(self._optional(want.anchor)) - {*absent}
                 self.naive.bring(Tier.HOST, want.anchor, key, sidecars)
-                if self.memory.pool(want.anchor).hot and not self._on_host(want.anchor, key):
+                hot = coming.stored and self.memory.pool(want.anchor).hot
+                if hot and not self._on_host(want.anchor, key):
                     self.given.add((want.anchor, key))
                 self._doubled(Tier.HOST, want.anchor, key)
-        self.index.adopt(
-            coming.arriving, coming.arriving.taken[:count], [absent for _, (_, absent) in here]
-        )
+        taken, absent = coming.arriving.taken[:count], [absent for _, (_, absent) in here]
+        self.index.adopt(coming.arriving, taken, absent, stored=coming.stored)
+        coming.adopted += taken
         assert len(coming.arriving.taken) == len(coming.pages)
 
     def _doubled(self, tier: Tier, anchor: str, key: bytes) -> None:
@@ -286,6 +290,26 @@ class OutsideMachine(IndexMachine):
         assert all(self._on_host(*page) for page in hot)
         if departure is None:
             return multiple()
+        self.leaving.append(departure)
+        return departure
+
+    @rule(target=departures, coming=imports)
+    def depart_adopted(self, coming):
+        """What a peer has brought leaves, as far as it is where it was put."""
+        if not coming.arriving.live or not coming.arriving.lease.live:
+            return multiple()
+        departure = self.index.depart(coming.arriving, coming.adopted)
+        mine = {(one.cell % len(self.memory.anchors), one.slot) for one in coming.adopted}
+        coming.adopted = []
+        if departure is None:
+            return multiple()
+        names = [pool.name for pool in self.memory.anchors]
+        left = [(names.index(page.anchor), page.slot) for page in departure.pages]
+        assert len(set(left)) == len(left) and set(left) <= mine
+        for page in departure.pages:
+            assert self._on_host(page.anchor, _name(page))
+            if self.memory.pool(page.anchor).hot:
+                self.given.add((page.anchor, _name(page)))
         self.leaving.append(departure)
         return departure
 
@@ -377,6 +401,7 @@ class Drive:
             self.compute: 8, self.back_up: 8, self.demote: 6, self.take: 12,
             self.adopt: 10 * bool(machine.coming), self.forgo: 4 * bool(machine.coming),
             self.abandon: 2 * bool(machine.coming),
+            self.depart_adopted: 3 * bool(machine.coming),
             self.land: 8 * bool(machine.flying), self.depart: 10 * bool(machine.flying),
             self.fail: bool(machine.flying), self.departed: 5 * bool(machine.leaving),
             self.load: 3, self.release: 6 * bool(machine.held), self.evict: 5,
@@ -439,6 +464,11 @@ class Drive:
     def abandon(self) -> None:
         self.machine.abandon(self.chance.choice(self.machine.coming))
 
+    def depart_adopted(self) -> None:
+        before = len(self.machine.leaving)
+        self.machine.depart_adopted(self.chance.choice(self.machine.coming))
+        self.met["what a peer brought departs"] += len(self.machine.leaving) > before
+
     def forgo(self) -> None:
         self.machine.forgo(self.chance.choice(self.machine.coming))
 
@@ -483,6 +513,7 @@ class Drive:
 WORTH_MEETING = (
     "no room", "adopted by none", "a double", "new", "hidden while it departs", "partly hidden",
     "departing while others come", "a gap", "a departure was split", "coming twice",
+    "what a peer brought departs",
 )  # fmt: skip
 
 

@@ -125,6 +125,10 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_running": ("3", 3),
     "max_waiting": ("0", 0),
     "drain_seconds": ("1.5", 1.5),
+    "nodes": ("2", 2),
+    "node": ("1", 1),
+    "rendezvous": ("10.0.0.1:29500", "10.0.0.1:29500"),
+    "rank_secret_file": ("/run/secret", "/run/secret"),
     "rank_timeout_seconds": ("7", 7.0),
     "step_timeout_seconds": ("90.5", 90.5),
 }

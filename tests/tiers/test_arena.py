@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,57 @@ def test_cuda_device_without_the_room_is_a_refusal_with_a_remedy() -> None:
     promised = MachineMemory(10**16, 10**16)
     with pytest.raises(TierError, match=r"1000000\.0 GB wanted, .* use a smaller device size"):
         device_arena(10**15, device, machine=promised)
+
+
+# -- shared memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, ODD, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1])
+def test_another_mapping_of_a_shared_arena_sees_the_same_bytes(count: int) -> None:
+    with host_arena(count, False, shared=True) as arena:
+        file = arena.shared
+        assert file is not None
+        assert all(resident(arena.data))
+        assert arena.data.data_ptr() % HUGE_PAGE_BYTES == 0
+        fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR)
+        with mmap.mmap(fd, 0) as other:
+            os.close(fd)
+            arena.data[-1] = 7
+            assert other[file.offset + count - 1] == 7
+            other[file.offset] = 9
+            assert arena.data[0] == 9
+
+
+def test_a_closed_arena_is_shared_no_more() -> None:
+    arena = host_arena(ODD, False, shared=True)
+    assert arena.shared is not None
+    fd, view = arena.shared.fd, arena.data[:4]
+    arena.close()
+    arena.close()
+    assert arena.shared is None
+    assert not Path(f"/proc/self/fd/{fd}").exists()
+    view.fill_(1)
+
+
+def test_private_and_empty_arenas_have_no_file() -> None:
+    with host_arena(ODD, False) as private, host_arena(0, False, shared=True) as empty:
+        assert private.shared is empty.shared is None
+
+
+def test_a_shared_arena_is_pinned_and_a_refusal_leaves_no_file() -> None:
+    cudart = FakeCudart()
+    with host_arena(ODD, True, shared=True, cudart=cudart) as arena:
+        assert cudart.asked[0][:2] == (arena.data.data_ptr(), ODD)
+    assert len(cudart.let_go) == 1
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TierError, match="wanted pinned"):
+        host_arena(ODD, True, shared=True, cudart=FakeCudart(answer=2))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_shared_arena_counts_what_the_machine_has() -> None:
+    with pytest.raises(TierError, match=r"512\.0 GB wanted, the machine has"):
+        host_arena(512 * GB, False, shared=True, machine=MachineMemory(25 * GB, 18 * GB))
 
 
 # -- refusals -------------------------------------------------------------------------------

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,7 +21,8 @@ from kvtide.bench.gpu.sparse_residency import (
     StepResult,
 )
 from kvtide.cache import Layout
-from kvtide.cli.console import CommandError, table
+from kvtide.cli.bench.bench_report import BenchReport, against_goal, ms
+from kvtide.cli.console import CommandError
 from kvtide.server.ranks.rank_processes import freeze_gc
 
 _HEADER = ("benchmark", "model", "case", "measured", "beside", "hot hits", "goal: value, reached")
@@ -133,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         raise CommandError("bench sparse needs a CUDA device; `--device cpu --tiny` only tests it")
     if device.type != "cuda" and not args.tiny:
         raise CommandError("bench sparse: real shapes need a GPU; add --tiny")
-    report = _Report(args.json, args.plot)
+    report = _Report(args.json, plot_file=args.plot)
     sizes = _tiny() if args.tiny else _full()
     layout = Layout(args.host_layout)
     sizes = replace(sizes, load=replace(sizes.load, host_layout=layout))
@@ -150,66 +146,24 @@ def _run(args: argparse.Namespace) -> int:
     if "ttft" in wanted:
         with report.guarded("ttft"):
             bench.first_token(sizes.first_token)
-    print(f"\n{table(_HEADER, report.rows)}")
-    if report.failed:
-        print(f"failed (tracebacks above): {', '.join(report.failed)}")
-    return 1 if report.failed else 0
+    return report.end(_HEADER)
 
 
 # -- what is found ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Report:
-    """Rows as they come, on the terminal and in the files."""
+class _Report(BenchReport):
+    """With a chart of decode throughput."""
 
-    json_file: Path | None
-    plot_file: Path | None
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    numbers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    plot_file: Path | None = None
     bars: dict[str, dict[str, float]] = field(default_factory=dict)
-    begun: float = field(default_factory=time.monotonic)
-
-    def note(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.begun:6.1f} s] {text}", flush=True)
-
-    def row(self, row: Sequence[str], found: dict[str, Any]) -> None:
-        self.rows.append(tuple(row))
-        self.numbers.setdefault(row[0], []).append(found)
-        self.note(" | ".join(row))
-        self.write()
 
     def write(self) -> None:
-        """The results so far, so that an interrupted run keeps them."""
-        if self.json_file:
-            found = {**self.numbers, "failed": self.failed}
-            self.json_file.write_text(json.dumps(found, indent=2))
+        BenchReport.write(self)
         if self.plot_file and self.bars:
             title = "Decode throughput at the same device memory"
             self.plot_file.write_text(plot.draw(title, list(self.bars.items()), "tokens/s"))
-
-    @contextmanager
-    def guarded(self, what: str) -> Iterator[None]:
-        """What fails here is reported, and what follows still runs."""
-        self.note(f"{what} begins")
-        try:
-            yield
-        except Exception:
-            self.failed.append(what)
-            print(traceback.format_exc(), flush=True)
-            self.write()
-
-
-def _goal(value: float, goal: float, unit: str = "×", *, at_most: bool = False) -> str:
-    reached = value <= goal if at_most else value >= goal
-    sign = "≤" if at_most else "≥"
-    shown = f"{sign} {goal:.0%}: {value:.1%}" if unit == "%" else f"{sign} {goal:g} ×: {value:.2f}"
-    return f"{shown}, {'yes' if reached else 'no'}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms"
 
 
 def _hits(found: StepResult) -> str:
@@ -269,7 +223,8 @@ class _Bench:
         found = row_reads.measure(*given, most=most, context=context)
         goal = "–"
         if found.of_limit is not None:
-            goal = f"of {found.limit_gb_s:g} GB/s {_goal(found.of_limit, row_reads.GOAL, '%')}"
+            reached = against_goal(found.of_limit, row_reads.GOAL, "%")
+            goal = f"of {found.limit_gb_s:g} GB/s {reached}"
         whole = row_bytes * rows / found.swap_s / 1e9
         beside = (
             f"memcpy {found.memcpy_bytes_s / 1e9:.1f} GB/s; swap-in with plan {whole:.1f} GB/s, "
@@ -300,8 +255,8 @@ class _Bench:
         )
         row = (
             *("prefill", shape.what, f"{found.tokens:,} tokens, staged to the host"),
-            *(_ms(found.hot_s), f"all on the device {_ms(found.all_s)}", "–"),
-            _goal(found.relative_speed, 0.98, "%"),
+            *(ms(found.hot_s), f"all on the device {ms(found.all_s)}", "–"),
+            against_goal(found.relative_speed, 0.98, "%"),
         )
         self._report.row(row, found.as_json() | {"model": shape.name})
 
@@ -336,7 +291,7 @@ class _Bench:
                 with report.guarded(f"all on the device, batch {batch}"):
                     for found in decoding.measure(batch, (_OVERLAP_GOAL, OWN)):
                         steps.add(found)
-                        report.note(f"{_shown(found.overlap)}: {_ms(found.seconds)}")
+                        report.note(f"{_shown(found.overlap)}: {ms(found.seconds)}")
         return steps
 
     def _hot(
@@ -365,9 +320,9 @@ class _Bench:
         ratio = None if beside is None else beside.seconds / found.seconds
         case = f"1 request of {self._sizes.load.context:,} tokens, {_shown(found.overlap)}"
         row = (
-            *("single", shape.what, case, _ms(found.seconds)),
-            "–" if beside is None else f"all on the device {_ms(beside.seconds)}",
-            *(_hits(found), "–" if ratio is None else _goal(ratio, 0.9, "%")),
+            *("single", shape.what, case, ms(found.seconds)),
+            "–" if beside is None else f"all on the device {ms(beside.seconds)}",
+            *(_hits(found), "–" if ratio is None else against_goal(ratio, 0.9, "%")),
         )
         self._report.row(row, found.as_json() | {"model": shape.name, "relative_speed": ratio})
 
@@ -379,16 +334,16 @@ class _Bench:
         if beside is not None:
             bars[f"all, {beside.batch} at once"] = beside.tokens_s
             if found.overlap == _OVERLAP_GOAL and ratio is not None:
-                goal = _goal(ratio, 3.0)
+                goal = against_goal(ratio, 3.0)
         bars[f"hot, {_shown(found.overlap)}"] = found.tokens_s
         case = f"{found.batch} requests of {context:,} tokens, {_shown(found.overlap)}"
         row = (
             *("decode", shape.what, case),
-            f"{found.tokens_s:,.0f} tokens/s, {_ms(found.seconds)}",
+            f"{found.tokens_s:,.0f} tokens/s, {ms(found.seconds)}",
             "–"
             if beside is None
             else f"all, {beside.batch} requests: {beside.tokens_s:,.0f} tokens/s, "
-            f"{_ms(beside.seconds)}",
+            f"{ms(beside.seconds)}",
             *(_hits(found), goal),
         )
         report.row(row, found.as_json() | {"model": shape.name, "ratio": ratio})
@@ -423,11 +378,14 @@ class _Bench:
         larger = max(beside.seconds, read_s)
         row = (
             *("sum", shape.what, f"{found.batch} requests, {_shown(found.overlap)}"),
-            _ms(found.seconds),
-            f"all on the device {_ms(beside.seconds)}, {found.missing_bytes / 1e6:.1f} MB at "
-            f"{bytes_s / 1e9:.1f} GB/s {_ms(read_s)}; of their sum "
+            ms(found.seconds),
+            f"all on the device {ms(beside.seconds)}, {found.missing_bytes / 1e6:.1f} MB at "
+            f"{bytes_s / 1e9:.1f} GB/s {ms(read_s)}; of their sum "
             f"{found.seconds / (beside.seconds + read_s):.2f}",
-            *(_hits(found), f"of the larger {_goal(found.seconds / larger, 1.15, at_most=True)}"),
+            *(
+                _hits(found),
+                f"of the larger {against_goal(found.seconds / larger, 1.15, at_most=True)}",
+            ),
         )
         numbers = {"model": shape.name, "all_s": beside.seconds, "read_s": read_s}
         self._report.row(row, found.as_json() | numbers)
@@ -457,8 +415,8 @@ class _Bench:
     ) -> None:
         goal = "–"
         if beside is not None and beside is not found:
-            goal = _goal(beside.seconds / found.seconds, 3.0)
+            goal = against_goal(beside.seconds / found.seconds, 3.0)
         case = f"{found.new_tokens} tokens after {found.context:,} on the host, {found.residency}"
         loaded = f"{found.loaded_bytes / 1e6:,.0f} MB loaded"
-        row = ("ttft", shape.what, case, _ms(found.seconds), loaded, "–", goal)
+        row = ("ttft", shape.what, case, ms(found.seconds), loaded, "–", goal)
         self._report.row(row, found.as_json() | {"model": shape.name})

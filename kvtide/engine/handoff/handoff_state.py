@@ -60,6 +60,8 @@ class IncomingHandoff:
     first    the first token of the answer, once the tail has landed
     cached   tokens that the peer's own tiers had, by tier
     tokens   tokens in pages that have landed
+    tried    it has looked for what is missing
+    behind   the epoch of another handoff that brings a part of the prompt
     reason   why it failed or was declined
     """
 
@@ -69,6 +71,8 @@ class IncomingHandoff:
     first: SampledToken | None = None
     cached: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
+    tried: bool = False
+    behind: int | None = None
     reason: str = ""
 
     @property

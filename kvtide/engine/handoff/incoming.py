@@ -34,10 +34,9 @@ from kvtide.engine.handoff.messages import (
 from kvtide.engine.handoff.request_fields import prompt_digest, request_fields
 from kvtide.engine.request import Request
 from kvtide.engine.sampler import SampledToken
+from kvtide.index import Prompt
 from kvtide.spec import ALL
 
-MAX_TRIES = 4
-"""Requests per step that look for slots in vain: the others wait behind them."""
 Outbox = Callable[[str, Message], None]
 """Sends a message to a peer, by its address. It never blocks."""
 
@@ -70,16 +69,25 @@ class IncomingHandoffs:
         self._requests[request.number] = request
 
     def poll(self) -> None:
-        """Take slots for requests that wait for them, once per step; send what may be sent."""
-        tries = 0
-        for request in list(self._requests.values()):
-            if _of(request).state is HandoffState.OFFERED and request.settled:
-                tries += not self._try_to_reserve(request)
-                if tries == MAX_TRIES:
-                    break
+        """Take slots for requests that wait for them, once per step; send what may be sent.
+
+        The first that finds no room has it before all others: small prompts do not overtake it.
+        Those behind are looked at once, since they may need nothing, and then when there is room.
+        """
+        offered = [each for each in self._requests.values() if self._may_reserve(each)]
+        has_room = True
+        for request in sorted(offered, key=lambda each: (-each.params.priority, each.number)):
+            if has_room or not _of(request).tried:
+                has_room = self._try_to_reserve(request, has_room=has_room)
         for request in [each for each in self._unsent if _receipt(each).ready]:
             self._unsent.remove(request)
             self._send_reserve(request)
+
+    def _may_reserve(self, request: Request) -> bool:
+        """It is offered, and waits for neither storage nor another handoff."""
+        handoff = _of(request)
+        is_behind = handoff.behind is not None and handoff.behind in self._by_epoch
+        return handoff.state is HandoffState.OFFERED and request.settled and not is_behind
 
     def resume(self, request: Request) -> SampledToken | None:
         """The request was admitted: copy its tail to the lease's slots.
@@ -146,7 +154,7 @@ class IncomingHandoffs:
 
     def _written(self, request: Request, message: Written) -> None:
         handoff, receipt = _of(request), _receipt(request)
-        numbers = [n for n in message.numbers if n not in receipt.landed]
+        numbers = [n for n in dict.fromkeys(message.numbers) if n not in receipt.landed]
         if not all(0 <= number < len(receipt.places) for number in numbers):
             reason = "the peer wrote pages that were not asked for"
             return self._give_up(request, HandoffState.FAILED, reason, silent=False)
@@ -178,7 +186,7 @@ class IncomingHandoffs:
         del self._by_epoch[receipt.epoch]
         handoff.move(HandoffState.LANDED)
         self.handed_tokens += handoff.tokens
-        self.outbox(handoff.source.peer, Done(handoff.source.room))
+        self.outbox(handoff.source.peer, Done(handoff.source.room, receipt.epoch))
         return None
 
     def _silent(self, epoch: int) -> None:
@@ -188,29 +196,30 @@ class IncomingHandoffs:
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _try_to_reserve(self, request: Request) -> bool:
-        """Take slots, or decline; False leaves the request waiting."""
+    def _try_to_reserve(self, request: Request, *, has_room: bool) -> bool:
+        """Take slots, or decline, or leave the request waiting; whether others may find room."""
         handoff, receiving, prompt = _of(request), self._receiving, request.prompt
+        handoff.tried = True
         missing = receiving.missing_tokens(prompt)
         if missing < max(1, self._min_tokens):
             self._decline(request, f"{missing} tokens are missing here")
-            return True
-        if request.params.alone or not receiving.can_ever_fit(prompt):
+        elif request.params.alone or not receiving.can_ever_fit(prompt):
             self._decline(request, "the prompt cannot be received here")
-            return True
-        if any(receiving.brings(receipt, prompt) for receipt in self._receipts()):
-            return False  # Another handoff brings a part of it: ask for the rest.
-        receipt = receiving.begin(prompt)
-        if receipt is None:
+        elif (other := self._bringing(prompt)) is not None:
+            handoff.behind = other.epoch
+        elif not has_room or (receipt := receiving.begin(prompt)) is None:
             return False
-        handoff.receipt = receipt
-        handoff.move(HandoffState.RESERVED)
-        self._by_epoch[receipt.epoch] = request
-        self._unsent.append(request)
-        return True
+        else:
+            handoff.receipt = receipt
+            handoff.move(HandoffState.RESERVED)
+            self._by_epoch[receipt.epoch] = request
+            self._unsent.append(request)
+        return has_room
 
-    def _receipts(self) -> list[Receipt]:
-        return [_receipt(request) for request in self._by_epoch.values()]
+    def _bringing(self, prompt: Prompt) -> Receipt | None:
+        """Another handoff that brings a part of the prompt: after it, the rest is asked for."""
+        receipts = (_receipt(request) for request in self._by_epoch.values())
+        return next((one for one in receipts if self._receiving.brings(one, prompt)), None)
 
     def _decline(self, request: Request, reason: str) -> None:
         handoff = _of(request)
@@ -244,6 +253,7 @@ class IncomingHandoffs:
     def _give_up(self, request: Request, state: HandoffState, reason: str, *, silent: bool) -> None:
         """End a handoff early: its slots are quarantined until the peer is silent."""
         handoff, receipt = _of(request), _of(request).receipt
+        (peer, room, asks), unsent = handoff.source, request in self._unsent
         handoff.reason = reason
         if receipt is not None and handoff.state is HandoffState.LANDED:
             self._receiving.drop_tail(receipt)
@@ -251,15 +261,15 @@ class IncomingHandoffs:
             del self._by_epoch[receipt.epoch]
             self._receiving.abandon(receipt)
             self._quarantined[receipt.epoch] = receipt
-            unsent = request in self._unsent
             if unsent:
                 self._unsent.remove(request)
             if silent or unsent:
                 self._silent(receipt.epoch)
-            else:
-                self.outbox(handoff.source.peer, StopWriting(handoff.source.room, receipt.epoch))
-        elif not handoff.source.asks:
-            self.outbox(handoff.source.peer, Done(handoff.source.room))
+        if receipt is None or unsent:
+            if not asks:  # A router has sent the prompt to the peer.
+                self.outbox(peer, Done(room))
+        elif handoff.state is not HandoffState.LANDED:
+            self.outbox(peer, (Done if silent else StopWriting)(room, receipt.epoch))
         self._end(request, state)
 
     def _end(self, request: Request, state: HandoffState) -> None:

@@ -58,6 +58,11 @@ class Reserve:
     tail_row: int
 
     @property
+    def name(self) -> tuple[str, int]:
+        """Room and epoch."""
+        return self.room, self.epoch
+
+    @property
     def count(self) -> int:
         return sum(len(some.pages) for some in self.places)
 
@@ -72,9 +77,11 @@ class StopWriting:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Nothing more is needed for the room: what it holds may go."""
+    """Nothing more is needed for the room: what it holds may go. `epoch`: of the reservation that
+    is done, 0 if there was none."""
 
     room: str
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +148,9 @@ def to_json(message: Message) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Message:
     """Raises `MessageError` for what is not one of these messages."""
-    given = dict(values)
-    kind = _KINDS.get(str(given.pop("kind", "")))
     try:
+        given = dict(values)
+        kind = _KINDS.get(str(given.pop("kind", "")))
         if kind is None:
             raise KeyError("kind")
         if kind is Reserve:
@@ -155,6 +162,7 @@ def from_json(values: dict[str, Any]) -> Message:
         if kind is First:
             given["top"] = tuple((int(token), float(value)) for token, value in given["top"])
         message: Message = kind(**given)
+        _check_types(message)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MessageError(f"no message of a handoff: {type(error).__name__}: {error}") from None
     return message
@@ -170,6 +178,28 @@ def _value(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_value(each) for each in value]
     return _plain(value) if isinstance(value, PagePlaces) else value
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "dict[str, Any]": (dict,),
+    "dict[str, int]": (dict,),
+}
+"""What JSON has for a field, by its annotation; other fields are converted."""
+
+
+def _check_types(message: Message) -> None:
+    """Raise `TypeError` where a field is not what is declared: the engine relies on it."""
+    for each in fields(message):
+        value, wanted = getattr(message, each.name), _TYPES.get(str(each.type))
+        if wanted is None:
+            continue
+        counts = list(value.values()) if each.type == "dict[str, int]" else []
+        if type(value) not in wanted or any(type(count) is not int for count in counts):
+            raise TypeError(f"{each.name} is {value!r}")
 
 
 def _places(values: dict[str, Any]) -> PagePlaces:

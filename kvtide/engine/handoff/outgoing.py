@@ -19,22 +19,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
 from kvtide.cache import Lease, TieredCache
 from kvtide.engine.handoff.messages import Done, First, Message, Numbers, Reserve, StopWriting
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
-from kvtide.engine.handoff.reports import RankReport
+from kvtide.engine.handoff.reports import RankReport, ReportKind
 from kvtide.engine.handoff.request_fields import prompt_digest
 from kvtide.engine.request import Finish, Request
 from kvtide.spec import ALL
 from kvtide.tiers.manifest import PAGES, TAIL
 from kvtide.tiers.row_copies import DestinationError
+from kvtide.transfer.peer.page_sender import CANCELLED
 
+ABORTED = "the prefill was aborted"
+REPLACED = "another reservation took its place"
 Report = Callable[[RankReport], None]
 MAX_EARLY = 1024
-"""Reservations kept for requests that a router has yet to send."""
+"""Reservations kept for requests that a router has yet to send; and names of rooms that ended on
+one side before the other came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +69,12 @@ class OutgoingHandoff:
     in_flight: int = 0
 
     @property
+    def room(self) -> str:
+        target = self.request.params.handoff_to
+        assert target is not None
+        return target.room
+
+    @property
     def is_over(self) -> bool:
         return self.released and self.request.finish is not None
 
@@ -84,6 +95,8 @@ class OutgoingHandoffs:
         self._cache = cache
         self._rooms: dict[str, OutgoingHandoff] = {}
         self._early: dict[str, tuple[str, Reserve]] = {}
+        self._gone: dict[str, str] = {}
+        self._unwanted: dict[str, str] = {}
         self._lock = threading.Lock()
 
     @property
@@ -105,6 +118,8 @@ class OutgoingHandoffs:
         if boundary:
             request.prompt.checkpoints = (boundary,)
         handoff = OutgoingHandoff(request, boundary)
+        handoff.released = self._unwanted.pop(target.room, None) is not None
+        self._gone.pop(target.room, None)
         request.is_quiet = handoff.is_quiet
         self._rooms[target.room] = handoff
         if target.room in self._early:
@@ -123,7 +138,10 @@ class OutgoingHandoffs:
         if handoff is None or handoff.request is not request:
             return
         if finish is Finish.ABORT or not request.output or request.lease is None:
-            self._fail(handoff, "the prefill was aborted")
+            self._fail(handoff, ABORTED)
+            if handoff.reserve is None:
+                handoff.released = True
+                _remember(self._gone, handoff.room, ABORTED)
             return
         handoff.lease = request.held
         if handoff.reserve is not None and not handoff.failed:
@@ -140,18 +158,42 @@ class OutgoingHandoffs:
     def receive(self, peer: str, message: Message) -> Request | None:
         """A message of a connection. Returns a request that the peer asked for and gives up."""
         if isinstance(message, Reserve):
-            handoff = self._rooms.get(message.room)
-            if handoff is not None:
-                self._reserve(handoff, peer, message)
-            elif len(self._early) < MAX_EARLY:
-                self._early[message.room] = (peer, message)
-            else:
-                reason = "too many reservations wait for their requests"
-                self.report(RankReport("failed", message.room, message.epoch, reason=reason))
+            self._take(peer, message)
             return None
         if isinstance(message, StopWriting):
-            return self._abort(message)
-        return self._release(message.room) if isinstance(message, Done) else None
+            return self._stop(message)
+        return self._done(peer, message) if isinstance(message, Done) else None
+
+    def _take(self, peer: str, reserve: Reserve) -> None:
+        """Reserve for a room, or keep that until its request comes."""
+        room, handoff = reserve.room, self._rooms.get(reserve.room)
+        self._unwanted.pop(room, None)
+        reason = self._gone.pop(room, "")
+        if handoff is not None:
+            self._reserve(handoff, peer, reserve)
+            return
+        if room not in self._early and len(self._early) >= MAX_EARLY:
+            reason = reason or "too many reservations wait for their requests"
+        if reason:
+            self._refuse(reserve, reason)
+            return
+        if (before := self._early.get(room)) is not None and before[1].epoch != reserve.epoch:
+            self._refuse(before[1], REPLACED)
+        self._early[room] = (peer, reserve)
+
+    def _refuse(self, reserve: Reserve, reason: str) -> None:
+        """Nothing was written for it, and nothing will be."""
+        self._report("failed", reserve, reason=reason)
+        self._report("over", reserve)
+
+    def _done(self, peer: str, message: Done) -> Request | None:
+        """A peer needs nothing more; a room that another reservation has goes on."""
+        handoff = self._rooms.get(message.room)
+        reserve = None if handoff is None else handoff.reserve
+        if handoff is not None and reserve is not None:
+            other = (handoff.peer, reserve.epoch) != (peer, message.epoch)
+            return None if other else self._release(message.room)
+        return self._release(message.room)
 
     def peer_lost(self, peer: str) -> list[Request]:
         """A connection has ended: what it reserved is over. Returns requests that it asked for."""
@@ -162,6 +204,7 @@ class OutgoingHandoffs:
             handoff = self._rooms[room]
             if self.writer is not None and handoff.reserve is not None:
                 self.writer.cancel(room, handoff.reserve.epoch, _unheard)
+            handoff.failed = True
             if (request := self._release(room)) is not None:
                 given_up.append(request)
         if self.writer is not None:
@@ -177,31 +220,37 @@ class OutgoingHandoffs:
                 handoff.unclaimed = now
             elif now - handoff.unclaimed > timeout_s:
                 self._release(room)
+                reason = f"no decode server came for the prompt within {timeout_s:g} s"
+                _remember(self._gone, room, reason)
 
-    def _abort(self, message: StopWriting) -> Request | None:
-        room, epoch = message.room, message.epoch
-        self._early.pop(room, None)
+    def _stop(self, message: StopWriting) -> Request | None:
+        room, handoff = message.room, self._rooms.get(message.room)
+        if room in self._early and self._early[room][1].epoch == message.epoch:
+            del self._early[room]
 
         def silent(quiet: bool) -> None:
-            self.report(RankReport("silent", room, epoch, silent=quiet))
+            self._report("silent", message, silent=quiet)
 
         if self.writer is None:
             silent(True)
+        else:
+            self.writer.cancel(room, message.epoch, silent)
+        if handoff is None:
+            _remember(self._unwanted, room, "")
+            if self.writer is not None:
+                self.writer.forget(room)
             return None
-        handoff = self._rooms.get(room)
-        if handoff is not None and handoff.reserve is not None and handoff.reserve.epoch != epoch:
-            handoff = None
-        self.writer.cancel(room, epoch, silent)
-        if handoff is not None:
-            handoff.failed = True
-            return self._release(room)
-        return None
+        if handoff.reserve is not None and handoff.reserve.epoch != message.epoch:
+            return None
+        handoff.failed = True
+        return self._release(room)
 
     def _release(self, room: str) -> Request | None:
         """The peer needs nothing more of the room."""
         self._early.pop(room, None)
         handoff = self._rooms.get(room)
         if handoff is None:
+            _remember(self._unwanted, room, "")
             return None
         handoff.released = True
         self._forget_if_over(room, handoff)
@@ -213,42 +262,74 @@ class OutgoingHandoffs:
         if handoff.is_over and self._rooms.get(room) is handoff:
             del self._rooms[room]
             self.ended["failed" if handoff.failed else "handed_over"] += 1
-            if self.writer is not None:
-                self.writer.forget(room)
+            if self.writer is not None and handoff.reserve is not None:
+                self.writer.forget(room, partial(self._report, "over", handoff.reserve))
 
     # -- writing ----------------------------------------------------------------------------
 
     def _reserve(self, handoff: OutgoingHandoff, peer: str, message: Reserve) -> None:
+        before, over = handoff.reserve, handoff.failed or handoff.released
+        if before is not None and (handoff.peer, before.epoch) == (peer, message.epoch):
+            return  # It was sent twice.
+        if before is not None and handoff.peer != peer and not over:
+            self._refuse(message, "another decode server has this room")
+            return
+        if before is not None:
+            self._end_epoch(before, REPLACED, told=over, last=True)
         handoff.peer, handoff.reserve = peer, message
-        handoff.sent, handoff.tail_sent, handoff.failed = set(), False, False
-        prompt, problem = prompt_digest(handoff.request.params), ""
-        if self.writer is None or not self.writer.knows(peer):
-            problem = "this server and the peer have not paired"
-        elif (message.prompt, message.boundary) != (prompt, handoff.boundary):
-            problem = "the room has another prompt or namespace here; send both the same request"
+        handoff.sent, handoff.tail_sent = set(), False
+        handoff.failed = handoff.released = False
+        problem = self._problem(handoff, peer, message)
         if problem:
             self._fail(handoff, problem)
         else:
             self._send(handoff)
 
+    def _problem(self, handoff: OutgoingHandoff, peer: str, reserve: Reserve) -> str:
+        """Why nothing can be written for a reservation; empty if it can."""
+        prompt = prompt_digest(handoff.request.params)
+        if self.writer is None or not self.writer.knows(peer):
+            return "this server and the peer have not paired"
+        if handoff.request.finish is not None and handoff.lease is None:
+            return ABORTED
+        if (reserve.prompt, reserve.boundary) != (prompt, handoff.boundary):
+            return "the room has another prompt or namespace here; send both the same request"
+        return ""
+
     def _fail(self, handoff: OutgoingHandoff, reason: str) -> None:
         """End a handoff that cannot go on; the peer is told once it has reserved."""
-        handoff.failed = True
-        reserve, target = handoff.reserve, handoff.request.params.handoff_to
-        if reserve is None or target is None:
-            if handoff.request.finish is not None and target is not None:
-                handoff.released = True
-                self._forget_if_over(target.room, handoff)
-            return
-        failed = RankReport("failed", reserve.room, reserve.epoch, reason=reason)
-        if self.writer is None:
-            self.report(failed)
-            return
+        told, handoff.failed = handoff.failed or handoff.released, True
+        if handoff.reserve is not None and not told:
+            self._end_epoch(handoff.reserve, reason, told=False, last=False)
+
+    def _end_epoch(self, reserve: Reserve, reason: str, *, told: bool, last: bool) -> None:
+        """Write no more for a reservation, and tell the peer unless it was `told`. `last`: the room
+        goes on without it."""
 
         def silent(quiet: bool) -> None:
-            self.report(RankReport("failed", reserve.room, reserve.epoch, (), {}, reason, quiet))
+            if not told:
+                self._report("failed", reserve, reason=reason, silent=quiet)
+            if last:
+                self._report("over", reserve)
 
-        self.writer.cancel(reserve.room, reserve.epoch, silent)
+        if self.writer is None:
+            silent(True)
+        else:
+            self.writer.cancel(reserve.room, reserve.epoch, silent)
+
+    def _report(
+        self,
+        kind: ReportKind,
+        of: Reserve | StopWriting,
+        numbers: tuple[int, ...] = (),
+        absent: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        reason: str = "",
+        silent: bool = True,
+    ) -> None:
+        rank = self.writer.own if self.writer is not None else 0
+        self.report(
+            RankReport(kind, of.room, of.epoch, numbers, dict(absent), reason, silent, rank)
+        )
 
     def _send(self, handoff: OutgoingHandoff) -> None:
         """Give the sender the pages that are computed and not sent, then the tail."""
@@ -282,8 +363,8 @@ class OutgoingHandoffs:
         if not numbers:
             return
         absent = self._absent(handoff, reserve, lease, set(numbers))
-        report = RankReport("written", reserve.room, reserve.epoch, tuple(numbers), absent)
-        self._submit(handoff, PageWrite(reserve.room, reserve.epoch, PAGES, tables, places), report)
+        report = partial(self._report, "written", reserve, tuple(numbers), absent)
+        self._submit(handoff, reserve, PageWrite(*reserve.name, PAGES, tables, places), report)
         handoff.sent.update(numbers)
 
     def _ready(
@@ -327,8 +408,8 @@ class OutgoingHandoffs:
         page, row = np.array([handoff.boundary]), np.array([reserve.tail_row])
         anchors = self.writer.tail_anchors(handoff.peer)
         places = [PlacedPages(anchor, page, row) for anchor in anchors]
-        work = PageWrite(reserve.room, reserve.epoch, TAIL, tables, places)
-        self._submit(handoff, work, RankReport("tail", reserve.room, reserve.epoch))
+        work = PageWrite(*reserve.name, TAIL, tables, places)
+        self._submit(handoff, reserve, work, partial(self._report, "tail", reserve))
         handoff.tail_sent = True
         request = handoff.request
         sampled = request.output[0]
@@ -348,29 +429,40 @@ class OutgoingHandoffs:
             )
         )
 
-    def _submit(self, handoff: OutgoingHandoff, work: PageWrite, report: RankReport) -> None:
+    def _submit(
+        self,
+        handoff: OutgoingHandoff,
+        reserve: Reserve,
+        work: PageWrite,
+        report: Callable[[], None],
+    ) -> None:
         assert self.writer is not None and handoff.peer is not None
+        ready = self._cache.hardware.copier.queued()
+
+        def ended(error: str | None, silent: bool) -> None:
+            """On the sender's thread."""
+            with self._lock:
+                handoff.in_flight -= 1
+            if error is None:
+                report()
+            elif error != CANCELLED:  # That is reported by what has cancelled.
+                self._report("failed", reserve, reason=error, silent=silent)
+
         with self._lock:
             handoff.in_flight += 1
-        ready = self._cache.hardware.copier.queued()
         try:
-            self.writer.write(handoff.peer, work, ready, partial(self._written, handoff, report))
+            self.writer.write(handoff.peer, work, ready, ended)
         except DestinationError:
             with self._lock:
                 handoff.in_flight -= 1
             raise
 
-    def _written(
-        self, handoff: OutgoingHandoff, report: RankReport, error: str | None, silent: bool
-    ) -> None:
-        """On the sender's thread: a job has ended."""
-        with self._lock:
-            handoff.in_flight -= 1
-        if error is None:
-            self.report(report)
-        else:
-            room, epoch = report.room, report.epoch
-            self.report(RankReport("failed", room, epoch, reason=error, silent=silent))
+
+def _remember(names: dict[str, str], room: str, reason: str) -> None:
+    """Note a room, and lose the oldest ones of too many."""
+    names[room] = reason
+    while len(names) > MAX_EARLY:
+        del names[next(iter(names))]
 
 
 def _unheard(*_: object) -> None:

@@ -65,8 +65,8 @@ class PageWriter:
         sender: PageSender,
         timeout_s: float = 10.0,
     ) -> None:
-        self.sender = sender
-        self._sources, self._own, self._timeout_s = sources, own, timeout_s
+        self.sender, self.own = sender, own
+        self._sources, self._timeout_s = sources, timeout_s
         self._transport = transport
         self._addresses = np.array([region.address for region in regions], np.int64)
         self._kinds = [region.kind for region in regions]
@@ -86,9 +86,10 @@ class PageWriter:
         self._peers[peer] = _Peer(pairing, links)
 
     def drop_peer(self, peer: str) -> None:
+        """Its links are closed between two writes: the sender's thread may be in one."""
         known = self._peers.pop(peer, None)
         for link in known.links if known is not None else ():
-            link.close()
+            self.sender.run(link.close)
 
     def knows(self, peer: str) -> bool:
         return peer in self._peers
@@ -100,7 +101,7 @@ class PageWriter:
     def tail_anchors(self, peer: str) -> list[str]:
         """The peer's anchors of which this rank writes a part of the tail."""
         known = self._peers[peer]
-        copies = (known.pairing.copies(self._own, n, TAIL) for n in range(len(known.links)))
+        copies = (known.pairing.copies(self.own, n, TAIL) for n in range(len(known.links)))
         return list(dict.fromkeys(copy.target_anchor for some in copies for copy in some))
 
     def source_anchors(self, peer: str, anchor: str) -> frozenset[str]:
@@ -111,7 +112,7 @@ class PageWriter:
         known = self._peers[peer]
         for target in range(len(known.links)):
             for area in (PAGES, TAIL):
-                for copy in known.pairing.copies(self._own, target, area):
+                for copy in known.pairing.copies(self.own, target, area):
                     if copy.target_anchor == anchor:
                         yield copy
 
@@ -122,7 +123,7 @@ class PageWriter:
         known = self._peers[peer]
         batches: list[tuple[PeerLink, WriteBatch]] = []
         for target, link in enumerate(known.links):
-            copies = known.pairing.copies(self._own, target, work.area)
+            copies = known.pairing.copies(self.own, target, work.area)
             runs = RegionRuns.joined(
                 expand(copies, work.tables, one.anchor, one.pages, one.slots) for one in work.places
             )
@@ -144,12 +145,13 @@ class PageWriter:
         """Write no more for this epoch; `on_silent` says whether no byte comes any more."""
         self.sender.cancel(room, epoch, on_silent)
 
-    def forget(self, room: str) -> None:
-        self.sender.forget(room)
+    def forget(self, room: str, on_forgotten: Callable[[], None] = lambda: None) -> None:
+        """The room is over; `on_forgotten` comes after all other calls of the room."""
+        self.sender.forget(room, on_forgotten)
 
     def close(self, timeout_s: float) -> bool:
         closed = self.sender.close(timeout_s)
-        for peer in list(self._peers):
+        for peer in list(self._peers) if closed else ():
             self.drop_peer(peer)
         self._transport.close()
         return closed

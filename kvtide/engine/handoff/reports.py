@@ -7,12 +7,13 @@ its own sender thread and the other ranks' connections call `add`.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from kvtide.engine.handoff.messages import Failed, First, Message, Silent, Written
+
+ReportKind = Literal["written", "tail", "failed", "silent", "over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,17 @@ class RankReport:
     tail     the tail is there
     failed   nothing more will be written; `silent`: no byte of this rank comes any more
     silent   after a cancellation; alike
+    over     the rank has forgotten the room, and reports nothing more of this epoch
     """
 
-    kind: Literal["written", "tail", "failed", "silent"]
+    kind: ReportKind
     room: str
     epoch: int
     numbers: tuple[int, ...] = ()
     absent: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reason: str = ""
     silent: bool = True
+    rank: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -44,17 +47,26 @@ class RankReport:
 
 @dataclass(slots=True)
 class _Epoch:
-    """How many ranks have written each place, the tail, and how many are silent."""
+    """Which places and tails each rank has written, and which ranks are silent, failed or over.
 
-    written: Counter[int] = field(default_factory=Counter)
-    tails: int = 0
-    silent: list[bool] = field(default_factory=list)
+    A peer may ask twice whether all is silent: ranks are told apart, not counted.
+    """
+
+    written: dict[int, set[int]] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+    tails: set[int] = field(default_factory=set)
+    silent: dict[int, bool] = field(default_factory=dict)
+    over: set[int] = field(default_factory=set)
     failed: bool = False
     first: First | None = None
 
 
 class RankReports:
-    """`send` takes the room and a message for the peer that has it; any thread may call it."""
+    """`send` takes the room and a message for the peer that has it; any thread may call it.
+
+    An epoch is forgotten when its room is over on all ranks, or when all have said whether they are
+    silent.
+    """
 
     def __init__(self, ranks: int, send: Callable[[str, Message], None]) -> None:
         self._ranks, self._send = ranks, send
@@ -63,9 +75,12 @@ class RankReports:
 
     def add(self, report: RankReport) -> None:
         with self._lock:
-            state = self._epochs.setdefault((report.room, report.epoch), _Epoch())
+            key = report.room, report.epoch
+            state = self._epochs.setdefault(key, _Epoch())
             for message in self._messages(state, report):
                 self._send(report.room, message)
+            if self._ranks in (len(state.silent), len(state.over)):
+                del self._epochs[key]
 
     def first(self, message: First) -> None:
         """The prompt is computed: this is sent when its tail has been written."""
@@ -80,22 +95,40 @@ class RankReports:
             self._epochs = {key: each for key, each in self._epochs.items() if key[0] != room}
 
     def _messages(self, state: _Epoch, report: RankReport) -> list[Message]:
-        room, epoch = report.room, report.epoch
-        if report.kind == "written":
-            state.written.update(report.numbers)
-            there = tuple(n for n in report.numbers if state.written[n] == self._ranks)
-            return [Written(room, epoch, there, report.absent)] if there else []
-        if report.kind == "tail":
-            state.tails += 1
-            return self._ended(state)
-        if report.kind == "failed":
-            first, state.failed = not state.failed, True
-            silent = report.silent and self._ranks == 1
-            return [Failed(room, epoch, report.reason, silent)] if first else []
-        state.silent.append(report.silent)
-        done = len(state.silent) == self._ranks and all(state.silent)
-        return [Silent(room, epoch)] if done else []
+        room, epoch, rank = report.room, report.epoch, report.rank
+        match report.kind:
+            case "written":
+                state.written.setdefault(rank, set()).update(report.numbers)
+                there = tuple(n for n in report.numbers if self._is_written(state, n))
+                state.sent.update(there)
+                return [Written(room, epoch, there, report.absent)] if there else []
+            case "tail":
+                state.tails.add(rank)
+                return self._ended(state)
+            case "failed":
+                first, state.failed = not state.failed, True
+                silent = report.silent and self._ranks == 1
+                return [Failed(room, epoch, report.reason, silent)] if first else []
+            case "silent":
+                state.silent[rank] = report.silent
+                done = len(state.silent) == self._ranks and all(state.silent.values())
+                return [Silent(room, epoch)] if done else []
+            case "over":
+                state.over.add(rank)
+                return []
+
+    def _is_written(self, state: _Epoch, number: int) -> bool:
+        """All ranks have written the place, and the peer was not told so before."""
+        by_all = len(state.written) == self._ranks
+        return (
+            number not in state.sent
+            and by_all
+            and all(number in numbers for numbers in state.written.values())
+        )
 
     def _ended(self, state: _Epoch) -> list[Message]:
-        whole = state.first is not None and state.tails == self._ranks and not state.failed
-        return [state.first] if whole and state.first is not None else []
+        first = state.first
+        if first is None or state.failed or len(state.tails) < self._ranks:
+            return []
+        state.first = None
+        return [first]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,26 @@ def asked_params(room: str, values: dict[str, Any]) -> RequestParams:
         return RequestParams(
             tokens=tuple(np.frombuffer(packed, "<i4").tolist()),
             max_tokens=1,
-            sampling=SamplingParams(**values["sampling"]),
+            sampling=_sampling(values["sampling"]),
             namespace=Namespace(*(str(part) for part in values["namespace"])),
             priority=int(values["priority"]),
             speculate=bool(values["speculate"]),
             handoff_to=HandoffTarget(room, asked=True),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no request: {type(error).__name__}: {error}") from None
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    """Every value of the type that it has by default; a seed of 64 bits."""
+    found = SamplingParams(**values)
+    for each in fields(SamplingParams):
+        value, wanted = getattr(found, each.name), type(each.default)
+        if type(value) not in (wanted, int):
+            raise TypeError(f"{each.name} is {value!r}")
+    if not -(2**63) <= found.seed < 2**64:
+        raise ValueError(f"seed is {found.seed}")
+    return found
 
 
 def for_prefill(params: RequestParams, room: str) -> RequestParams:

@@ -9,7 +9,7 @@ An export is a *departure*: pages that landed on the host and stay pinned until 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from kvtide.index.keys import Prompt
 from kvtide.index.leases.leasing import Leasing
 from kvtide.index.leases.quarantine import hidden_roots, sweep
 from kvtide.index.match.match import Bits, Matcher
-from kvtide.index.tree.holds import Departure, Import, IndexLease, Pin, Taken
+from kvtide.index.tree.holds import Departing, Departure, Import, IndexLease, Pin, Taken
 from kvtide.index.tree.node import Node
 from kvtide.index.tree.tree import Tree
 from kvtide.spec import Slots, Tier
@@ -94,11 +94,17 @@ class ImportsExports:
         return arriving
 
     def adopt(
-        self, arriving: Import, here: Sequence[Taken], absent: Sequence[Collection[str]]
+        self,
+        arriving: Import,
+        here: Sequence[Taken],
+        absent: Sequence[Collection[str]],
+        *,
+        stored: bool,
     ) -> None:
         """These pages of the import have come: matches find them on the host from now on.
 
-        `absent` names, for each of them, the optional sidecars that it lacks.
+        `absent` names, for each of them, the optional sidecars that it lacks. `stored`: they come
+        from a store.
         """
         tree = self._tree
         assert arriving.live and arriving.lease.live and len(absent) == len(here)
@@ -113,7 +119,7 @@ class ImportsExports:
         if tree.presence.needed:
             self._mark(here, absent)
         for start, end, slots in _uniform(here):
-            self._insert(arriving.lease.prompt, start, end, slots)
+            self._insert(arriving.lease.prompt, start, end, slots, stored)
 
     def abandon(self, arriving: Import) -> None:
         """Adopt no more: only the slots stay taken, until nothing writes to them any longer."""
@@ -170,7 +176,9 @@ class ImportsExports:
         for cell, mine in slots.items():
             self._tree.cells[cell].slots.free(np.array(mine, np.int32))
 
-    def _insert(self, prompt: Prompt, start: int, end: int, slots: dict[int, Slots]) -> None:
+    def _insert(
+        self, prompt: Prompt, start: int, end: int, slots: dict[int, Slots], stored: bool
+    ) -> None:
         """Give the prompt's pages [start, end) these slots, where they have none.
 
         Pages above that no tier has become nodes without slots, kept by those below.
@@ -190,11 +198,12 @@ class ImportsExports:
                     child = tree.split(child, pages)
             if at >= start:
                 first = at - start
-                self._fill(child, {c: s[first : first + child.pages] for c, s in slots.items()})
+                mine = {c: s[first : first + child.pages] for c, s in slots.items()}
+                self._fill(child, mine, stored)
             node = child
             at += child.pages
 
-    def _fill(self, node: Node, slots: dict[int, Slots]) -> None:
+    def _fill(self, node: Node, slots: dict[int, Slots], stored: bool) -> None:
         tree = self._tree
         for cell, mine in slots.items():
             if node.resident >> cell & 1:
@@ -202,7 +211,7 @@ class ImportsExports:
                 continue
             coming = node.arrivals.get(cell) if node.arrivals else None
             tree.hold(node, cell, mine.copy())
-            node.departed |= tree.cells[cell].bit
+            node.departed |= tree.cells[cell].bit if stored else 0
             tree.cells[cell].queue.offer(node)
             if tree.presence.needed and node.resident >> cell - tree.anchors & 1:
                 tree.presence.note_ahead(node)
@@ -212,6 +221,48 @@ class ImportsExports:
                     self._leasing.repin(lease)
 
     # -- exports ----------------------------------------------------------------------------
+
+    def depart(self, arriving: Import, adopted: Sequence[Taken]) -> Departure | None:
+        """Pin pages that were adopted until the departure ends; None if none is left there.
+
+        Called when all of them have come: a history is pinned with all pages above.
+        """
+        tree, prompt = self._tree, arriving.lease.prompt
+        slots = {(one.cell, one.page): one.slot for one in adopted}
+        cells = sorted({one.cell for one in adopted})
+        pins: list[Pin] = []
+        pages: list[Departing] = []
+        path = [] if arriving.lease.hidden else self._matcher.match(prompt, Tier.HOST).nodes
+        for node, cell in ((node, cell) for node in path for cell in cells):
+            if not node.resident >> cell & 1:
+                continue
+            mine = {
+                slot: number
+                for number, slot in enumerate(node.resident_slots(cell).tolist())
+                if slots.get((cell, node.depth + number)) == slot
+            }
+            if mine:
+                pins.append(self._pin_whole(cell, node))
+                pages += self._departing(node, cell, mine)
+        if not pages:
+            return None
+        departure = Departure(tree.next_number(), pins, pages)
+        tree.departures[departure.number] = departure
+        return departure
+
+    def _pin_whole(self, cell: int, node: Node) -> Pin:
+        """As `Arrivals` does for pages that a store is given."""
+        if self._tree.cells[cell].reach is None:
+            return self._tree.pins.upwards(cell, node)
+        return self._tree.pins.span(cell, node, node.depth)
+
+    def _departing(self, node: Node, cell: int, slots: Mapping[int, int]) -> Iterator[Departing]:
+        tree, keys = self._tree, self._tree.page_keys(node)
+        node.departed |= tree.cells[cell].bit if len(slots) == node.pages else 0
+        name = tree.anchor_names[cell % tree.anchors]
+        for slot, number in slots.items():
+            absent = tree.presence.absent(Tier.HOST, name, slot)
+            yield Departing(name, keys[number].key, slot, absent, keys[number].after)
 
     def departed(self, departure: Departure) -> None:
         """The departure was written, or dropped: unpin its pages."""

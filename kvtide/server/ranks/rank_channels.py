@@ -1,10 +1,10 @@
 """Channels between the leader and every other rank, beside the process group.
 
-    leader ◀── channel: heartbeats, failures ──▶ rank 1, rank 2, …
+    leader ◀── channel: heartbeats, failures, signals ──▶ rank 1, rank 2, …
 
-A channel (`transfer.peer.channel`) has threads of its own, so its heartbeats do not depend on
-steps: a rank in a long step is alive, and a frozen process is not. If the leader freezes or dies,
-the other ranks end by themselves.
+Both ends prove a secret before the process group is made. A channel (`transfer.peer.channel`) has
+threads of its own, so its heartbeats do not depend on steps: a rank in a long step is alive, and a
+frozen process is not. If the leader freezes or dies, the other ranks end by themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from kvtide.server.ranks.step_watch import StuckStep
 from kvtide.transfer.peer.channel import Channel, ChannelError, Listener, Message, connect
@@ -22,7 +23,7 @@ RETRY_S = 0.1
 FAREWELL_S = 1.0
 """A rank that ends gets this long to say why."""
 
-STUCK, ENDED = "stuck", "ended"
+STUCK, ENDED, SIGNAL = "stuck", "ended", "signal"
 """The kinds of messages to the leader."""
 
 
@@ -42,13 +43,23 @@ class MeetingPlace:
         return cls(found["host"], found["port"], bytes.fromhex(found["secret"]))
 
 
+class RankEvents(Protocol):
+    """What the leader hears of other ranks, on threads of channels."""
+
+    def on_stuck(self, rank: int, step: StuckStep) -> None:
+        """A step of a rank does not end."""
+
+    def on_signal(self, number: int) -> None:
+        """A signal was sent to the command of another node."""
+
+    def on_lost(self, rank: int, reason: str, blameless: bool) -> None:
+        """A rank's channel has closed. `blameless`: because another rank was lost."""
+
+
 class RankChannels:
     """The leader's end: a channel to every rank in `ranks`.
 
-    on_stuck   a rank and its step that does not end
-    on_lost    a rank whose channel has closed, the reason, and whether another rank is the cause
-
-    Both are called on threads of channels.
+    answer  to the hello of a rank that knows the secret; raises ChannelError to refuse it
     """
 
     def __init__(
@@ -56,11 +67,11 @@ class RankChannels:
         place: MeetingPlace,
         ranks: Collection[int],
         silence_s: float,
-        on_stuck: Callable[[int, StuckStep], None],
-        on_lost: Callable[[int, str, bool], None],
+        answer: Callable[[Message], Message],
+        events: RankEvents,
     ) -> None:
         self._awaited = set(ranks)
-        self._on_stuck, self._on_lost = on_stuck, on_lost
+        self._answer_hello, self._events = answer, events
         self._channels: dict[int, Channel] = {}
         self._blameless: set[int] = set()
         self._came = threading.Condition()
@@ -93,7 +104,7 @@ class RankChannels:
         with self._came:
             if hello.get("rank") not in self._awaited:
                 raise ChannelError(f"rank {hello.get('rank')} is not awaited here")
-        return {}
+        return self._answer_hello(hello)
 
     def _take(self, channel: Channel) -> None:
         rank = int(channel.hello["rank"])
@@ -109,12 +120,14 @@ class RankChannels:
 
     def _hear(self, rank: int, message: Message) -> None:
         if STUCK in message:
-            self._on_stuck(rank, StuckStep(**message[STUCK]))
+            self._events.on_stuck(rank, StuckStep(**message[STUCK]))
+        if SIGNAL in message:
+            self._events.on_signal(int(message[SIGNAL]))
         if message.get(ENDED) is True:
             self._blameless.add(rank)
 
     def _end(self, rank: int, reason: str) -> None:
-        self._on_lost(rank, reason, rank in self._blameless)
+        self._events.on_lost(rank, reason, rank in self._blameless)
 
 
 class LeaderChannel:
@@ -129,6 +142,7 @@ class LeaderChannel:
         on_lost: Callable[[str], None],
     ) -> None:
         self._on_lost = on_lost
+        self.place = place
         self._leaving = False
         self._channel = _connected(place, hello, silence_s, time.monotonic() + timeout_s)
         self._channel.start(lambda message: None, self._closed)
@@ -140,6 +154,9 @@ class LeaderChannel:
 
     def report_stuck(self, step: StuckStep) -> None:
         self._channel.send({STUCK: asdict(step)})
+
+    def pass_on(self, signal_number: int) -> None:
+        self._channel.send({SIGNAL: signal_number})
 
     def leave(self, reason: str, *, blameless: bool = False) -> None:
         """Tell the leader why this rank ends. `blameless`: another rank has ended before."""

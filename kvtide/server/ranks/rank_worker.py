@@ -1,6 +1,7 @@
 """The process of a rank that is not the leader: `kvtide serve` starts it and sends it commands.
 
-A worker that fails prints the reason on its standard output, which the leader reports.
+A worker that fails prints the reason on its standard output, for the process that started it, and
+tells the leader.
 """
 
 from __future__ import annotations
@@ -8,24 +9,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
+import signal
 import sys
+import threading
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
-from kvtide.engine.rank_topology import leave_ranks
+from kvtide.engine.rank_topology import leave_ranks, reach_store
 from kvtide.server.engine_commands import follow
 from kvtide.server.ranks.rank_channels import LeaderChannel, MeetingPlace
-from kvtide.server.ranks.rank_processes import PEER_LOST, exit_with_leader, freeze_gc, join_topology
+from kvtide.server.ranks.rank_group import join_group
+from kvtide.server.ranks.rank_nodes import shared_settings
+from kvtide.server.ranks.rank_processes import JOIN_S, freeze_gc
 from kvtide.server.ranks.step_watch import StepWatch
+from kvtide.server.ranks.worker_processes import PEER_LOST
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import REFUSALS, open_engine
 from kvtide.transfer.peer.channel import ChannelError
-
-CONNECT_S = 60.0
-"""The leader listens before it starts a worker."""
 
 
 class RankWorker:
@@ -33,47 +34,52 @@ class RankWorker:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._settings = Settings(**config["settings"])
-        self._rank, self._folder = int(config["rank"]), Path(config["folder"])
-        self._meeting = MeetingPlace.from_json(config["meeting"])
+        self._rank = int(config["rank"])
+        self._place = MeetingPlace.from_json(config["meeting"])
         self._channel: LeaderChannel | None = None
 
     def run(self) -> None:
-        exit_with_leader(sys.stdin, self._folder)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=self._follow_pipe, daemon=True).start()
         try:
             closed = self._work()
-        except REFUSALS as refusal:
+        except (*REFUSALS, ChannelError) as refusal:
             self._exit(str(refusal), 2)
-        except ChannelError as error:
-            self._exit(str(error), 1)
         except Exception as error:
             traceback.print_exc()
             peer_lost = isinstance(error, RuntimeError)
-            if peer_lost:
-                shutil.rmtree(self._folder, ignore_errors=True)  # The leader may have died.
             self._exit(f"{type(error).__name__}: {error}", PEER_LOST if peer_lost else 1)
         if not closed:
             os._exit(0)  # The interpreter would wait for the store's threads.
 
     def _work(self) -> bool:
         """Serve up to `CloseCache`; False if the store has not closed then."""
-        limit_s = self._settings.rank_timeout_seconds
-        self._channel = LeaderChannel(
-            self._meeting, {"rank": self._rank}, limit_s, CONNECT_S, self._lose_leader
-        )
-        settings, topology = join_topology(self._rank, self._folder, self._settings)
+        settings, place = self._settings, self._place
+        hello = {"rank": self._rank, "settings": shared_settings(settings)}
+        silence_s = settings.rank_timeout_seconds
+        channel = LeaderChannel(place, hello, silence_s, JOIN_S, self._lose_leader)
+        self._channel = channel
+        store = reach_store(place.host, int(channel.hello["store_port"]))
+        settings, topology = join_group(self._rank, settings, store, place.host, place.port)
         serving = open_engine(settings, topology)
-        watch = StepWatch(
-            serving.rank.clock, settings.step_timeout_seconds, self._channel.report_stuck
-        )
+        watch = StepWatch(serving.rank.clock, settings.step_timeout_seconds, channel.report_stuck)
         freeze_gc()
         closed = follow(serving.rank)
         watch.close()
-        self._channel.leave("the last command is done")
+        channel.leave("the last command is done")
         leave_ranks()
         return closed
 
+    def _follow_pipe(self) -> None:
+        """Pass on signals of the process that started this one, and exit when it is gone."""
+        for line in sys.stdin:
+            if self._channel is None:
+                _leave("a signal came before the leader did", 1)
+            self._channel.pass_on(int(line))
+        os._exit(1)
+
     def _lose_leader(self, reason: str) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
         sentence = f"the leader: {reason}"
         print(f"kvtide serve: rank {self._rank} ends: {sentence}", file=sys.stderr, flush=True)
         _leave(sentence, PEER_LOST)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, Tokens
-from kvtide.cache.rank_agreement import Alone
+from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.engine import Engine, EngineError, RankTopology
 from kvtide.engine.oracle import Oracle, bounds_of
 from kvtide.models import Model, build
@@ -110,6 +110,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
     )
+    _agree_on_weights(agreement, fingerprint)
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,
@@ -138,6 +139,20 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     return Serving(rank, name, storage, speculation, resident.sentence)
 
 
+def _agree_on_weights(agreement: Agreement, fingerprint: bytes) -> None:
+    """Refuse ranks that have opened different checkpoints: other machines have files of their own.
+
+    All ranks refuse alike.
+    """
+    number = int.from_bytes(fingerprint[:7], "little")
+    least, most = agreement.all_min([number, -number])
+    if least != -most:
+        raise SettingsError(
+            "the nodes have different weights, dtypes or versions of torch; give all of them the "
+            "same model"
+        )
+
+
 def _prepare(engine: Engine) -> None:
     try:
         engine.warm_up()
@@ -152,10 +167,10 @@ def check_ranks(settings: Settings) -> None:
     """Refuse ranks that do not divide the model or do not draft, before any process starts."""
     if settings.ranks > 1:
         devices = torch.cuda.device_count()
-        if settings.device == "cuda" and devices < settings.ranks:
+        if settings.device == "cuda" and devices < settings.node_ranks:
             raise SettingsError(
-                f"{settings.ranks} ranks need a GPU each, and torch finds {devices}; use a smaller "
-                "--tp or --pp"
+                f"{settings.node_ranks} ranks need a GPU each, and torch finds {devices}; use a "
+                "smaller --tp or --pp"
             )
         _device(settings)
         model = default_model() if settings.model is None else settings.model
@@ -233,7 +248,7 @@ def gpu_sizes(
     if device_size is None:
         device_size = Bytes(max(1, gpu.share(GPU_FRACTION)))
     if isinstance(host_size, Ratio) and settings.host_ratio is None:
-        host_size = Bytes(max(1, machine.share(HOST_FRACTION) // settings.ranks))
+        host_size = Bytes(max(1, machine.share(HOST_FRACTION) // settings.node_ranks))
     return device_size, host_size
 
 

@@ -37,7 +37,7 @@ MAX_REQUESTS = 512
 PROTOCOLS = ("tcp", "rdma")
 
 
-class Engine(Protocol):
+class LibraryEngine(Protocol):
     """The used part of `TransferEngine`."""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
@@ -141,19 +141,19 @@ class MooncakeTransport:
 class _OpenEngine:
     """An engine with its registered memory."""
 
-    def __init__(self, engine: Engine, settings: TransportSettings) -> None:
+    def __init__(self, engine: LibraryEngine, settings: TransportSettings) -> None:
         host, protocol, devices = settings.host, settings.protocol, settings.devices
         if engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
             raise TransportUnavailableError(
                 f"transport mooncake: the engine does not start with {protocol} on {host}, see its "
                 "log above"
             )
-        self._engine: Engine | None = engine
+        self._engine: LibraryEngine | None = engine
         self.session = f"{host}:{engine.get_rpc_port()}"
         self._registered: dict[int, int] = {}
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LibraryEngine:
         assert self._engine is not None, "the engine is closed"
         return self._engine
 
@@ -195,7 +195,7 @@ def _transfer(sender: _OpenEngine, session: str, requests: Requests, deadline: f
             raise TransportError(f"the engine failed with {code}", silent=False)
 
 
-def _load(settings: TransportSettings) -> Callable[[], Engine]:
+def _load(settings: TransportSettings) -> Callable[[], LibraryEngine]:
     stall_s = str(max(1, int(settings.stall_s)))
     wanted = {
         "MC_LOG_LEVEL": "ERROR",
@@ -212,4 +212,4 @@ def _load(settings: TransportSettings) -> Callable[[], Engine]:
         from mooncake.engine import TransferEngine
     except ImportError as error:
         raise TransportUnavailableError(f"transport mooncake: {missing_library(error)}") from error
-    return cast(Callable[[], Engine], TransferEngine)
+    return cast(Callable[[], LibraryEngine], TransferEngine)

@@ -50,7 +50,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 _SIOCGIFADDR = 0x8915
 
 
-class Agent(Protocol):
+class LibraryAgent(Protocol):
     """The used part of `nixl_agent`. It raises exceptions of its own."""
 
     def register_memory(self, memory: list[tuple[int, int, int, str]], kind: str) -> object: ...
@@ -146,7 +146,7 @@ class NixlTransport:
         name = f"kvtide-{secrets.token_hex(8)}"
         config = self._library.nixl_agent_config(backends=["UCX"])
         try:
-            return _OpenAgent(cast(Agent, self._library.nixl_agent(name, config)))
+            return _OpenAgent(cast(LibraryAgent, self._library.nixl_agent(name, config)))
         except Exception as error:  # The library has no common base of its exceptions.
             raise TransportUnavailableError(
                 f"transport nixl: the agent does not start ({error})"
@@ -156,13 +156,13 @@ class NixlTransport:
 class _OpenAgent:
     """An agent with its registered memory. Its calls are short, and made one at a time."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent: Agent | None = agent
+    def __init__(self, agent: LibraryAgent) -> None:
+        self._agent: LibraryAgent | None = agent
         self._registered: dict[int, tuple[int, object]] = {}
         self._lock = threading.Lock()
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> LibraryAgent:
         assert self._agent is not None, "the agent is closed"
         return self._agent
 

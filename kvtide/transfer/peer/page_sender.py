@@ -131,6 +131,7 @@ class _RoomState:
     ended     the last epoch that takes no more jobs, and the reason
     unsilent  epochs of which bytes may still land
     waiting   who cancelled, and which epoch
+    on_forgotten  what follows once the room is forgotten
     """
 
     room: Room
@@ -141,6 +142,7 @@ class _RoomState:
     unsilent: set[int] = field(default_factory=set)
     waiting: list[tuple[int, OnSilent]] = field(default_factory=list)
     forgotten: bool = False
+    on_forgotten: list[Callable[[], None]] = field(default_factory=list)
 
     def end(self, epoch: int, reason: str) -> None:
         if self.ended is None or epoch > self.ended:
@@ -161,6 +163,7 @@ class PageSender:
             wanted = int(bytes_per_s * QUOTA_PART_S)
             self._part_bytes = min(PART_BYTES, max(MIN_PART_BYTES, wanted))
         self._rooms: dict[Room, _RoomState] = {}
+        self._unsilent: dict[Room, set[int]] = {}
         self._busy: dict[Room, _RoomState] = {}
         self._in_flight: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
@@ -185,9 +188,17 @@ class PageSender:
         """
         self._call(lambda: self._cancel(room, epoch, on_silent))
 
-    def forget(self, room: Room) -> None:
-        """The room is over, and its number may be used anew."""
-        self._call(lambda: self._forget(room))
+    def forget(self, room: Room, on_forgotten: Callable[[], None] = lambda: None) -> None:
+        """The room is over, and its number may be used anew.
+
+        `on_forgotten` comes after all other calls of the room. Epochs of which bytes may still land
+        are remembered: a later `cancel` does not call them silent.
+        """
+        self._call(lambda: self._forget(room, on_forgotten))
+
+    def run(self, command: Callable[[], None]) -> None:
+        """Run a command on the sender's thread, between two writes."""
+        self._call(lambda: self._guarded(command))
 
     def stats(self) -> SenderStats:
         return SenderStats(busy_s=self._busy_s, **self._counts)
@@ -211,7 +222,9 @@ class PageSender:
     # -- commands -----------------------------------------------------------------------------
 
     def _state(self, room: Room) -> _RoomState:
-        return self._rooms.setdefault(room, _RoomState(room))
+        if room not in self._rooms:
+            self._rooms[room] = _RoomState(room, unsilent=self._unsilent.pop(room, set()))
+        return self._rooms[room]
 
     def _accept(self, job: SendJob) -> None:
         state = self._state(job.room)
@@ -231,10 +244,11 @@ class PageSender:
             state.active.fail(CANCELLED, silent=True)
         self._settle(state)
 
-    def _forget(self, room: Room) -> None:
-        if room in self._rooms:
-            self._rooms[room].forgotten = True
-            self._settle(self._rooms[room])
+    def _forget(self, room: Room, on_forgotten: Callable[[], None]) -> None:
+        state = self._state(room)
+        state.forgotten = True
+        state.on_forgotten.append(on_forgotten)
+        self._settle(state)
 
     def _close_all(self) -> None:
         for state in list(self._busy.values()):
@@ -260,7 +274,14 @@ class PageSender:
         if not state.queue:
             self._busy.pop(state.room, None)
             if state.forgotten:
-                self._rooms.pop(state.room, None)
+                self._drop(state)
+
+    def _drop(self, state: _RoomState) -> None:
+        self._rooms.pop(state.room, None)
+        if state.unsilent:
+            self._unsilent[state.room] = state.unsilent
+        for call in state.on_forgotten:
+            self._guarded(call)
 
     def _report(self, job: SendJob, error: str | None, silent: bool) -> None:
         kind = "jobs_failed"
@@ -284,7 +305,8 @@ class PageSender:
         while self._run_inbox(pause_s):
             since = since if writing else time.monotonic()
             moved = self._step()
-            pause_s = _FIRST_PAUSE_S if moved else min(2 * pause_s, _LONGEST_PAUSE_S)
+            longer = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = 0.0 if moved else max(longer, _FIRST_PAUSE_S)
             if writing or moved:
                 self._busy_s += time.monotonic() - since
             writing, since = self._in_flight.total() > 0, time.monotonic()
@@ -292,7 +314,7 @@ class PageSender:
     def _run_inbox(self, pause_s: float) -> bool:
         """Wait for commands, for ever or for a pause, and run them; False: the thread ends."""
         with self._changed:
-            if not self._inbox and not self._closing:
+            if not self._inbox and not self._closing and (pause_s or not self._busy):
                 self._changed.wait(pause_s if self._busy else None)
             commands = list(self._inbox)
             self._inbox.clear()
@@ -306,7 +328,7 @@ class PageSender:
         return True
 
     def _step(self) -> bool:
-        """Whether anything moved. Rooms that begin a part go to the end of the row."""
+        """Whether anything moved. A room that began a part goes to the end of the row."""
         moved = False
         for state in list(self._busy.values()):
             moved |= self._poll(state)
@@ -349,26 +371,26 @@ class PageSender:
         active.fail(f"{type(error).__name__}: {error}", silent=False)
 
     def _begin(self, state: _RoomState) -> bool:
-        """Begin as many parts as the links and the quota take."""
+        """Begin the next part, if the link and the quota take it."""
         active = state.active or self._activate(state)
-        began = False
-        while active is not None and (part := active.next_part) is not None:
-            full = self._in_flight[id(part.link)] >= PARTS_IN_FLIGHT
-            if full or (self._quota is not None and not self._quota.take(part.batch.total_bytes)):
-                break
-            began = True
-            try:
-                if not part.link.alive():
-                    raise TransportError("the link is dead", silent=True)
-                part.pending = part.link.begin(part.batch, active.job.timeout_s)
-            except Exception as error:  # As above.
-                self._fail(active, error)
-                break
-            active.in_flight.append(part)
-            self._in_flight[id(part.link)] += 1
-            self._counts["in_flight_bytes"] += part.batch.total_bytes
-            active.advance()
-        return began
+        if active is None or (part := active.next_part) is None:
+            return False
+        if self._in_flight[id(part.link)] >= PARTS_IN_FLIGHT:
+            return False
+        if self._quota is not None and not self._quota.take(part.batch.total_bytes):
+            return False
+        try:
+            if not part.link.alive():
+                raise TransportError("the link is dead", silent=True)
+            part.pending = part.link.begin(part.batch, active.job.timeout_s)
+        except Exception as error:  # As above.
+            self._fail(active, error)
+            return True
+        active.in_flight.append(part)
+        self._in_flight[id(part.link)] += 1
+        self._counts["in_flight_bytes"] += part.batch.total_bytes
+        active.advance()
+        return True
 
     def _activate(self, state: _RoomState) -> _Active | None:
         """The first job of a room, if its sources are computed."""

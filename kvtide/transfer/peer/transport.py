@@ -134,14 +134,15 @@ class WriteBatch:
     def _cut(self, max_bytes: int) -> WriteBatch:
         pieces = -(-self.bytes // max_bytes)
         if not (pieces > 1).any():
-            return self if pieces.all() else self._picked(np.flatnonzero(pieces))
+            return self if pieces.all() else self.picked(np.flatnonzero(pieces))
         row = np.repeat(np.arange(len(self)), pieces)
         within = (np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * max_bytes
         sizes = np.minimum(self.bytes[row] - within, max_bytes)
         columns = (self.source[row] + within, self.region[row], self.target[row] + within, sizes)
         return WriteBatch(*columns, self.source_kind)
 
-    def _picked(self, rows: npt.NDArray[np.intp]) -> WriteBatch:
+    def picked(self, rows: npt.NDArray[np.intp]) -> WriteBatch:
+        """These rows only."""
         columns = (self.source[rows], self.region[rows], self.target[rows], self.bytes[rows])
         return WriteBatch(*columns, self.source_kind)
 

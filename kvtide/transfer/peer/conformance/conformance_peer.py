@@ -54,7 +54,7 @@ class PeerDiedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TrialRows:
     """Rows of a batch: offsets in the sender's memory and in a region of the receiver."""
 
     source: Column
@@ -63,7 +63,7 @@ class Rows:
     region: Column
 
     @classmethod
-    def of(cls, source: Any, target: Any, sizes: Any, region: Any = 0) -> Rows:
+    def of(cls, source: Any, target: Any, sizes: Any, region: Any = 0) -> TrialRows:
         batch = WriteBatch.of(source, target, sizes, region)
         return cls(batch.source, batch.target, batch.bytes, batch.region)
 
@@ -129,7 +129,7 @@ class _Actor:
     def alive(self, link: int) -> bool:
         return self._links[link].alive()
 
-    def write(self, link: int, rows: Rows, timeout_s: float) -> Outcome:
+    def write(self, link: int, rows: TrialRows, timeout_s: float) -> Outcome:
         start = time.monotonic()
         try:
             write(self._links[link], self._batch(rows), timeout_s)
@@ -137,12 +137,19 @@ class _Actor:
             return Outcome(str(error), error.silent, time.monotonic() - start)
         return Outcome(seconds=time.monotonic() - start)
 
-    def write_for_ever(self, link: int, rows: Rows, timeout_s: float) -> int:
-        """Write again and again until a write fails, beside other commands."""
+    def write_for_ever(self, link: int, rows: TrialRows, timeout_s: float) -> int:
+        """Write again and again until a write fails, beside other commands.
+
+        Every write has other bytes than the one before, so that each late byte is seen.
+        """
+        assert self._arena is not None
+        sources = self._arena.data
 
         def run() -> None:
             while not outcomes or not outcomes[-1].error:
                 outcomes.append(self.write(link, rows, timeout_s))
+                if not outcomes[-1].error:
+                    sources.add_(1)
 
         outcomes: list[Outcome] = []
         thread = threading.Thread(target=run, daemon=True)
@@ -161,7 +168,7 @@ class _Actor:
         return None if thread.is_alive() else outcomes[-1]
 
     def send(
-        self, links: list[int], rows: list[Rows], timeout_s: float, bytes_per_s: float | None
+        self, links: list[int], rows: list[TrialRows], timeout_s: float, bytes_per_s: float | None
     ) -> list[Outcome]:
         """One job per link and rows, each in a room of its own, by the page sender."""
         outcomes: dict[int, Outcome] = {}
@@ -190,7 +197,7 @@ class _Actor:
         self._transport.close()
         self._transport.close()
 
-    def _batch(self, rows: Rows) -> WriteBatch:
+    def _batch(self, rows: TrialRows) -> WriteBatch:
         assert self._arena is not None
         base = self._arena.data.data_ptr()
         return WriteBatch(base + rows.source, rows.region, rows.target, rows.bytes)
@@ -297,7 +304,7 @@ class ReceiverProcess(PeerProcess):
         self.memory: Memory = np.frombuffer(self._file.mapping, np.uint8, end, file.offset)
         self.expected: Memory = np.zeros(end, np.uint8)
 
-    def expect(self, sources: Memory, rows: Rows) -> None:
+    def expect(self, sources: Memory, rows: TrialRows) -> None:
         columns = (rows.source, rows.target, rows.bytes, rows.region)
         for source, target, size, region in zip(*(c.tolist() for c in columns), strict=True):
             place = self.starts[region] + target
@@ -320,7 +327,7 @@ class ReceiverProcess(PeerProcess):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class WritePair:
     """A sender with random sources, and its link to a receiver."""
 
     receiver: ReceiverProcess
@@ -328,11 +335,11 @@ class Pair:
     link: int
     sources: Memory
 
-    def write(self, rows: Rows, timeout_s: float = ANSWER_S) -> Outcome:
+    def write(self, rows: TrialRows, timeout_s: float = ANSWER_S) -> Outcome:
         outcome: Outcome = self.sender.ask("write", self.link, rows, timeout_s)
         return outcome
 
-    def land(self, rows: Rows, what: str) -> Iterator[str]:
+    def land(self, rows: TrialRows, what: str) -> Iterator[str]:
         """Write rows that must land; sentences if they do not."""
         outcome = self.write(rows)
         if outcome.error:
@@ -357,17 +364,18 @@ class Trial:
         return receiver
 
     def sender(self) -> PeerProcess:
+        """Raises TransportUnavailableError if this machine does not have the transport."""
         sender = PeerProcess(self.transport, self._settings)
         self._started.append(sender)
         return sender
 
-    def pair(self, *region_bytes: int, source_bytes: int = 4 << 20) -> Pair:
+    def pair(self, *region_bytes: int, source_bytes: int = 4 << 20) -> WritePair:
         receiver = self.receiver(*region_bytes)
         return self.link(receiver, self.sender(), source_bytes)
 
-    def link(self, receiver: ReceiverProcess, sender: PeerProcess, source_bytes: int) -> Pair:
+    def link(self, receiver: ReceiverProcess, sender: PeerProcess, source_bytes: int) -> WritePair:
         sources = new_sources(sender, source_bytes)
-        return Pair(receiver, sender, sender.ask("connect", receiver.descriptor), sources)
+        return WritePair(receiver, sender, sender.ask("connect", receiver.descriptor), sources)
 
     def close(self) -> None:
         for process in self._started:

@@ -1,0 +1,231 @@
+"""Times of handoffs beside their alternatives, in rounds of alternating order.
+
+The first round is not counted. A time to first token (TTFT) is seen where a server hands tokens to
+its clients. With a handoff it comes with the request's admission; loads of its pages follow, and
+the second token waits for them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from kvtide.bench.handoff.handoff_bed import HandoffBed
+from kvtide.bench.handoff.served_engine import TimedAnswer
+from kvtide.bench.handoff.switched_transport import WriteWay
+
+TURN_FRACTION = 0.9
+"""Of a second turn's prompt, what the first turn has left on the decode side."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedToken:
+    """Medians of the seconds to the first and to the second token."""
+
+    first_s: float
+    second_s: float
+
+
+Variants = Mapping[str, Callable[[], TimedAnswer]]
+
+
+def in_turns(variants: Variants, rounds: int) -> dict[str, TimedToken]:
+    """Every variant once in a round."""
+    found: dict[str, list[TimedAnswer]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        names = list(variants)
+        for name in names if number % 2 else reversed(names):
+            answered = variants[name]()
+            if number:
+                found[name].append(answered)
+    return {
+        name: TimedToken(
+            statistics.median(each.first_s for each in answers),
+            statistics.median(each.last_s for each in answers),
+        )
+        for name, answers in found.items()
+    }
+
+
+# -- written straight, staged, and without a handoff ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WriteWays:
+    """One new prompt in every way.
+
+    alone     the decode server prefills it
+    straight  handed over, written to the host
+    staged    handed over, through the decode device as a whole
+    chunked   the same, write by write
+    """
+
+    tokens: int
+    page_bytes: int
+    alone: TimedToken
+    straight: TimedToken
+    staged: TimedToken | None
+    chunked: TimedToken | None
+
+    @property
+    def of_staged(self) -> float | None:
+        """How much earlier the first token comes than staged; negative is earlier."""
+        return None if self.staged is None else self.straight.first_s / self.staged.first_s - 1
+
+    @property
+    def of_chunked(self) -> float | None:
+        return None if self.chunked is None else self.straight.first_s / self.chunked.first_s - 1
+
+    @property
+    def added(self) -> float:
+        """What the handoff adds to the first token of one server."""
+        return self.straight.first_s / self.alone.first_s - 1
+
+    def as_json(self) -> dict[str, Any]:
+        derived = {name: getattr(self, name) for name in ("of_staged", "of_chunked", "added")}
+        return asdict(self) | derived
+
+
+def write_ways(bed: HandoffBed, tokens: int, rounds: int) -> WriteWays:
+    """Pages are staged where the transport is `shm`: others write from the sender's own memory."""
+
+    def alone() -> TimedAnswer:
+        bed.flush()
+        return bed.alone(bed.prompt(tokens))
+
+    def handed_over(way: WriteWay) -> TimedAnswer:
+        bed.flush()
+        bed.switch(way)
+        before = bed.prefill.sent()
+        answered = bed.handed_over(bed.prompt(tokens))
+        written.append(bed.prefill.sent().bytes - before.bytes)
+        return answered
+
+    written: list[int] = []
+    ways = WriteWay if bed.case.transport == "shm" else (WriteWay.STRAIGHT,)
+    variants: dict[str, Callable[[], TimedAnswer]] = {"alone": alone}
+    variants |= {way.value: partial(handed_over, way) for way in ways}
+    found = in_turns(variants, rounds)
+    bed.switch(WriteWay.STRAIGHT)
+    return WriteWays(
+        tokens,
+        written[-1],
+        found["alone"],
+        found["straight"],
+        found.get("staged"),
+        found.get("chunked"),
+    )
+
+
+# -- the link ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Pages of a computed prompt on their way, beside plain copies in the same process.
+
+    bytes_s       while the sender was writing
+    end_to_end_s  from the request to its first token: all messages and the admission too
+    """
+
+    tokens: int
+    written_bytes: int
+    bytes_s: float
+    plain_bytes_s: float
+    end_to_end_s: float
+
+    @property
+    def of_plain(self) -> float:
+        return self.bytes_s / self.plain_bytes_s
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"of_plain": self.of_plain}
+
+
+def landing(bed: HandoffBed, tokens: int, rounds: int) -> Landing:
+    """The prompt is computed before, so that nothing but its pages is waited for."""
+    speeds, plain, whole, written = [], [], [], 0
+    for number in range(rounds + 1):
+        bed.flush()
+        prompt = bed.prompt(tokens)
+        (room,) = bed.prefill.open_rooms([prompt])
+        before = bed.prefill.sent()
+        answered = bed.handed_over(prompt, room=room)
+        after = bed.prefill.sent()
+        written = after.bytes - before.bytes
+        own = bed.prefill.plain_bytes_s()
+        if number:
+            speeds.append(written / (after.seconds - before.seconds))
+            plain.append(own)
+            whole.append(answered.first_s)
+    medians = map(statistics.median, (speeds, plain, whole))
+    return Landing(tokens, written, *medians)
+
+
+# -- a second turn ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SecondTurn:
+    """A prompt of which the first turn has left a prefix.
+
+    found          on both sides: the rest is computed and sent
+    sends_all      on the prefill side alone: the rest is computed, and all is sent
+    computes_all   on neither side: all is computed and sent
+    alone          on the decode side, which prefills the rest by itself
+    """
+
+    tokens: int
+    kept_tokens: int
+    found: TimedToken
+    sends_all: TimedToken
+    computes_all: TimedToken
+    alone: TimedToken
+
+    @property
+    def of_sends_all(self) -> float:
+        return self.sends_all.first_s / self.found.first_s
+
+    @property
+    def of_computes_all(self) -> float:
+        return self.computes_all.first_s / self.found.first_s
+
+    def as_json(self) -> dict[str, Any]:
+        derived = {name: getattr(self, name) for name in ("of_sends_all", "of_computes_all")}
+        return asdict(self) | derived
+
+
+def second_turn(bed: HandoffBed, tokens: int, rounds: int) -> SecondTurn:
+    page, last = bed.page_tokens, (tokens - 1) // bed.page_tokens
+    kept = min(int(tokens * TURN_FRACTION) // page, last - 1) * page
+
+    def turn(*, decode: bool, prefill: bool) -> tuple[int, ...]:
+        """A prompt of a second turn, and what the first one left on either side."""
+        bed.flush()
+        prompt = bed.prompt(tokens)
+        if prefill or decode:
+            bed.handed_over(prompt[: kept + 1])
+            bed.decode.settle()
+        if not decode:
+            bed.flush(prefill=not prefill)
+        return prompt
+
+    def found() -> TimedAnswer:
+        return bed.handed_over(turn(decode=True, prefill=True))
+
+    def sends_all() -> TimedAnswer:
+        return bed.handed_over(turn(decode=False, prefill=True))
+
+    def computes_all() -> TimedAnswer:
+        return bed.handed_over(turn(decode=False, prefill=False))
+
+    def alone() -> TimedAnswer:
+        return bed.alone(turn(decode=True, prefill=True))
+
+    variants: dict[str, Callable[[], TimedAnswer]] = {
+        each.__name__: each for each in (found, sends_all, computes_all, alone)
+    }
+    return SecondTurn(tokens, kept, **in_turns(variants, rounds))
