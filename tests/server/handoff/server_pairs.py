@@ -31,11 +31,15 @@ class ServerProcess:
     """`kvtide serve`, on a port that a later process takes over."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], port: int | None = None
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        before: str = "",
+        port: int | None = None,
     ) -> None:
         self.port = free_port() if port is None else port
         words = (*arguments, "--port", str(self.port))
-        self.child = ForkedChild(words, environment, patience_s=120.0)
+        self.child = ForkedChild(words, environment, before, patience_s=120.0)
         self.child.__enter__()
         self._client: Client | None = None
 
@@ -112,13 +116,17 @@ def _is_quiet(report: Json) -> bool:
 
 @dataclass
 class ServerPair:
-    """Two servers of one model. Either may be started again, the prefill server under its URL."""
+    """Two servers of one model. Either may be started again, the prefill server under its URL.
+
+    before  Python that runs in both processes before they serve
+    """
 
     model: Path
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     common: tuple[str, ...] = COMMON
     environment: Mapping[str, str] = field(default_factory=dict)
+    before: str = ""
     min_tokens: int = 16
 
     def __enter__(self) -> Self:
@@ -133,13 +141,13 @@ class ServerPair:
 
     def _start_prefill(self, port: int | None = None) -> ServerProcess:
         words = (str(self.model), *self.common, "--role", "prefill", *self.prefill_flags)
-        return ServerProcess(words, self.environment, port)
+        return ServerProcess(words, self.environment, self.before, port)
 
     def _start_decode(self) -> ServerProcess:
         words = (str(self.model), *self.common, "--role", "decode", *self.decode_flags)
         minimum = ("--handoff-min-tokens", str(self.min_tokens))
         peer = ("--prefill-from", self.prefill.url)
-        return ServerProcess((*words, *minimum, *peer), self.environment)
+        return ServerProcess((*words, *minimum, *peer), self.environment, self.before)
 
     def listening(self) -> None:
         """Wait until both do."""
@@ -169,14 +177,14 @@ class ServerPair:
     def settled(self) -> tuple[Json, Json]:
         return self.prefill.settled(), self.decode.settled()
 
-    def asking(self, prompt: Sequence[int], **fields: Any) -> Open:
+    def asking(self, prompt: Sequence[int] | str, **fields: Any) -> Open:
         """Ask the decode server, and do not wait: the client may read the answer or hang up."""
         return self.decode.client.start(PATH, **body_of(prompt, **fields))
 
 
-def body_of(prompt: Sequence[int], **fields: Any) -> Json:
+def body_of(prompt: Sequence[int] | str, **fields: Any) -> Json:
     return {
-        "prompt": list(prompt),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": 8,
         "temperature": 0,
         "logprobs": 3,
@@ -187,7 +195,7 @@ def body_of(prompt: Sequence[int], **fields: Any) -> Json:
     }
 
 
-def ask(client: Client, prompt: Sequence[int], **fields: Any) -> Json:
+def ask(client: Client, prompt: Sequence[int] | str, **fields: Any) -> Json:
     return read(client.start(PATH, **body_of(prompt, **fields)))
 
 

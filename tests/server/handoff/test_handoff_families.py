@@ -58,8 +58,7 @@ class Conversations:
         answers = [ask(client, self._prompts[0], max_tokens=ANSWER)]
         answers += clients.map(lambda p: ask(client, p, max_tokens=ANSWER), self._prompts[1:])
         self._prompts = [
-            self._heard(prompt, found)
-            for prompt, found in zip(self._prompts, answers, strict=True)
+            self._heard(prompt, found) for prompt, found in zip(self._prompts, answers, strict=True)
         ]
 
     def _heard(self, prompt: Sequence[int], found: Json) -> list[int]:

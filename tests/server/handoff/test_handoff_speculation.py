@@ -1,0 +1,93 @@
+"""Handoffs to a decode server that speculates: the same text, and drafts as good as one server's.
+
+The state that a draft keeps travels with the pages. A prefill server without a draft gives none:
+the text is the same all the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvtide.engine import Engine
+from kvtide.server.settings import Settings
+from tests.models import tiny_mtp
+from tests.server.handoff.server_pairs import Json, ServerPair, ask, handoff_of
+from tests.server.serving import PAGE, InProcess
+from tests.server.talking import Client
+from tests.server.test_speculation import REPETITIVE, save_draft, save_mtp
+
+PROMPTS = [f"{n}, {3 * REPETITIVE}" for n in range(4)]
+ANSWER = 40
+SAMPLED = {"temperature": 0.4, "seed": 5}
+FIXED = "fixed_drafts"
+FIX = f"from kvtide.engine import Engine; Engine.__init__.__kwdefaults__[{FIXED!r}] = True"
+"""As many drafts in every step: how many pay depends on the machine."""
+
+
+class Speculation(NamedTuple):
+    """A model and the flags of a server that drafts."""
+
+    model: Path
+    flags: dict[str, Any]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(w for name, value in self.flags.items() for w in (f"--{name}", value))
+
+
+def speculation(kind: str, plain: Path, folder: Path) -> Speculation:
+    if kind == "ngram":
+        return Speculation(plain, {"speculate": kind})
+    if kind == "eagle3":
+        return Speculation(plain, {"draft": str(save_draft(plain, folder / "draft"))})
+    return Speculation(save_mtp(kind, folder / "model"), {"speculate": "mtp"})
+
+
+def told(client: Client, prompts: list[str], **fields: Any) -> list[Json]:
+    return [ask(client, prompt, max_tokens=ANSWER, **fields) for prompt in prompts]
+
+
+def accept_length(answers: list[Json]) -> float:
+    """Tokens that a verify step gave."""
+    details = [found["usage"]["completion_tokens_details"] for found in answers]
+    accepted = sum(each["accepted_prediction_tokens"] for each in details)
+    steps = sum(found["usage"]["speculation"]["verify_steps"] for found in answers)
+    return 1 + accepted / steps
+
+
+KINDS = ("ngram", "eagle3", *tiny_mtp.NAMES)
+
+
+@pytest.fixture(autouse=True)
+def fixed_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults: dict[str, Any] = Engine.__init__.__kwdefaults__ or {}
+    assert FIXED in defaults
+    monkeypatch.setitem(defaults, FIXED, True)
+
+
+@pytest.mark.quick(kind=["eagle3", "qwen3_next-mtp"], prefills=["drafts"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prefills", ["drafts", "plain"])
+def test_a_decode_server_drafts_as_one_server_does(
+    model_folder: Path, tmp_path: Path, kind: str, prefills: str
+) -> None:
+    chosen = speculation(kind, model_folder, tmp_path)
+    common: dict[str, Any] = {"port": 0, "page_tokens": PAGE, "deterministic": True}
+    one = InProcess(Settings(model=str(chosen.model), storage="none", **common, **chosen.flags))
+    words = chosen.words if prefills == "drafts" else ("--speculate", "none")
+    with ServerPair(
+        chosen.model, prefill_flags=words, decode_flags=chosen.words, before=FIX
+    ) as pair:
+        for fields in ({}, SAMPLED):
+            prompts = [f"{len(fields)}{prompt}" for prompt in PROMPTS]
+            wanted = told(one.client, prompts, **fields)
+            found = told(pair.decode.client, prompts, **fields)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours["choices"] == theirs["choices"]
+                assert handoff_of(ours)["state"] == "decoding"
+            print(kind, prefills, fields, accept_length(found), accept_length(wanted))
+        pair.settled()
+    one.close()
