@@ -10,9 +10,9 @@ import time
 
 import numpy as np
 import pytest
-from kvtide.transfer.peer.cpu_copies import SMALL_BYTES, copies, joined
 
 from kvtide.tiers.arena import host_arena
+from kvtide.transfer.peer.cpu_copies import SMALL_BYTES, copies, joined
 from kvtide.transfer.peer.send_staging import STAGING_BYTES, SendStaging
 from kvtide.transfer.peer.transport import (
     Region,
