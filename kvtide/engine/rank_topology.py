@@ -14,7 +14,7 @@ A step has no early exit, or other ranks would wait for ever: see `Runner`.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from kvtide.layers.tensor_ranks import ALONE, TensorRanks
+from kvtide.layers.tensor_ranks import ALONE, RankGroup, TensorRanks
 
 LEADER = 0
+GLOO, NCCL = "gloo", "nccl"
+"""How ranks exchange tensors."""
 NEVER = timedelta(days=365)
 """How long ranks wait for the leader's next command."""
 HEAD_BYTES, LENGTH_BYTES = 1024, 8
@@ -41,18 +43,22 @@ class RankTopology:
     stage: int = 0
     stages: int = 1
     tensor: TensorRanks = ALONE
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = field(default_factory=RankGroup)
 
     @classmethod
-    def joined(cls, stages: int, tensor_ranks: int, device: torch.device) -> RankTopology:
-        """This process's place among the ranks that have joined."""
-        backend = "nccl" if device.type == "cuda" else "gloo"
+    def joined(cls, stages: int, tensor_ranks: int, backend: str = GLOO) -> RankTopology:
+        """This process's place among the ranks that have joined.
+
+        With gloo, tensors of a GPU go through host memory, and ranks may share one. With nccl every
+        rank has a GPU of its own.
+        """
         stage, tensor_rank = divmod(dist.get_rank(), tensor_ranks)
         all_ranks = dist.new_group(backend=backend)
         rows = [range(n * tensor_ranks, (n + 1) * tensor_ranks) for n in range(stages)]
         groups = [dist.new_group(list(row), backend=backend) for row in rows]
-        tensor = TensorRanks(tensor_rank, tensor_ranks, groups[stage])
-        return cls(stage, stages, tensor, all_ranks)
+        through_host = backend == GLOO
+        tensor = TensorRanks(tensor_rank, tensor_ranks, RankGroup(groups[stage], through_host))
+        return cls(stage, stages, tensor, RankGroup(all_ranks, through_host))
 
     @property
     def ranks(self) -> int:
@@ -80,20 +86,16 @@ class RankTopology:
 
     def receive_hidden(self, room: Tensor) -> Tensor:
         """Hidden states of the stage before, into `room`."""
-        dist.recv(room, self.rank - self.tensor.count, self.group)
-        return room
+        return self.group.receive(room, self.rank - self.tensor.count)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Hidden states to the next stage, if there is one."""
         if self.stage + 1 < self.stages:
-            dist.send(hidden.contiguous(), self.rank + self.tensor.count, self.group)
+            self.group.send(hidden, self.rank + self.tensor.count)
 
     def broadcast_logits(self, logits: Tensor) -> Tensor:
         """The logits rank's tensor, on every rank; may overwrite the argument."""
-        if self.ranks > 1:
-            logits = logits.contiguous()
-            dist.broadcast(logits, self.logits_rank, self.group)
-        return logits
+        return logits if self.ranks == 1 else self.group.broadcast(logits, self.logits_rank)
 
     # -- engine commands --------------------------------------------------------------------
 

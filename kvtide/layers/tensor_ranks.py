@@ -17,29 +17,70 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that exchange tensors.
+
+    through_host  tensors of a GPU are copied to the host and back: gloo's group. NCCL's group takes
+                  them where they are.
+    """
+
+    group: dist.ProcessGroup | None = None
+    through_host: bool = True
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum of the parts of all ranks; it may be written over `part`."""
+        part = part.contiguous()
+        there = self._there(part)
+        dist.all_reduce(there, group=self.group)
+        return _back(there, part)
+
+    def all_gather(self, columns: Tensor, count: int) -> Tensor:
+        """The columns of `count` ranks side by side."""
+        there = self._there(columns.contiguous())
+        parts = [torch.empty_like(there) for _ in range(count)]
+        dist.all_gather(parts, there, group=self.group)
+        return torch.cat(parts, dim=-1).to(columns.device)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """The tensor of rank `source`, on every rank; may overwrite the argument."""
+        tensor = tensor.contiguous()
+        there = self._there(tensor)
+        dist.broadcast(there, source, self.group)
+        return _back(there, tensor)
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        dist.send(self._there(tensor.contiguous()), target, self.group)
+
+    def receive(self, room: Tensor, source: int) -> Tensor:
+        """What rank `source` sends, in `room`."""
+        there = self._there(room)
+        dist.recv(there, source, self.group)
+        return _back(there, room)
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self.through_host else tensor
+
+
+def _back(there: Tensor, tensor: Tensor) -> Tensor:
+    return tensor if there is tensor else tensor.copy_(there)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorRanks:
     """The `rank`-th of `count` that divide every layer; `group` connects them."""
 
     rank: int = 0
     count: int = 1
-    group: dist.ProcessGroup | None = None
+    group: RankGroup = RankGroup()
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of the parts of all ranks; it may be written over `part`."""
-        if self.count > 1:
-            part = part.contiguous()
-            dist.all_reduce(part, group=self.group)
-        return part
+        return part if self.count == 1 else self.group.all_reduce(part)
 
     def all_gather(self, columns: Tensor) -> Tensor:
         """The columns of all ranks side by side; every rank has equally many, and gets the same
         bits."""
-        if self.count == 1:
-            return columns
-        columns = columns.contiguous()
-        parts = [torch.empty_like(columns) for _ in range(self.count)]
-        dist.all_gather(parts, columns, group=self.group)
-        return torch.cat(parts, dim=-1)
+        return columns if self.count == 1 else self.group.all_gather(columns, self.count)
 
     def shard(self, units: int) -> range | None:
         """Which of so many units this rank has: several, or one that other ranks have too.

@@ -20,6 +20,7 @@ from kvtide.cache.cache_config import PATIENCE
 from kvtide.cache.write_policies import POLICIES
 from kvtide.engine.engine import DRAFT_TOKENS
 from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS
+from kvtide.engine.rank_topology import GLOO, NCCL
 from kvtide.engine.speculation.ngram import NGRAM_DRAFTS
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.index import DEFAULT_POLICY
@@ -95,6 +96,9 @@ class Settings:
         1, count(1, 64), "tensor-parallel ranks: processes that divide every layer", "N"
     )
     pp: int = setting(1, count(1, 64), "pipeline stages: each has a range of the layers", "N")
+    rank_backend: str | None = setting(
+        None, one_of(GLOO, NCCL), "gloo: through host memory; nccl on GPUs if not given", "B"
+    )
     nodes: int = setting(1, count(1, 64), "machines that the ranks divide over", "N")
     node: int = setting(0, count(0, 63), "which of them this is; 0 has HTTP", "I")
     rendezvous: str | None = setting(

@@ -46,7 +46,6 @@ from tests.models.playing import Player
 
 PAGE = 16
 VOCABULARY = 211
-CPU = torch.device("cpu")
 SAMPLING = SamplingParams(logprobs=3)
 CLOSE = 1e-5
 """How far what tensor ranks compute may be off: they add in another order."""
@@ -61,7 +60,7 @@ class Grid(worlds.World):
 
     def __init__(self, rank: int, ranks: int, folder: Path, stages: int) -> None:
         super().__init__(rank, ranks, folder)
-        self.topology = RankTopology.joined(stages, ranks // stages, CPU)
+        self.topology = RankTopology.joined(stages, ranks // stages)
         self.expected: dict[str, Any] = torch.load(folder / "expected", weights_only=False)
 
     def agreement(self) -> Agreement:

@@ -217,6 +217,8 @@ def test_a_worker_that_never_comes_ends_the_server_with_a_sentence(model_folder:
         (("--tp", "2", "--device", "cuda:1"), "use --device cuda"),
         (("--tp", "2", "--device", "gpu"), "--device gpu is not known; use cpu, cuda"),
         (("--tp", "2", "--pp", "50", "--device", "cuda"), "100 ranks need a GPU each"),
+        (("--tp", "64", "--device", "cuda"), "or --rank-backend gloo, with which ranks share a"),
+        (("--tp", "2", "--rank-backend", "nccl"), "--rank-backend nccl is for GPUs, and --device"),
         (("--tp", "4", "--deterministic"), "use --tp 2"),
     ],
 )

@@ -125,6 +125,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_running": ("3", 3),
     "max_waiting": ("0", 0),
     "drain_seconds": ("1.5", 1.5),
+    "rank_backend": ("gloo", "gloo"),
     "nodes": ("2", 2),
     "node": ("1", 1),
     "rendezvous": ("10.0.0.1:29500", "10.0.0.1:29500"),
@@ -645,3 +646,11 @@ def test_beside_a_gpu_tiers_take_what_is_free_and_never_more_than_they_may(ranks
     assert gpu_sizes(given, full, machine)[0] == Bytes(full.max_bytes) != Bytes(int(11.2 * GB))
     said = replace(given, device_tokens=1000, host_ratio=3.0)
     assert gpu_sizes(said, gpu, machine) == (Tokens(1000), Ratio(3.0))
+
+
+def test_ranks_that_share_a_gpu_divide_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, machine = MachineMemory(80 * GB, 60 * GB), MachineMemory(400 * GB, 300 * GB)
+    given = Settings(device="cuda", tp=2, pp=2, rank_backend="gloo")
+    for gpus, sharing in ((1, 4), (2, 2), (3, 2), (4, 1), (8, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert gpu_sizes(given, gpu, machine)[0] == Bytes(48 * GB // sharing)

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from kvtide.engine import RankTopology
-from kvtide.engine.rank_topology import join_ranks
+from kvtide.engine.rank_topology import GLOO, NCCL, join_ranks
 from kvtide.server.ranks.network_interfaces import interface_of, local_address
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import Settings
@@ -25,14 +25,26 @@ def join_group(
     """Join the ranks that meet at this place: this rank's settings and topology."""
     device = torch.device(settings.device)
     if device.type == "cuda":
-        number = rank % settings.node_ranks
+        number = rank % settings.node_ranks % torch.cuda.device_count()
         settings = replace(settings, device=f"cuda:{number}")
         torch.cuda.set_device(number)
     _choose_interface(host, port)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.node_ranks))
     join_ranks(rank, settings.ranks, store)
-    return settings, RankTopology.joined(settings.pp, settings.tp, device)
+    return settings, RankTopology.joined(settings.pp, settings.tp, rank_backend(settings))
+
+
+def rank_backend(settings: Settings) -> str:
+    """How ranks exchange tensors."""
+    return settings.rank_backend or (NCCL if settings.on_gpu else GLOO)
+
+
+def ranks_per_gpu(settings: Settings) -> int:
+    """How many ranks of a machine share a GPU: with NCCL none do."""
+    if rank_backend(settings) == NCCL:
+        return 1
+    return -(-settings.node_ranks // max(1, torch.cuda.device_count()))
 
 
 def _choose_interface(host: str, port: int) -> None:

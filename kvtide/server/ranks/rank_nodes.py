@@ -28,6 +28,7 @@ LOCAL = frozenset(
     {
         *("model", "name", "draft", "address", "port", "api_key", "admin_key"),
         *("node", "rank_secret_file", "storage", "io_backend", "host_layout"),
+        *("handoff_host", "handoff_secret_file"),
         *("device_tokens", "device_bytes", "host_tokens", "host_bytes", "host_ratio"),
     }
 )

@@ -12,6 +12,7 @@ from kvtide.cache import Bytes, CacheConfig, Layout, Ranks, Ratio, TieredCache, 
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.engine import Engine, EngineError, RankTopology
 from kvtide.engine.oracle import Oracle, bounds_of
+from kvtide.engine.rank_topology import NCCL
 from kvtide.models import Model, build
 from kvtide.models.checkpoint import Checkpoint, OnDevice, open_checkpoint
 from kvtide.models.default_model import NAME, default_model
@@ -20,6 +21,7 @@ from kvtide.models.model_errors import CheckpointError
 from kvtide.models.tokenizer import load_tokenizer
 from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.rank_handoff import RankHandoff
+from kvtide.server.ranks.rank_group import rank_backend, ranks_per_gpu
 from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import MTP, NO_SPECULATION, Settings
 from kvtide.server.setup import store_setup
@@ -101,8 +103,9 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
+    _agree_on_weights(agreement, fingerprint)
     config = replace(
-        sized(config, settings, model),
+        _sized_together(config, settings, model, agreement),
         hot_rows=settings.max_running,
         longest_tokens=model.max_positions,
         tail_rows=settings.max_running if settings.handoff.receives else 0,
@@ -110,7 +113,6 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
     )
-    _agree_on_weights(agreement, fingerprint)
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,
@@ -142,7 +144,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
 def _agree_on_weights(agreement: Agreement, fingerprint: bytes) -> None:
     """Refuse ranks that have opened different checkpoints: other machines have files of their own.
 
-    All ranks refuse alike.
+    All ranks refuse alike. All have loaded their weights when it returns.
     """
     number = int.from_bytes(fingerprint[:7], "little")
     least, most = agreement.all_min([number, -number])
@@ -166,12 +168,7 @@ def _prepare(engine: Engine) -> None:
 def check_ranks(settings: Settings) -> None:
     """Refuse ranks that do not divide the model or do not draft, before any process starts."""
     if settings.ranks > 1:
-        devices = torch.cuda.device_count()
-        if settings.device == "cuda" and devices < settings.node_ranks:
-            raise SettingsError(
-                f"{settings.node_ranks} ranks need a GPU each, and torch finds {devices}; use a "
-                "smaller --tp or --pp"
-            )
+        _check_backend(settings)
         _device(settings)
         model = default_model() if settings.model is None else settings.model
         checkpoint = open_checkpoint(model)
@@ -179,6 +176,19 @@ def check_ranks(settings: Settings) -> None:
         config, page = checkpoint.config, settings.page_tokens
         memory = declare(config, model=str(config.get("model_type")), page_tokens=page)
         list(memory.stages(settings.pp, 0, settings.tp))
+
+
+def _check_backend(settings: Settings) -> None:
+    devices, backend = torch.cuda.device_count(), rank_backend(settings)
+    if backend == NCCL and not settings.on_gpu:
+        raise SettingsError(
+            f"--rank-backend nccl is for GPUs, and --device is {settings.device}; use gloo"
+        )
+    if backend == NCCL and devices < settings.node_ranks:
+        raise SettingsError(
+            f"{settings.node_ranks} ranks need a GPU each, and torch finds {devices}; use a "
+            "smaller --tp or --pp, or --rank-backend gloo, with which ranks share a GPU"
+        )
 
 
 def _name(checkpoint: Checkpoint) -> str:
@@ -240,13 +250,23 @@ def sized(config: CacheConfig, settings: Settings, model: Model) -> CacheConfig:
     return replace(config, device_size=device_size, host_size=host_size)
 
 
+def _sized_together(
+    config: CacheConfig, settings: Settings, model: Model, agreement: Agreement
+) -> CacheConfig:
+    """As `sized`; all ranks have measured what is free before any of them takes it."""
+    found = sized(config, settings, model)
+    agreement.all_true([True])
+    return found
+
+
 def gpu_sizes(
     settings: Settings, gpu: MachineMemory, machine: MachineMemory
 ) -> tuple[TierSize, TierSize | None]:
-    """The tiers beside a GPU, with defaults where no size is set. Ranks share the machine."""
+    """The tiers beside a GPU, with defaults where no size is set. Ranks share the machine, and may
+    share a GPU."""
     device_size, host_size = settings.device_size, settings.host_size
     if device_size is None:
-        device_size = Bytes(max(1, gpu.share(GPU_FRACTION)))
+        device_size = Bytes(max(1, gpu.share(GPU_FRACTION) // ranks_per_gpu(settings)))
     if isinstance(host_size, Ratio) and settings.host_ratio is None:
         host_size = Bytes(max(1, machine.share(HOST_FRACTION) // settings.node_ranks))
     return device_size, host_size
@@ -262,7 +282,7 @@ def _device_bytes(
     size = settings.device_size
     if size is None and settings.on_gpu:
         weights = stored_bytes(checkpoint) // topology.ranks
-        total = device_memory(torch.device(settings.device)).total_bytes
+        total = device_memory(torch.device(settings.device)).total_bytes // ranks_per_gpu(settings)
         return topology.stages * int(GPU_FRACTION * max(0, total - weights))
     if isinstance(size, Bytes):
         return topology.stages * size.bytes
