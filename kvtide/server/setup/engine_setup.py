@@ -103,11 +103,9 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     draft = build_draft(choice, checkpoint, model)
     fingerprint = _fingerprint(settings, checkpoint, device)
     agreement = Ranks(timeout_s=AGREEMENT_TIMEOUT_S) if topology.ranks > 1 else Alone()
-    # All ranks have loaded their weights before any measures what is free beside them, and all
-    # have measured before any takes it.
     _agree_on_weights(agreement, fingerprint)
     config = replace(
-        sized(config, settings, model),
+        _sized_together(config, settings, model, agreement),
         hot_rows=settings.max_running,
         longest_tokens=model.max_positions,
         tail_rows=settings.max_running if settings.handoff.receives else 0,
@@ -115,7 +113,6 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
     )
-    agreement.all_true([True])
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
         model,
@@ -147,7 +144,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
 def _agree_on_weights(agreement: Agreement, fingerprint: bytes) -> None:
     """Refuse ranks that have opened different checkpoints: other machines have files of their own.
 
-    All ranks refuse alike.
+    All ranks refuse alike. All have loaded their weights when it returns.
     """
     number = int.from_bytes(fingerprint[:7], "little")
     least, most = agreement.all_min([number, -number])
@@ -251,6 +248,15 @@ def sized(config: CacheConfig, settings: Settings, model: Model) -> CacheConfig:
         gpu = device_memory(torch.device(settings.device))
         device_size, host_size = gpu_sizes(settings, gpu, machine_memory())
     return replace(config, device_size=device_size, host_size=host_size)
+
+
+def _sized_together(
+    config: CacheConfig, settings: Settings, model: Model, agreement: Agreement
+) -> CacheConfig:
+    """As `sized`; all ranks have measured what is free before any of them takes it."""
+    found = sized(config, settings, model)
+    agreement.all_true([True])
+    return found
 
 
 def gpu_sizes(
