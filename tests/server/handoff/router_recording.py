@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 
-from tests.server.handoff.pairs import Pair
+from tests.server.handoff.routed_pair import RoutedPair
 from tests.server.handoff.router_requests import CASES, RECORDED, Case, ask
 from tests.server.handoff.routers import KINDS, Router, RouterKind, install
 from tests.server.serving import save_model, save_tokenizer
@@ -92,12 +92,12 @@ def marked(body: Json, port: int, answer: Json = None) -> Json:
 
 
 @contextmanager
-def recording(folder: Path, kind: RouterKind, logs: Path, pair: Pair) -> Iterator[Record]:
+def recording(folder: Path, kind: RouterKind, logs: Path, pair: RoutedPair) -> Iterator[Record]:
     """A router in front of servers, and a function that records what it makes of a case."""
     with ExitStack() as stack:
         ours = {
-            "prefill": stack.enter_context(RecordingProxy(pair.prefill)),
-            "decode": stack.enter_context(RecordingProxy(pair.decode)),
+            "prefill": stack.enter_context(RecordingProxy(pair.prefill.client)),
+            "decode": stack.enter_context(RecordingProxy(pair.decode.client)),
         }
         urls = ([(ours["prefill"].url, pair.handoff_port)], ours["decode"].url)
         router = stack.enter_context(Router.divided(folder, kind, logs, *urls))
@@ -132,7 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         logs = Path(name)
         model = save_tokenizer(save_model(logs / "model"))
-        pair = stack.enter_context(Pair(model))
+        pair = stack.enter_context(RoutedPair(model))
         for kind in KINDS:
             with recording(install(), kind, logs, pair) as record:
                 found[kind.package] = {case.name: record(case) for case in CASES}

@@ -10,12 +10,12 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.processes import freeze
-from tests.server.handoff.pairs import COMMON, MAX_S, Pair, is_quiet, until, url_of
+from tests.server.handoff.routed_pair import NAMED, RoutedPair
 from tests.server.handoff.router_recording import recording
 from tests.server.handoff.router_requests import (
     CASES,
@@ -30,13 +30,14 @@ from tests.server.handoff.router_requests import (
     rooms,
     start,
 )
-from tests.server.handoff.routers import KINDS, Router, RouterKind, install
-from tests.server.serving import ForkedChild, InProcess
+from tests.server.handoff.routers import KINDS, MAX_S, Router, RouterKind, install
+from tests.server.handoff.server_pairs import ServerProcess
+from tests.server.serving import InProcess
 from tests.server.talking import Client
 
-NAMED = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in CASES}
 BOOTSTRAP = [kind for kind in KINDS if kind.bootstrap]
-FIRST_TURNS = [NAMED[name] for name in ("chat", "completion-streamed")]
+FIRST_TURNS = [BY_NAME[name] for name in ("chat", "completion-streamed")]
 
 numbers = itertools.count(1)
 
@@ -53,18 +54,18 @@ def new_prompts() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def alone(model_folder: Path) -> Iterator[Client]:
     """One server by itself."""
-    with ForkedChild((str(model_folder), *COMMON, "--port", "0")) as child:
-        yield child.client()
+    with closing(ServerProcess((str(model_folder), *NAMED), {})) as server:
+        yield server.client
 
 
 @pytest.fixture(scope="module")
-def _pair(model_folder: Path) -> Iterator[Pair]:
-    with Pair(model_folder) as opened:
+def _pair(model_folder: Path) -> Iterator[RoutedPair]:
+    with RoutedPair(model_folder) as opened:
         yield opened
 
 
 @pytest.fixture
-def pair(_pair: Pair) -> Iterator[Pair]:
+def pair(_pair: RoutedPair) -> Iterator[RoutedPair]:
     """After every test nothing may be going on in either server, and nothing may be missing."""
     yield _pair
     _pair.settled()
@@ -75,12 +76,16 @@ def installed() -> Path:
     return install()
 
 
-def new_states(pair: Pair, ask_one: Callable[[], Answer]) -> tuple[Answer, Counter[str]]:
+def new_states(pair: RoutedPair, ask_one: Callable[[], Answer]) -> tuple[Answer, Counter[str]]:
     """An answer, and how the handoffs of its request ended."""
     before = pair.ended()
     found = ask_one()
     pair.settled()
     return found, pair.ended() - before
+
+
+def replay_of(kind: RouterKind, pair: RoutedPair) -> Replay:
+    return Replay(kind, pair.prefill.client, pair.decode.client, pair.handoff_port)
 
 
 # -- replays --------------------------------------------------------------------------------------
@@ -89,10 +94,10 @@ def new_states(pair: Pair, ask_one: Callable[[], Answer]) -> tuple[Answer, Count
 @routers
 @cases
 def test_recorded_requests_give_the_answer_of_one_server(
-    pair: Pair, alone: Client, kind: RouterKind, case: Case
+    pair: RoutedPair, alone: Client, kind: RouterKind, case: Case
 ) -> None:
     prompts = new_prompts()
-    replay = Replay(kind, pair.prefill, pair.decode, pair.handoff_port)
+    replay = replay_of(kind, pair)
     found, states = new_states(pair, lambda: replay.ask(case, prompts))
     assert found == ask(alone, case, prompts)
     assert states == case.states(kind)
@@ -101,11 +106,11 @@ def test_recorded_requests_give_the_answer_of_one_server(
 @pytest.mark.parametrize("kind", BOOTSTRAP, ids=str)
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_a_room_is_met_whichever_side_is_asked_first(
-    pair: Pair, alone: Client, kind: RouterKind, first: str
+    pair: RoutedPair, alone: Client, kind: RouterKind, first: str
 ) -> None:
-    case, prompts = NAMED["chat"], new_prompts()
+    case, prompts = BY_NAME["chat"], new_prompts()
     values = {**prompts, **rooms()}
-    replay = Replay(kind, pair.prefill, pair.decode, pair.handoff_port)
+    replay = replay_of(kind, pair)
 
     def one_after_the_other() -> Answer:
         sent = {first: replay.start(first, case, values)}
@@ -113,7 +118,7 @@ def test_a_room_is_met_whichever_side_is_asked_first(
             assert answer_of(sent["prefill"], case).status == 200, "it waits for no other server"
             sent["decode"] = replay.start("decode", case, values)
         else:
-            until(pair.decode, lambda said: said["handoff"]["incoming"].get("reserved", 0) == 1)
+            pair.decode.until_state("reserved")
             sent["prefill"] = replay.start("prefill", case, values)
             assert answer_of(sent["prefill"], case).status == 200
         return answer_of(sent["decode"], case)
@@ -125,15 +130,15 @@ def test_a_room_is_met_whichever_side_is_asked_first(
 
 @pytest.mark.parametrize("kind", BOOTSTRAP, ids=str)
 def test_a_try_that_the_router_gives_up_leaves_nothing_behind(
-    pair: Pair, alone: Client, kind: RouterKind
+    pair: RoutedPair, alone: Client, kind: RouterKind
 ) -> None:
     """The prefill side was not reached: the router hangs up, and tries again with a new room."""
-    case, prompts = NAMED["completion"], new_prompts()
-    replay = Replay(kind, pair.prefill, pair.decode, pair.handoff_port)
+    case, prompts = BY_NAME["completion"], new_prompts()
+    replay = replay_of(kind, pair)
     before = pair.ended()
     for _ in range(3):
         given_up = replay.start("decode", case, {**prompts, **rooms()})
-        until(pair.decode, lambda said: said["handoff"]["incoming"].get("reserved", 0) == 1)
+        pair.decode.until_state("reserved")
         given_up.leave()
         pair.settled()
     assert pair.ended() - before == {"aborted": 3}
@@ -148,7 +153,7 @@ def test_a_room_that_no_decode_server_asks_for_is_closed_in_time(
 ) -> None:
     """The client has left meanwhile, or the decode side is down."""
     server = serve(role="prefill", name="tiny", handoff_timeout_seconds=1)
-    case = NAMED["completion"]
+    case = BY_NAME["completion"]
     body = filled(
         recorded(kind, case, "prefill"), {"PORT": 9000, "PROMPT 1": "a prompt", **rooms()}
     )
@@ -165,7 +170,7 @@ def test_a_room_that_no_decode_server_asks_for_is_closed_in_time(
 def divided(
     request: pytest.FixtureRequest,
     installed: Path,
-    _pair: Pair,
+    _pair: RoutedPair,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[RouterKind, Client]]:
     """A router in front of the pair."""
@@ -177,19 +182,19 @@ def divided(
 @pytest.mark.full
 @cases
 def test_a_router_gives_the_answer_of_one_server(
-    divided: tuple[RouterKind, Client], pair: Pair, alone: Client, case: Case
+    divided: tuple[RouterKind, Client], pair: RoutedPair, alone: Client, case: Case
 ) -> None:
     (kind, client), prompts = divided, new_prompts()
     found, states = new_states(pair, lambda: ask(client, case, prompts))
     assert found == ask(alone, case, prompts)
     assert states == case.states(kind)
-    assert "channel refused" not in pair.said("prefill"), "smg checks whether the port is open"
+    assert "channel refused" not in pair.prefill.child.said, "smg checks whether the port is open"
 
 
 @pytest.mark.full
 @routers
 def test_routers_send_what_is_recorded(
-    installed: Path, pair: Pair, kind: RouterKind, tmp_path: Path
+    installed: Path, pair: RoutedPair, kind: RouterKind, tmp_path: Path
 ) -> None:
     with recording(installed, kind, tmp_path, pair) as record:
         for case in CASES:
@@ -201,17 +206,15 @@ def test_routers_send_what_is_recorded(
 def test_plain_servers_take_turns_behind_a_router(
     installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
 ) -> None:
-    with ForkedChild((str(model_folder), *COMMON, "--port", "0")) as child:
-        both = [alone, child.client()]
-        before = [prompt_tokens(server) for server in both]
-        with Router.plain(installed, kind, tmp_path, [url_of(server) for server in both]) as router:
+    words = (str(model_folder), *NAMED)
+    with closing(ServerProcess(words, {})) as one, closing(ServerProcess(words, {})) as other:
+        both = (one, other)
+        assert [server.client.get("/health").status for server in both] == [200, 200]
+        with Router.plain(installed, kind, tmp_path, [one.url, other.url]) as router:
             client = router.client()
-            asked = [(case, new_prompts()) for case in FIRST_TURNS * 2]
-            found = [ask(client, *each) for each in asked]
-        assert all(prompt_tokens(server) > n for server, n in zip(both, before, strict=True))
-        assert found == [ask(alone, *each) for each in asked]
-        for server in both:
-            assert server.get("/admin/cache").json()["violations"] == []
+            assert [through(client, alone, case) for case in FIRST_TURNS * 2] == [200] * 4
+        prompts = [server.settled()["tokens"]["prompt"] for server in both]
+        assert all(prompts), "the router has asked both"
 
 
 @pytest.mark.full
@@ -220,20 +223,15 @@ def test_decode_servers_that_ask_by_themselves_are_plain_servers_to_a_router(
     installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
 ) -> None:
     """And answer without their prefill server."""
-    with Pair(model_folder) as pair:
+    with RoutedPair(model_folder) as pair:
         decode = pair.add_decode()
-        with Router.plain(installed, kind, tmp_path, [url_of(decode)]) as router:
+        with Router.plain(installed, kind, tmp_path, [decode.url]) as router:
             client = router.client()
             for _ in range(2):
                 assert [through(client, alone, case) for case in FIRST_TURNS] == [200, 200]
-                handoff = until(decode, is_quiet)["handoff"]
-                assert handoff["incoming_ended"]["decoding"] == len(FIRST_TURNS)
-                pair.kill_prefill()
-        assert until(decode, is_quiet)["violations"] == []
-
-
-def prompt_tokens(server: Client) -> int:
-    return int(server.get("/admin/cache").json()["tokens"]["prompt"])
+                ended = decode.settled()["handoff"]["incoming_ended"]
+                assert ended["decoding"] == len(FIRST_TURNS)
+                pair.prefill.kill()
 
 
 @pytest.mark.full
@@ -242,27 +240,27 @@ def test_a_prefill_server_that_dies_costs_no_more_than_a_clear_error(
     installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
 ) -> None:
     """It dies with a request in it, is away, and comes back: then handoffs go on."""
-    chat = NAMED["chat"]
+    chat = BY_NAME["chat"]
     with (
-        Pair(model_folder) as pair,
+        RoutedPair(model_folder) as pair,
         Router.divided(installed, kind, tmp_path, *pair.urls) as router,
     ):
         client = router.client()
         assert through(client, alone, chat) == 200
         pair.settled()
-        freeze(pair.prefill_pid)
+        pair.prefill.freeze()
         prompts = new_prompts()
         waiting = start(client, chat.path, filled(chat.body, prompts))
         if kind.bootstrap:
-            until(pair.decode, lambda said: said["handoff"]["incoming"] != {})
-        pair.kill_prefill()
+            pair.decode.until(lambda report: report["handoff"]["incoming"])
+        pair.prefill.kill()
         check(answer_of(waiting, chat), ask(alone, chat, prompts))
         for case in FIRST_TURNS:
             through(client, alone, case)
-        pair.settled("decode")
+        pair.decode.settled()
         prompts = new_prompts()
-        assert ask(pair.decode, chat, prompts) == ask(alone, chat, prompts)
-        pair.start_prefill()
+        assert ask(pair.decode.client, chat, prompts) == ask(alone, chat, prompts)
+        pair.restart_prefill()
         deadline, before = time.monotonic() + 2 * MAX_S, pair.ended()["decoding"]
         while pair.ended()["decoding"] == before:
             through(client, alone, chat)
@@ -276,18 +274,18 @@ def test_a_prefill_server_that_dies_costs_no_more_than_a_clear_error(
 def test_another_prefill_server_takes_over_where_the_router_tries_again(
     installed: Path, model_folder: Path, alone: Client, kind: RouterKind, tmp_path: Path
 ) -> None:
-    with Pair(model_folder) as pair:
+    with RoutedPair(model_folder) as pair:
         prefill, decode = pair.urls
         prefill.append(pair.add_prefill())
         with Router.divided(installed, kind, tmp_path, prefill, decode) as router:
             client = router.client()
             assert [through(client, alone, case) for case in FIRST_TURNS] == [200, 200]
             pair.settled()
-            pair.kill_prefill()
+            pair.prefill.kill()
             statuses = [through(client, alone, case) for case in FIRST_TURNS * 2]
         # vllm-router tries once.
         assert statuses == [200] * 4 if kind.bootstrap else 200 in statuses, statuses
-        pair.settled("decode")
+        pair.decode.settled()
 
 
 def through(client: Client, alone: Client, case: Case) -> int:
