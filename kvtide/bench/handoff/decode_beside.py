@@ -20,6 +20,9 @@ from kvtide.bench.handoff.handoff_bed import HandoffBed
 from kvtide.engine import RequestParams
 from kvtide.server.service import ResponseStream
 
+MIN_QUIET_S = 0.2
+"""Of a window without other work: some steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
@@ -63,7 +66,7 @@ class _Window:
 def _quiet(bed: HandoffBed, streams: Sequence[ResponseStream], seconds: float) -> float:
     """Tokens per second of the batch alone."""
     window = _Window(bed, streams)
-    time.sleep(seconds)
+    time.sleep(max(seconds, MIN_QUIET_S))
     lasted, tokens = window.end()
     return tokens / lasted
 
@@ -81,13 +84,10 @@ class DecodeBeside:
     landing_tokens_s: float
     landed_bytes_s: float
     handoffs: int
-
-    @property
-    def relative_speed(self) -> float:
-        return self.landing_tokens_s / self.quiet_tokens_s
+    relative_speed: float
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"relative_speed": self.relative_speed}
+        return asdict(self)
 
 
 def decode_while_landing(
@@ -119,6 +119,7 @@ def decode_while_landing(
         landing_tokens_s=statistics.median(beside),
         landed_bytes_s=statistics.median(landed),
         handoffs=handoffs,
+        relative_speed=statistics.median(a / b for a, b in zip(beside, quiet, strict=True)),
     )
 
 

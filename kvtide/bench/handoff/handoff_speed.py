@@ -1,8 +1,9 @@
 """Times of handoffs beside their alternatives, in rounds of alternating order.
 
-The first round is not counted. A time to first token (TTFT) is seen where a server hands tokens to
-its clients. With a handoff it comes with the request's admission; loads of its pages follow, and
-the second token waits for them.
+The first round is not counted. A ratio is the median over the rounds of paired ratios.
+
+A time to first token (TTFT) is seen where a server hands tokens to its clients. With a handoff it
+comes with the request's admission; loads of its pages follow, and the second token waits for them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ TURN_FRACTION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class TimedToken:
-    """Medians of the seconds to the first and to the second token."""
+    """Seconds to the first and to the second token: medians, and the first ones of all rounds."""
 
     first_s: float
     second_s: float
+    rounds_s: tuple[float, ...]
+
+    def of(self, other: TimedToken) -> float:
+        """The time to the first token as a fraction of another way's."""
+        pairs = zip(self.rounds_s, other.rounds_s, strict=True)
+        return statistics.median(mine / its for mine, its in pairs)
 
 
 Variants = Mapping[str, Callable[[], TimedAnswer]]
@@ -45,6 +52,7 @@ def in_turns(variants: Variants, rounds: int) -> dict[str, TimedToken]:
         name: TimedToken(
             statistics.median(each.first_s for each in answers),
             statistics.median(each.last_s for each in answers),
+            tuple(each.first_s for each in answers),
         )
         for name, answers in found.items()
     }
@@ -73,16 +81,16 @@ class WriteWays:
     @property
     def of_staged(self) -> float | None:
         """How much earlier the first token comes than staged; negative is earlier."""
-        return None if self.staged is None else self.straight.first_s / self.staged.first_s - 1
+        return None if self.staged is None else self.straight.of(self.staged) - 1
 
     @property
     def of_chunked(self) -> float | None:
-        return None if self.chunked is None else self.straight.first_s / self.chunked.first_s - 1
+        return None if self.chunked is None else self.straight.of(self.chunked) - 1
 
     @property
     def added(self) -> float:
         """What the handoff adds to the first token of one server."""
-        return self.straight.first_s / self.alone.first_s - 1
+        return self.straight.of(self.alone) - 1
 
     def as_json(self) -> dict[str, Any]:
         derived = {name: getattr(self, name) for name in ("of_staged", "of_chunked", "added")}
@@ -136,13 +144,10 @@ class Landing:
     bytes_s: float
     plain_bytes_s: float
     end_to_end_s: float
-
-    @property
-    def of_plain(self) -> float:
-        return self.bytes_s / self.plain_bytes_s
+    of_plain: float
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"of_plain": self.of_plain}
+        return asdict(self)
 
 
 def landing(bed: HandoffBed, tokens: int, rounds: int) -> Landing:
@@ -161,7 +166,8 @@ def landing(bed: HandoffBed, tokens: int, rounds: int) -> Landing:
             speeds.append(written / (after.seconds - before.seconds))
             plain.append(own)
             whole.append(answered.first_s)
-    medians = map(statistics.median, (speeds, plain, whole))
+    ratios = [speed / own for speed, own in zip(speeds, plain, strict=True)]
+    medians = map(statistics.median, (speeds, plain, whole, ratios))
     return Landing(tokens, written, *medians)
 
 
@@ -187,15 +193,19 @@ class SecondTurn:
 
     @property
     def of_sends_all(self) -> float:
-        return self.sends_all.first_s / self.found.first_s
+        return self.sends_all.of(self.found)
 
     @property
     def of_computes_all(self) -> float:
-        return self.computes_all.first_s / self.found.first_s
+        return self.computes_all.of(self.found)
+
+    @property
+    def of_alone(self) -> float:
+        return self.alone.of(self.found)
 
     def as_json(self) -> dict[str, Any]:
-        derived = {name: getattr(self, name) for name in ("of_sends_all", "of_computes_all")}
-        return asdict(self) | derived
+        names = ("of_sends_all", "of_computes_all", "of_alone")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def second_turn(bed: HandoffBed, tokens: int, rounds: int) -> SecondTurn:

@@ -25,7 +25,9 @@ from kvtide.server.handoff.handoff_settings import HandoffSettings, Role
 from kvtide.transfer.peer.transport import TransportSettings
 from kvtide.transfer.peer.transport_registry import open_transport
 
-START_S = 300.0
+START_S = 540.0
+"""Kernels are compiled and CUDA graphs captured before the child answers."""
+ANSWER_S = 300.0
 END_S = 30.0
 
 
@@ -78,7 +80,7 @@ class PrefillProcess:
 
     def _do(self, action: str, *args: object) -> Any:
         self._pipe.send((action, args))
-        return self._result(START_S)
+        return self._result(ANSWER_S)
 
     def _result(self, timeout_s: float) -> Any:
         try:

@@ -65,7 +65,8 @@ def _on_gpu() -> HandoffSizes:
         },
         tokens=(16_384, 65_536),
         batch=DecodeBatch(16, 2048, 4096),
-        few=DecodeBatch(16, 2048, 4096),
+        few=DecodeBatch(8, 2048, 8192),
+        prompts=4,
     )
 
 
@@ -251,7 +252,7 @@ class _Bench:
             )
 
     def _landing(self, bed: HandoffBed) -> None:
-        tokens = self._sizes.tokens[0]
+        tokens = self._sizes.tokens[-1]
         found = handoff_speed.landing(bed, tokens, self._sizes.rounds)
         own = "Mooncake's own calls" if self._transport == "mooncake" else "a plain copy"
         self._row(
@@ -273,8 +274,7 @@ class _Bench:
         sent = f"the rest computed, all sent {ms(found.sends_all.first_s)}"
         self._row("turn", case, here, sent, f"{found.of_sends_all:.2f} ×", found=numbers)
         alone = f"the rest prefilled there {ms(found.alone.first_s)}"
-        ratio = f"{found.alone.first_s / found.found.first_s:.2f} ×"
-        self._row("turn", case, here, alone, ratio, found=numbers)
+        self._row("turn", case, here, alone, f"{found.of_alone:.2f} ×", found=numbers)
 
     def _decode(self, bed: HandoffBed) -> None:
         sizes, tokens, batch = self._sizes, self._sizes.tokens[0], self._sizes.batch

@@ -23,8 +23,11 @@ def handoff_metrics(engine: Engine, handoff: ServerHandoff) -> Iterable[Metric]:
         yield _gauge("prefill_servers", "Prefill servers by state.", _connected(connected, peers))
     if handoff.prefill is not None:
         yield from prefill_metrics(engine)
+        report = handoff.prefill.report()
         text = "Decode servers that are connected."
-        yield GaugeMetricFamily("kvtide_handoff_decode_servers", text, handoff.prefill.peers)
+        yield GaugeMetricFamily("kvtide_handoff_decode_servers", text, report["connected"])
+        text = "Connections of peers that did not prove the secret, or do not fit."
+        yield CounterMetricFamily("kvtide_handoff_refused_peers", text, report["refused"])
 
 
 def decode_metrics(engine: Engine) -> Iterable[Metric]:

@@ -81,7 +81,7 @@ def test_metrics_agree_with_the_reports_of_both_sides(servers: tuple[Any, Any, A
     assert value(into, "landed_bytes_total") == received["landed_bytes"] > 0
     assert value(into, "quarantined_slots") == 0
     assert value(into, "prefill_servers", state="connected") == 1
-    assert value(out, "decode_servers") == 1
+    assert value(out, "decode_servers") == 1 and value(out, "refused_peers_total") == 0
     assert value(out, "written_bytes_total") == sent["sender"]["written_bytes"]
     assert value(out, "sender_jobs_ended_total", end="failed") == 0
     assert value(out, "rooms_ended_total", end="handed_over") >= ended - 1, "one may not be over"
