@@ -55,6 +55,9 @@ class IncomingHandoffs:
         self.handed_tokens = self.landed_bytes = 0
         self._min_tokens = min_tokens
         self._cache, self._receiving = cache, cache.receiving
+        anchors = enumerate(cache.memory.anchors)
+        self._history = next((n for n, one in anchors if one.reuse.reach is ALL), None)
+        """The anchor whose pages count as tokens. Without one, few pages stand for all tokens."""
         self._requests: dict[int, Request] = {}
         self._by_epoch: dict[int, Request] = {}
         self._quarantined: dict[int, Receipt] = {}
@@ -162,13 +165,19 @@ class IncomingHandoffs:
         without = {name: set(absent) for name, absent in message.absent.items()}
         absent = [tuple(s for s in without if number in without[s]) for number in numbers]
         self._receiving.land(receipt, numbers, absent)
+<<<<<<< HEAD
         self.landed_bytes += sum(self._page_bytes(receipt, number) for number in numbers)
         landed = sum(self._is_history(receipt, number) for number in numbers)
+=======
+        anchors = len(self._cache.memory.anchors)
+        landed = sum(receipt.places[n].cell % anchors == self._history for n in numbers)
+>>>>>>> h-killtests
         handoff.tokens += landed * self._cache.memory.page_tokens
         if handoff.state is HandoffState.RESERVED:
             handoff.move(HandoffState.STREAMING)
         return None
 
+<<<<<<< HEAD
     def _page_bytes(self, receipt: Receipt, number: int) -> int:
         anchors, kept = self._cache.memory.anchors, self._cache.memory.at_rest
         return kept.slot_bytes(anchors[receipt.places[number].cell % len(anchors)].name)
@@ -180,6 +189,8 @@ class IncomingHandoffs:
         first = histories[0] if histories else 0
         return receipt.places[number].cell % len(anchors) == first
 
+=======
+>>>>>>> h-killtests
     def _first(self, request: Request, message: First) -> None:
         handoff, receipt = _of(request), _receipt(request)
         if not receipt.complete:
@@ -188,6 +199,9 @@ class IncomingHandoffs:
         if message.tail:
             handoff.first = SampledToken(message.token, message.logprob, message.top)
         handoff.cached = dict(message.cached)
+        if self._history is None:
+            page = self._cache.memory.page_tokens
+            handoff.tokens = receipt.boundary * page - receipt.held_tokens
         self._receiving.finish(receipt)
         del self._by_epoch[receipt.epoch]
         handoff.move(HandoffState.LANDED)

@@ -90,10 +90,6 @@ class RankReports:
             for each in self._ended(state):
                 self._send(message.room, each)
 
-    def forget(self, room: str) -> None:
-        with self._lock:
-            self._epochs = {key: each for key, each in self._epochs.items() if key[0] != room}
-
     def _messages(self, state: _Epoch, report: RankReport) -> list[Message]:
         room, epoch, rank = report.room, report.epoch, report.rank
         match report.kind:

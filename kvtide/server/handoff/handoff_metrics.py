@@ -24,7 +24,10 @@ def handoff_metrics(engine: Engine, handoff: ServerHandoff) -> Iterable[Metric]:
     if handoff.prefill is not None:
         yield from prefill_metrics(engine)
         report = handoff.prefill.report()
-        text = "Decode servers that are connected."
+        text, connected = (
+            "Decode servers that are connected.",
+            handoff.prefill.report()["connected"],
+        )
         yield GaugeMetricFamily("kvtide_handoff_decode_servers", text, report["connected"])
         text = "Connections of peers that did not prove the secret, or do not fit."
         yield CounterMetricFamily("kvtide_handoff_refused_peers", text, report["refused"])

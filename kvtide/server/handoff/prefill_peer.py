@@ -267,7 +267,7 @@ class PrefillPeer:
             self._waiting = [each for each in self._waiting if not _reserves(each, epoch)]
             self._tell(Silent(room, epoch))
         if self.connected:
-            self._send((message if unsilent else Done(room),))
+            self._send((message if unsilent else Done(room, epoch),))
 
     # -- the connection ---------------------------------------------------------------------
 

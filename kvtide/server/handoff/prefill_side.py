@@ -148,7 +148,7 @@ class PrefillSide:
                     self._send(message.room, Failed(message.room, message.epoch, refused, True))
                     return
             case Done():
-                self._forget(name, message.room)
+                self._forget(name, message.room, message.epoch)
             case _:
                 raise ChannelError(f"a decode server does not send {type(message).__name__}")
         self._service.command_nowait(PeerSaid(name, to_json(message)))
@@ -175,15 +175,14 @@ class PrefillSide:
             self._send(room, Failed(room, epoch, reason, silent=True))
             self._service.command_nowait(PeerSaid(name, to_json(Done(room))))
 
-    def _forget(self, name: str, room: str) -> None:
-        """The connection needs nothing more of the room."""
+    def _forget(self, name: str, room: str, epoch: int = 0) -> None:
+        """The connection needs nothing more of an epoch, or of all that it has of the room."""
         with self._lock:
             owners = self._rooms.pop(room, {})
-            if others := {epoch: owner for epoch, owner in owners.items() if owner != name}:
-                self._rooms[room] = others
+            left = {e: o for e, o in owners.items() if o != name or epoch not in (0, e)}
+            if left:
+                self._rooms[room] = left
             self._refused.pop(room, None)
-        if self._rank.reports is not None:
-            self._rank.reports.forget(room)
 
     def _send(self, room: str, message: Message) -> None:
         """To the connection that has the room and epoch; from any thread."""

@@ -25,7 +25,7 @@ from tests.server.handoff.server_pairs import Json, ServerPair, ask, handoff_of
 from tests.server.serving import PAGE
 
 FLAGS = (
-    f"--deterministic --page-tokens {PAGE} --tokens-per-checkpoint 64 --chunk-tokens 64 "
+    f"--deterministic --page-tokens {PAGE} --chunk-tokens 64 "
     "--prefetch-policy wait_complete --prefetch-min-tokens 1"
 ).split()
 LENGTHS = (5 * PAGE + 3, 6 * PAGE, 6 * PAGE + 1, 9 * PAGE - 1)
@@ -33,11 +33,17 @@ LENGTHS = (5 * PAGE + 3, 6 * PAGE, 6 * PAGE + 1, 9 * PAGE - 1)
 ANSWER = 6
 
 
+def usable(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt in whole pages before its last token."""
+    return (len(prompt) - 1) // PAGE * PAGE
+
+
 class Conversations:
     """Prompts that share a beginning, each longer with every turn.
 
-    states  of all handoffs
-    brought tokens of prompts that were handed over, and that the decode server's tiers had
+    states   of all handoffs
+    brought  tokens of prompts that the decode server's tiers had
+    fetches  from storage, by what came of them
     """
 
     def __init__(self, model: Path) -> None:
@@ -48,6 +54,7 @@ class Conversations:
         self._alone: Engine = open_engine(settings).engine
         self.states: Counter[str] = Counter()
         self.brought: Counter[str] = Counter()
+        self.fetches: Counter[str] = Counter()
 
     def _text(self, count: int) -> list[int]:
         return [self._rng.randrange(1, VOCABULARY) for _ in range(count)]
@@ -68,8 +75,10 @@ class Conversations:
         handoff = handoff_of(found)
         assert handoff["state"] in ("decoding", "declined"), handoff
         self.states[handoff["state"]] += 1
-        self.brought["handoff"] += handoff["tokens"]
-        self.brought.update(found["usage"]["cached_tokens_details"])
+        usage = found["usage"]
+        self.brought.update(usage["cached_tokens_details"])
+        self.fetches.update(fetch["outcome"] for fetch in usage["storage_fetches"])
+        assert handoff["tokens"] + sum(usage["cached_tokens_details"].values()) == usable(prompt)
         return [*prompt, *(token for token, *_ in said), *self._text(3 * PAGE)]
 
     def close(self) -> None:
@@ -87,8 +96,9 @@ QUICK = ("gpt_oss", "falcon_h1", "deepseek_v4 hot:7")
 @pytest.mark.quick(family=QUICK, prefills=["all"])
 @pytest.mark.parametrize(("family", "prefills"), CELLS)
 def test_answers_are_those_of_one_engine(family: str, prefills: str, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    oracle(family_of(family).model).save_pretrained(model)
+    named, model = family_of(family), tmp_path / "model"
+    oracle(named.model).save_pretrained(model)
+    apart = ("--tokens-per-checkpoint", str(named.tokens_per_checkpoint))
     decodes = family.partition(" ")[2] or "all"
     with (
         ThreadPoolExecutor(4) as clients,
@@ -96,23 +106,24 @@ def test_answers_are_those_of_one_engine(family: str, prefills: str, tmp_path: P
             model,
             prefill_flags=("--resident", prefills),
             decode_flags=("--resident", decodes),
-            common=(*FLAGS, "--storage", f"file://{tmp_path}/pages"),
+            common=(*FLAGS, *apart, "--storage", f"file://{tmp_path}/pages"),
         ) as pair,
     ):
         talks = Conversations(model)
         talks.turn(pair, clients)
         assert talks.states["decoding"] == len(LENGTHS)
+        assert talks.brought.total() < len(LENGTHS) * LENGTHS[0], "the prompts' beginnings alone"
         talks.turn(pair, clients)
         assert talks.states["decoding"] == 2 * len(LENGTHS)
         assert talks.brought["device"] + talks.brought["host"] > 0
-        assert talks.brought["storage"] == 0
         for server in (pair.prefill, pair.decode):
             server.settled()
             acknowledged(server.url)
         pair.restart_decode()
+        talks.fetches.clear()
         talks.turn(pair, clients)
         assert talks.states["decoding"] > 2 * len(LENGTHS)
         # Pages of one residency are not found with another.
-        assert talks.brought["storage"] > 0 or prefills != decodes
+        assert talks.fetches["fetched"] > 0 or prefills != decodes
         pair.settled()
         talks.close()
