@@ -165,32 +165,18 @@ class IncomingHandoffs:
         without = {name: set(absent) for name, absent in message.absent.items()}
         absent = [tuple(s for s in without if number in without[s]) for number in numbers]
         self._receiving.land(receipt, numbers, absent)
-<<<<<<< HEAD
         self.landed_bytes += sum(self._page_bytes(receipt, number) for number in numbers)
-        landed = sum(self._is_history(receipt, number) for number in numbers)
-=======
         anchors = len(self._cache.memory.anchors)
         landed = sum(receipt.places[n].cell % anchors == self._history for n in numbers)
->>>>>>> h-killtests
         handoff.tokens += landed * self._cache.memory.page_tokens
         if handoff.state is HandoffState.RESERVED:
             handoff.move(HandoffState.STREAMING)
         return None
 
-<<<<<<< HEAD
     def _page_bytes(self, receipt: Receipt, number: int) -> int:
         anchors, kept = self._cache.memory.anchors, self._cache.memory.at_rest
         return kept.slot_bytes(anchors[receipt.places[number].cell % len(anchors)].name)
 
-    def _is_history(self, receipt: Receipt, number: int) -> bool:
-        """Whether a place counts as tokens: pages of the first anchor that keeps all of them."""
-        anchors = self._cache.memory.anchors
-        histories = [n for n, anchor in enumerate(anchors) if anchor.reuse.reach is ALL]
-        first = histories[0] if histories else 0
-        return receipt.places[number].cell % len(anchors) == first
-
-=======
->>>>>>> h-killtests
     def _first(self, request: Request, message: First) -> None:
         handoff, receipt = _of(request), _receipt(request)
         if not receipt.complete:
