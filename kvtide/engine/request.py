@@ -178,7 +178,7 @@ class Request:
         found = dict(lease.by_tier)
         if self.handoff is not None and self.handoff.tokens:
             found[Tier.HOST] = max(0, found.get(Tier.HOST, 0) - self.handoff.tokens)
-        return found
+        return {tier: count for tier, count in found.items() if count}
 
     def append(self, sampled: SampledToken) -> None:
         """One more token of output."""

@@ -264,6 +264,8 @@ class OutgoingHandoffs:
             self.ended["failed" if handoff.failed else "handed_over"] += 1
             if self.writer is not None and handoff.reserve is not None:
                 self.writer.forget(room, partial(self._report, "over", handoff.reserve))
+            elif self.writer is not None:  # It may have been cancelled all the same.
+                self.writer.forget(room)
 
     # -- writing ----------------------------------------------------------------------------
 

@@ -122,8 +122,11 @@ class Pair:
 
     def answer(self, tokens: Sequence[int], count: int = 4, **options: Any) -> Request:
         request = self.submit(tokens, count, **options)
-        self.run(lambda: request.finish is not None)
+        self.finish(request)
         return request
+
+    def finish(self, request: Request) -> None:
+        self.run(lambda: request.finish is not None)
 
     def step(self) -> None:
         self.deliver()
@@ -201,11 +204,15 @@ class Pair:
             for count in engine.cache.stats().pages.values():
                 assert count.free + count.resident == count.capacity
 
-    def _is_busy(self) -> bool:
-        """After the sender has done all that it was told."""
+    def wait_for_sender(self) -> None:
+        """It has done all commands that it was given."""
         done = threading.Event()
         self.writer.sender.run(done.set)
         assert done.wait(DEADLINE_S)
+
+    def _is_busy(self) -> bool:
+        """After the sender has done all that it was told."""
+        self.wait_for_sender()
         return bool(self.held()) or self.decode.cache.busy or self.prefill.cache.busy
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class Stand:
         )
 
     def answered(self, request: Request) -> None:
-        self.pair.run(lambda: request.finish is not None)
+        self.pair.finish(request)
         self.check(request)
 
     def check(self, request: Request) -> None:

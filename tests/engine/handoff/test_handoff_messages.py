@@ -185,7 +185,7 @@ def test_news_of_other_epochs_are_ignored(pair: Pair) -> None:
     pair.at_decode(Silent(room, reserve.epoch))
     assert request.handoff.state is HandoffState.RESERVED and not request.handoff.receipt.landed
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert request.handoff.state is HandoffState.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
 
@@ -199,7 +199,7 @@ def test_pages_that_are_reported_twice_count_once(pair: Pair) -> None:
     pair.at_decode(Written(reserve.room, reserve.epoch, (2, 2), {}))
     assert request.handoff.tokens == 4 * PAGE
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert request.handoff.state is HandoffState.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
 
@@ -213,7 +213,7 @@ def test_a_page_may_be_named_twice_in_a_message(pair: Pair) -> None:
     pair.at_decode(replace(first, numbers=(*first.numbers, *first.numbers)))
     assert request.handoff.receipt.landed == set(first.numbers)
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert request.handoff.state is HandoffState.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
 
@@ -229,7 +229,7 @@ def test_pages_that_were_not_asked_for_end_the_handoff(
     assert request.handoff.reason == "the peer wrote pages that were not asked for"
     assert pair.decode.handoffs.incoming.quarantined
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
 
 
@@ -240,7 +240,7 @@ def test_a_first_token_before_all_pages_ends_the_handoff(pair: Pair) -> None:
     assert request.handoff.state is HandoffState.FAILED
     assert request.handoff.reason == "the peer ended before all pages had come"
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
 
 
@@ -251,7 +251,7 @@ def test_a_reservation_that_is_sent_twice_is_served_once(pair: Pair) -> None:
     pair.step()
     pair.at_prefill(reserve)
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert request.handoff.state is HandoffState.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
     assert sum(len(each.numbers) for each in pair.sent(Written)) == 4
@@ -274,7 +274,7 @@ def test_a_router_that_resends_gets_another_reservation_served(pair: Pair) -> No
     assert pair.sent(First)[0].epoch == first.epoch + 1
     assert pair.held()["rooms"] == 1, "what the first one says does not end the second one"
     pair.at_prefill(Done(first.room, first.epoch + 1))
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
 
 
@@ -285,7 +285,7 @@ def test_a_room_belongs_to_the_first_decode_server_that_reserved_it(pair: Pair) 
     pair.prefill.handoffs.receive("another", replace(reserve, epoch=reserve.epoch + 9))
     pair.prefill.handoffs.receive("another", Done(reserve.room, reserve.epoch + 9))
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
     assert request.handoff.state is HandoffState.DECODING
     (failed,) = pair.sent(Failed)
@@ -372,7 +372,7 @@ def test_a_reservation_that_cannot_be_served_is_refused_in_a_sentence(pair: Pair
             pair.prefill.handoffs.receive("a stranger", reserve)
             pair.prefill.handoffs.receive("a stranger", Done(reserve.room, reserve.epoch))
         pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
     reasons = {
         "prompt": "the room has another prompt or namespace here; send both the same request",
@@ -390,7 +390,7 @@ def test_an_abort_of_the_prefill_after_the_reservation_is_told(pair: Pair) -> No
     other, request = to_prefill(), to_decode()
     pair.run(lambda: bool(pair.sent(Reserve)))
     pair.prefill.abort(other)
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert request.handoff is not None and request.handoff.reason == "the prefill was aborted"
     assert tokens_of(request) == expected(FAMILY, prompt)
 
@@ -401,5 +401,5 @@ def test_a_prefill_without_an_answer_hands_nothing_over(pair: Pair) -> None:
     to_prefill, to_decode = pair.route(prompt, 0)
     to_prefill()
     request = to_decode()
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert request.finish is Finish.LENGTH and not request.output

@@ -175,7 +175,7 @@ def test_a_failure_in_any_state_is_answered_from_here(
     quarantined = pair.decode.handoffs.incoming.quarantined
     assert set(quarantined) == (set() if silent else {epoch})
     pair.passes = lambda message: True
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
     pair.settle()
     assert len(pair.sent(Done if silent else StopWriting)) == 1
@@ -187,7 +187,7 @@ def test_a_failure_that_comes_after_landing_changes_nothing(pair: Pair) -> None:
     bring(pair, request, S.LANDED)
     pair.at_decode(Failed(handoff_of(request).source.room, epoch_of(request), "late", False))
     assert handoff_of(request).state is S.LANDED
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert handoff_of(request).state is S.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
 
@@ -216,7 +216,7 @@ def test_a_declined_prompt_is_let_go_by_a_peer_that_a_router_asked(
         pair.run()
         assert pair.held()["rooms"] == 1, "it waits for the decode side"
     request = to_decode()
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert handoff_of(request).state is S.DECLINED
     if not prefill_first:
         to_prefill()
@@ -236,7 +236,7 @@ def test_a_reservation_may_come_before_during_and_after_the_prefill(pair: Pair, 
         while other.finish is None and (at == "after" or other.computed < 3 * PAGE):
             pair.prefill.step()
         request = to_decode()
-    pair.run(lambda: request.finish is not None)
+    pair.finish(request)
     assert handoff_of(request).state is S.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
     (reserve,) = pair.sent(Reserve)

@@ -52,26 +52,28 @@ class Unreliable:
         self._inner.register(regions)
 
     def connect(self, descriptor: Descriptor) -> PeerLink:
-        return UnreliableLink(self._inner.connect(descriptor), self)
+        return UnreliableLink(
+            self._inner.connect(descriptor), self._inner.connect(descriptor), self
+        )
 
     def close(self) -> None:
         self._inner.close()
 
-    def begin(self, link: PeerLink, batch: WriteBatch, timeout_s: float) -> PendingWrite:
+    def begin(self, link: UnreliableLink, batch: WriteBatch, timeout_s: float) -> PendingWrite:
         with self._lock:
             number, self.begun = self.begun, self.begun + 1
         return WaitingWrite(self, link, batch, number, timeout_s)
 
-    def end(self, link: PeerLink, batch: WriteBatch, number: int, timeout_s: float) -> None:
+    def end(self, link: UnreliableLink, batch: WriteBatch, number: int, timeout_s: float) -> None:
         """Write the rows, or as many of them as come before it breaks."""
         if number not in self.fails:
-            write(link, batch, timeout_s)
+            write(link.inner, batch, timeout_s)
             return
         half = len(batch) // 2
-        write(link, batch.part(0, half), timeout_s)
+        write(link.inner, batch.part(0, half), timeout_s)
         if not self.silent:
             with self._lock:
-                self.late.append((link, batch.part(half, len(batch))))
+                self.late.append((link.late, batch.part(half, len(batch))))
         raise TransportError(f"write {number} broke", silent=self.silent)
 
     def deliver_late(self) -> int:
@@ -86,7 +88,7 @@ class Unreliable:
 @dataclass
 class WaitingWrite:
     transport: Unreliable
-    link: PeerLink
+    link: UnreliableLink
     batch: WriteBatch
     number: int
     timeout_s: float
@@ -100,11 +102,15 @@ class WaitingWrite:
 
 @dataclass
 class UnreliableLink:
+    """`late` is a second way there, for bytes that come after the first one has failed. It stays
+    open: they come in any case."""
+
     inner: PeerLink
+    late: PeerLink
     transport: Unreliable
 
     def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
-        return self.transport.begin(self.inner, batch, timeout_s)
+        return self.transport.begin(self, batch, timeout_s)
 
     def alive(self) -> bool:
         return self.inner.alive()
