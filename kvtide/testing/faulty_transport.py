@@ -165,11 +165,15 @@ class ReportsBeforeBytesAreThere(FaultyTransport):
 
 
 class RepeatsOldWrites(FaultyTransport):
-    """As a retry would that was not needed."""
+    """As a retry would that was not needed: of every second write."""
 
     class link_class(FaultyLink):  # noqa: N801
+        count = 0
+
         def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
-            self.later(LATER_S, lambda: self.link.begin(batch, timeout_s))
+            if self.count % 2 == 0:
+                self.later(10 * LATER_S, lambda: self.link.begin(batch, timeout_s))
+            self.count += 1
             return super().begin(batch, timeout_s)
 
 

@@ -1,6 +1,6 @@
 """The processes of a check: receivers and senders that do what they are told.
 
-They are forked from a server that has imported everything, so that one starts in milliseconds. A
+They are forked from a process that has imported everything, so that one starts in milliseconds. A
 receiver's memory is shared, whatever the transport: the check maps it and sees every byte land,
 also while the receiver is frozen.
 """
@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import secrets
+import select
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +209,13 @@ class _Actor:
 
 def _act(pipe: Connection, transport: str, settings: TransportSettings) -> None:
     """The process: answers every command with its result, or with the error that it raised."""
-    with suppress(EOFError):
+    with suppress(EOFError, BrokenPipeError):
         try:
             actor = _Actor(transport, settings)
             pipe.send((True, None))
         except Exception as error:  # A stranger's transport: whatever it raises is the finding.
             pipe.send((False, error))
-            return
+            os._exit(1)
         while True:
             verb, arguments = pipe.recv()
             try:
@@ -232,23 +236,19 @@ def random_bytes(seed: int, count: int) -> Memory:
 
 
 class PeerProcess:
-    """One process, from the outside."""
+    """One process, from the outside. Signals go to its file descriptor, never to another process
+    that was given its number."""
 
     def __init__(self, transport: str, settings: TransportSettings) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pipe, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=_act, args=(theirs, transport, settings), daemon=True
-        )
-        self._process.start()
+        self._pipe, theirs = mp.Pipe()
+        self.pid = fork_template().fork(theirs, transport, settings)
         theirs.close()
-        self.answer()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        self._fd = os.pidfd_open(self.pid)
+        try:
+            self.answer()
+        except Exception:
+            self.kill()
+            raise
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         self.tell(verb, *arguments)
@@ -271,15 +271,21 @@ class PeerProcess:
 
     def freeze(self) -> None:
         """Returns when the last thread has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
+        signal.pidfd_send_signal(self._fd, signal.SIGSTOP)
         until(lambda: self._states() <= {"T", "Z"}, "its threads stop")
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        signal.pidfd_send_signal(self._fd, signal.SIGCONT)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
+        """Returns when the process is gone. Killing again does nothing."""
+        if self._fd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            select.select([self._fd], [], [], ANSWER_S)
+            os.close(self._fd)
+            self._fd = -1
+            self._pipe.close()
 
     def _states(self) -> set[str]:
         found = set()
@@ -287,6 +293,55 @@ class PeerProcess:
             with suppress(OSError):  # A thread that ended meanwhile.
                 found.add(task.read_text().rpartition(")")[2].split()[0])
         return found
+
+
+class ForkTemplate:
+    """A process that has imported this module, and forks the processes of checks."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve("
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}{theirs.fileno()})"], pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+
+    def fork(self, pipe: Connection, transport: str, settings: TransportSettings) -> int:
+        request = pickle.dumps((transport, settings))
+        socket.send_fds(self._socket, [request], [pipe.fileno()])
+        answer = self._socket.recv(8, socket.MSG_WAITALL)
+        if len(answer) < 8:
+            raise PeerDiedError("the process that forks the processes of checks has ended")
+        return int.from_bytes(answer, "little")
+
+
+def serve(fd: int) -> None:
+    """The template: forks for every request, until the process that started it is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel takes the dead away.
+    requests = socket.socket(fileno=fd)
+    while True:
+        request, fds, *_ = socket.recv_fds(requests, 1 << 16, 1)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            _act(Connection(fds[0]), *pickle.loads(request))
+        os.close(fds[0])
+        requests.sendall(pid.to_bytes(8, "little"))
+
+
+_template: ForkTemplate | None = None
+
+
+def fork_template() -> ForkTemplate:
+    """The template of this process."""
+    global _template
+    if _template is None or _template.owner != os.getpid():
+        _template = ForkTemplate()
+    return _template
 
 
 class ReceiverProcess(PeerProcess):

@@ -17,6 +17,7 @@ from kvtide.transfer.peer.conformance.conformance_peer import (
     WritePair,
     until,
 )
+from kvtide.transfer.peer.conformance.sound_checks import LATE_S
 from kvtide.transfer.peer.process_watch import ProcessWatch
 
 MIB = 1 << 20
@@ -24,8 +25,6 @@ TIMEOUT_S = 3.0
 """Of writes to peers that are killed or frozen."""
 LATER_S = 10.0
 """So much later a write must have ended, however busy the machine."""
-LATE_S = 1.0
-"""So long a check looks for late bytes."""
 FREE_WRITES = 3
 """More than these end after the receiver froze only if the receiver has no part in them."""
 _ORDER = np.random.default_rng(27).permutation(1024) * (16 << 10)

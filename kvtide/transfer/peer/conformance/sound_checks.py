@@ -15,6 +15,8 @@ from kvtide.transfer.peer.conformance.conformance_peer import (
 )
 
 KIB, MIB = 1 << 10, 1 << 20
+LATE_S = 1.0
+"""So long a check looks for late bytes."""
 SIZES = (1, 7, 100, 4096, 8191, 70_001, MIB)
 
 
@@ -74,9 +76,12 @@ def later_writes_win(trial: Trial) -> Iterator[str]:
             yield f"write {number} failed: {outcome.error}"
             return
         pair.receiver.expect(pair.sources, rows)
-    time.sleep(0.1)
-    if wrong := pair.receiver.difference():
-        yield f"after 60 writes to one place: {wrong}"
+    deadline = time.monotonic() + LATE_S
+    while time.monotonic() < deadline:
+        if wrong := pair.receiver.difference():
+            yield f"after 60 writes to one place: {wrong}"
+            return
+        time.sleep(0.05)
 
 
 def empty_batches_do_nothing(trial: Trial) -> Iterator[str]:
