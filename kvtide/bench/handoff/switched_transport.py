@@ -87,7 +87,7 @@ class SwitchedTransport:
 
 class _SwitchedLink:
     def __init__(self, owner: SwitchedTransport, inner: PeerLink) -> None:
-        self._owner, self._inner = owner, inner
+        self._owner, self._inner, self.poll_s = owner, inner, inner.poll_s
         self._held: list[WriteBatch] = []
         self._was_last = False
 
