@@ -114,7 +114,7 @@ class Engine:
             self._speculation.use_graphs(self._runner.capture, max_running, hidden)
         self._overlap = Overlap(cache, self._runner)
         resumed = self._speculation.resume if self._speculation is not None else _unnoticed
-        self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, resumed)
+        self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, resumed, self._written_late)
         self.scheduler.on_admitted = self.handoffs.admitted
         self.computed = 0
         self.token_s = 0.0

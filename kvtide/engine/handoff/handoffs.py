@@ -22,7 +22,7 @@ HANDOFF_MIN_TOKENS = 256
 
 class Handoffs:
     """`abort` ends a request that its peer gave up. `resumed` is called with requests that begin
-    behind their prompt."""
+    behind their prompt. `drafts`: a draft writes its own state of a request's tokens."""
 
     def __init__(
         self,
@@ -30,9 +30,10 @@ class Handoffs:
         min_tokens: int,
         abort: Callable[[Request], None],
         resumed: Callable[[Request], None],
+        drafts: Callable[[Request], bool],
     ) -> None:
-        self.incoming = IncomingHandoffs(cache, min_tokens)
-        self.outgoing = OutgoingHandoffs(cache)
+        self.incoming = IncomingHandoffs(cache, min_tokens, drafts)
+        self.outgoing = OutgoingHandoffs(cache, drafts)
         self._abort, self._resumed = abort, resumed
         self._first_tokens: list[Update] = []
 

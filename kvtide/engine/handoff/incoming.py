@@ -42,18 +42,21 @@ Outbox = Callable[[str, Message], None]
 
 
 class IncomingHandoffs:
-    """`min_tokens`: a prompt that misses fewer is prefilled here.
+    """`min_tokens`: a prompt that misses fewer is prefilled here. `drafts`: a draft of this side
+    needs its own state of a request's tokens.
 
     outbox  for the leader; other ranks send nothing
     ended   handoffs by their last state
     handed_tokens  in pages of whole handoffs; landed_bytes: in all pages that have landed
     """
 
-    def __init__(self, cache: TieredCache, min_tokens: int) -> None:
+    def __init__(
+        self, cache: TieredCache, min_tokens: int, drafts: Callable[[Request], bool]
+    ) -> None:
         self.outbox: Outbox = _nowhere
         self.ended: Counter[HandoffState] = Counter()
         self.handed_tokens = self.landed_bytes = 0
-        self._min_tokens = min_tokens
+        self._min_tokens, self._drafts = min_tokens, drafts
         self._cache, self._receiving = cache, cache.receiving
         anchors = enumerate(cache.memory.anchors)
         self._history = next((n for n, one in anchors if one.reuse.reach is ALL), None)
@@ -182,7 +185,7 @@ class IncomingHandoffs:
         if not receipt.complete:
             reason = "the peer ended before all pages had come"
             return self._give_up(request, HandoffState.FAILED, reason, silent=True)
-        if message.tail:
+        if message.tail or not self._drafts(request):
             handoff.first = SampledToken(message.token, message.logprob, message.top)
         handoff.cached = dict(message.cached)
         if self._history is None:

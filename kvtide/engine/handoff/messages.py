@@ -101,7 +101,7 @@ class First:
 
     token, logprob, top  the first token of the answer, as sampled
     cached               tokens that the prefill side's tiers had, by tier
-    tail                 whether the tail is whole: every pool that the decode side has
+    tail                 whether the tail has every pool of the decode side, the draft's too
     """
 
     room: str

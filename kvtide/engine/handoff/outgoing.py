@@ -85,14 +85,14 @@ class OutgoingHandoff:
 
 class OutgoingHandoffs:
     """`writer`: None where nothing can be handed over. `report` and `on_first` go to the leader's
-    `RankReports`."""
+    `RankReports`. `drafts`: a draft of this side writes its own state of a request's tokens."""
 
-    def __init__(self, cache: TieredCache) -> None:
+    def __init__(self, cache: TieredCache, drafts: Callable[[Request], bool]) -> None:
         self.writer: PageWriter | None = None
         self.report: Report = _unheard
         self.on_first: Callable[[First], None] = _unheard
         self.ended: Counter[str] = Counter()
-        self._cache = cache
+        self._cache, self._drafts = cache, drafts
         self._rooms: dict[str, OutgoingHandoff] = {}
         self._early: dict[str, tuple[str, Reserve]] = {}
         self._gone: dict[str, str] = {}
@@ -415,7 +415,7 @@ class OutgoingHandoffs:
         handoff.tail_sent = True
         request = handoff.request
         sampled = request.output[0]
-        drafted = not self._cache.memory.draft_sidecars or request.params.speculate
+        drafted = not self._cache.memory.draft_sidecars or self._drafts(request)
         whole = not self.writer.absent(handoff.peer) and drafted
         cached = {tier.name.lower(): count for tier, count in request.by_tier.items()}
         top = tuple(sampled.top)

@@ -72,6 +72,9 @@ class ConsistentDrafter:
     ) -> None:
         self._inner.extend(chunks, output, wishes)
 
+    def resume(self, request: Request) -> None:
+        self._inner.resume(request)
+
     def draft_behind(self, step: UnreadStep, wishes: Sequence[DraftWish]) -> UnreadDrafts | None:
         drafts = self._inner.draft_behind(step, wishes)
         self.behind += drafts is not None

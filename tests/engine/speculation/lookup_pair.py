@@ -51,6 +51,19 @@ def pair() -> Pair:
     return Pair(target, source.build(target), source)
 
 
+@cached
+def plain_target() -> Decoder:
+    """The target without its draft's pools."""
+    checkpoint = open_checkpoint(DATA / "lookup_target")
+    return build(
+        checkpoint.config,
+        checkpoint.weights,
+        page_tokens=PAGE,
+        kv_dtype=KVDType.FP32,
+        deterministic=True,
+    )
+
+
 def walks(count: int, pairs: int = PAIRS, seed: int = 4) -> list[Walk]:
     rng = random.Random(seed)
     return [walk(rng, pairs) for _ in range(count)]
