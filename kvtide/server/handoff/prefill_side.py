@@ -40,7 +40,7 @@ from kvtide.transfer.peer.channel import Channel, ChannelError, Listener
 
 log = logging.getLogger("kvtide")
 Json = dict[str, Any]
-HELLO_S = 10.0
+HELLO_S = 5.0
 """For a hello, which comes at once from a decode server and never from others."""
 PAIR_TIMEOUT_S = 60.0
 SILENCE_S = 5.0

@@ -156,6 +156,7 @@ class RankHandoff:
         try:
             assert self.writer is not None, "a server that listens has a writer"
             targets = [MemoryManifest.from_json(each) for each in manifests]
+            self._check_transports(descriptors)
             self.writer.add_peer(peer, targets, descriptors)
         except (ManifestError, PairingError, TransportError, ValueError) as error:
             problem = str(error)
@@ -164,6 +165,15 @@ class RankHandoff:
         if found and self.writer is not None:
             self.writer.drop_peer(peer)
         return found
+
+    def _check_transports(self, descriptors: Sequence[Descriptor]) -> None:
+        here = self._settings.transport
+        for there in (str(each.get("transport")) for each in descriptors):
+            if there != here:
+                raise ValueError(
+                    f"the decode server receives over the transport {there}, and this one writes "
+                    f"over {here}; start both with the same --handoff-transport"
+                )
 
     def close(self) -> None:
         """Write and expose no more. Bytes of peers may come until their end is known."""
