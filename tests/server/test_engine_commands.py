@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.cache import Namespace
 from kvtide.engine import CheckedRequest, RequestParams, SamplingParams
+from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.index.keys import pack
 from kvtide.server.engine_commands import (
     COMMANDS,
@@ -19,6 +20,7 @@ from kvtide.server.engine_commands import (
     decode,
     encode,
 )
+from kvtide.server.handoff.peer_commands import PairWith, PeerSaid
 from kvtide.server.settings import Settings
 
 PARAMS = RequestParams(
@@ -33,6 +35,8 @@ PARAMS = RequestParams(
     priority=-(1 << 40),
     session="mine",
     speculate=False,
+    handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
+    handoff_to=HandoffTarget("another", asked=True),
 )
 
 
@@ -49,6 +53,8 @@ def checked(params: RequestParams) -> CheckedRequest:
         RunStep(),
         OpenStore(3, "redis://me:secret@host/0?a=ü"),
         AttachStore(3, 0.1),
+        PeerSaid("peer/1", {"kind": "done", "room": "room ü", "epoch": 3}),
+        PairWith("peer/1", [{"areas": []}], [{"transport": "shm"}]),
     ],
     ids=lambda command: type(command).__name__,
 )
