@@ -15,7 +15,8 @@ from kvtide.cache.cache_invariants import CHECKS as CACHE_CHECKS
 from kvtide.cli.main import main
 from kvtide.index.index_invariants import CHECKS as INDEX_CHECKS
 from kvtide.server.handoff.handoff_settings import Role
-from kvtide.server.settings import Settings, add_flags, flag, read
+from kvtide.server.setting_sources import add_flags, read
+from kvtide.server.settings import Settings, flag
 from kvtide.spec import Tier
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import CommandError
-from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS
 from kvtide.planner.handoff_plan import (
+    MIN_TOKENS,
     WINDOW_S,
     Demand,
     HandoffPlan,
@@ -40,7 +40,7 @@ OPTIONS = (
     _Option("decode-batch", "N", 64, "requests in that step"),
     _Option("peer-gbps", "GB/S", 54.8, "between machines of both sides: pinned copies on an H200"),
     _Option("chunk-tokens", "N", 8192, "tokens of a prefill step"),
-    _Option("min-tokens", "N", HANDOFF_MIN_TOKENS, "prompts that lack fewer are not handed over"),
+    _Option("min-tokens", "N", MIN_TOKENS, "prompts that lack fewer are not handed over"),
     _Option("busy", "FRACTION", 0.7, "of the time, the most that a machine works"),
 )
 """Defaults that were measured are in docs/benchmarks.md, Models on an H200."""

@@ -20,7 +20,7 @@ from aiohttp import web
 from kvtide.byte_sizes import format_bytes
 from kvtide.cli.console import CommandError
 from kvtide.engine import Engine
-from kvtide.server import settings
+from kvtide.server import setting_sources
 from kvtide.server.app import App
 from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
 from kvtide.server.handoff.server_handoff import ServerHandoff
@@ -48,13 +48,13 @@ log = logging.getLogger("kvtide")
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Every flag is also a KVTIDE_… variable and a key of the --config file."
     parser.allow_abbrev = False
-    settings.add_flags(parser)
+    setting_sources.add_flags(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    chosen = settings.read(vars(args), os.environ)
+    chosen = setting_sources.read(vars(args), os.environ)
     began = time.monotonic()
     check_ranks(chosen)
     nodes = RankNodes.of(chosen)

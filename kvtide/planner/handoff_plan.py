@@ -26,6 +26,8 @@ import numpy.typing as npt
 from kvtide.planner.traces import Trace, TraceError
 from kvtide.spec import ALL, ModelMemory
 
+MIN_TOKENS = 256
+"""The server's `--handoff-min-tokens`, which is not imported from there: a plan needs no torch."""
 WINDOW_S = 60.0
 """The peak is the busiest window of this length."""
 Values = npt.NDArray[np.float64]
@@ -48,7 +50,7 @@ class HandoffRates:
     decode_batch: int
     peer_bytes_s: float
     chunk_tokens: int = 8192
-    min_tokens: int = 256
+    min_tokens: int = MIN_TOKENS
     busy: float = 0.7
     requests_s: float | None = None
 

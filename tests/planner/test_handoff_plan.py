@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS
 from kvtide.planner import study, workloads
-from kvtide.planner.handoff_plan import WINDOW_S, HandoffRates, plan_handoff
+from kvtide.planner.handoff_plan import MIN_TOKENS, WINDOW_S, HandoffRates, plan_handoff
 from kvtide.planner.study import Study
 from kvtide.planner.traces import Trace, TraceError, TraceRequest
 from kvtide.spec import ALL, ModelMemory, Tier, catalog
@@ -135,3 +136,7 @@ def test_a_replay_tells_what_each_request_lacks() -> None:
     handed = found.mean.handed_tokens * found.duration_s
     local = found.mean.local_s * RATES.prefill_tokens_s * found.duration_s
     assert handed + local == pytest.approx(trace.prompt_tokens - report.saved_tokens)
+
+
+def test_the_least_prompt_is_that_of_the_server() -> None:
+    assert MIN_TOKENS == HANDOFF_MIN_TOKENS

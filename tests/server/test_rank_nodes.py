@@ -21,7 +21,8 @@ from kvtide.server.ranks.rank_nodes import (
     parse_place,
     shared_settings,
 )
-from kvtide.server.settings import Settings, SettingsError
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import Settings
 from tests.processes import free_port
 from tests.server.namespaces import NodeChild, two_namespaces
 from tests.server.serving import Child, ForkedChild

@@ -16,9 +16,11 @@ import torch
 from kvtide.cache import Bytes, FetchPatience, Ratio, StorageStats, TieredCache, Tokens
 from kvtide.cli import main
 from kvtide.engine import Engine, Finish, RequestParams
-from kvtide.server import settings
+from kvtide.server import setting_sources
 from kvtide.server.handoff.handoff_settings import SECRET_VARIABLE, Role
-from kvtide.server.settings import Settings, SettingsError, read
+from kvtide.server.setting_sources import read
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import Settings, flag
 from kvtide.server.setup.engine_setup import gpu_sizes, open_engine
 from kvtide.server.setup.store_setup import default_url
 from kvtide.spec.residency import Residency
@@ -36,7 +38,7 @@ Stored = Callable[..., tuple[str, StorageStats | None]]
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in fields(Settings):
-        monkeypatch.delenv(settings.PREFIX + row.name.upper(), raising=False)
+        monkeypatch.delenv(setting_sources.PREFIX + row.name.upper(), raising=False)
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
 
 
@@ -138,31 +140,31 @@ SAMPLES: dict[str, tuple[str, object]] = {
 def parsed(*argv: str) -> dict[str, str]:
     """What the command line's flags hand on."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    settings.add_flags(parser)
+    setting_sources.add_flags(parser)
     return vars(parser.parse_args(argv))
 
 
 @pytest.mark.parametrize("name", [row.name for row in fields(Settings)])
 def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path) -> None:
     text, value = SAMPLES[name]
-    flag = [settings.flag(name), text]
-    flag = {"model": [text], "deterministic": [settings.flag(name)]}.get(name, flag)
+    given = [flag(name), text]
+    given = {"model": [text], "deterministic": [flag(name)]}.get(name, given)
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{name} = {json.dumps(text)}\n")
     secret = {SECRET_VARIABLE: SECRET} if name == "prefill_from" else {}
-    assert getattr(read(parsed(*flag), secret), name) == value
+    assert getattr(read(parsed(*given), secret), name) == value
     assert getattr(read({}, {f"KVTIDE_{name.upper()}": text, **secret}), name) == value
     assert getattr(read({"config": str(file)}, secret), name) == value
     assert getattr(read({}, {"KVTIDE_CONFIG": str(file), **secret}), name) == value
 
 
-@pytest.mark.parametrize("alias", settings.ALIASES)
+@pytest.mark.parametrize("alias", setting_sources.ALIASES)
 def test_an_alias_is_a_flag_a_variable_and_a_key_too(alias: str, tmp_path: Path) -> None:
-    name = settings.ALIASES[alias]
+    name = setting_sources.ALIASES[alias]
     text, value = SAMPLES[name]
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{alias} = {json.dumps(text)}\n")
-    assert getattr(read(parsed(settings.flag(alias), text), {}), name) == value
+    assert getattr(read(parsed(flag(alias), text), {}), name) == value
     assert getattr(read({}, {f"KVTIDE_{alias.upper()}": text}), name) == value
     assert getattr(read({"config": str(file)}, {}), name) == value
     both = {f"KVTIDE_{alias.upper()}": "unread", f"KVTIDE_{name.upper()}": text}
@@ -301,9 +303,9 @@ def test_bad_flags_are_refused_with_the_remedy(
 
 
 def test_flags_that_are_none_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--ports", "--por=1"):
+    for unknown in ("--ports", "--por=1"):
         with pytest.raises(SystemExit) as ended:
-            main.main(["serve", "model", flag])
+            main.main(["serve", "model", unknown])
         assert ended.value.code == 2
     assert "unrecognized arguments: --ports" in capfd.readouterr().err
 
@@ -355,7 +357,7 @@ def test_a_flag_replaces_its_alternatives_in_weaker_sources(tmp_path: Path) -> N
     file = tmp_path / "kvtide.toml"
     file.write_text("host_ratio = 3\ndevice_tokens = 64\n")
     environment = {"KVTIDE_DEVICE_TOKENS": "128", "KVTIDE_HOST_TOKENS": "512"}
-    chosen = settings.read({"config": str(file), "device_bytes": "1MB"}, environment)
+    chosen = setting_sources.read({"config": str(file), "device_bytes": "1MB"}, environment)
     assert (chosen.device_bytes, chosen.device_tokens) == (10**6, None)
     assert (chosen.host_tokens, chosen.host_ratio) == (512, None)
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvtide.cli import serve_command
 from kvtide.cli.serve_command import _serve_until
-from kvtide.server import settings
+from kvtide.server import setting_sources
 from tests.server.serving import Child, ForkedChild
 from tests.server.talking import Client, Json
 
@@ -147,7 +147,7 @@ def test_what_a_server_has_opened_is_not_searched_for_garbage(
     monkeypatch.setattr(serve_command, "_print_ready", lambda *_: None)
     monkeypatch.setattr(serve_command, "_serve", serve)
     parser = argparse.ArgumentParser()
-    settings.add_flags(parser)
+    setting_sources.add_flags(parser)
     try:
         assert serve_command._run(parser.parse_args([])) == 0
     finally:

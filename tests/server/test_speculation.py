@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from kvtide.engine.speculation.accept_lengths import PrefixOrigin
 from kvtide.models.model_errors import CheckpointError
-from kvtide.server import settings
-from kvtide.server.settings import Settings, SettingsError
+from kvtide.server import setting_sources
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import open_engine
 from tests.grids import everything
 from tests.models import tiny_mtp
@@ -360,7 +361,7 @@ def test_contradictions_are_refused(chosen: dict[str, Any], sentence: str) -> No
 )
 def test_values_out_of_range_are_refused(flag: tuple[str, str], sentence: str) -> None:
     with pytest.raises(SettingsError) as refusal:
-        settings.read(dict([flag]), {})
+        setting_sources.read(dict([flag]), {})
     assert str(refusal.value) == sentence
 
 

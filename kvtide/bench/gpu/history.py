@@ -56,7 +56,8 @@ def commit(cache: TieredCache, prompts: Iterable[Sequence[int]]) -> None:
 
 
 def fill(memory: ModelMemory, view_of: View) -> None:
-    """Write random values into every field of every pool."""
+    """Write random values into every field of every pool, the same ones every time."""
+    generators: dict[torch.device, torch.Generator] = {}
     for pool in memory.pools:
         for layer in pool.layers:
             view = view_of(pool.name, layer)
@@ -64,10 +65,12 @@ def fill(memory: ModelMemory, view_of: View) -> None:
             for part in kind.parts:
                 some = next(iter(view.values()))
                 shape = (*some.shape[:2], *part.logical.shape)
-                values = torch.randn(shape, device=some.device)
+                if some.device not in generators:
+                    generators[some.device] = torch.Generator(some.device).manual_seed(0)
+                generator = generators[some.device]
+                values = torch.randn(shape, device=some.device, generator=generator)
                 if pool.tail_entries is not None:
-                    values = (
-                        values.abs() + 1
-                    )  # Compressor states hold sums of weights, which are positive.
+                    # Compressor states hold sums of weights, which are positive.
+                    values = values.abs() + 1
                 for name, stored in part.pack(values).items():
                     view[name].copy_(stored)

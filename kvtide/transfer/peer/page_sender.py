@@ -102,6 +102,7 @@ class _Part:
     link: PeerLink
     batch: WriteBatch
     pending: PendingWrite | None = None
+    poll_s: float = _LONGEST_PAUSE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -315,7 +316,7 @@ class PageSender:
     def _longest_pause(self) -> float:
         rooms = self._busy.values()
         parts = [part for state in rooms if state.active for part in state.active.in_flight]
-        return min([_LONGEST_PAUSE_S, *(part.link.poll_s for part in parts)])
+        return min([_LONGEST_PAUSE_S, *(part.poll_s for part in parts)])
 
     def _run_inbox(self, pause_s: float) -> bool:
         """Wait for commands, for ever or for a pause, and run them; False: the thread ends."""
@@ -388,6 +389,7 @@ class PageSender:
         try:
             if not part.link.alive():
                 raise TransportError("the link is dead", silent=True)
+            part.poll_s = part.link.poll_s
             part.pending = part.link.begin(part.batch, active.job.timeout_s)
         except Exception as error:  # As above.
             self._fail(active, error)

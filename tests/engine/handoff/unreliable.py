@@ -108,6 +108,7 @@ class UnreliableLink:
     inner: PeerLink
     late: PeerLink
     transport: Unreliable
+    poll_s: float = 500e-6
 
     def begin(self, batch: WriteBatch, timeout_s: float) -> PendingWrite:
         return self.transport.begin(self, batch, timeout_s)
