@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
@@ -30,7 +29,6 @@ from kvtide.server.cache_report import cache_report
 from kvtide.server.engine_commands import Flush
 from kvtide.server.error_responses import (
     MAX_BODY_BYTES,
-    error_object,
     error_response,
     http_log,
     refusal,
@@ -40,11 +38,20 @@ from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
-from kvtide.server.response_formatting import Delta, Json, ResponseFormatter, usage
+from kvtide.server.response_formatting import (
+    Answer,
+    Delta,
+    Formatter,
+    FormatterFactory,
+    Json,
+    ResponseFormatter,
+    usage,
+)
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
 from kvtide.server.storage_routes import StorageRoutes
+from kvtide.server.tools.output_events import OutputParser
 from kvtide.spec import Tier
 
 SHUTDOWN_S = 1.0
@@ -120,14 +127,18 @@ class App:
     # -- completions ------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, self._parser.completion)
+        return await self.generate(request, self._parser.completion)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, self._parser.chat)
+        return await self.generate(request, self._parser.chat)
 
-    async def _generate(
-        self, request: web.Request, parse: Callable[[Fields], ParsedRequest]
+    async def generate(
+        self,
+        request: web.Request,
+        parse: Callable[[Fields], ParsedRequest],
+        formatter: FormatterFactory = ResponseFormatter,
     ) -> web.StreamResponse:
+        """The response to a request, whose body `parse` reads and whose shape `formatter` has."""
         raw = await request.read()
         if self.draining:
             raise ServiceEndedError("the server is shutting down; ask another one")
@@ -139,20 +150,28 @@ class App:
             choices = await self._handoff.hand_over(parsed.choices)
             streams = await self._service.submit(choices)
             try:
-                return await self._respond(request, parsed, streams)
+                answer = Answer(
+                    self._name, self._tokenizer, streams, lambda: self._usage(parsed, streams)
+                )
+                return await self._respond(request, parsed, streams, formatter(parsed, answer))
             finally:
                 self._service.abort(streams)
         finally:
             self.open_requests -= 1
 
     async def _respond(
-        self, request: web.Request, parsed: ParsedRequest, streams: Sequence[ResponseStream]
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        streams: Sequence[ResponseStream],
+        formatter: Formatter,
     ) -> web.StreamResponse:
-        formatter = ResponseFormatter(parsed, self._name, self._tokenizer)
         if parsed.stream:
-            return await self._stream(request, parsed, formatter, streams)
-        choices = await asyncio.gather(*(_collected(formatter, stream) for stream in streams))
-        whole = formatter.whole(choices, self._usage(parsed, streams))
+            return await self._stream(request, parsed, streams, formatter)
+        choices = await asyncio.gather(
+            *(_collected(formatter, stream, parsed.new_parser()) for stream in streams)
+        )
+        whole = formatter.whole(choices)
         if (pages := self._handoff.conventions.answer(parsed.handoffs)) is not None:
             whole[KV_TRANSFER] = pages
         return web.json_response(whole)
@@ -170,22 +189,23 @@ class App:
         self,
         request: web.Request,
         parsed: ParsedRequest,
-        formatter: ResponseFormatter,
         streams: Sequence[ResponseStream],
+        formatter: Formatter,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
+        parsers = [parsed.new_parser() for _ in streams]
         try:
-            async with aclosing(_chunks(formatter, streams)) as chunks:
+            async with aclosing(_chunks(formatter, streams, parsers)) as chunks:
                 async for chunk in chunks:
-                    await _send(response, chunk)
-            if parsed.stream_usage or parsed.cache_details:
-                await _send(response, formatter.closing(self._usage(parsed, streams)))
-            await response.write(b"data: [DONE]\n\n")
+                    await response.write(formatter.encode(chunk))
+            for chunk in formatter.closing():
+                await response.write(formatter.encode(chunk))
+            await response.write(formatter.ended())
         except ServiceEndedError as error:
-            await _send(response, error_object(503, str(error)))
+            await response.write(formatter.encode(formatter.error(503, str(error))))
         await response.write_eof()
         return response
 
@@ -254,32 +274,33 @@ def _same(sent: str, key: str) -> bool:
     return hmac.compare_digest(left, right)
 
 
-async def _collected(formatter: ResponseFormatter, stream: ResponseStream) -> Delta:
+async def _collected(formatter: Formatter, stream: ResponseStream, parser: OutputParser) -> Delta:
     """A choice in one piece."""
     generated = Delta()
     async for update in stream:
-        generated.add(update)
+        generated.add(update, parser)
     choice = formatter.prompt_delta(stream)
     choice.text += generated.text
-    choice.sampled, choice.finish = generated.sampled, generated.finish
+    choice.events, choice.sampled = generated.events, generated.sampled
+    choice.finish = generated.finish
     return choice
 
 
 async def _chunks(
-    formatter: ResponseFormatter, streams: Sequence[ResponseStream]
+    formatter: Formatter, streams: Sequence[ResponseStream], parsers: Sequence[OutputParser]
 ) -> AsyncGenerator[Json]:
     """The chunks of all choices, interleaved as they come."""
     joined: asyncio.Queue[Json | BaseException | None] = asyncio.Queue()
 
-    async def follow(number: int, stream: ResponseStream) -> None:
+    async def follow(number: int) -> None:
         try:
-            async for chunk in _choice_chunks(formatter, number, stream):
+            async for chunk in _choice_chunks(formatter, number, streams[number], parsers[number]):
                 joined.put_nowait(chunk)
         except Exception as error:
             joined.put_nowait(error)
         joined.put_nowait(None)
 
-    tasks = [asyncio.create_task(follow(*pair)) for pair in enumerate(streams)]
+    tasks = [asyncio.create_task(follow(number)) for number in range(len(streams))]
     try:
         for _ in tasks:
             while (chunk := await joined.get()) is not None:
@@ -292,18 +313,14 @@ async def _chunks(
 
 
 async def _choice_chunks(
-    formatter: ResponseFormatter, number: int, stream: ResponseStream
+    formatter: Formatter, number: int, stream: ResponseStream, parser: OutputParser
 ) -> AsyncIterator[Json]:
-    if (opening := formatter.opening(number)) is not None:
-        yield opening
+    for chunk in formatter.opening(number):
+        yield chunk
     started = False
     async for update in stream:
         delta = Delta() if started else formatter.prompt_delta(stream)
         started = True
-        delta.add(update)
-        yield formatter.chunk(number, delta)
-
-
-async def _send(response: web.StreamResponse, chunk: Json) -> None:
-    data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-    await response.write(f"data: {data}\n\n".encode("utf-8", "replace"))
+        delta.add(update, parser)
+        for chunk in formatter.chunk(number, delta):
+            yield chunk

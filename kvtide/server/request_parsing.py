@@ -20,6 +20,8 @@ from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, S
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
+from kvtide.server.tools.output_events import OutputParser, PlainText
+from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -56,6 +58,8 @@ class ParsedRequest:
     choices     one request per choice, the `n` choices of one prompt next to each other
     logprobs    how many alternatives a token's logprobs list; None for no logprobs
     handoffs    of each choice, where a router has named them
+    tools       what the request says of tools
+    new_parser  makes the parser of one choice's output
     """
 
     choices: tuple[CheckedRequest, ...]
@@ -68,6 +72,8 @@ class ParsedRequest:
     token_ids: bool = False
     cache_details: bool = False
     handoffs: tuple[HandoffFields | None, ...] = ()
+    tools: ToolRequest = NO_TOOLS
+    new_parser: Callable[[], OutputParser] = PlainText
 
 
 class RequestParser:

@@ -1,22 +1,33 @@
 """Response formatting: the engine's updates → OpenAI's JSON, in one piece or in chunks.
 
 Completions and chats differ in the shape of a choice and of its logprobs. An `Update` carries a
-sampled token, some text, both or neither.
+sampled token, some text, both or neither. A chat's text arrives as events (`tools.output_events`).
+Other shapes of the API implement `Formatter` too.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvtide.engine import Finish, Request, SampledToken, Update
 from kvtide.models.tokenizer import Detokenizer, Tokenizer
+from kvtide.server.error_responses import error_object
 from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.request_parsing import ParsedRequest
 from kvtide.server.service import ResponseStream
+from kvtide.server.tools.output_events import (
+    CallArguments,
+    CallBegin,
+    OutputEvent,
+    OutputParser,
+    ReasoningDelta,
+    TextDelta,
+)
 from kvtide.spec import Tier
 
 Json = dict[str, Any]
@@ -24,18 +35,78 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Delta:
-    """A piece of a choice: text, sampled tokens, and with `echo` the prompt's scored tokens."""
+    """A piece of a choice: sampled tokens, the events of their text, and with `echo` the prompt.
+
+    text    the generated text as it is
+    scored  the prompt's tokens with their log-probabilities
+    """
 
     text: str = ""
+    events: list[OutputEvent] = field(default_factory=list)
     sampled: list[SampledToken] = field(default_factory=list)
     scored: list[SampledToken] = field(default_factory=list)
     prompt: tuple[int, ...] = ()
     finish: Finish | None = None
 
-    def add(self, update: Update) -> None:
+    def add(self, update: Update, parser: OutputParser) -> None:
         self.text += update.text
+        self.events += parser.feed(update.text)
         self.sampled += [update.sampled] if update.sampled else []
         self.finish = update.finish
+        if update.finish is not None:
+            self.events += parser.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a formatter knows beside the parsed request.
+
+    name   the model's name in the API
+    usage  the usage object of now: prompt tokens count from the first update on
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    streams: Sequence[ResponseStream]
+    usage: Callable[[], Json]
+
+
+class Formatter(Protocol):
+    """One shape of the API. A stream is `opening` and chunks of each choice, then `closing`."""
+
+    def prompt_delta(self, stream: ResponseStream) -> Delta:
+        """The piece before the first update."""
+
+    def opening(self, number: int) -> list[Json]:
+        """What a stream sends before the first update of a choice."""
+
+    def chunk(self, number: int, delta: Delta) -> list[Json]:
+        """What a stream sends for a piece of one choice."""
+
+    def closing(self) -> list[Json]:
+        """What a stream sends after the last piece of all choices."""
+
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        """The response in one piece."""
+
+    def encode(self, chunk: Json) -> bytes:
+        """A chunk as a server-sent event."""
+
+    def ended(self) -> bytes:
+        """The bytes after the last event."""
+
+    def error(self, status: int, message: str) -> Json:
+        """The chunk of an error in an open stream."""
+
+
+FormatterFactory = Callable[[ParsedRequest, Answer], Formatter]
+
+
+def server_sent(chunk: Json, event: str | None = None) -> bytes:
+    """A server-sent event."""
+    data = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    named = "" if event is None else f"event: {event}\n"
+    return f"{named}data: {data}\n\n".encode("utf-8", "replace")
 
 
 class Offsets:
@@ -65,18 +136,21 @@ class Offsets:
 class ResponseFormatter:
     """The JSON of one response: its frame, and the shape of its choices."""
 
-    def __init__(self, parsed: ParsedRequest, name: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, parsed: ParsedRequest, answer: Answer) -> None:
         kind = "chat.completion" if parsed.chat else "text_completion"
+        tokenizer = answer.tokenizer
         self._parsed = parsed
+        self._answer = answer
         self._tokenizer = tokenizer
         self._kind = kind
+        self._called = [False] * len(parsed.choices)
         self._offsets = [
             Offsets(tokenizer, choice.params.tokens) for choice in parsed.choices if tokenizer
         ]
         self._frame = {
             "id": f"{'chatcmpl' if parsed.chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": name,
+            "model": answer.name,
         }
 
     def prompt_delta(self, stream: ResponseStream) -> Delta:
@@ -87,44 +161,60 @@ class ResponseFormatter:
         text = self._tokenizer.decode(tokens) if self._tokenizer else ""
         return Delta(text=text, prompt=tokens, scored=list(stream.request.scores))
 
-    def whole(self, deltas: Sequence[Delta], usage: Json) -> Json:
+    def whole(self, deltas: Sequence[Delta]) -> Json:
         """A response in one piece."""
-        choices = [self._choice(number, delta, "message") for number, delta in enumerate(deltas)]
+        choices = [
+            self._choice(number, delta, {"message": message(delta.events)})
+            for number, delta in enumerate(deltas)
+        ]
+        usage = self._answer.usage()
         return {**self._frame, "object": self._kind, "choices": choices, "usage": usage}
 
-    def chunk(self, number: int, delta: Delta) -> Json:
+    def chunk(self, number: int, delta: Delta) -> list[Json]:
         """A chunk of a stream with a piece of one choice."""
-        return self._chunk([self._choice(number, delta, "delta")])
+        return [self._chunk([self._choice(number, delta, {"delta": piece(delta.events)})])]
 
-    def opening(self, number: int) -> Json | None:
-        """The first chunk of a chat's choice, which names the role; None for a completion."""
+    def opening(self, number: int) -> list[Json]:
+        """The first chunk of a chat's choice, which names the role; none for a completion."""
         if not self._parsed.chat:
-            return None
+            return []
         delta = {"role": "assistant", "content": ""}
-        return self._chunk([{"index": number, "delta": delta, "finish_reason": None}])
+        return [self._chunk([{"index": number, "delta": delta, "finish_reason": None}])]
 
-    def closing(self, usage: Json) -> Json:
+    def closing(self) -> list[Json]:
         """The last chunk of a stream with usage."""
-        return {**self._chunk([]), "usage": usage}
+        if not (self._parsed.stream_usage or self._parsed.cache_details):
+            return []
+        return [{**self._chunk([]), "usage": self._answer.usage()}]
+
+    def encode(self, chunk: Json) -> bytes:
+        return server_sent(chunk)
+
+    def ended(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def error(self, status: int, message: str) -> Json:
+        return error_object(status, message)
 
     def _chunk(self, choices: list[Json]) -> Json:
         kind = self._kind + ".chunk" if self._parsed.chat else self._kind
         usage = {"usage": None} if self._parsed.stream_usage else {}
         return {**self._frame, "object": kind, "choices": choices, **usage}
 
-    def _choice(self, number: int, delta: Delta, field: str) -> Json:
-        """A choice, whose text is in `message` or `delta` if it is a chat's."""
-        choice: Json = {"index": number}
-        if self._parsed.chat:
-            role = {"role": "assistant"} if field == "message" else {}
-            choice[field] = {**role, "content": delta.text}
-        else:
-            choice["text"] = delta.text
+    def _choice(self, number: int, delta: Delta, said: Json) -> Json:
+        """A choice; `said` is what a chat says in it."""
+        choice: Json = {"index": number, **(said if self._parsed.chat else {"text": delta.text})}
         choice["logprobs"] = self._logprobs(number, delta)
-        choice["finish_reason"] = delta.finish.value if delta.finish else None
+        choice["finish_reason"] = self._finish_reason(number, delta)
         if self._parsed.token_ids:
             choice["token_ids"] = [*delta.prompt, *(sampled.token for sampled in delta.sampled)]
         return choice
+
+    def _finish_reason(self, number: int, delta: Delta) -> str | None:
+        self._called[number] |= any(isinstance(event, CallBegin) for event in delta.events)
+        if delta.finish is Finish.STOP and self._called[number]:
+            return "tool_calls"
+        return delta.finish.value if delta.finish else None
 
     # -- logprobs ---------------------------------------------------------------------------
 
@@ -168,6 +258,44 @@ class ResponseFormatter:
             return spelled.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def message(events: Sequence[OutputEvent]) -> Json:
+    """A whole answer. `content` is null where there are calls and no text."""
+    said = piece(events)
+    calls = [
+        {key: call[key] for key in ("id", "type", "function")}
+        for call in said.get("tool_calls", [])
+    ]
+    text: str | None = said.pop("content", "") or (None if calls else "")
+    whole: Json = {"role": "assistant", "content": text, **said}
+    return whole | {"tool_calls": calls} if calls else whole
+
+
+def piece(events: Sequence[OutputEvent]) -> Json:
+    """A delta: text, reasoning and pieces of calls; an empty text where there are none."""
+    delta: Json = {}
+    calls: dict[int, Json] = {}
+    for event in events:
+        match event:
+            case TextDelta():
+                delta["content"] = delta.get("content", "") + event.text
+            case ReasoningDelta():
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+            case CallBegin():
+                calls[event.index] = {
+                    "index": event.index,
+                    "id": event.id,
+                    "type": "function",
+                    "function": {"name": event.name, "arguments": ""},
+                }
+            case CallArguments():
+                empty = {"index": event.index, "function": {"arguments": ""}}
+                call = calls.setdefault(event.index, empty)
+                call["function"]["arguments"] += event.text
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta or {"content": ""}
 
 
 def usage(
