@@ -4,7 +4,10 @@
 |------------------------------|------------------------------------------------|----------------|
 | POST /v1/completions         | completes a text or token ids                  | api key        |
 | POST /v1/chat/completions    | completes a conversation                       | api key        |
-| GET  /v1/models              | the model that is served                       | api key        |
+| …    /v1/responses           | OpenAI's Responses (`responses_routes`)        | api key        |
+| …    /v1/messages            | Anthropic's Messages (`messages_routes`)       | api key        |
+| GET  /v1/models, /v1/models/ | the model that is served                       | api key        |
+| POST /tokenize, /detokenize  | tokens of a text, and back (`token_routes`)    | api key        |
 | GET  /health                 | 200 while requests are accepted, else 503      | none           |
 | GET  /metrics                | Prometheus                                     | none           |
 | GET  /server_info, /loads, … | what routers ask (`router_routes`)             | none           |
@@ -12,7 +15,8 @@
 | POST /admin/flush?tier=…     | drops unpinned pages: device, host or all      | admin key      |
 | …    /admin/storage          | the attached store (`storage_routes`)          | admin key      |
 
-Admin routes need the admin key if one is set, else the API key if one is set.
+Admin routes need the admin key if one is set, else the API key if one is set. A key is a bearer
+token or the header `x-api-key`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from contextlib import aclosing
 from aiohttp import web
 
 from kvtide.engine import RequestError
+from kvtide.server.anthropic.messages_routes import MessagesRoutes
 from kvtide.server.cache_report import cache_report
+from kvtide.server.chat.generation_path import GenerationPath
 from kvtide.server.engine_commands import Flush
 from kvtide.server.error_responses import (
     MAX_BODY_BYTES,
@@ -37,7 +43,13 @@ from kvtide.server.handoff.conventions import KV_TRANSFER
 from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.metrics import Metrics
-from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
+from kvtide.server.request_parsing import (
+    Fields,
+    ModelNotFoundError,
+    ParsedRequest,
+    RequestParser,
+    read_json,
+)
 from kvtide.server.response_formatting import (
     Answer,
     Delta,
@@ -47,15 +59,19 @@ from kvtide.server.response_formatting import (
     ResponseFormatter,
     usage,
 )
+from kvtide.server.responses.responses_routes import ResponsesRoutes
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
 from kvtide.server.storage_routes import StorageRoutes
+from kvtide.server.token_routes import TokenRoutes
 from kvtide.server.tools.output_events import OutputParser
 from kvtide.spec import Tier
 
 SHUTDOWN_S = 1.0
 """Open connections get this long to send their last bytes when the server closes."""
+API_PATHS = ("/v1/", "/tokenize", "/detokenize")
+"""What the API key is for."""
 TIERS = {"device": (Tier.DEVICE,), "host": (Tier.HOST,), "all": (Tier.DEVICE, Tier.HOST)}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,6 +108,10 @@ class App:
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)
         self._routers = RouterRoutes(settings, serving.name, service, handoff.conventions)
+        path = GenerationPath(self.generate, self._parser, serving.engine.cache.memory)
+        self._messages = MessagesRoutes(path)
+        self._responses = ResponsesRoutes(path)
+        self._tokens = TokenRoutes(serving.engine, self._parser)
         self._metrics = Metrics(handoff)
         service.listeners.append(self._metrics.ended)
 
@@ -114,10 +134,14 @@ class App:
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
                 web.get("/v1/models", self._models),
+                web.get("/v1/models/{id:.+}", self._model),
                 web.get("/health", self._health),
                 web.get("/metrics", self._scrape),
                 web.get("/admin/cache", self._cache),
                 web.post("/admin/flush", self._flush),
+                *self._messages.routes(),
+                *self._responses.routes(),
+                *self._tokens.routes(),
                 *self._routers.routes(),
                 *self._storage.routes(),
             ]
@@ -210,8 +234,15 @@ class App:
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "kvtide"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [self._served_model()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        if (name := request.match_info["id"]) != self._name:
+            raise ModelNotFoundError(f"there is no model '{name}' here; use '{self._name}'")
+        return web.json_response(self._served_model())
+
+    def _served_model(self) -> Json:
+        return {"id": self._name, "object": "model", "created": 0, "owned_by": "kvtide"}
 
     # -- health and admin ------------------------------------------------------------------
 
@@ -251,13 +282,12 @@ class App:
 
     @web.middleware
     async def _keys(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        key = self._settings.api_key if request.path.startswith("/v1/") else None
+        key = self._settings.api_key if request.path.startswith(API_PATHS) else None
         if request.path.startswith("/admin/"):
             key = self._settings.admin_key or self._settings.api_key
             if key is None and "Origin" in request.headers:
                 raise web.HTTPForbidden(text="web pages need a server with --admin-key for this")
-        scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
-        if key is not None and (scheme.lower() != "bearer" or not _same(sent.strip(), key)):
+        if key is not None and not any(_same(sent, key) for sent in _sent_keys(request)):
             which = "admin key" if request.path.startswith("/admin/") else "API key"
             raise web.HTTPUnauthorized(
                 text=f"this needs the {which}; send it as Authorization: Bearer KEY"
@@ -266,6 +296,13 @@ class App:
 
 
 # -- streaming --------------------------------------------------------------------------------
+
+
+def _sent_keys(request: web.Request) -> list[str]:
+    """The bearer token and `x-api-key`, as far as a request has them."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [*sent, *request.headers.getall("x-api-key", [])]
 
 
 def _same(sent: str, key: str) -> bool:

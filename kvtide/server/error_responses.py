@@ -1,4 +1,5 @@
 """Errors as OpenAI's API answers them: a status, and `{"error": {message, type, param, code}}`.
+Those of `/v1/messages` have Anthropic's shape (`messages_errors`).
 
 | raised                | status | type                  | code                                    |
 |-----------------------|--------|-----------------------|-----------------------------------------|
@@ -25,6 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from kvtide.engine import RequestError
 from kvtide.models.model_errors import TemplateError
+from kvtide.server.anthropic.messages_errors import is_messages_path, messages_error
 from kvtide.server.request_parsing import ModelNotFoundError
 from kvtide.server.service import OverloadedError, ServiceEndedError
 
@@ -60,28 +62,29 @@ def error_object(
 
 def error_response(request: web.Request, error: Exception) -> web.Response:
     """The response to a request whose handler raised this error."""
+    refuse = _messages_refusal if is_messages_path(request.path) else refusal
     match error:
         case RequestError():
             status = 404 if isinstance(error, ModelNotFoundError) else 400
-            return refusal(status, str(error), error.code, error.param)
+            return refuse(status, str(error), error.code, error.param)
         case TemplateError():
-            return refusal(400, str(error), "invalid_value", "messages")
+            return refuse(400, str(error), "invalid_value", "messages")
         case OverloadedError():
             after = {"Retry-After": str(error.retry_s)}
-            return refusal(429, str(error), "rate_limit_exceeded", headers=after)
+            return refuse(429, str(error), "rate_limit_exceeded", headers=after)
         case ServiceEndedError():
-            return refusal(503, str(error))
+            return refuse(503, str(error))
         case web.HTTPException():
             code, allowed = _HTTP_CODES.get(error.status), _allowed(error)
-            return refusal(error.status, _explained(request, error), code, headers=allowed)
+            return refuse(error.status, _explained(request, error), code, headers=allowed)
         case RecursionError():
-            return refusal(400, "the body is nested too deeply; send less of it")
+            return refuse(400, "the body is nested too deeply; send less of it")
         case web.RequestPayloadError():
-            return refusal(400, f"the body could not be read ({error}); send it as it is")
+            return refuse(400, f"the body could not be read ({error}); send it as it is")
         case ConnectionError():
             return web.Response(status=CLIENT_GONE)
     log.error("%s %s", request.method, request.path, exc_info=error)
-    return refusal(500, "something broke here; the server's log has the details")
+    return refuse(500, "something broke here; the server's log has the details")
 
 
 def refusal(
@@ -93,6 +96,17 @@ def refusal(
 ) -> web.Response:
     body = error_object(status, message, code, param)
     return web.json_response(body, status=status, headers=headers)
+
+
+def _messages_refusal(
+    status: int,
+    message: str,
+    code: str | None = None,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> web.Response:
+    """The same in Anthropic's shape, which has neither codes nor fields at fault."""
+    return web.json_response(messages_error(status, message), status=status, headers=headers)
 
 
 def _explained(request: web.Request, error: web.HTTPException) -> str:

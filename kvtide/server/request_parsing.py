@@ -106,12 +106,7 @@ class RequestParser:
 
     def chat(self, body: Fields) -> ParsedRequest:
         """The body of `/v1/chat/completions`."""
-        self._check(body)
-        if self._tokenizer is None:
-            raise RequestError(
-                "this model came without a tokenizer; send token ids to /v1/completions"
-            )
-        prompt = self._tokenizer.encode_chat(_conversation(body))
+        prompt = self.chat_tokens(body)
         alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
         logprobs = alternatives if body.flag("logprobs") else None
         max_tokens = body.integer("max_completion_tokens", None, 0)
@@ -123,10 +118,23 @@ class RequestParser:
         params = replace(self._common(body, max_tokens, logprobs), tokens=tuple(prompt))
         return self._parsed(body, [params], chat=True, logprobs=logprobs)
 
-    def _check(self, body: Fields) -> None:
+    def chat_tokens(self, body: Fields) -> list[int]:
+        """The prompt of a chat's body, however long it is."""
+        self._check(body)
+        if self._tokenizer is None:
+            raise RequestError(
+                "this model came without a tokenizer; send token ids to /v1/completions"
+            )
+        return self._tokenizer.encode_chat(_conversation(body))
+
+    def check_model(self, body: Fields) -> None:
+        """A body may name the served model only."""
         model = body.text("model", self._name)
         if model != self._name:
             raise ModelNotFoundError(f"there is no model '{model}' here; use '{self._name}'")
+
+    def _check(self, body: Fields) -> None:
+        self.check_model(body)
         for name, remedy in UNSUPPORTED.items():
             if body.get(name):
                 raise RequestError(

@@ -1,0 +1,233 @@
+"""A body of Anthropic's `/v1/messages` → the body of a chat completion.
+
+| Anthropic                             | chat                                                    |
+|---------------------------------------|---------------------------------------------------------|
+| `system`, messages of role system     | messages of role system                                 |
+| blocks text                           | `content`                                               |
+| blocks tool_use                       | `tool_calls`                                            |
+| blocks tool_result                    | messages of role tool                                   |
+| blocks thinking                       | `reasoning_content`; redacted_thinking is left out      |
+| `tools[].input_schema`                | `tools[].function.parameters`                           |
+| `tool_choice` auto, any, tool, none   | auto, required, the function, none                      |
+| `disable_parallel_tool_use`           | `parallel_tool_calls`                                   |
+| `stop_sequences`                      | `stop`                                                  |
+| `output_config.format`                | `response_format`                                       |
+| `thinking`, `output_config.effort`    | `enable_thinking`, `reasoning_effort` of the template   |
+
+`cache_control` may stand anywhere and changes nothing: every whole page is kept. `metadata` and
+hints for Anthropic's own service (`service_tier`, `context_management`, …) are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvtide.engine import RequestError
+from kvtide.server.chat.chat_messages import (
+    PARAGRAPH,
+    ChatMessages,
+    Json,
+    common_fields,
+    with_template_variables,
+)
+from kvtide.server.request_parsing import Fields
+
+_REFUSED = {
+    "container": "leave it out, and run code in tools of your own",
+    "mcp_servers": "connect them in the client, and send their tools",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_body(body: Fields) -> Json:
+    """The chat body of a message request."""
+    if body.get("max_tokens") is None:
+        raise RequestError(
+            "max_tokens is missing; send how many tokens the answer may have",
+            "missing_required_parameter",
+            "max_tokens",
+        )
+    chat = prompt_body(body)
+    chat |= common_fields(dict(body.values))
+    chat["max_tokens"] = body.get("max_tokens")
+    if body.get("stop_sequences"):
+        chat["stop"] = body.get("stop_sequences")
+    return chat
+
+
+def prompt_body(body: Fields) -> Json:
+    """The part of the chat body that makes the prompt: what `count_tokens` counts."""
+    for name, remedy in _REFUSED.items():
+        if body.get(name):
+            raise RequestError(f"{name} is not supported; {remedy}", "unsupported_parameter", name)
+    chat: Json = {"messages": _messages(body)}
+    if body.get("model") is not None:
+        chat["model"] = body.get("model")
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in _objects(body.get("tools"), "tools")]
+        _choose(chat, body.object("tool_choice"))
+    output = body.object("output_config")
+    if form := output.get("format") or body.get("output_format"):
+        chat["response_format"] = _response_format(Fields(form, "output_config.format"))
+    thinking = body.object("thinking").get("type")
+    with_template_variables(
+        chat,
+        body.get("chat_template_kwargs"),
+        enable_thinking=None if thinking is None else thinking != "disabled",
+        reasoning_effort=output.get("effort"),
+    )
+    return chat
+
+
+def _objects(value: object, name: str) -> list[Json]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RequestError(f"{name} is not a list of objects; send one", "invalid_type", name)
+    return value
+
+
+# -- messages ---------------------------------------------------------------------------------
+
+
+def _messages(body: Fields) -> list[Json]:
+    given = body.get("messages")
+    if not given:
+        raise RequestError(
+            "messages is missing; send a list of messages with role and content",
+            "missing_required_parameter",
+            "messages",
+        )
+    chat = ChatMessages()
+    if (system := body.get("system")) is not None and (text := _text(system, "system")):
+        chat.system(text)
+    for message in _objects(given, "messages"):
+        _add(chat, message)
+    if chat.messages[-1]["role"] == "assistant":
+        raise RequestError(
+            "the last message is the assistant's, and beginnings of answers are not supported; "
+            "end with a message of the user",
+            "unsupported_value",
+            "messages",
+        )
+    return chat.messages
+
+
+def _add(chat: ChatMessages, message: Json) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role == "system":
+        chat.system(_text(content, "messages"))
+    elif role not in ("user", "assistant"):
+        raise RequestError(
+            f"a message has the role {_shown(role)}; send user, assistant or system",
+            param="messages",
+        )
+    elif isinstance(content, str):
+        (chat.user if role == "user" else chat.assistant)(content)
+    else:
+        for block in _objects(content, "messages"):
+            (_user_block if role == "user" else _assistant_block)(chat, block)
+
+
+def _user_block(chat: ChatMessages, block: Json) -> None:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            chat.user(text)
+        case {"type": "tool_result", "tool_use_id": str(call_id)}:
+            content = block.get("content")
+            text = "" if content is None else _text(content, "messages")
+            chat.result(call_id, f"Error: {text}" if block.get("is_error") else text)
+        case _:
+            raise _unknown_block(block, "text or tool_result")
+
+
+def _assistant_block(chat: ChatMessages, block: Json) -> None:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            chat.assistant(text)
+        case {"type": "thinking", "thinking": str(text)}:
+            chat.reasoning(text)
+        case {"type": "redacted_thinking"}:
+            pass
+        case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
+            chat.call(call_id, name, json.dumps(given, ensure_ascii=False))
+        case _:
+            raise _unknown_block(block, "text, tool_use or thinking")
+
+
+def _text(content: object, name: str) -> str:
+    """A text, or the text of blocks."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in _objects(content, name):
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise _unknown_block(block, "text")
+        texts.append(block["text"])
+    return PARAGRAPH.join(texts)
+
+
+def _unknown_block(block: Json, wanted: str) -> RequestError:
+    kind = block.get("type")
+    if kind in ("image", "document"):
+        return RequestError(
+            f"content of type {kind} is not supported; send its text in a block of type text",
+            "unsupported_value",
+            "messages",
+        )
+    return RequestError(
+        f"a block of type {_shown(kind)} is unknown here or lacks a field; send {wanted}",
+        "unsupported_value",
+        "messages",
+    )
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+# -- tools ------------------------------------------------------------------------------------
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(
+            f"tools of type {_shown(tool['type'])} are not supported; send tools with name and "
+            "input_schema",
+            "unsupported_value",
+            "tools",
+        )
+    if not isinstance(tool.get("input_schema"), dict):
+        raise RequestError("a tool has no input_schema; send a JSON schema", param="tools")
+    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
+    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choose(chat: Json, choice: Fields) -> None:
+    kind = choice.get("type")
+    if kind == "tool":
+        named = {"name": choice.text("name", "")}
+        chat["tool_choice"] = {"type": "function", "function": named}
+    elif kind in _CHOICES:
+        chat["tool_choice"] = _CHOICES[str(kind)]
+    elif kind is not None:
+        raise RequestError(
+            f"tool_choice has the type {_shown(kind)}; send auto, any, tool or none",
+            param="tool_choice",
+        )
+    if choice.flag("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+
+
+def _response_format(form: Fields) -> Json:
+    if form.get("type") != "json_schema":
+        raise RequestError(
+            f"the output format has the type {_shown(form.get('type'))}; send json_schema",
+            param="output_config",
+        )
+    schema: Any = form.get("schema")
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": schema, "strict": True},
+    }

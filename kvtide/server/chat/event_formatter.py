@@ -1,0 +1,139 @@
+"""A response as typed events: the shape of APIs whose streams name what begins and ends.
+
+A writer turns output events into the API's own and keeps what it has written: the answer in one
+piece is what its events add up to. `EventFormatter` is the `Formatter` of one choice around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvtide.engine import Finish
+from kvtide.server.request_parsing import ParsedRequest
+from kvtide.server.response_formatting import Answer, Delta, Json, server_sent
+from kvtide.server.service import ResponseStream
+from kvtide.server.tools.output_events import OutputEvent, ReasoningDelta
+from kvtide.spec import ModelMemory
+
+_DETAILS = ("cached_tokens_details", "miss_reasons", "storage_fetches", "timing", "speculation")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a prompt and its output.
+
+    cached     of the prompt: read from the cache
+    written    of the prompt: computed, and kept in the cache as whole pages
+    reasoning  of the output
+    details    of the cache, where the request asks for them
+    """
+
+    prompt: int
+    cached: int
+    written: int
+    output: int
+    reasoning: int
+    details: Json
+
+    @property
+    def uncached(self) -> int:
+        """Prompt tokens that were computed and are not kept: those after the last whole page."""
+        return self.prompt - self.cached - self.written
+
+
+class Ending(NamedTuple):
+    """Why an output ended; `stopped` is the stop string that ended it, if one did."""
+
+    finish: Finish
+    stopped: str | None
+    counts: TokenCounts
+
+
+class EventWriter(Protocol):
+    """Writes one output as events, objects that have a `type`, and keeps what it wrote."""
+
+    def opening(self) -> list[Json]:
+        """Before the request is admitted."""
+
+    def started(self, counts: TokenCounts) -> list[Json]:
+        """The prompt is computed."""
+
+    def chunk(self, event: OutputEvent) -> list[Json]:
+        """A piece of the output."""
+
+    def closing(self, ending: Ending) -> list[Json]:
+        """The output is over."""
+
+    def failed(self, status: int, message: str) -> Json:
+        """The service ended before the output did."""
+
+    def whole(self) -> Json:
+        """The answer in one piece, after `closing`."""
+
+
+class EventFormatter:
+    """The `Formatter` of a response with one choice."""
+
+    def __init__(
+        self, parsed: ParsedRequest, answer: Answer, writer: EventWriter, memory: ModelMemory
+    ) -> None:
+        (self._stream,) = answer.streams
+        self._usage: Callable[[], Json] = answer.usage
+        self._writer = writer
+        self._memory = memory
+        self._finish: Finish | None = None
+        self._started = self._thinks = False
+        self._reasoning = 0
+
+    def prompt_delta(self, stream: ResponseStream) -> Delta:
+        return Delta()
+
+    def opening(self, number: int) -> list[Json]:
+        return self._writer.opening()
+
+    def chunk(self, number: int, delta: Delta) -> list[Json]:
+        if delta.events:
+            self._thinks = isinstance(delta.events[-1], ReasoningDelta)
+        self._reasoning += len(delta.sampled) if self._thinks else 0
+        self._finish = delta.finish
+        events = [] if self._started else self._writer.started(self._counts())
+        self._started = True
+        return events + [made for event in delta.events for made in self._writer.chunk(event)]
+
+    def closing(self) -> list[Json]:
+        assert self._finish is not None, "a stream closes after its last update"
+        text = self._stream.request.text
+        stopped = None if text is None else text.stopped
+        return self._writer.closing(Ending(self._finish, stopped, self._counts()))
+
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        self.opening(0)
+        for delta in deltas:
+            self.chunk(0, delta)
+        self.closing()
+        return self._writer.whole()
+
+    def encode(self, chunk: Json) -> bytes:
+        return server_sent(chunk, chunk["type"])
+
+    def ended(self) -> bytes:
+        return b""
+
+    def error(self, status: int, message: str) -> Json:
+        return self._writer.failed(status, message)
+
+    def _counts(self) -> TokenCounts:
+        usage, params = self._usage(), self._stream.request.params
+        prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        page = self._memory.page_tokens
+        kept = 0 if params.alone else (prompt - self._memory.holdback) // page * page
+        return TokenCounts(
+            prompt=prompt,
+            cached=cached,
+            written=max(0, kept - cached),
+            output=usage["completion_tokens"],
+            reasoning=self._reasoning,
+            details={name: usage[name] for name in _DETAILS if name in usage},
+        )

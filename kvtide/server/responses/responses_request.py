@@ -1,0 +1,270 @@
+"""A body of OpenAI's `/v1/responses` → the body of a chat completion.
+
+| Responses                                | chat                                                 |
+|------------------------------------------|------------------------------------------------------|
+| `instructions`, roles system, developer  | messages of role system                              |
+| items message, or without a type         | messages                                             |
+| items function_call                      | `tool_calls`                                         |
+| items function_call_output               | messages of role tool                                |
+| items reasoning                          | `reasoning_content`; encrypted ones are left out     |
+| `previous_response_id`                   | the stored items before this input                   |
+| function `tools`                         | `tools`; tools of other types are ignored with a note|
+| `tool_choice`, `parallel_tool_calls`     | the same                                             |
+| `text.format`                            | `response_format`                                    |
+| `max_output_tokens`                      | `max_completion_tokens`                              |
+| `reasoning.effort`                       | `reasoning_effort` of the template                   |
+
+Hints for OpenAI's own service (`service_tier`, `prompt_cache_key`, `include`, …) are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtide.engine import RequestError
+from kvtide.server.chat.chat_messages import (
+    PARAGRAPH,
+    ChatMessages,
+    Json,
+    common_fields,
+    with_template_variables,
+)
+from kvtide.server.request_parsing import Fields
+
+MAX_METADATA = 16
+MAX_METADATA_TEXT = 512
+
+_REFUSED = {
+    "background": "wait for the response, or stream it",
+    "conversation": "use previous_response_id, or send all items as input",
+    "prompt": "send its text as instructions or input",
+    "top_logprobs": "ask /v1/chat/completions for logprobs",
+}
+_TEXTS = ("input_text", "output_text", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """chat      the chat body
+    items     the input of this turn
+    store     the response is kept for later turns
+    previous  the response that this one continues
+    echoed    fields of the request that the response repeats
+    warnings  what was ignored, in sentences
+    """
+
+    chat: Json
+    items: list[Json]
+    store: bool
+    previous: str | None
+    echoed: Json
+    warnings: list[str]
+
+
+def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> ResponsesRequest:
+    """`chain` gives the items up to a stored response."""
+    _refuse(body)
+    items = _items(body.get("input"))
+    previous = body.text("previous_response_id", "") or None
+    before = [] if previous is None else chain(previous)
+    if before is None:
+        raise RequestError(
+            f"there is no stored response {_shown(previous)}; send all items as input",
+            "previous_response_not_found",
+            "previous_response_id",
+        )
+    chat: Json = common_fields(dict(body.values))
+    chat["messages"] = _messages(body.text("instructions", ""), [*before, *items])
+    for name in ("model", "parallel_tool_calls", "user"):
+        if body.get(name) is not None:
+            chat[name] = body.get(name)
+    if body.get("max_output_tokens") is not None:
+        chat["max_completion_tokens"] = body.integer("max_output_tokens", None, 0)
+    tools, warnings = _tools(body.get("tools"))
+    if tools:
+        chat["tools"] = tools
+    if (choice := body.get("tool_choice")) is not None and (
+        tools or choice not in ("auto", "none")
+    ):
+        chat["tool_choice"] = _tool_choice(choice)
+    if (form := _response_format(body.object("text"))) is not None:
+        chat["response_format"] = form
+    effort = body.object("reasoning").get("effort")
+    with_template_variables(chat, body.get("chat_template_kwargs"), reasoning_effort=effort)
+    store = body.flag("store", default=True)
+    return ResponsesRequest(chat, items, store, previous, _echoed(body), warnings)
+
+
+def _refuse(body: Fields) -> None:
+    for name, remedy in _REFUSED.items():
+        if body.get(name):
+            raise RequestError(f"{name} is not supported; {remedy}", "unsupported_parameter", name)
+    if body.text("truncation", "disabled") != "disabled":
+        raise RequestError(
+            "truncation of long inputs is not supported; send disabled, and a shorter input",
+            "unsupported_value",
+            "truncation",
+        )
+
+
+def _echoed(body: Fields) -> Json:
+    metadata = body.object("metadata").values
+    if len(metadata) > MAX_METADATA or not all(
+        isinstance(value, str) and len(value) <= MAX_METADATA_TEXT for value in metadata.values()
+    ):
+        raise RequestError(
+            f"metadata is not an object of up to {MAX_METADATA} texts of up to "
+            f"{MAX_METADATA_TEXT} characters; send one",
+            param="metadata",
+        )
+    return {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": dict(metadata),
+        "parallel_tool_calls": body.flag("parallel_tool_calls", default=True),
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": None, "summary": None, **body.object("reasoning").values},
+        "temperature": body.number("temperature", 1.0),
+        "text": {"format": {"type": "text"}, **body.object("text").values},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": body.number("top_p", 1.0),
+        "truncation": "disabled",
+    }
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+# -- input ------------------------------------------------------------------------------------
+
+
+def _items(given: object) -> list[Json]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise RequestError(
+            "input is missing; send a text or a list of items",
+            "missing_required_parameter" if given is None else "invalid_type",
+            "input",
+        )
+    if not all(isinstance(item, dict) for item in given):
+        raise RequestError("an item of input is no object; send objects", "invalid_type", "input")
+    return given
+
+
+def _messages(instructions: str, items: list[Json]) -> list[Json]:
+    chat = ChatMessages()
+    if instructions:
+        chat.system(instructions)
+    for item in items:
+        _add(chat, item)
+    return chat.messages
+
+
+def _add(chat: ChatMessages, item: Json) -> None:
+    match item:
+        case {"type": "function_call", "call_id": str(call), "name": str(name)}:
+            chat.call(call, name, _string(item.get("arguments"), "arguments"))
+        case {"type": "function_call_output", "call_id": str(call)}:
+            chat.result(call, _text(item.get("output"), PARAGRAPH))
+        case {"type": "reasoning"}:
+            parts = item.get("content") or []
+            chat.reasoning("".join(_reasoning(part) for part in parts)) if parts else None
+        case {"role": "assistant"}:
+            chat.assistant(_text(item.get("content"), ""))
+        case {"role": "user"}:
+            chat.user(_text(item.get("content"), PARAGRAPH))
+        case {"role": "system" | "developer"}:
+            chat.system(_text(item.get("content"), PARAGRAPH))
+        case _:
+            kind = item.get("type") or f"message with the role {_shown(item.get('role'))}"
+            raise RequestError(
+                f"an item of type {_shown(kind)} is unknown here or lacks a field; send message, "
+                "function_call, function_call_output or reasoning",
+                "unsupported_value",
+                "input",
+            )
+
+
+def _text(content: object, separator: str) -> str:
+    """A text, or the text of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            "an item's content is not text; send a text or parts of type input_text",
+            "invalid_type",
+            "input",
+        )
+    return separator.join(_part(part) for part in content)
+
+
+def _part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind in _TEXTS:
+        return _string(part.get("text"), "text")
+    if isinstance(part, dict) and kind == "refusal":
+        return _string(part.get("refusal"), "refusal")
+    raise RequestError(
+        f"content of type {_shown(kind)} is not supported; send parts of type input_text",
+        "unsupported_value",
+        "input",
+    )
+
+
+def _reasoning(part: object) -> str:
+    return _string(part.get("text") if isinstance(part, dict) else None, "text")
+
+
+def _string(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"an item's {name} is not a text; send one", "invalid_type", "input")
+    return value
+
+
+# -- tools and formats ------------------------------------------------------------------------
+
+
+def _tools(given: object) -> tuple[list[Json], list[str]]:
+    """Function tools as a chat has them, and a sentence for each other type."""
+    if given is None:
+        return [], []
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise RequestError("tools is not a list of objects; send one", "invalid_type", "tools")
+    tools, ignored = [], []
+    for tool in given:
+        if tool.get("type") != "function":
+            ignored.append(_shown(tool.get("type")))
+            continue
+        names = ("name", "description", "parameters", "strict")
+        function = {name: tool[name] for name in names if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
+    return tools, [
+        f"tools of type {kind} are ignored: the model calls functions only"
+        for kind in dict.fromkeys(ignored)
+    ]
+
+
+def _tool_choice(choice: object) -> object:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    raise RequestError(
+        "tool_choice is neither a word nor a function; send auto, none, required, or "
+        '{"type": "function", "name": …}',
+        "unsupported_value",
+        "tool_choice",
+    )
+
+
+def _response_format(text: Fields) -> Json | None:
+    form = text.object("format")
+    if form.get("type") != "json_schema":
+        return dict(form.values) or None
+    schema = {key: value for key, value in form.values.items() if key != "type"}
+    return {"type": "json_schema", "json_schema": schema}

@@ -1,0 +1,85 @@
+"""OpenAI's Responses API.
+
+| route                       | what                                             |
+|-----------------------------|--------------------------------------------------|
+| POST   /v1/responses        | a response, which is stored unless `store` is false |
+| GET    /v1/responses/{id}   | a stored response                                |
+| DELETE /v1/responses/{id}   | forgets it                                       |
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvtide.engine import RequestError
+from kvtide.server.chat.chat_messages import Json
+from kvtide.server.chat.event_formatter import EventFormatter
+from kvtide.server.chat.generation_path import GenerationPath
+from kvtide.server.error_responses import refusal
+from kvtide.server.request_parsing import Fields, ParsedRequest
+from kvtide.server.response_formatting import Answer
+from kvtide.server.responses.response_history import ResponseHistory
+from kvtide.server.responses.responses_request import ResponsesRequest, read_request
+from kvtide.server.responses.responses_response import ResponsesWriter
+
+
+class ResponsesRoutes:
+    """Responses over the one path of generation, and those that are stored."""
+
+    def __init__(self, path: GenerationPath, history: ResponseHistory | None = None) -> None:
+        self._path = path
+        self.history = ResponseHistory() if history is None else history
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/responses", self._create),
+            web.get("/v1/responses/{id}", self._get),
+            web.delete("/v1/responses/{id}", self._delete),
+        ]
+
+    async def _create(self, request: web.Request) -> web.StreamResponse:
+        exchange = _Exchange(self._path, self.history)
+        return await self._path.generate(request, exchange.parse, exchange.formatter)
+
+    async def _get(self, request: web.Request) -> web.Response:
+        if request.query.get("stream", "false") != "false":
+            raise RequestError(
+                "a stored response is not streamed again; leave stream out",
+                "unsupported_parameter",
+                "stream",
+            )
+        response = self.history.get(request.match_info["id"])
+        return _unknown(request) if response is None else web.json_response(response)
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        if not self.history.delete(request.match_info["id"]):
+            return _unknown(request)
+        deleted = {"id": request.match_info["id"], "object": "response", "deleted": True}
+        return web.json_response(deleted)
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, path: GenerationPath, history: ResponseHistory) -> None:
+        self._path = path
+        self._history = history
+        self._asked: ResponsesRequest | None = None
+
+    def parse(self, body: Fields) -> ParsedRequest:
+        self._asked = read_request(body, self._history.chain)
+        return self._path.parser.chat(Fields(self._asked.chat))
+
+    def formatter(self, parsed: ParsedRequest, answer: Answer) -> EventFormatter:
+        assert self._asked is not None, "a body is parsed before it is answered"
+        writer = ResponsesWriter(self._asked, answer.name, self._keep)
+        return EventFormatter(parsed, answer, writer, self._path.memory)
+
+    def _keep(self, response: Json) -> bool:
+        assert self._asked is not None
+        return self._history.put(response, self._asked.items, self._asked.previous)
+
+
+def _unknown(request: web.Request) -> web.Response:
+    shown = request.match_info["id"][:80]
+    return refusal(404, f"there is no stored response {shown}; store it, or send all items again")

@@ -1,0 +1,510 @@
+"""Anthropic's Messages: its own client against this server, and what bodies become."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from kvtide.engine import Finish, RequestError
+from kvtide.server.anthropic.messages_request import chat_body
+from kvtide.server.anthropic.messages_response import MessageWriter
+from kvtide.server.chat.event_formatter import Ending, TokenCounts
+from kvtide.server.request_parsing import Fields
+from kvtide.server.tools.output_events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    OutputEvent,
+    ReasoningDelta,
+    TextDelta,
+)
+from tests.server.serving import PAGE, POSITIONS, InProcess
+from tests.server.talking import Client
+
+MODEL = "tiny-0.1"
+PATH = "/v1/messages"
+
+Connect = Callable[..., anthropic.Anthropic]
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    opened: list[anthropic.Anthropic] = []
+
+    def to(server: InProcess, key: str = "none", **options: Any) -> anthropic.Anthropic:
+        keyed = {"api_key": key, "max_retries": 0, "timeout": 30, **options}
+        opened.append(anthropic.Anthropic(base_url=server.url, **keyed))
+        return opened[-1]
+
+    yield to
+    for client in opened:
+        client.close()
+
+
+@pytest.fixture
+def ai(server: InProcess, connect: Connect) -> anthropic.Anthropic:
+    return connect(server)
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def asked(text: str = "that", *, extra: Json | None = None, **fields: Any) -> Any:
+    """`extra` are fields that the client has no names for; sampling parameters are among them."""
+    body = {"model": MODEL, "max_tokens": 20, "messages": user(text), **fields}
+    return {**body, "extra_body": {"temperature": 0, **(extra or {})}}
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def prompt_tokens(usage: Any) -> int:
+    read, written = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    assert read is not None and written is not None
+    return int(usage.input_tokens + read + written)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def test_a_message_is_what_a_chat_says(client: Client, ai: anthropic.Anthropic) -> None:
+    message = ai.messages.create(**asked(system="the hat"))
+    chat = client.chat({"role": "system", "content": "the hat"}, "that", max_tokens=20,
+                       temperature=0)  # fmt: skip
+    assert text_of(message) == chat["choices"][0]["message"]["content"] != ""
+    assert (message.role, message.type, message.model) == ("assistant", "message", MODEL)
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+    assert prompt_tokens(message.usage) == chat["usage"]["prompt_tokens"]
+    assert message.usage.output_tokens == 20
+
+
+def test_a_stream_adds_up_to_the_message(ai: anthropic.Anthropic) -> None:
+    whole = ai.messages.create(**asked("the cat sat", max_tokens=30))
+    with ai.messages.stream(**asked("the cat sat", max_tokens=30)) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert text_of(streamed) == text_of(whole)
+    assert (streamed.stop_reason, streamed.usage) == (whole.stop_reason, whole.usage)
+    raw = [event for event in events if event != "text"]
+    assert raw[:2] == ["message_start", "content_block_start"]
+    assert raw[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(raw[2:-3]) == {"content_block_delta"}
+
+
+def test_streams_are_named_events(client: Client) -> None:
+    reply = client.post(PATH, {"messages": user("that"), "max_tokens": 2, "stream": True})
+    assert reply.headers["content-type"] == "text/event-stream"
+    lines = reply.body.decode().split("\n\n")
+    assert lines[0].startswith('event: message_start\ndata: {"type":"message_start","message":{')
+    assert lines[-2:] == ['event: message_stop\ndata: {"type":"message_stop"}', ""]
+    assert "[DONE]" not in reply.body.decode()
+
+
+def test_stop_sequences_are_named(ai: anthropic.Anthropic) -> None:
+    whole = text_of(ai.messages.create(**asked(max_tokens=30)))
+    wanted = {"stop_sequences": ["never said", whole[3:5]]}
+    message = ai.messages.create(**asked(max_tokens=30, **wanted))
+    assert text_of(message) == whole[: whole.index(whole[3:5])]
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", whole[3:5])
+    with ai.messages.stream(**asked(max_tokens=30, **wanted)) as stream:
+        streamed = stream.get_final_message()
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", whole[3:5])
+
+
+def test_an_answer_that_ends_by_itself(client: Client, ai: anthropic.Anthropic) -> None:
+    chat = client.chat("that", max_tokens=5, temperature=0, return_token_ids=True)
+    last = chat["choices"][0]["token_ids"][4]
+    message = ai.messages.create(**asked(extra={"stop_token_ids": [last]}))
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+
+
+def test_no_tokens_are_an_empty_message(ai: anthropic.Anthropic) -> None:
+    message = ai.messages.create(**asked(max_tokens=0))
+    assert (message.content, message.stop_reason) == ([], "max_tokens")
+    with ai.messages.stream(**asked(max_tokens=0)) as stream:
+        assert stream.get_final_message().content == []
+
+
+def test_blocks_and_cache_control_change_nothing(ai: anthropic.Anthropic) -> None:
+    marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    plain = ai.messages.create(**asked("the cat\n\nthe hat", system="and\n\nthen"))
+    system = [{"type": "text", "text": "and"}, {"type": "text", "text": "then", **marked}]
+    content = [{"type": "text", "text": "the cat", **marked}, {"type": "text", "text": "the hat"}]
+    blocks = ai.messages.create(
+        **asked(
+            system=system,
+            messages=[{"role": "user", "content": content}],
+            metadata={"user_id": "one"},
+            extra={"top_p": 0.9, "top_k": 5},
+            **marked,
+        )
+    )
+    assert text_of(blocks) == text_of(plain)
+    assert prompt_tokens(blocks.usage) == prompt_tokens(plain.usage)
+
+
+def test_an_asynchronous_client(server: InProcess, ai: anthropic.Anthropic) -> None:
+    async def ask() -> str:
+        async with (
+            anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client,
+            client.messages.stream(**asked("hat")) as stream,
+        ):
+            return "".join([text async for text in stream.text_stream])
+
+    assert asyncio.run(ask()) == text_of(ai.messages.create(**asked("hat")))
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+def test_tokens_are_counted_as_they_are_used(ai: anthropic.Anthropic) -> None:
+    body = {"system": "and then", "messages": user("the cat " * 9)}
+    counted = ai.messages.count_tokens(model=MODEL, **body).input_tokens
+    message = ai.messages.create(**asked(**body))
+    assert counted == prompt_tokens(message.usage)
+    long = ai.messages.count_tokens(model=MODEL, messages=user("the cat " * POSITIONS))
+    assert long.input_tokens > POSITIONS
+
+
+def test_the_cache_is_reported_as_it_is(serve: Any, connect: Connect) -> None:
+    server = serve()
+    ai, text = connect(server), "the cat sat on the mat " * 9
+
+    def use(*more: Any, **extra: Any) -> Any:
+        body = asked(max_tokens=1, messages=[*user(text), *more], extra=extra)
+        return ai.messages.create(**body).usage
+
+    def resident() -> int:
+        (pool,) = server.settled()["tiers"]["device"].values()
+        return int(pool["resident_pages"])
+
+    usage = use()
+    prompt = prompt_tokens(usage)
+    assert prompt % PAGE, "the last tokens of the prompt fill no page"
+    assert usage.cache_read_input_tokens == 0
+    assert usage.cache_creation_input_tokens == prompt // PAGE * PAGE == resident() * PAGE
+    assert usage.input_tokens == prompt % PAGE
+
+    again = use()
+    assert (again.cache_read_input_tokens, again.cache_creation_input_tokens) == (
+        usage.cache_creation_input_tokens,
+        0,
+    )
+    before = resident()
+    turn = use({"role": "assistant", "content": "x"}, *user("and then " * 9))
+    assert turn.cache_read_input_tokens == usage.cache_creation_input_tokens
+    assert turn.cache_creation_input_tokens == (resident() - before) * PAGE > 0
+
+    salted = use(cache_salt="other")
+    assert (salted.cache_read_input_tokens, salted.cache_creation_input_tokens) == (
+        0,
+        usage.cache_creation_input_tokens,
+    )
+    alone = use(recompute=True)
+    assert (alone.input_tokens, alone.cache_read_input_tokens) == (prompt, 0)
+    assert alone.cache_creation_input_tokens == 0
+
+
+def test_details_of_the_cache_are_there_on_demand(ai: anthropic.Anthropic) -> None:
+    extra = {"return_cached_tokens_details": True}
+    usage: Any = ai.messages.create(**asked("the mat " * 20, extra=extra)).usage
+    assert usage.cached_tokens_details.keys() == {"device", "host", "storage"}
+    assert usage.timing["time_to_first_token_ms"] > 0
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def problem(body: Json) -> str:
+    with pytest.raises(RequestError) as caught:
+        chat_body(Fields({"max_tokens": 5, **body}))
+    return str(caught.value)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "messages is missing"),
+        ({"messages": user("a"), "max_tokens": None}, "max_tokens is missing"),
+        ({"messages": "a"}, "messages is not a list of objects"),
+        ({"messages": ["a"]}, "messages is not a list of objects"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "the role robot; send user"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages is not a list of objects"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "type image is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "type tool_use"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "lacks a field"),
+        ({"messages": user("a"), "system": [IMAGE]}, "type image is not supported"),
+        ({"messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "end with a message"),
+        ({"messages": user("a"), "mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"messages": user("a"), "tools": [{"name": "f"}]}, "no input_schema"),
+        ({"messages": user("a"), "tools": [{"type": "web_search_20250305"}]}, "web_search"),
+        (
+            {"messages": user("a"), "tools": [{"name": "f", "input_schema": {}}],
+             "tool_choice": {"type": "some"}},
+            "send auto, any, tool or none",
+        ),
+        ({"messages": user("a"), "output_config": {"format": {"type": "xml"}}}, "json_schema"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused_in_a_sentence(body: Json, words: str) -> None:
+    said = problem(body)
+    assert words in said and len(said) < 200
+
+
+def test_errors_have_the_shape_of_anthropic(ai: anthropic.Anthropic, client: Client) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="temperature is -1") as caught:
+        ai.messages.create(**asked(extra={"temperature": -1}))
+    assert caught.value.body == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": caught.value.body["error"]["message"],
+        },
+    }
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
+        ai.messages.create(**asked(model="claude"))
+    with pytest.raises(anthropic.BadRequestError, match="this engine serves"):
+        ai.messages.create(**asked("a" * 9000, stream=True))
+    for method, path, status, kind in [
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("GET", PATH, 405, "invalid_request_error"),
+        ("POST", PATH, 400, "invalid_request_error"),
+    ]:
+        reply = client.send(method, path, b"{")
+        error = reply.json()
+        assert (reply.status, error["type"], error["error"]["type"]) == (status, "error", kind)
+        assert error["error"].keys() == {"type", "message"}
+    openai = client.get("/v1/messagesque").json()["error"]
+    assert openai["code"] == "unknown_url", "other routes keep OpenAI's shape"
+
+
+def test_both_headers_carry_the_key(serve: Any, connect: Connect) -> None:
+    server = serve(api_key="knock")
+    with pytest.raises(anthropic.AuthenticationError, match="needs the API key") as caught:
+        connect(server, "wrong").messages.create(**asked())
+    assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    assert connect(server, "knock").messages.create(**asked(max_tokens=1))
+    bearer = connect(server, None, auth_token="knock")
+    assert bearer.messages.create(**asked(max_tokens=1))
+    with pytest.raises(anthropic.AuthenticationError):
+        connect(server, None, auth_token="wrong").messages.count_tokens(
+            model=MODEL, messages=user("a")
+        )
+    keyless = Client(server.address, server.port)
+    assert keyless.send("GET", "/admin/cache").status == 401
+    assert keyless.send("GET", "/admin/cache", None, **{"x-api-key": "knock"}).status == 200
+    assert keyless.send("GET", "/v1/models", None, **{"x-api-key": "knock "}).status == 200
+
+
+def test_too_many_requests_are_a_rate_limit(serve: Any, connect: Connect) -> None:
+    server = serve(max_running=1, max_waiting=0)
+    here = server.client.start("/v1/completions", prompt=[5], max_tokens=4000, ignore_eos=True)
+    server.until(lambda report: report["requests"]["running"] == 1)
+    with pytest.raises(anthropic.RateLimitError, match="try again in") as caught:
+        connect(server).messages.create(**asked())
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert caught.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index]
+    leaving = threading.Timer(0.3, here.leave)
+    leaving.start()
+    assert connect(server, max_retries=3).messages.create(**asked(max_tokens=2)).content
+    leaving.join()
+    server.settled()
+
+
+def test_a_stream_that_breaks_raises(
+    serve: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    body = asked(max_tokens=4000, stream=True, extra={"ignore_eos": True})
+    stream = connect(server).messages.create(**body)
+    next(iter(stream))
+
+    def step() -> None:
+        raise RuntimeError("a fault of the test")
+
+    monkeypatch.setattr(server.engine, "step", step)
+    with pytest.raises(anthropic.APIStatusError, match="the engine has stopped"):
+        list(stream)
+    with pytest.raises(anthropic.InternalServerError, match="the engine has stopped") as caught:
+        connect(server).messages.create(**asked())
+    assert caught.value.body["error"]["type"] == "overloaded_error"  # type: ignore[index]
+
+
+# -- bodies ---------------------------------------------------------------------------------------
+
+
+def test_a_tool_loop_becomes_a_chat() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    marked = {"cache_control": {"type": "ephemeral"}}
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    calls = [
+        {"type": "tool_use", "id": f"t{n}", "name": "weather", "input": {"city": city}}
+        for n, city in enumerate(["Köln", "Ulm"])
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t0", "content": "rain", **marked},
+        {"type": "tool_result", "tool_use_id": "t1", "is_error": True,
+         "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "city"}]},
+        {"type": "text", "text": "go on"},
+    ]  # fmt: skip
+    body = {
+        "model": MODEL,
+        "max_tokens": 9,
+        "stop_sequences": ["\n"],
+        "system": "be brief",
+        "messages": [
+            *user("weather?"),
+            {"role": "assistant", "content": [thinking, {"type": "text", "text": "So"}, *calls]},
+            {"role": "user", "content": results},
+            {"role": "user", "content": "please"},
+        ],
+        "tools": [{"name": "weather", "description": "d", "input_schema": schema, **marked}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "session_id": "s",
+    }
+    function = {"name": "weather", "parameters": schema, "description": "d"}
+    made = [
+        {"id": "t0", "type": "function",
+         "function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
+        {"id": "t1", "type": "function",
+         "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}},
+    ]  # fmt: skip
+    assert chat_body(Fields(body)) == {
+        "model": MODEL,
+        "max_tokens": 9,
+        "stop": ["\n"],
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "So", "reasoning_content": "Hm.", "tool_calls": made},
+            {"role": "tool", "tool_call_id": "t0", "content": "rain"},
+            {"role": "tool", "tool_call_id": "t1", "content": "Error: no\n\ncity"},
+            {"role": "user", "content": "go on\n\nplease"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": True},
+        "session_id": "s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+def test_choices_of_tools(given: Json | None, expected: object) -> None:
+    tools = [{"type": "custom", "name": "f", "input_schema": {"type": "object"}}]
+    body = {"max_tokens": 5, "messages": user("a"), "tools": tools, "tool_choice": given}
+    chat = chat_body(Fields(body))
+    assert chat.get("tool_choice") == expected
+    assert "parallel_tool_calls" not in chat
+
+
+def test_variables_of_the_template_come_from_fields_unless_they_are_named() -> None:
+    body = {
+        "max_tokens": 5,
+        "messages": user("a"),
+        "thinking": {"type": "disabled"},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
+        "chat_template_kwargs": {"reasoning_effort": "high"},
+    }
+    chat = chat_body(Fields(body))
+    variables = {"enable_thinking": False, "reasoning_effort": "high"}
+    assert chat["chat_template_kwargs"] == variables
+    assert chat["response_format"]["json_schema"]["schema"] == {}
+
+
+# -- events ---------------------------------------------------------------------------------------
+
+COUNTS = TokenCounts(prompt=50, cached=16, written=32, output=7, reasoning=2, details={})
+
+
+def written(finish: Finish, *events: OutputEvent) -> tuple[list[Json], Json]:
+    writer = MessageWriter("m")
+    made = [*writer.opening(), *writer.started(COUNTS)]
+    made += [one for event in events for one in writer.chunk(event)]
+    made += writer.closing(Ending(finish, None, COUNTS))
+    return made, writer.whole()
+
+
+def test_reasoning_text_and_calls_are_blocks() -> None:
+    events, whole = written(
+        Finish.STOP,
+        ReasoningDelta("H"),
+        ReasoningDelta("m"),
+        TextDelta("So"),
+        CallBegin(0, "c0", "f"),
+        CallArguments(0, '{"a":'),
+        CallArguments(0, " 1}"),
+        CallEnd(0),
+        CallBegin(1, "c1", "g"),
+        CallArguments(1, "{}"),
+        CallEnd(1),
+    )
+    assert whole["content"] == [
+        {"type": "thinking", "thinking": "Hm", "signature": "kvtide"},
+        {"type": "text", "text": "So"},
+        {"type": "tool_use", "id": "c0", "name": "f", "input": {"a": 1}},
+        {"type": "tool_use", "id": "c1", "name": "g", "input": {}},
+    ]
+    assert whole["stop_reason"] == "tool_use"
+    assert whole["usage"] == {
+        "input_tokens": 2,
+        "cache_creation_input_tokens": 32,
+        "cache_read_input_tokens": 16,
+        "output_tokens": 7,
+    }
+    assert [(event["type"], event.get("index")) for event in events] == [
+        ("message_start", None),
+        ("content_block_start", 0),
+        *[("content_block_delta", 0)] * 3,
+        ("content_block_stop", 0),
+        ("content_block_start", 1),
+        ("content_block_delta", 1),
+        ("content_block_stop", 1),
+        ("content_block_start", 2),
+        *[("content_block_delta", 2)] * 2,
+        ("content_block_stop", 2),
+        ("content_block_start", 3),
+        ("content_block_delta", 3),
+        ("content_block_stop", 3),
+        ("message_delta", None),
+        ("message_stop", None),
+    ]
+    started = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert started[0] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert started[2] == {"type": "tool_use", "id": "c0", "name": "f", "input": {}}
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == [
+        "thinking_delta", "thinking_delta", "signature_delta", "text_delta",
+        "input_json_delta", "input_json_delta", "input_json_delta",
+    ]  # fmt: skip
+    assert events[0]["message"]["content"] == []
+
+
+def test_a_call_that_is_cut_has_no_input() -> None:
+    _, whole = written(Finish.LENGTH, CallBegin(0, "c", "f"), CallArguments(0, '{"a'), CallEnd(0))
+    assert whole["content"][0]["input"] == {}
+    assert whole["stop_reason"] == "max_tokens"
