@@ -104,8 +104,8 @@ class RequestParser:
         requests = [replace(scored, tokens=tuple(prompt)) for prompt in prompts]
         return self._parsed(body, requests, chat=False, echo=echo, logprobs=logprobs)
 
-    def chat(self, body: Fields) -> ParsedRequest:
-        """The body of `/v1/chat/completions`."""
+    def chat(self, body: Fields, default_tokens: int = DEFAULT_CHAT_TOKENS) -> ParsedRequest:
+        """The body of `/v1/chat/completions`; without a limit it gets so many tokens."""
         prompt = self.chat_tokens(body)
         alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
         logprobs = alternatives if body.flag("logprobs") else None
@@ -114,7 +114,7 @@ class RequestParser:
             max_tokens = body.integer("max_tokens", None, 0)
         if max_tokens is None:
             available = self._engine.max_sequence_tokens - len(prompt)
-            max_tokens = max(1, min(DEFAULT_CHAT_TOKENS, available))
+            max_tokens = max(1, min(default_tokens, available))
         params = replace(self._common(body, max_tokens, logprobs), tokens=tuple(prompt))
         return self._parsed(body, [params], chat=True, logprobs=logprobs)
 

@@ -404,6 +404,42 @@ def test_a_tool_loop_becomes_a_chat() -> None:
     }
 
 
+def test_what_the_system_says_later_is_part_of_the_users_turn() -> None:
+    """Templates take a system message at the front; clients send more of them later."""
+    body = {
+        "max_tokens": 5,
+        "system": "be brief",
+        "messages": [
+            {"role": "system", "content": "and kind"},
+            *user("hi"),
+            {"role": "system", "content": [{"type": "text", "text": "it rains"}]},
+            {"role": "assistant", "content": "yes"},
+            *user("on"),
+        ],
+    }
+    assert [(m["role"], m["content"]) for m in chat_body(Fields(body))["messages"]] == [
+        ("system", "be brief\n\nand kind"),
+        ("user", "hi\n\n<system-reminder>\nit rains\n</system-reminder>"),
+        ("assistant", "yes"),
+        ("user", "on"),
+    ]
+
+
+def test_tools_that_a_search_found_are_named_in_its_result() -> None:
+    found = [{"type": "tool_reference", "tool_name": "f"}, {"type": "text", "text": "one"}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": found}
+    call = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+    body = {
+        "max_tokens": 5,
+        "messages": [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+    }
+    last = chat_body(Fields(body))["messages"][-1]
+    assert last["content"] == "The tool f is available.\n\none"
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -24,7 +24,7 @@ from kvtide.server.tools.output_events import (
     ReasoningDelta,
     TextDelta,
 )
-from tests.server.serving import PAGE, InProcess
+from tests.server.serving import PAGE, POSITIONS, InProcess
 from tests.server.talking import Client
 
 MODEL = "tiny-0.1"
@@ -139,6 +139,16 @@ def test_unknown_tools_are_ignored_with_a_note(ai: openai.OpenAI) -> None:
     ]
     assert response.output_text == ai.responses.create(**asked()).output_text
     assert not hasattr(ai.responses.create(**asked()), "warnings")
+
+
+def test_a_response_without_a_limit_gets_more_than_a_chat(
+    server: InProcess, ai: openai.OpenAI
+) -> None:
+    body = asked(max_output_tokens=None, stream=True)
+    with ai.responses.create(**body, extra_body={"ignore_eos": True}) as stream:
+        next(event for event in stream if event.type == "response.output_text.delta")
+        (request,) = server.engine.scheduler.running
+        assert request.params.max_tokens == POSITIONS - len(request.params.tokens) > 1024
 
 
 def test_an_asynchronous_client(server: InProcess, ai: openai.OpenAI) -> None:

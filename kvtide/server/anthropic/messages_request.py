@@ -2,7 +2,8 @@
 
 | Anthropic                             | chat                                                    |
 |---------------------------------------|---------------------------------------------------------|
-| `system`, messages of role system     | messages of role system                                 |
+| `system`, role system at the front    | messages of role system                                 |
+| role system later on                  | `<system-reminder>` in the user's message               |
 | blocks text                           | `content`                                               |
 | blocks tool_use                       | `tool_calls`                                            |
 | blocks tool_result                    | messages of role tool                                   |
@@ -24,9 +25,9 @@ import json
 from typing import Any
 
 from kvtide.engine import RequestError
-from kvtide.server.chat.chat_messages import (
+from kvtide.server.chat.chat_turns import (
     PARAGRAPH,
-    ChatMessages,
+    ChatTurns,
     Json,
     common_fields,
     with_template_variables,
@@ -97,7 +98,7 @@ def _messages(body: Fields) -> list[Json]:
             "missing_required_parameter",
             "messages",
         )
-    chat = ChatMessages()
+    chat = ChatTurns()
     if (system := body.get("system")) is not None and (text := _text(system, "system")):
         chat.system(text)
     for message in _objects(given, "messages"):
@@ -112,7 +113,7 @@ def _messages(body: Fields) -> list[Json]:
     return chat.messages
 
 
-def _add(chat: ChatMessages, message: Json) -> None:
+def _add(chat: ChatTurns, message: Json) -> None:
     role, content = message.get("role"), message.get("content")
     if role == "system":
         chat.system(_text(content, "messages"))
@@ -128,19 +129,19 @@ def _add(chat: ChatMessages, message: Json) -> None:
             (_user_block if role == "user" else _assistant_block)(chat, block)
 
 
-def _user_block(chat: ChatMessages, block: Json) -> None:
+def _user_block(chat: ChatTurns, block: Json) -> None:
     match block:
         case {"type": "text", "text": str(text)}:
             chat.user(text)
         case {"type": "tool_result", "tool_use_id": str(call_id)}:
             content = block.get("content")
-            text = "" if content is None else _text(content, "messages")
+            text = "" if content is None else _result(content)
             chat.result(call_id, f"Error: {text}" if block.get("is_error") else text)
         case _:
             raise _unknown_block(block, "text or tool_result")
 
 
-def _assistant_block(chat: ChatMessages, block: Json) -> None:
+def _assistant_block(chat: ChatTurns, block: Json) -> None:
     match block:
         case {"type": "text", "text": str(text)}:
             chat.assistant(text)
@@ -152,6 +153,19 @@ def _assistant_block(chat: ChatMessages, block: Json) -> None:
             chat.call(call_id, name, json.dumps(given, ensure_ascii=False))
         case _:
             raise _unknown_block(block, "text, tool_use or thinking")
+
+
+def _result(content: object) -> str:
+    """The text of a tool's result. A tool that a search has found is in `tools` already."""
+    if isinstance(content, list):
+        found = "The tool {} is available."
+        content = [
+            {"type": "text", "text": found.format(_shown(block.get("tool_name")))}
+            if isinstance(block, dict) and block.get("type") == "tool_reference"
+            else block
+            for block in content
+        ]
+    return _text(content, "messages")
 
 
 def _text(content: object, name: str) -> str:

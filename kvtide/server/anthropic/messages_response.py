@@ -14,7 +14,7 @@ import secrets
 
 from kvtide.engine import Finish
 from kvtide.server.anthropic.messages_errors import messages_error
-from kvtide.server.chat.chat_messages import Json
+from kvtide.server.chat.chat_turns import Json
 from kvtide.server.chat.event_formatter import Ending, TokenCounts
 from kvtide.server.tools.output_events import (
     CallArguments,

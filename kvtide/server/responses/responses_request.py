@@ -3,6 +3,7 @@
 | Responses                                | chat                                                 |
 |------------------------------------------|------------------------------------------------------|
 | `instructions`, roles system, developer  | messages of role system                              |
+| roles system, developer later on         | `<system-reminder>` in the user's message            |
 | items message, or without a type         | messages                                             |
 | items function_call                      | `tool_calls`                                         |
 | items function_call_output               | messages of role tool                                |
@@ -23,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtide.engine import RequestError
-from kvtide.server.chat.chat_messages import (
+from kvtide.server.chat.chat_turns import (
     PARAGRAPH,
-    ChatMessages,
+    ChatTurns,
     Json,
     common_fields,
     with_template_variables,
@@ -157,7 +158,7 @@ def _items(given: object) -> list[Json]:
 
 
 def _messages(instructions: str, items: list[Json]) -> list[Json]:
-    chat = ChatMessages()
+    chat = ChatTurns()
     if instructions:
         chat.system(instructions)
     for item in items:
@@ -165,7 +166,7 @@ def _messages(instructions: str, items: list[Json]) -> list[Json]:
     return chat.messages
 
 
-def _add(chat: ChatMessages, item: Json) -> None:
+def _add(chat: ChatTurns, item: Json) -> None:
     match item:
         case {"type": "function_call", "call_id": str(call), "name": str(name)}:
             chat.call(call, name, _string(item.get("arguments"), "arguments"))

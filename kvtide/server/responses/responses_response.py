@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 
 from kvtide.engine import Finish
-from kvtide.server.chat.chat_messages import Json
+from kvtide.server.chat.chat_turns import Json
 from kvtide.server.chat.event_formatter import Ending, TokenCounts
 from kvtide.server.responses.responses_request import ResponsesRequest
 from kvtide.server.tools.output_events import (

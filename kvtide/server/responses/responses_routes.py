@@ -12,7 +12,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from kvtide.engine import RequestError
-from kvtide.server.chat.chat_messages import Json
+from kvtide.server.chat.chat_turns import Json
 from kvtide.server.chat.event_formatter import EventFormatter
 from kvtide.server.chat.generation_path import GenerationPath
 from kvtide.server.error_responses import refusal
@@ -21,6 +21,9 @@ from kvtide.server.response_formatting import Answer
 from kvtide.server.responses.response_history import ResponseHistory
 from kvtide.server.responses.responses_request import ResponsesRequest, read_request
 from kvtide.server.responses.responses_response import ResponsesWriter
+
+DEFAULT_RESPONSE_TOKENS = 4096
+"""`max_output_tokens` of a request that names none. Agents give up on a response that is cut."""
 
 
 class ResponsesRoutes:
@@ -68,7 +71,7 @@ class _Exchange:
 
     def parse(self, body: Fields) -> ParsedRequest:
         self._asked = read_request(body, self._history.chain)
-        return self._path.parser.chat(Fields(self._asked.chat))
+        return self._path.parser.chat(Fields(self._asked.chat), DEFAULT_RESPONSE_TOKENS)
 
     def formatter(self, parsed: ParsedRequest, answer: Answer) -> EventFormatter:
         assert self._asked is not None, "a body is parsed before it is answered"

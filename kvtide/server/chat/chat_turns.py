@@ -1,8 +1,9 @@
 """Messages of a chat body, built from conversations in another API's shape.
 
 Templates of many models want one system message at the front, and user and assistant in turn. So
-neighbours of one role become one message. Merging looks at neighbours only: a conversation that
-grows keeps the messages it had, and its prefix in the cache.
+neighbours of one role become one message, and what the system says later becomes part of the user's
+turn. Both look at neighbours only: a conversation that grows keeps the messages it had, and its
+prefix in the cache.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ PARAGRAPH = "\n\n"
 """Between texts that a client sends as separate blocks or messages."""
 
 
-class ChatMessages:
+class ChatTurns:
     """`messages` is what a chat body takes."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
 
     def system(self, text: str) -> None:
-        self._speak("system", text)
+        if all(message["role"] == "system" for message in self.messages):
+            self._speak("system", text)
+        else:
+            self.user(f"<system-reminder>\n{text}\n</system-reminder>")
 
     def user(self, text: str) -> None:
         self._speak("user", text)

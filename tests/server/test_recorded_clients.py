@@ -1,0 +1,66 @@
+"""What Claude Code and Codex send: two turns of each, the second with a tool's result.
+
+Recorded from `claude -p "say hi"` (2.1.325) and `codex exec "say hi"` (0.166.0). Long texts are
+cut, ids and paths are replaced. The second turn is the first with the fields that it changes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.serving import PAGE, InProcess
+from tests.server.talking import Client
+
+RECORDED = Path(__file__).parent / "recorded"
+PATHS = {"claude_code": "/v1/messages?beta=true", "codex": "/v1/responses"}
+LAST = {"claude_code": "message_delta", "codex": "response.incomplete"}
+
+Json = dict[str, Any]
+
+
+def turns(client: str) -> list[Json]:
+    recorded = json.loads((RECORDED / f"{client}.json").read_text("utf-8"))
+    first, changed = recorded["first"], recorded["second"]
+    limit = "max_tokens" if client == "claude_code" else "max_output_tokens"
+    return [{**body, limit: 4, "temperature": 0} for body in (first, {**first, **changed})]
+
+
+def streamed(client: Client, path: str, body: Json) -> list[Json]:
+    reply = client.post(path, body)
+    assert reply.status == 200, reply.body
+    lines = reply.body.decode().split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_recorded_turns_are_answered_and_share_their_prefix(
+    server: InProcess, client: Client, name: str
+) -> None:
+    first, second = (streamed(client, PATHS[name], body) for body in turns(name))
+    read, prompt = [], []
+    for events in (first, second):
+        assert LAST[name] in [event["type"] for event in events]
+        (usage,) = (
+            event["usage"] if "usage" in event else event["response"]["usage"]
+            for event in events
+            if event["type"] == LAST[name]
+        )
+        details = usage.get("input_tokens_details", usage)
+        read.append(details.get("cached_tokens", details.get("cache_read_input_tokens")))
+        extra = sum(usage.get(f"cache_{kind}_input_tokens", 0) for kind in ("read", "creation"))
+        prompt.append(usage["input_tokens"] + extra)
+    assert prompt[1] > prompt[0] > 10 * PAGE
+    # All but what asks the assistant to speak.
+    assert read[1] >= (prompt[0] - PAGE) // PAGE * PAGE
+
+
+def test_recordings_have_no_paths_and_no_names_of_machines() -> None:
+    for path in RECORDED.iterdir():
+        text = path.read_text("utf-8")
+        assert len(text) < 40_000
+        for word in ("/work", "/root", "/home/", "Bearer", "sk-", "@users"):
+            assert word not in text.replace("/home/user/.codex", ""), (path.name, word)
