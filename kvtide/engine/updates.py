@@ -33,7 +33,7 @@ def append(request: Request, tokens: Sequence[SampledToken]) -> list[Update]:
 def _appended(request: Request, sampled: SampledToken) -> Update:
     """One more token of output; `finish` says if it is the last."""
     stops, matcher = sampled.token in request.params.stop_ids, request.matcher
-    if matcher is not None and not stops and not matcher.consume(sampled.token):
+    if matcher is not None and (matcher.failed or not (stops or matcher.consume(sampled.token))):
         return _closed(request, Finish.ERROR)
     request.append(sampled)
     if stops:

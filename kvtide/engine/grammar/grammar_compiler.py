@@ -28,10 +28,12 @@ CACHED_BYTES = 1 << 20
 WHITESPACE = r"[ \t\n\r]{1,32}"
 """Between the tokens of JSON. A model that repeats itself would write it without end."""
 _PROBES = 8
+_DEAD_END = "NoExtension"
+"""llguidance's word for a text that no token of the vocabulary continues."""
 _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     initial_lexer_fuel=1_000_000,
-    max_lexer_states=32_768,
+    max_lexer_states=131_072,  # 0.6 KB each; four a character where a text has a longest length.
     step_lexer_fuel=100_000,
     step_max_items=50_000,
     verbose_errors=False,
@@ -105,7 +107,7 @@ class GrammarCompiler:
             after = compiled.start()
             if after.consume_token(token):
                 after.compute_bitmask()
-            if after.is_error():
+            if after.is_error() and not after.get_error().startswith(_DEAD_END):
                 raise _refusal(grammar, _reason(after.get_error()))
         if state.is_error():
             raise _refusal(grammar, _reason(state.get_error()))

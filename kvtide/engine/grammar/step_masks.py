@@ -21,6 +21,7 @@ from kvtide.engine.grammar.token_matcher import TokenMatcher
 from kvtide.engine.sampler import SamplingInput
 
 MAX_THREADS = 8
+_ALL = 2**32 - 1
 
 
 class StepMasks:
@@ -51,19 +52,16 @@ class StepMasks:
         """Of each chunk, (1 + drafts, words)."""
         counts = [1 + len(chunk.drafts) for chunk in chunks]
         firsts = np.cumsum(counts) - counts
-        words = np.full((sum(counts), self._end[0] + 1), 2**32 - 1, np.uint32)
+        words = np.full((sum(counts), self._end[0] + 1), _ALL, np.uint32)
         rows = [
             (matcher, int(first), list(chunk.drafts))
             for chunk, first in zip(chunks, firsts, strict=True)
             if (matcher := chunk.request.matcher) is not None and not matcher.failed
         ]
         self._compute(rows, words)
-        again = [row for row in rows if row[0].state.is_error()]
-        for matcher, *_ in again:
-            matcher.rebuild()
-        self._compute([row for row in again if not row[0].failed], words)
-        for matcher, *_ in again:
-            matcher.failed = matcher.failed or matcher.state.is_error()
+        for matcher, row, _ in rows:
+            if matcher.state.is_error():
+                matcher.failed, words[row] = True, _ALL
         masks = [words[first : first + n] for first, n in zip(firsts, counts, strict=True)]
         for chunk, mask in zip(chunks, masks, strict=True):
             self._allow_stop_ids(mask, chunk.request.params.stop_ids)

@@ -1,8 +1,7 @@
 """How far one request has come in its grammar.
 
-A matcher belongs to its request and stays with it through retraction. It holds states of a lexer
-that are built as tokens are tried, so a long text may exceed their limit. The matcher is then
-built again from the text alone, which needs few of them.
+A matcher belongs to its request and stays with it through retraction. Its lexer builds states as
+tokens are tried: a matcher whose grammar needs too many of them fails, and ends its request.
 """
 
 from __future__ import annotations
@@ -27,25 +26,12 @@ class TokenMatcher:
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self.failed = False
-        self._compiled = compiled
-        self._tokens: list[int] = []
         self.state = compiled.start()
 
     def consume(self, token: int) -> bool:
         """One more token of output; False if the grammar does not allow it."""
-        if self.failed:
-            return False
-        if not self.state.consume_token(token):
-            self.rebuild()
-            self.failed = self.failed or not self.state.consume_token(token)
-        if not self.failed:
-            self._tokens.append(token)
+        self.failed = self.failed or not self.state.consume_token(token)
         return not self.failed
-
-    def rebuild(self) -> None:
-        """Drop lexer states that the text does not need."""
-        self.state = self._compiled.start()
-        self.failed = bool(self._tokens) and not self.state.consume_tokens(self._tokens)
 
     def allowed_run(self, drafts: Sequence[int]) -> int:
         """How many of these drafts the grammar allows, from the first on."""
