@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvtide.cache import TieredCache, TransferError
 from kvtide.engine.chunks import ScheduledChunk
+from kvtide.engine.grammar.grammar_compiler import GrammarCompiler
+from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.handoff.handoffs import HANDOFF_MIN_TOKENS, Handoffs
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.overlap import CurrentStep, Overlap, OverlapState
@@ -37,7 +39,6 @@ from kvtide.engine.runner import Runner, StepOutput, score_prompt
 from kvtide.engine.sampler import (
     SampledToken,
     SamplingBatch,
-    SamplingInput,
     warm_up_sampling,
 )
 from kvtide.engine.scheduler import Scheduler
@@ -89,6 +90,8 @@ class Engine:
         self.vocabulary, self._positions = cache.agreement.all_min(
             [model.vocabulary, model.max_positions]
         )
+        self._grammars = GrammarCompiler(tokenizer, self.vocabulary)
+        self._masks = StepMasks(self.vocabulary)
         self._staging = Staging(cache.config.torch_device)
         has_graphs = cuda_graphs and topology.ranks == 1 and model.uses_kernels
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, has_graphs)
@@ -160,6 +163,7 @@ class Engine:
         if self._speculation is not None:
             self._speculation.warm_up(self.max_sequence_tokens)
         warm_up_sampling(self.vocabulary, self._staging)
+        self._grammars.warm_up()
 
     def submit(self, params: RequestParams) -> Request:
         """Queue a request, or refuse what can never be served."""
@@ -173,6 +177,7 @@ class Engine:
         self.handoffs.check(request)
         if self.tokenizer is not None:
             request.text = OutputText(self.tokenizer.detokenizer(params.tokens), params.stop)
+        request.matcher = self._grammars.matcher(checked)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
         self.handoffs.queued(request)
         self.scheduler.queue(request)
@@ -311,8 +316,7 @@ class Engine:
         firsts = list(accumulate(counts, initial=0))
         logits = output.last(numbers, counts)
         checks = self._look(requests, self._runner.select(logits, firsts[:-1]))
-        inputs = [row for chunk in chunks for row in _sampling_inputs(chunk)]
-        sampling = SamplingBatch(logits, inputs, self._staging)
+        sampling = SamplingBatch(logits, self._masks.sampling_inputs(chunks), self._staging)
         if not self._speculates(requests):
             self._overlap_next(requests, sampling, output)
         elif self.oracle is None and self._speculation is not None:
@@ -478,23 +482,14 @@ class Engine:
             self.cache.keep(request.params.pin, request.prompt, request.params.priority)
 
     def check(self, params: RequestParams) -> CheckedRequest:
-        """Pack the prompt, and raise `RequestError` for what can never be served.
+        """Pack the prompt, compile the grammar, and raise `RequestError` for what can never be
+        served.
 
         Any thread may call it: it reads what is fixed when the engine is made.
         """
         limits = ServedLimits(self.vocabulary, self.max_sequence_tokens, self.tokenizer is not None)
-        return check_request(params, limits)
+        return self._grammars.compiled(check_request(params, limits))
 
 
 def _unnoticed(request: Request) -> None:
     """Without speculation nothing follows a handoff."""
-
-
-def _sampling_inputs(chunk: ScheduledChunk) -> list[SamplingInput]:
-    """Of the row after the chunk's last token, and of a row after every draft."""
-    request, drafts = chunk.request, chunk.drafts
-    sampling, prompt = request.params.sampling, request.params.tokens
-    return [
-        SamplingInput(sampling, prompt, request.tokens, drafts[:count])
-        for count in range(len(drafts) + 1)
-    ]

@@ -14,6 +14,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvtide.cache import Fetch, Lease, Namespace
+from kvtide.engine.grammar.grammar import Grammar
+from kvtide.engine.grammar.token_matcher import CompiledGrammar, TokenMatcher
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.engine.handoff.handoff_state import IncomingHandoff
 from kvtide.engine.sampler import GREEDY, SampledToken, SamplingParams
@@ -47,6 +49,8 @@ class Finish(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """A limit of its grammar was exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class RequestParams:
                the prompt
     session    pins the conversation's prefix until its next turn
     speculate  tokens may be drafted, if the engine speculates
+    grammar    the output is a text of it
     handoff_from  another server prefills the prompt for this one
     handoff_to    the prompt is prefilled for another server
     """
@@ -75,6 +80,7 @@ class RequestParams:
     priority: int = 0
     session: str | None = None
     speculate: bool = True
+    grammar: Grammar | None = None
     handoff_from: HandoffSource | None = None
     handoff_to: HandoffTarget | None = None
 
@@ -91,10 +97,14 @@ class RequestParams:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """Parameters that `Engine.check` has accepted, and the prompt's tokens, packed."""
+    """Parameters that `Engine.check` has accepted, and the prompt's tokens, packed.
+
+    compiled  its grammar; None without one, and on ranks that have yet to compile it
+    """
 
     params: RequestParams
     packed: bytes
+    compiled: CompiledGrammar | None = field(default=None, compare=False)
 
 
 class PrefixOwner(NamedTuple):
@@ -128,6 +138,7 @@ class Request:
     drafts        proposed tokens that the next step verifies; the lease has slots for them
     accepted_drafts, rejected_drafts  of all steps
     verify_steps  steps that verified drafts
+    matcher       how far it has come in its grammar
     handoff       brings pages of its prompt from a prefill server
     is_quiet      no thread reads its pages any more; None where none does
     """
@@ -155,6 +166,7 @@ class Request:
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     verify_steps: int = 0
+    matcher: TokenMatcher | None = None
     handoff: IncomingHandoff | None = None
     is_quiet: Callable[[], bool] | None = None
 
@@ -216,6 +228,16 @@ def check_request(params: RequestParams, limits: ServedLimits) -> CheckedRequest
     packed = _packed(params.tokens, limits.vocabulary)
     if problem := params.sampling.problem():
         raise RequestError(problem)
+    if any(not 0 <= token < limits.vocabulary for token, _ in params.sampling.logit_bias):
+        raise RequestError(
+            f"token ids of logit_bias must lie in 0..{limits.vocabulary - 1}", param="logit_bias"
+        )
+    if params.grammar is not None and not limits.has_tokenizer:
+        raise RequestError(
+            "a format of the output needs a tokenizer, and this model came without one; ask for "
+            "plain text",
+            param="response_format",
+        )
     if params.max_tokens < 0:
         raise RequestError(
             f"max_tokens is {params.max_tokens}; ask for 0 or more", param="max_tokens"

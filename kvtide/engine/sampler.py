@@ -9,6 +9,9 @@ Rows are computed together and independently. The host waits for the device once
 top-k, min-p and top-p needs no order. In others few tokens hold nearly all probability, so only
 `CANDIDATES` are sorted. Where more tokens are left over, the row is sampled again over the whole
 vocabulary, which takes a second round trip.
+
+Penalties, the logit bias and a grammar's mask change what is sampled, in this order. Reported
+log-probabilities are the model's own, before all of these.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.engine.device_kernels import DeviceKernels
+from kvtide.engine.grammar.token_mask import TokenMask, apply_masks
 from kvtide.engine.staging import Staging
 
 COLDEST = 1e-3
@@ -33,6 +37,9 @@ COLDEST = 1e-3
 CANDIDATES = 1024
 """Tokens of a row that are sorted first."""
 
+MAX_BIAS = 100
+"""Enough to force or to ban a token."""
+
 _UNDECIDED = -1
 
 
@@ -40,7 +47,8 @@ _UNDECIDED = -1
 class SamplingParams:
     """The usual parameters. A temperature of 0 is greedy.
 
-    logprobs  how many top tokens are reported beside the sampled one
+    logprobs    how many top tokens are reported beside the sampled one
+    logit_bias  tokens, and what is added to their logits
     """
 
     temperature: float = 0.0
@@ -52,6 +60,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def problem(self) -> str | None:
         """What is out of range, in a sentence; None if nothing is."""
@@ -69,6 +78,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not low <= value <= high:
                 return f"{name} is {value}; use a number from {low:g} to {high:g}"
+        for token, bias in self.logit_bias:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                high = MAX_BIAS
+                return f"logit_bias of token {token} is {bias}; use a number from -{high} to {high}"
         return None
 
 
@@ -88,12 +101,19 @@ class SamplingInput(NamedTuple):
     """What a sample depends on besides the logits: parameters, the prompt, all tokens so far.
 
     drafted  drafts behind `tokens`, which the row follows
+    mask     the tokens that a grammar allows, (words,); None without one
     """
 
     sampling: SamplingParams
     prompt: Sequence[int]
     tokens: Sequence[int]
     drafted: Sequence[int] = ()
+    mask: TokenMask | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """The token is the argmax of the model's own logits."""
+        return self.mask is None and is_greedy(self.sampling)
 
     @property
     def number(self) -> int:
@@ -149,8 +169,10 @@ def sample_all(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledT
 def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
     """Sample once of every kind, which compiles the kernels."""
     kinds = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5))
-    logits = torch.zeros(len(kinds), vocabulary, device=staging.device)
-    SamplingBatch(logits, [SamplingInput(kind, (0,), (0,)) for kind in kinds], staging).read()
+    logits = torch.zeros(2 * len(kinds), vocabulary, device=staging.device)
+    mask = np.full(vocabulary // 32 + 1, 2**32 - 1, np.uint32)
+    inputs = [SamplingInput(kind, (0,), (0,), (), each) for kind in kinds for each in (None, mask)]
+    SamplingBatch(logits, inputs, staging).read()
 
 
 def score(
@@ -172,7 +194,7 @@ def _sampled(
 ) -> Tensor:
     """Facts as of `_greedy` with the sampled token, or `_UNDECIDED`."""
     facts = _greedy(logits, None, staging.kernels)
-    sampled = [row for row, each in enumerate(inputs) if not is_greedy(each.sampling)]
+    sampled = [row for row, each in enumerate(inputs) if not each.is_greedy]
     if sampled:
         rows = staging.indices(sampled)
         tokens = _sampled_tokens(
@@ -184,9 +206,9 @@ def _sampled(
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Greedy, without penalties."""
-    penalised = sampling.presence_penalty or sampling.frequency_penalty
-    return sampling.temperature < COLDEST and not penalised and sampling.repetition_penalty == 1.0
+    """Greedy, without penalties and biases."""
+    changed = sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias
+    return sampling.temperature < COLDEST and not changed and sampling.repetition_penalty == 1.0
 
 
 def _is_limited(sampling: SamplingParams) -> bool:
@@ -271,8 +293,10 @@ COLUMNS = len(Limits._fields)
 def _sampled_tokens(
     logits: Tensor, inputs: Sequence[SamplingInput], candidates: int, staging: Staging
 ) -> Tensor:
-    """The tokens of rows that are not greedy. Applies penalties to `logits` in place."""
+    """The tokens of rows that are not greedy. Changes `logits` in place."""
     _penalise(logits, inputs, staging)
+    _bias(logits, inputs, staging)
+    apply_masks(logits, [each.mask for each in inputs], staging)
     (columns,) = staging.to_device(sampling_columns(inputs, logits.shape[1]))
     limited = [row for row, each in enumerate(inputs) if _is_limited(each.sampling)]
     if not limited:
@@ -367,15 +391,15 @@ def _sample_candidates(
     tokens may be left over.
 
     Keeps the top k and ties with the last of them, then what has at least min_p times the highest
-    probability, then the top p of the rest. Each keeps a leading run of the sorted tokens, so only
-    `more` tells whether tokens beyond the candidates are kept.
+    probability, then the top p of the rest; never a token that is ruled out. Each keeps a leading
+    run of the sorted tokens, so only `more` tells whether tokens beyond the candidates are kept.
     """
     scale, top_k, top_p, min_p, words, _ = limits
     count = values.shape[1]
     maximum = values[:, :1]
     weights = torch.exp((values - maximum) * scale)
     kth = values.gather(1, (top_k.long() - 1).clamp(0, count - 1))
-    kept = ((values >= kth) | (top_k == 0)) & (weights >= min_p)
+    kept = ((values >= kth) | (top_k == 0)) & (weights >= min_p) & (values > -torch.inf)
     more = kept[:, -1:] & (count < vocabulary)
     weights = torch.where(kept, weights, 0.0)
     cumulative = weights.cumsum(1)
@@ -416,6 +440,17 @@ def _penalise(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging)
         factor, cost = table[2:].float()
         found = logits[at]
         logits[at] = torch.where(found > 0, found / factor, found * factor) - cost
+
+
+def _bias(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging) -> None:
+    triples = [
+        (row, token, bias)
+        for row, each in enumerate(inputs)
+        for token, bias in each.sampling.logit_bias
+    ]
+    if triples:
+        (table,) = staging.to_device(np.array(triples, dtype=np.float64).T.copy())
+        logits[tuple(table[:2].long())] += table[2].float()
 
 
 # -- noise -----------------------------------------------------------------------------------

@@ -32,11 +32,14 @@ def append(request: Request, tokens: Sequence[SampledToken]) -> list[Update]:
 
 def _appended(request: Request, sampled: SampledToken) -> Update:
     """One more token of output; `finish` says if it is the last."""
+    stops, matcher = sampled.token in request.params.stop_ids, request.matcher
+    if matcher is not None and (matcher.failed or not (stops or matcher.consume(sampled.token))):
+        return _closed(request, Finish.ERROR)
     request.append(sampled)
-    if sampled.token in request.params.stop_ids:
+    if stops:
         return _closed(request, Finish.STOP, sampled)
     text = request.text.feed(sampled.token) if request.text else ""
-    if request.text and request.text.stopped:
+    if (request.text and request.text.stopped) or (matcher is not None and matcher.complete):
         return _closed(request, Finish.STOP, sampled, text)
     if len(request.output) == request.params.max_tokens:
         return _closed(request, Finish.LENGTH, sampled, text)

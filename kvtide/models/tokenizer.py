@@ -78,6 +78,11 @@ class Tokenizer:
         """Tokens, added ones included."""
         return self._core.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self._spelling.silent
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` frames it as a text that stands alone."""
         # JSON can carry halves of characters, which are no text.

@@ -28,6 +28,7 @@ from kvtide.engine import (
     SamplingParams,
     Update,
 )
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.peer_commands import PEER_COMMANDS
@@ -214,15 +215,21 @@ def _request(values: dict[str, Any]) -> CheckedRequest:
         **{
             **values,
             "tokens": tuple(np.frombuffer(packed, "<i4").tolist()),
-            "sampling": SamplingParams(**values["sampling"]),
+            "sampling": _sampling(values["sampling"]),
             "stop_ids": frozenset(values["stop_ids"]),
             "stop": tuple(values["stop"]),
             "namespace": Namespace(*values["namespace"]),
+            "grammar": None if values["grammar"] is None else Grammar(**values["grammar"]),
             "handoff_from": _optional(HandoffSource, values["handoff_from"]),
             "handoff_to": _optional(HandoffTarget, values["handoff_to"]),
         }
     )
     return CheckedRequest(params, packed)
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    bias = tuple((token, value) for token, value in values["logit_bias"])
+    return SamplingParams(**{**values, "logit_bias": bias})
 
 
 def _optional(kind: Callable[..., T], values: Sequence[object] | None) -> T | None:

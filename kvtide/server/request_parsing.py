@@ -3,8 +3,8 @@
 A prompt is tokenized, packed and checked once, off the engine's thread; its `n` choices share the
 packed tokens. The bodies are those of OpenAI's API, with some fields of our own: `top_k`, `min_p`,
 `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
-`recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`; and those of routers
-(`handoff.conventions`).
+`recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`, `regex`, `choice`
+(`output_format`); and those of routers (`handoff.conventions`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, S
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
+from kvtide.server.output_format import logit_bias, output_grammar
 from kvtide.server.tools.output_events import OutputParser, PlainText
 from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest
 
@@ -34,7 +35,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 UNSUPPORTED = {
     "best_of": "ask for n choices instead",
     "suffix": "put it into the prompt",
-    "logit_bias": "use temperature, top_p or penalties",
     "tools": "describe them in a message",
     "functions": "describe them in a message",
     "audio": "send text",
@@ -140,13 +140,6 @@ class RequestParser:
                 raise RequestError(
                     f"{name} is not supported; {remedy}", "unsupported_parameter", name
                 )
-        form = body.get("response_format")
-        if form is not None and form != {"type": "text"}:
-            raise RequestError(
-                "response_format is not supported; ask for JSON in the prompt",
-                "unsupported_parameter",
-                "response_format",
-            )
 
     def _common(self, body: Fields, max_tokens: int | None, logprobs: int | None) -> RequestParams:
         """All but the tokens."""
@@ -165,6 +158,7 @@ class RequestParser:
             priority=body.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
             session=body.text("session_id", "") or None,
             speculate=body.flag("speculate", default=True),
+            grammar=output_grammar(body.values),
         )
 
     def _sampling(self, body: Fields, logprobs: int) -> SamplingParams:
@@ -180,6 +174,7 @@ class RequestParser:
             frequency_penalty=body.number("frequency_penalty", 0.0),
             repetition_penalty=body.number("repetition_penalty", 1.0),
             logprobs=logprobs,
+            logit_bias=logit_bias(body.values),
         )
 
     def _parsed(self, body: Fields, prompts: Sequence[RequestParams], **form: Any) -> ParsedRequest:

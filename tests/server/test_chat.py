@@ -133,7 +133,7 @@ def test_messages_that_are_none_are_refused(client: Client, messages: Json, word
         {"max_completion_tokens": -1},
         {"chat_template_kwargs": []},
         {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "poem"}},
         {"audio": {}, "modalities": ["audio"]},
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.cache import Namespace
 from kvtide.engine import CheckedRequest, RequestParams, SamplingParams
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.index.keys import pack
 from kvtide.server.engine_commands import (
@@ -26,7 +27,9 @@ from kvtide.server.settings import Settings
 PARAMS = RequestParams(
     tokens=(5, 0, 319),
     max_tokens=7,
-    sampling=SamplingParams(0.1 + 0.2, 0.9, 40, 0.05, 2**62 - 1, 0.5, -0.5, 1.1, 3),
+    sampling=SamplingParams(
+        *(0.1 + 0.2, 0.9, 40, 0.05, 2**62 - 1, 0.5, -0.5, 1.1, 3, ((5, -100.0), (7, 0.5)))
+    ),
     stop_ids=frozenset({4, 2}),
     stop=("é\ud800", '"\n'),
     recompute=True,
@@ -35,6 +38,7 @@ PARAMS = RequestParams(
     priority=-(1 << 40),
     session="mine",
     speculate=False,
+    grammar=Grammar("regex", 'é\n"'),
     handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
     handoff_to=HandoffTarget("another", asked=True),
 )

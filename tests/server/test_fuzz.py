@@ -14,7 +14,8 @@ NAMES = (
     "stream_options", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p", "seed",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids",
     "ignore_eos", "cache_salt", "session_id", "priority", "return_token_ids", "best_of",
-    "return_cached_tokens_details", "chat_template_kwargs", "response_format",
+    "return_cached_tokens_details", "chat_template_kwargs", "response_format", "regex", "choice",
+    "logit_bias", "structured_outputs",
 )  # fmt: skip
 
 numbers = st.one_of(

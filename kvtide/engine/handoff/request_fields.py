@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffTarget
 from kvtide.engine.request import RequestParams
 from kvtide.engine.sampler import SamplingParams
@@ -22,6 +23,8 @@ def request_fields(params: RequestParams) -> dict[str, Any]:
     return {
         "tokens": base64.b64encode(pack(params.tokens)).decode(),
         "sampling": asdict(params.sampling),
+        "grammar": None if params.grammar is None else asdict(params.grammar),
+        "stop_ids": sorted(params.stop_ids),
         "namespace": list(params.namespace),
         "priority": params.priority,
         "speculate": params.speculate,
@@ -43,6 +46,8 @@ def asked_params(room: str, values: dict[str, Any]) -> RequestParams:
             tokens=tuple(np.frombuffer(packed, "<i4").tolist()),
             max_tokens=1,
             sampling=_sampling(values["sampling"]),
+            grammar=_grammar(values["grammar"]),
+            stop_ids=frozenset(int(token) for token in values["stop_ids"]),
             namespace=Namespace(*(str(part) for part in values["namespace"])),
             priority=int(values["priority"]),
             speculate=bool(values["speculate"]),
@@ -54,7 +59,8 @@ def asked_params(room: str, values: dict[str, Any]) -> RequestParams:
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
     """Every value of the type that it has by default; a seed of 64 bits."""
-    found = SamplingParams(**values)
+    bias = tuple((int(token), float(value)) for token, value in values["logit_bias"])
+    found = SamplingParams(**{**values, "logit_bias": bias})
     for each in fields(SamplingParams):
         value, wanted = getattr(found, each.name), type(each.default)
         if type(value) not in (wanted, int):
@@ -62,6 +68,10 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     if not -(2**63) <= found.seed < 2**64:
         raise ValueError(f"seed is {found.seed}")
     return found
+
+
+def _grammar(values: dict[str, Any] | None) -> Grammar | None:
+    return None if values is None else Grammar(str(values["kind"]), str(values["text"]))
 
 
 def for_prefill(params: RequestParams, room: str) -> RequestParams:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtide.cache import Lease, TieredCache
 from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
+from kvtide.engine.grammar.step_masks import cut_drafts
 from kvtide.engine.graphs.graph_capture import GraphCapture
 from kvtide.engine.request import Request
 from kvtide.engine.runner import StepOutput, UnreadTokens
@@ -235,15 +236,21 @@ class Speculation:
         """The chunks with drafts in the place of unread ones."""
         if not self._wishes:
             return list(chunks)
-        drafts, read = self.propose(), list[ScheduledChunk]()
+        drafts, read = self._proposed(), list[ScheduledChunk]()
         for chunk in chunks:
             found = drafts.get(chunk.request, ())[: len(chunk.drafts)]
             assert len(found) == len(chunk.drafts), "a launched row has the drafts it ran on"
             read.append(chunk._replace(drafts=found))
         return read
 
-    def propose(self) -> dict[Request, tuple[int, ...]]:
-        """Give the requests their drafts, unless they were retracted meanwhile."""
+    def propose(self) -> None:
+        """Give the requests their drafts as far as their grammars allow them, unless they were
+        retracted meanwhile."""
+        for request, drafts in self._proposed().items():
+            if request.drafts:
+                request.drafts = cut_drafts(request.matcher, drafts)
+
+    def _proposed(self) -> dict[Request, tuple[int, ...]]:
         wishes, self._wishes = self._wishes, []
         proposed = dict(
             zip((wish.request for wish in wishes), self._drafter.propose(wishes), strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_state import HandoffState
 from kvtide.engine.handoff.messages import (
     Ask,
@@ -121,12 +122,17 @@ def test_what_is_no_message_is_refused(values: Any) -> None:
 
 
 def test_a_request_survives_json() -> None:
-    sampling = SamplingParams(0.7, 0.9, 5, 0.1, 42, 0.5, 0.25, 1.5, 3)
+    sampling = SamplingParams(0.7, 0.9, 5, 0.1, 42, 0.5, 0.25, 1.5, 3, ((4, -1.5),))
     params = RequestParams(
-        (1, 2, 2**31 - 1), 9, sampling, namespace=Namespace("a", "b"), priority=2, speculate=False
+        *((1, 2, 2**31 - 1), 9, sampling, frozenset({7, 2})),
+        namespace=Namespace("a", "b"),
+        priority=2,
+        speculate=False,
+        grammar=Grammar("regex", "[é\n]"),
     )
     back = asked_params("room", json.loads(json.dumps(request_fields(params))))
     assert back.tokens == params.tokens and back.sampling == sampling
+    assert back.grammar == params.grammar and back.stop_ids == params.stop_ids
     assert back.namespace == params.namespace and back.priority == 2 and not back.speculate
     assert back.max_tokens == 1 and back.handoff_to is not None and back.handoff_to.asked
     assert for_prefill(replace(params, max_tokens=0), "room").max_tokens == 0
@@ -148,6 +154,12 @@ def test_a_request_survives_json() -> None:
         {"namespace": ["a", "b", "c"]},
         {"priority": "high"},
         {"priority": [1]},
+        {"sampling": {"logit_bias": {"4": 1}}},
+        {"sampling": {"logit_bias": [[1, "x"]]}},
+        {"grammar": {"kind": "poem", "text": "a"}},
+        {"grammar": {"kind": "regex"}},
+        {"grammar": "a*"},
+        {"stop_ids": 4},
     ],
 )
 def test_a_request_that_is_none_is_refused(wrong: dict[str, Any]) -> None:

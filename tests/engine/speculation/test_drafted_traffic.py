@@ -25,6 +25,7 @@ import pytest
 from kvtide.cache import CacheConfig, FetchPatience, Namespace, Ratio, TieredCache, Tokens
 from kvtide.engine import Engine, Finish, Request, RequestParams, SamplingParams
 from kvtide.engine.chunks import ScheduledChunk
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.oracle import Oracle
 from kvtide.engine.runner import StepOutput
 from kvtide.engine.sampler import is_greedy
@@ -57,6 +58,11 @@ SAMPLERS = (
 
 class Letters:
     """A tokenizer of tokens that are two letters each."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token: int) -> bytes:
+        return _letters(str(token))
 
     def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
         spelling = Spelling(token=str, read=_letters, silent=frozenset())
@@ -192,6 +198,9 @@ class Run:
     def _words(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(3, self.target.vocabulary) for _ in range(count))
 
+    def _grammar(self) -> Grammar | None:
+        return None
+
     def submit(self) -> None:
         """One answer, or several to the same prompt with seeds of their own."""
         rng, most = self.rng, self.engine.max_sequence_tokens
@@ -207,6 +216,7 @@ class Run:
             session=rng.choice((None, None, "a", "b")),
             namespace=rng.choice(NAMESPACES),
             speculate=not self.mixed or rng.random() < 0.6,
+            grammar=self._grammar(),
         )
         sampler = rng.choice(SAMPLERS)
         for _ in range(rng.choice((1, 1, 2, 3))):

@@ -1,0 +1,125 @@
+"""The format that a body asks of its output: `response_format`, or `regex` or `choice`.
+
+Also reads `logit_bias`, which asks for single tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from kvtide.engine import RequestError
+from kvtide.engine.grammar.grammar import Grammar
+from kvtide.engine.sampler import MAX_BIAS
+
+FORMATS = ("response_format", "regex", "choice")
+"""Fields that say what the output may be; a body has one of them at the most."""
+MAX_CHOICE_TEXTS = 10_000
+MAX_BIASED_TOKENS = 1024
+ANY_OBJECT = Grammar("json_schema", '{"type": "object"}')
+
+OTHER_NAMES = {
+    "guided_json": "response_format of type json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "regex, choice or a JSON schema",
+    "guided_decoding_backend": "nothing: there is one",
+    "guided_whitespace_pattern": "nothing: JSON has up to 32 spaces in a row",
+    "structured_outputs": "response_format, regex or choice",
+}
+"""Fields of other servers, and ours in their place."""
+
+
+def output_grammar(body: Mapping[str, object]) -> Grammar | None:
+    """The grammar of the output; None where it is any text."""
+    for name, ours in OTHER_NAMES.items():
+        if body.get(name):
+            raise RequestError(
+                f"{name} is not supported; use {ours}", "unsupported_parameter", name
+            )
+    readers = {"response_format": _response_format, "regex": _regex, "choice": _choice}
+    found = {
+        name: grammar
+        for name, read in readers.items()
+        if (value := body.get(name)) is not None and (grammar := read(value)) is not None
+    }
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise RequestError(f"{names} exclude each other; send one of them", param=[*found][-1])
+    return next(iter(found.values()), None)
+
+
+def _response_format(value: object) -> Grammar | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind == "json_schema" and isinstance(value, dict):
+        return _json_schema(value.get("json_schema"))
+    raise RequestError(
+        "response_format has no type that is known here; send an object with a type of text, "
+        "json_object or json_schema",
+        param="response_format",
+    )
+
+
+def _json_schema(value: object) -> Grammar:
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if not isinstance(schema, dict):
+        raise RequestError(
+            "response_format has no schema; send it as an object in json_schema.schema",
+            param="response_format",
+        )
+    try:
+        return Grammar("json_schema", json.dumps(schema))
+    except RecursionError:
+        raise RequestError(
+            "the JSON schema is nested too deeply; use $ref", param="response_format"
+        ) from None
+
+
+def _regex(value: object) -> Grammar:
+    if not isinstance(value, str) or not value:
+        raise RequestError("regex is no text; send a regular expression", param="regex")
+    return Grammar("regex", value)
+
+
+def _choice(value: object) -> Grammar:
+    texts = value if isinstance(value, list) else []
+    if not 0 < len(texts) <= MAX_CHOICE_TEXTS or not all(isinstance(t, str) and t for t in texts):
+        raise RequestError(
+            f"choice is no list of 1 to {MAX_CHOICE_TEXTS} texts that are not empty; send one",
+            param="choice",
+        )
+    # A terminal: all texts are one regular expression.
+    return Grammar("lark", "start: TEXT\nTEXT: " + " | ".join(json.dumps(t) for t in texts))
+
+
+def logit_bias(body: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
+    """Tokens and what is added to their logits: an object of numbers by token id."""
+    value = body.get("logit_bias")
+    given = {} if value is None else value
+    if not isinstance(given, dict) or len(given) > MAX_BIASED_TOKENS:
+        raise _no_bias()
+    return tuple(sorted((_token(key), _bias(bias)) for key, bias in given.items()))
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise _no_bias()
+    return int(key)
+
+
+def _bias(value: object) -> float:
+    if not isinstance(value, int | float) or type(value) is bool or abs(value) > MAX_BIAS:
+        raise _no_bias()
+    return float(value)
+
+
+def _no_bias() -> RequestError:
+    return RequestError(
+        f"logit_bias is no object of up to {MAX_BIASED_TOKENS} numbers from -{MAX_BIAS} to "
+        f'{MAX_BIAS} by token id; send {{"token id": bias}}',
+        param="logit_bias",
+    )
