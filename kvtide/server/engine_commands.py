@@ -28,6 +28,7 @@ from kvtide.engine import (
     SamplingParams,
     Update,
 )
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.peer_commands import PEER_COMMANDS
@@ -218,6 +219,8 @@ def _request(values: dict[str, Any]) -> CheckedRequest:
             "stop_ids": frozenset(values["stop_ids"]),
             "stop": tuple(values["stop"]),
             "namespace": Namespace(*values["namespace"]),
+            "grammar": None if values["grammar"] is None else Grammar(**values["grammar"]),
+            "keep_special": frozenset(values["keep_special"]),
             "handoff_from": _optional(HandoffSource, values["handoff_from"]),
             "handoff_to": _optional(HandoffTarget, values["handoff_to"]),
         }

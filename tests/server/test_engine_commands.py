@@ -8,6 +8,7 @@ import pytest
 
 from kvtide.cache import Namespace
 from kvtide.engine import CheckedRequest, RequestParams, SamplingParams
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.index.keys import pack
 from kvtide.server.engine_commands import (
@@ -35,6 +36,8 @@ PARAMS = RequestParams(
     priority=-(1 << 40),
     session="mine",
     speculate=False,
+    grammar=Grammar("regex", "ü+\n"),
+    keep_special=frozenset({7, 3}),
     handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
     handoff_to=HandoffTarget("another", asked=True),
 )

@@ -1,0 +1,7 @@
+"""Structured output: a grammar per request, enforced by masks over the vocabulary.
+
+`grammar`           what a request asks for: a JSON schema, a regular expression or a Lark grammar
+`grammar_compiler`  compiles grammars for the engine's tokenizer, off the engine's thread
+`token_matcher`     how far one request has come in its grammar
+`step_masks`        the tokens that each row of a step may sample, computed while the device works
+"""
