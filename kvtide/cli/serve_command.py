@@ -92,6 +92,10 @@ def _print_ready(serving: Serving, seconds: float) -> None:
         for tier in (Tier.DEVICE, Tier.HOST)
     }
     tiers[Tier.DEVICE] += sum(hot.shape.bytes for hot in cache.hardware.hot.values())
+    sentences = (
+        *(serving.storage, serving.speculation, serving.residency),
+        serving.formats.remark,
+    )
     ranks = serving.rank.topology.ranks
     each = f" of each of {ranks} ranks" if ranks > 1 else ""
     print(
@@ -99,7 +103,7 @@ def _print_ready(serving: Serving, seconds: float) -> None:
         f"{format_bytes(tiers[Tier.DEVICE])} on the device "
         f"(sequences of up to {serving.engine.max_sequence_tokens:,} tokens), "
         f"{format_bytes(tiers[Tier.HOST])} on the host{each}; ready after {seconds:.1f} s\n"
-        + "\n".join(filter(None, (serving.storage, serving.speculation, serving.residency))),
+        + "\n".join(filter(None, sentences)),
         file=sys.stderr,
         flush=True,
     )

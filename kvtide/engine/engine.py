@@ -48,7 +48,6 @@ from kvtide.engine.speculation.drafter import Drafter
 from kvtide.engine.speculation.speculation import Speculation, VerifiedChunk
 from kvtide.engine.staging import Staging
 from kvtide.engine.state_check import check_declared_state
-from kvtide.engine.text import OutputText
 from kvtide.engine.updates import Update, append
 from kvtide.index import Prompt
 from kvtide.models import Model
@@ -176,7 +175,7 @@ class Engine:
         request = Request(self._numbers, params, prompt, list(params.tokens))
         self.handoffs.check(request)
         if self.tokenizer is not None:
-            request.text = OutputText(self.tokenizer.detokenizer(params.tokens), params.stop)
+            request.text = params.output_text(self.tokenizer)
         request.matcher = self._grammars.matcher(checked)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
         self.handoffs.queued(request)

@@ -22,6 +22,7 @@ from kvtide.engine.sampler import GREEDY, SampledToken, SamplingParams
 from kvtide.engine.text import OutputText
 from kvtide.index import DEFAULT_NAMESPACE, Prompt, Stop
 from kvtide.index.keys import highest, pack
+from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
 
 
@@ -65,6 +66,7 @@ class RequestParams:
     session    pins the conversation's prefix until its next turn
     speculate  tokens may be drafted, if the engine speculates
     grammar    the output is a text of it
+    keep_special  special tokens that are text in the output: markers, which its parser reads
     handoff_from  another server prefills the prompt for this one
     handoff_to    the prompt is prefilled for another server
     """
@@ -81,6 +83,7 @@ class RequestParams:
     session: str | None = None
     speculate: bool = True
     grammar: Grammar | None = None
+    keep_special: frozenset[int] = frozenset()
     handoff_from: HandoffSource | None = None
     handoff_to: HandoffTarget | None = None
 
@@ -88,6 +91,10 @@ class RequestParams:
     def pin(self) -> str | None:
         """The session's name in the cache: two namespaces never share one."""
         return None if self.session is None else json.dumps([*self.namespace, self.session])
+
+    def output_text(self, tokenizer: Tokenizer) -> OutputText:
+        """The text of an output, before its first token."""
+        return OutputText(tokenizer.detokenizer(self.tokens, self.keep_special), self.stop)
 
     @property
     def alone(self) -> bool:

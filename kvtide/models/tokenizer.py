@@ -36,16 +36,19 @@ class Detokenizer:
     """Text from tokens as they come. What was handed out never changes.
 
     `feed` gives the characters that are complete; `finish` gives what is left, with U+FFFD for
-    bytes that are no character.
+    bytes that are no character. Special tokens are no text, except for those to `keep`.
     """
 
-    def __init__(self, spelling: Spelling, *, drop_space: bool) -> None:
+    def __init__(
+        self, spelling: Spelling, *, drop_space: bool, keep: frozenset[int] = frozenset()
+    ) -> None:
         self._spelling = spelling
+        self._silent = spelling.silent - keep
         self._drop_space = drop_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, ids: Iterable[int]) -> str:
-        silent, spelling = self._spelling.silent, self._spelling
+        silent, spelling = self._silent, self._spelling
         data = b"".join(spelling[i] for i in ids if i not in silent)
         if self._drop_space and data:
             data, self._drop_space = data.removeprefix(b" "), False
@@ -83,6 +86,11 @@ class Tokenizer:
         """Tokens that are no text."""
         return self._spelling.silent
 
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so."""
+        token: int | None = self._core.token_to_id(text)
+        return token if token in self._spelling.silent else None
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` frames it as a text that stands alone."""
         # JSON can carry halves of characters, which are no text.
@@ -95,10 +103,16 @@ class Tokenizer:
         stream = self.detokenizer()
         return stream.feed(ids) + stream.finish()
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
-        """For the text that follows these ids, which are usually a prompt's."""
+    def detokenizer(
+        self, after: Sequence[int] = (), keep: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """For the text that follows these ids, which are usually a prompt's.
+
+        keep  special tokens that are text here
+        """
         begins = not after or after[-1] in self._spelling.silent
-        return Detokenizer(self._spelling, drop_space=begins and self._spelling.leading_space)
+        drop_space = begins and self._spelling.leading_space
+        return Detokenizer(self._spelling, drop_space=drop_space, keep=keep)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, which need not be whole characters."""

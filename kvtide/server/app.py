@@ -104,6 +104,7 @@ class App:
             serving.name,
             seeded=settings.deterministic,
             handoffs=handoff.conventions.read,
+            formats=serving.formats,
         )
         self._service = service
         self._storage = StorageRoutes(service, lambda: self.draining)

@@ -220,6 +220,7 @@ def _request(values: dict[str, Any]) -> CheckedRequest:
             "stop": tuple(values["stop"]),
             "namespace": Namespace(*values["namespace"]),
             "grammar": None if values["grammar"] is None else Grammar(**values["grammar"]),
+            "keep_special": frozenset(values["keep_special"]),
             "handoff_from": _optional(HandoffSource, values["handoff_from"]),
             "handoff_to": _optional(HandoffTarget, values["handoff_to"]),
         }

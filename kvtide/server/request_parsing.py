@@ -21,8 +21,10 @@ from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
 from kvtide.server.output_format import logit_bias, output_grammar
+from kvtide.server.tools.chat_messages import read_messages
 from kvtide.server.tools.output_events import OutputParser, PlainText
-from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest
+from kvtide.server.tools.parser_registry import ChatFormats
+from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest, read_tools
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -35,8 +37,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 UNSUPPORTED = {
     "best_of": "ask for n choices instead",
     "suffix": "put it into the prompt",
-    "tools": "describe them in a message",
-    "functions": "describe them in a message",
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
     "audio": "send text",
     "modalities": "send text",
     "prediction": "leave it out",
@@ -81,14 +83,22 @@ class RequestParser:
 
     seeded    requests without a seed share one
     handoffs  reads what routers say of handoffs, for so many prompts with so many choices each
+    formats   how the model writes calls and reasoning; by its chat template if not given
     """
 
     def __init__(
-        self, engine: Engine, name: str, *, seeded: bool, handoffs: ReadHandoffs | None = None
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        seeded: bool,
+        handoffs: ReadHandoffs | None = None,
+        formats: ChatFormats | None = None,
     ) -> None:
         self._engine = engine
         self._handoffs = handoffs
         self._tokenizer = engine.tokenizer
+        self._formats = formats or ChatFormats(engine.tokenizer, "")
         self._name = name
         self._seeded = seeded
 
@@ -106,7 +116,8 @@ class RequestParser:
 
     def chat(self, body: Fields, default_tokens: int = DEFAULT_CHAT_TOKENS) -> ParsedRequest:
         """The body of `/v1/chat/completions`; without a limit it gets so many tokens."""
-        prompt = self.chat_tokens(body)
+        tools, text = self._rendered(body)
+        prompt = self._encoded(text)
         alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
         logprobs = alternatives if body.flag("logprobs") else None
         max_tokens = body.integer("max_completion_tokens", None, 0)
@@ -115,17 +126,44 @@ class RequestParser:
         if max_tokens is None:
             available = self._engine.max_sequence_tokens - len(prompt)
             max_tokens = max(1, min(default_tokens, available))
-        params = replace(self._common(body, max_tokens, logprobs), tokens=tuple(prompt))
-        return self._parsed(body, [params], chat=True, logprobs=logprobs)
+        common = self._common(body, max_tokens, logprobs)
+        params = replace(
+            common,
+            tokens=tuple(prompt),
+            grammar=self._formats.grammar(tools, text) or common.grammar,
+            keep_special=frozenset(self._formats.special_ids(tools).values()),
+        )
+        return self._parsed(
+            body,
+            [params],
+            chat=True,
+            logprobs=logprobs,
+            tools=tools,
+            new_parser=self._formats.parser_factory(tools, text),
+        )
 
     def chat_tokens(self, body: Fields) -> list[int]:
         """The prompt of a chat's body, however long it is."""
+        _, text = self._rendered(body)
+        return self._encoded(text)
+
+    def _rendered(self, body: Fields) -> tuple[ToolRequest, str]:
+        """The tools of a chat's body, and its prompt as text."""
         self._check(body)
         if self._tokenizer is None:
             raise RequestError(
                 "this model came without a tokenizer; send token ids to /v1/completions"
             )
-        return self._tokenizer.encode_chat(_conversation(body))
+        tools = read_tools(
+            body.get("tools"),
+            body.get("tool_choice"),
+            parallel=body.flag("parallel_tool_calls", default=True),
+        )
+        return tools, self._tokenizer.render(self._formats.prepare(_conversation(body, tools)))
+
+    def _encoded(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special=False)
 
     def check_model(self, body: Fields) -> None:
         """A body may name the served model only."""
@@ -259,45 +297,12 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
     )
 
 
-def _conversation(body: Fields) -> Conversation:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(
-            "messages is missing; send a list of messages with role and content",
-            "missing_required_parameter" if messages is None else "invalid_type",
-            "messages",
-        )
+def _conversation(body: Fields, tools: ToolRequest) -> Conversation:
     options = body.object("chat_template_kwargs")
-    return Conversation([_message(m) for m in messages], variables=dict(options.values))
-
-
-def _message(message: object) -> Mapping[str, object]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            "a message has no role; send objects with role and content",
-            "missing_required_parameter",
-            "messages",
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part) for part in content)
-    if not isinstance(content, str):
-        raise RequestError(
-            "a message's content is not text; send a text or parts of type text",
-            "invalid_type",
-            "messages",
-        )
-    return {**message, "content": content}
-
-
-def _part(part: object) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise RequestError(
-        f"content of type {kind} is not supported; send parts of type text",
-        "unsupported_value",
-        "messages",
+    return Conversation(
+        read_messages(body.get("messages")),
+        tools=[tool.template_form() for tool in tools.tools] or None,
+        variables=dict(options.values),
     )
 
 

@@ -38,6 +38,7 @@ from kvtide.server.setting_values import (
     seconds,
     setting,
 )
+from kvtide.server.tools.parser_registry import PARSERS, REASONING_PARSERS
 from kvtide.spec.residency import Residency
 from kvtide.tiers import TierSize
 from kvtide.transfer.backends import CELLS
@@ -233,6 +234,19 @@ class Settings:
         None, parse_size, "the most that is written to peers, like 2GB; no limit if not given", "B"
     )
 
+    tool_parser: str | None = setting(
+        None,
+        one_of(*PARSERS),
+        "how the model writes calls of tools; by its chat template or family if not given",
+        "P",
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        one_of(*REASONING_PARSERS),
+        "how the model thinks aloud: think, harmony or none; chosen like the tool parser",
+        "P",
+    )
+
     chunk_tokens: int | None = setting(
         None, count(), "the token budget of a step; 512, on a GPU 8192", "N"
     )
@@ -276,6 +290,12 @@ class Settings:
             raise SettingsError(
                 f"--draft {self.draft} is an EAGLE3 draft, and --speculate {self.speculate} drafts "
                 "without one; drop one of them"
+            )
+        parsers = {self.tool_parser, self.reasoning_parser} - {None}
+        if "harmony" in parsers and not parsers <= {"harmony", "none"}:
+            raise SettingsError(
+                "harmony reads calls and reasoning together; give both --tool-parser and "
+                "--reasoning-parser as harmony, or drop one of them"
             )
         if self.ranks > 1 and self.device.startswith("cuda:"):
             raise SettingsError(

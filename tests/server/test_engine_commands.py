@@ -39,6 +39,7 @@ PARAMS = RequestParams(
     session="mine",
     speculate=False,
     grammar=Grammar("regex", 'é\n"'),
+    keep_special=frozenset({7, 3}),
     handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
     handoff_to=HandoffTarget("another", asked=True),
 )

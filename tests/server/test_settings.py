@@ -128,6 +128,8 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "max_waiting": ("0", 0),
     "drain_seconds": ("1.5", 1.5),
     "rank_backend": ("gloo", "gloo"),
+    "tool_parser": ("qwen3_coder", "qwen3_coder"),
+    "reasoning_parser": ("think", "think"),
     "nodes": ("2", 2),
     "node": ("1", 1),
     "rendezvous": ("10.0.0.1:29500", "10.0.0.1:29500"),

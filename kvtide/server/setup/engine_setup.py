@@ -32,8 +32,10 @@ from kvtide.server.setup.speculation_setup import (
     choose_speculation,
     make_drafter,
 )
+from kvtide.server.tools.parser_registry import ChatFormats
 from kvtide.spec import ModelMemory, SpecError
-from kvtide.spec.families import KVDType, declare
+from kvtide.spec.config import Config
+from kvtide.spec.families import KVDType, declare, language_model
 from kvtide.spec.residency import Residency
 from kvtide.storage import StoreError
 from kvtide.tiers import MachineMemory, TierError, TierSize, device_memory, machine_memory
@@ -68,6 +70,7 @@ class Serving:
     storage      the sentence about the attached store
     speculation  the sentence about what drafts tokens
     residency    the sentence about pages on the host, empty where all are resident
+    formats      how the model writes calls and reasoning
     """
 
     rank: EngineRank
@@ -75,6 +78,7 @@ class Serving:
     storage: str
     speculation: str
     residency: str
+    formats: ChatFormats
 
     @property
     def engine(self) -> Engine:
@@ -138,7 +142,16 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
     name = settings.name or (_name(checkpoint) if settings.model else NAME)
     speculation = choice.sentence(draft_tokens)
     rank = EngineRank(engine, topology, handoff=handoff)
-    return Serving(rank, name, storage, speculation, resident.sentence)
+    formats = _formats(settings, checkpoint, engine)
+    return Serving(rank, name, storage, speculation, resident.sentence, formats)
+
+
+def _formats(settings: Settings, checkpoint: Checkpoint, engine: Engine) -> ChatFormats:
+    whole = Config(str(checkpoint.config.get("model_type")), checkpoint.config)
+    model_type = str(language_model(whole).find("model_type"))
+    return ChatFormats(
+        engine.tokenizer, model_type, settings.tool_parser, settings.reasoning_parser
+    )
 
 
 def _agree_on_weights(agreement: Agreement, fingerprint: bytes) -> None:

@@ -121,7 +121,7 @@ def _tool(given: object) -> FunctionTool:
     function = given.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _problem(
-            "a tool has no function with a name; send {type, function: {name, parameters}}",
+            "one of the tools has no function with a name; send {type, function: {name, …}}",
             "missing_required_parameter",
         )
     name, description = function["name"], function.get("description")

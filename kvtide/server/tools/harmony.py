@@ -1,0 +1,118 @@
+"""Harmony, the form of gpt-oss: messages in channels.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
+
+`analysis` is reasoning, `final` and `commentary` are text, and a message to a function is a call. A
+prompt ends with `<|start|>assistant`. The last marker ends the output and is not in its text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from kvtide.server.tools.call_json import JsonText
+from kvtide.server.tools.lark_rules import TEXT, LarkRules, any_of, quoted
+from kvtide.server.tools.marker_parser import MAX_HELD, MarkerParser, OfferedTools, beginning
+from kvtide.server.tools.tool_spec import FunctionTool
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
+SPECIAL = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+_ENDS = (END, CALL, RETURN, START, CHANNEL)
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(MarkerParser):
+    """Text outside of messages is text: a model may not have learned to use channels."""
+
+    MARKERS = (START, CHANNEL, END, CALL, RETURN)
+
+    def __init__(self, offered: OfferedTools) -> None:
+        super().__init__(offered)
+        self._say_piece: Callable[[str], None] = self._out.text
+        self._value: JsonText | None = None
+        self._state = self._first
+
+    def _marked(self, marker: str) -> Callable[[], bool]:
+        return self._header if marker in (START, CHANNEL) else self._in_text
+
+    def _first(self) -> bool:
+        """A recipient may stand before the first channel."""
+        found = self._starts(" to=functions.")
+        if found is None:
+            return False
+        self._state = self._header if found else self._text
+        return True
+
+    def _header(self) -> bool:
+        at = self._rest.find(MESSAGE)
+        if at < 0:
+            return self._broken() if len(self._rest) > MAX_HELD else False
+        header = self._marker + self._rest[:at]
+        self._rest = self._rest[at + len(MESSAGE) :]
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        is_call = recipient is not None and bool(self._out.offered.by_name)
+        if is_call and recipient is not None and self._out.is_name(recipient[1]):
+            self._out.begin(recipient[1])
+            self._value = JsonText()
+            self._say_piece = self._argument
+        elif channel is not None and channel[1] == "analysis":
+            self._say_piece = self._out.reasoning
+        else:
+            self._say_piece = self._out.text
+        self._marker = ""
+        self._state = self._body
+        return True
+
+    def _argument(self, text: str) -> None:
+        """A piece of the arguments; what follows their last bracket is dropped."""
+        assert self._value is not None
+        if not (self._value.done or self._value.broken):
+            self._out.arguments(self._value.feed(text)[0])
+
+    def _body(self) -> bool:
+        found = min((at for end in _ENDS if (at := self._rest.find(end)) >= 0), default=None)
+        if found is None:
+            held = 0 if self._final else beginning(self._rest, _ENDS)
+            self._pass_on(len(self._rest) - held)
+            return False
+        self._pass_on(found)
+        self._out.end()
+        return self._in_text()
+
+    def _pass_on(self, count: int) -> None:
+        self._say_piece(self._rest[:count])
+        self._rest = self._rest[count:]
+
+    def _cut_short(self) -> None:
+        """A header that is cut short says nothing."""
+        if self._state == self._header:
+            self._rest = ""
+
+
+def harmony_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
+    """An optional analysis, and one call: a call ends the output."""
+    return f"{_analysis(rules)} {_call(tools, rules)}"
+
+
+def harmony_auto_grammar(tools: Sequence[FunctionTool], rules: LarkRules) -> str:
+    """The same, or an answer."""
+    said = f"({quoted('final')} | {quoted('commentary')}) {rules.marker(MESSAGE)} {TEXT}"
+    return f"{_analysis(rules)} ({_call(tools, rules)} | {said})"
+
+
+def _call(tools: Sequence[FunctionTool], rules: LarkRules) -> str:
+    named = (
+        f"{quoted(f'commentary to=functions.{tool.name} ')} {rules.marker(CONSTRAIN + 'json')} "
+        f"{rules.marker(MESSAGE)} {rules.arguments(tool)}"
+        for tool in tools
+    )
+    return rules.add("call", any_of(named))
+
+
+def _analysis(rules: LarkRules) -> str:
+    after = rules.marker(START + "assistant" + CHANNEL)
+    return f"({rules.marker('analysis' + MESSAGE)} {rules.text_until(END)} {after})?"

@@ -1,0 +1,119 @@
+"""Mistral's two forms.
+
+[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
+[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtide.server.tools.call_json import CallObject, JsonText
+from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
+from kvtide.server.tools.marker_parser import MAX_HELD, MarkerParser, OfferedTools
+from kvtide.server.tools.tool_spec import FunctionTool
+
+BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser(MarkerParser):
+    MARKERS = (BEGIN,)
+
+    def __init__(self, offered: OfferedTools) -> None:
+        super().__init__(offered)
+        self._object: CallObject | None = None
+        self._value: JsonText | None = None
+
+    def _marked(self, marker: str) -> Callable[[], bool]:
+        return self._opened
+
+    def _opened(self) -> bool:
+        if not self._skip_space():
+            return False
+        if self._rest[0] == "[":
+            self._marker, self._rest = self._marker + "[", self._rest[1:]
+            self._state = self._in_list
+        else:
+            self._state = self._name
+        return True
+
+    # -- a list of objects ------------------------------------------------------------------
+
+    def _in_list(self) -> bool:
+        """Before an object, or at the list's end."""
+        if not self._skip_space():
+            return False
+        if self._rest[0] == "{":
+            self._object, self._state = CallObject(self._out), self._in_object
+            return True
+        if not self._out.calls:
+            return self._broken()
+        if self._rest[0] == ",":
+            self._rest = self._rest[1:]
+            return True
+        self._rest = self._rest.removeprefix("]")
+        return self._in_text()
+
+    def _in_object(self) -> bool:
+        assert self._object is not None
+        self._rest = self._rest[self._object.feed(self._rest) :]
+        if self._object.broken and not self._object.begun:
+            read, self._object = self._object.read, None
+            return self._broken(read)
+        if self._object.broken or self._object.done:
+            self._out.end()
+            self._object, self._state, self._marker = None, self._in_list, ""
+            return True
+        return False
+
+    # -- a name and its arguments -----------------------------------------------------------
+
+    def _name(self) -> bool:
+        at = self._rest.find("{")
+        if at < 0:
+            return self._broken() if len(self._rest) > MAX_HELD else False
+        head = self._rest[:at]
+        name = head.removesuffix(ARGUMENTS).partition(CALL_ID)[0].strip()
+        if not self._out.is_name(name):
+            return self._broken()
+        self._rest = self._rest[at:]
+        self._out.begin(name)
+        self._value, self._state = JsonText(), self._in_arguments
+        return True
+
+    def _in_arguments(self) -> bool:
+        assert self._value is not None
+        piece, end = self._value.feed(self._rest)
+        self._rest = self._rest[end:]
+        self._out.arguments(piece)
+        if self._value.done or self._value.broken:
+            self._out.end()
+            self._value = None
+            return self._in_text()
+        return False
+
+    def _cut_short(self) -> None:
+        if self._object is not None and not self._object.begun:
+            self._out.text(self._marker + self._object.read)
+            return
+        waits = [self._opened, self._name]
+        if self._state in (waits if self._out.calls else [*waits, self._in_list]):
+            self._out.text(self._marker)
+
+
+# -- grammar ----------------------------------------------------------------------------------
+
+
+def mistral_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
+    """The list of objects."""
+    call = rules.add("call", any_of(json_call(tool, rules) for tool in tools))
+    calls = repeated(call, f"{quoted(', ')} {call}", parallel=parallel)
+    return f"{quoted('[')} {calls} {quoted(']')}"
+
+
+def mistral_args_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
+    """Names and their arguments."""
+    arguments = rules.marker(ARGUMENTS)
+    named = (f"{quoted(tool.name)} {arguments} {rules.arguments(tool)}" for tool in tools)
+    call = rules.add("call", any_of(named))
+    return repeated(call, f"{rules.marker(BEGIN)} {call}", parallel=parallel)

@@ -1,0 +1,313 @@
+"""How the served model writes calls and reasoning: formats by name, chosen for a model.
+
+`--tool-parser` names a format. Else the chat template does, by the markers that it writes, and else
+the model's family. A model whose template knows no tools gets them described in Hermes' form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtide.engine import RequestError
+from kvtide.engine.grammar.grammar import Grammar
+from kvtide.models.chat import Conversation
+from kvtide.models.tokenizer import Tokenizer
+from kvtide.models.tool_templates import ToolTemplate
+from kvtide.server.tools import (
+    deepseek_calls,
+    glm,
+    harmony,
+    hermes,
+    llama3,
+    mistral,
+    pythonic,
+    reasoning,
+)
+from kvtide.server.tools.lark_rules import TEXT, LarkRules
+from kvtide.server.tools.marker_parser import OfferedTools, new_call_id, short_call_id
+from kvtide.server.tools.output_events import OutputParser, PlainText
+from kvtide.server.tools.tool_spec import FunctionTool, ToolRequest
+
+NO_REASONING, THINK, HARMONY = "none", "think", "harmony"
+REASONING_PARSERS = (NO_REASONING, THINK, HARMONY)
+
+
+class CallGrammar(Protocol):
+    def __call__(
+        self, tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls.
+
+    parser    reads an output
+    special   markers that may be special tokens, which the output's text must then have
+    trigger   the marker before the first call; empty where a call begins the answer
+    grammar   the expression of all calls, after the trigger
+    evidence  texts that a chat template of this format has
+    plain     without a trigger: the regular expression of answers that are no calls
+    """
+
+    parser: Callable[[OfferedTools], OutputParser]
+    special: tuple[str, ...]
+    trigger: str
+    grammar: CallGrammar
+    evidence: tuple[str, ...]
+    plain: str = ""
+    new_id: Callable[[], str] = new_call_id
+
+
+_HERMES = (hermes.HermesParser, (hermes.BEGIN, hermes.END), hermes.BEGIN)
+_MISTRAL = (
+    mistral.MistralParser,
+    (mistral.BEGIN, mistral.ARGUMENTS, mistral.CALL_ID),
+    mistral.BEGIN,
+)
+_DEEPSEEK = (deepseek_calls.DeepSeekParser, deepseek_calls.SPECIAL)
+_V3 = (*_DEEPSEEK, deepseek_calls.CALLS)
+
+FORMATS: dict[str, ToolFormat] = {
+    "harmony": ToolFormat(
+        harmony.HarmonyParser,
+        harmony.SPECIAL,
+        harmony.CHANNEL,
+        harmony.harmony_grammar,
+        (harmony.CHANNEL,),
+    ),
+    "deepseek_v4": ToolFormat(
+        *(*_DEEPSEEK, f"<{deepseek_calls.DSML}tool_calls>"),
+        deepseek_calls.deepseek_v4_grammar,
+        (deepseek_calls.DSML, "tool_calls>"),
+    ),
+    "deepseek_v32": ToolFormat(
+        *(*_DEEPSEEK, f"<{deepseek_calls.DSML}function_calls>"),
+        deepseek_calls.deepseek_v32_grammar,
+        (deepseek_calls.DSML,),
+    ),
+    "deepseek_v3": ToolFormat(
+        *_V3, deepseek_calls.deepseek_v3_grammar, (deepseek_calls.CALLS, "```json")
+    ),
+    "deepseek_v31": ToolFormat(*_V3, deepseek_calls.deepseek_v31_grammar, (deepseek_calls.CALLS,)),
+    "glm": ToolFormat(
+        glm.GlmParser,
+        (glm.BEGIN, glm.END, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END),
+        glm.BEGIN,
+        glm.glm_grammar,
+        ("<arg_key>",),
+    ),
+    "qwen3_coder": ToolFormat(*_HERMES, hermes.qwen_coder_grammar, (hermes.BEGIN, "<function=")),
+    "hermes": ToolFormat(*_HERMES, hermes.hermes_grammar, (hermes.BEGIN,)),
+    "mistral_args": ToolFormat(
+        *_MISTRAL,
+        mistral.mistral_args_grammar,
+        (mistral.BEGIN, mistral.ARGUMENTS),
+        new_id=short_call_id,
+    ),
+    "mistral": ToolFormat(
+        *_MISTRAL, mistral.mistral_grammar, (mistral.BEGIN,), new_id=short_call_id
+    ),
+    "llama3": ToolFormat(
+        llama3.Llama3Parser,
+        (llama3.BEGIN,),
+        "",
+        llama3.llama3_grammar,
+        ('{"name": function name',),
+        plain=r"[^{\s](.|\n)*",
+    ),
+    "lfm2": ToolFormat(
+        pythonic.PythonicParser,
+        (pythonic.BEGIN, pythonic.END),
+        pythonic.BEGIN,
+        pythonic.pythonic_grammar,
+        (pythonic.BEGIN,),
+    ),
+    "pythonic": ToolFormat(
+        pythonic.PythonicParser,
+        (pythonic.BEGIN, pythonic.END),
+        "",
+        pythonic.bare_grammar,
+        ("tool_code",),
+        plain=r"[^[\s](.|\n)*",
+    ),
+}
+"""In the order in which a template is searched for their evidence."""
+
+FAMILIES: dict[str, str] = {
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
+    "gemma2": "pythonic",
+    "gemma3_text": "pythonic",
+    "glm4_moe_lite": "glm",
+    "glm_moe_dsa": "glm",
+    "gpt_oss": "harmony",
+    "lfm2": "lfm2",
+    "llama": "llama3",
+    "mistral": "mistral",
+    "mixtral": "mistral",
+    "qwen3_5_moe_text": "qwen3_coder",
+    "qwen3_5_text": "qwen3_coder",
+}
+"""By `model_type`; the others speak Hermes' form."""
+THINKING = frozenset(
+    {
+        *("deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe_lite", "glm_moe_dsa"),
+        *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "smollm3"),
+    }
+)
+"""Families that think aloud, whatever their template says."""
+PARSERS = tuple(sorted(FORMATS))
+
+
+class ChatFormats:
+    """The formats of one model.
+
+    tool_parser, reasoning_parser  names of the settings; None to choose them
+    remark                         what an operator should know of the choice, else empty
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model_type: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
+        chat = None if tokenizer is None else tokenizer.chat
+        self._tokenizer = tokenizer
+        self._template = None if chat is None else ToolTemplate(chat)
+        source = "" if chat is None else chat.source
+        knows_tools = self._template is not None and self._template.renders_tools
+        self._describes = self._template is not None and not knows_tools
+        self.tool_parser = tool_parser or _tool_parser(source, model_type, knows_tools=knows_tools)
+        self.reasoning = reasoning_parser or _reasoning_parser(source, model_type)
+        if reasoning_parser is None and tool_parser not in (None, HARMONY):
+            self.reasoning = self.reasoning if self.reasoning != HARMONY else NO_REASONING
+        self._format = FORMATS[self.tool_parser]
+        self._describes &= self._format.grammar is hermes.hermes_grammar
+        self._pair = reasoning.PAIRS["[THINK]" in source]
+
+    @property
+    def remark(self) -> str:
+        if self._template is None or self._template.renders_tools:
+            return ""
+        if self._describes:
+            return "the chat template knows no tools: they are described in Hermes' form"
+        return (
+            f"the chat template knows no tools: --tool-parser {self.tool_parser} reads calls, and "
+            "requests must describe the tools themselves"
+        )
+
+    def prepare(self, conversation: Conversation) -> Conversation:
+        """The conversation as the template takes it."""
+        if self._template is None:
+            return conversation
+        return self._template.prepare(conversation, describe=self._describes)
+
+    def _speaks_harmony(self) -> bool:
+        return self.reasoning == HARMONY or self.tool_parser == "harmony"
+
+    def special_ids(self, request: ToolRequest) -> dict[str, int]:
+        """The ids of markers that are special tokens; an output's text must have them."""
+        texts: Iterable[str] = self._format.special if request.callable else ()
+        if self._speaks_harmony():
+            texts = harmony.SPECIAL
+        elif self.reasoning == THINK:
+            texts = (*texts, *reasoning.MARKERS)
+        if self._tokenizer is None:
+            return {}
+        ids = {text: self._tokenizer.special_id(text) for text in texts}
+        return {text: token for text, token in ids.items() if token is not None}
+
+    def parser_factory(self, request: ToolRequest, prompt: str) -> Callable[[], OutputParser]:
+        """Makes the parser of one output that follows a prompt."""
+        offered = OfferedTools.of(request.callable, self._format.new_id)
+        closing = reasoning.opened_by(prompt)
+
+        def new_parser() -> OutputParser:
+            if self._speaks_harmony():
+                parser: OutputParser = harmony.HarmonyParser(offered)
+                none = self.reasoning == NO_REASONING
+                return reasoning.ReasoningAsText(parser) if none else parser
+            parser = self._format.parser(offered) if request.callable else PlainText()
+            return reasoning.ThinkParser(parser, closing) if self.reasoning == THINK else parser
+
+        return new_parser
+
+    # -- grammar ----------------------------------------------------------------------------
+
+    def grammar(
+        self, request: ToolRequest, prompt: str, content: Grammar | None = None
+    ) -> Grammar | None:
+        """The grammar of an output: of its calls, of its text, or None where it is free.
+
+        content  what the text must be, where the request says so
+        """
+        if not request.callable:
+            return content
+        if not (request.required or request.strict or content is not None):
+            return None
+        rules = LarkRules(self.special_ids(request))
+        if request.required:
+            start = self._calls(request, rules)
+        elif content is not None:
+            start = f"{_embedded(content)} | {self._calls(request, rules)}"
+        else:
+            start = self._free(request, rules)
+        return Grammar("lark", rules.text(f"{self._thought(rules, prompt)} ({start})"))
+
+    def _calls(self, request: ToolRequest, rules: LarkRules) -> str:
+        calls = self._format.grammar(request.callable, rules, parallel=request.parallel)
+        return f"{rules.marker(self._format.trigger)} {calls}" if self._format.trigger else calls
+
+    def _free(self, request: ToolRequest, rules: LarkRules) -> str:
+        """Text, and calls that begin anywhere in it."""
+        if self.tool_parser == "harmony":
+            free = harmony.harmony_auto_grammar(request.callable, rules)
+            return f"{rules.marker(self._format.trigger)} {free}"
+        calls = self._format.grammar(request.callable, rules, parallel=request.parallel)
+        if not self._format.trigger:
+            return f"/{self._format.plain}/ | {calls}"
+        return f"{TEXT} | {rules.text_until(self._format.trigger)} {calls}"
+
+    def _thought(self, rules: LarkRules, prompt: str) -> str:
+        """The reasoning before the answer, which the prompt may have opened."""
+        if self.reasoning != THINK:
+            return ""
+        space = r"/[ \n]{0,3}/"
+        if (closing := reasoning.opened_by(prompt)) is not None:
+            return f"{rules.text_until(closing)} {space}"
+        opening, closing = self._pair
+        return f"({rules.marker(opening)} {rules.text_until(closing)} {space})?"
+
+
+def _embedded(content: Grammar) -> str:
+    if content.kind == "json_schema":
+        return f"%json {content.text}"
+    if content.kind == "regex":
+        return "/" + content.text.replace("/", r"\/") + "/"
+    raise RequestError(
+        "tools and this form of output exclude each other; leave one of them out",
+        "unsupported_parameter",
+        "tools",
+    )
+
+
+def _tool_parser(source: str, model_type: str, *, knows_tools: bool) -> str:
+    if source and not knows_tools:
+        return "hermes"
+    for name, form in FORMATS.items():
+        if source and all(text in source for text in form.evidence):
+            return name
+    return FAMILIES.get(model_type, "hermes")
+
+
+def _reasoning_parser(source: str, model_type: str) -> str:
+    if model_type == "gpt_oss" or harmony.CHANNEL in source:
+        return HARMONY
+    thinks = model_type in THINKING or any(opening in source for opening, _ in reasoning.PAIRS)
+    return THINK if thinks else NO_REASONING

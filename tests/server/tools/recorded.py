@@ -1,0 +1,542 @@
+"""Outputs of models, format by format, and what they mean.
+
+`calls` are names and arguments as text; arguments of complete calls are compared as JSON too.
+"""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtide.server.tools.tool_spec import FunctionTool
+
+WEATHER = FunctionTool(
+    "get_weather",
+    "The weather of a city",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["city"],
+    },
+)
+SEARCH = FunctionTool(
+    "search-files",
+    "",
+    {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string"},
+            "filters": {"type": "object"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "deep": {"type": "boolean"},
+            "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+    },
+)
+NOW = FunctionTool("now", "The time", {"type": "object", "properties": {}})
+TOOLS = (WEATHER, SEARCH, NOW)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """`whole`: every call is complete, so its arguments are JSON."""
+
+    name: str
+    format: str
+    output: str
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+    reasoning: str = ""
+    whole: bool = True
+
+
+PARIS = ("get_weather", '{"city": "Paris", "days": 3}')
+HARD = r'{"query": "a \"{b}\" </tool_call> [c] \\ \u00e9 世界 \n", "filters": {"x": {"y": []}}}'
+
+HERMES = [
+    Recorded(
+        "one call",
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        "</tool_call>",
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "text before, two calls, text after",
+        "hermes",
+        'Let me look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", '
+        '"days": 3}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+        "Done.",
+        "Let me look.\nDone.",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "brackets, quotes and markers in strings",
+        "hermes",
+        '<tool_call>{"name": "search-files", "arguments": ' + HARD + "}</tool_call>",
+        "",
+        (("search-files", HARD),),
+    ),
+    Recorded(
+        "arguments before the name",
+        "hermes",
+        '<tool_call>\n{"arguments": {"city": "Paris", "days": 3}, "name": "get_weather"}\n'
+        "</tool_call>",
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "arguments as a text",
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}'
+        "</tool_call>",
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "no arguments",
+        "hermes",
+        '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": null}'
+        "</tool_call>",
+        "",
+        (("now", "{}"), ("now", "{}")),
+    ),
+    Recorded(
+        "line breaks in a string",
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa\nris\t"}}</tool_call>',
+        "",
+        (("get_weather", '{"city": "Pa\\nris\\t"}'),),
+    ),
+    Recorded(
+        "no end marker",
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}',
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "a bracket is missing",
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}</tool_call> '
+        "so",
+        "so",
+        (PARIS,),
+    ),
+    Recorded(
+        "a bracket too many",
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}}\n'
+        "</tool_call>",
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "cut short in the arguments",
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par',
+        "",
+        (("get_weather", '{"city": "Par'),),
+        whole=False,
+    ),
+    Recorded(
+        "cut short before the arguments",
+        "hermes",
+        'Well: <tool_call>\n{"name": "get_wea',
+        'Well: <tool_call>\n{"name": "get_wea',
+    ),
+    Recorded("cut short in the marker", "hermes", "a <tool_ca", "a <tool_ca"),
+    Recorded(
+        "an unknown function",
+        "hermes",
+        '<tool_call>{"name": "fly", "arguments": {"to": 1}}',
+        "",
+        (("fly", '{"to": 1}'),),
+    ),
+    Recorded(
+        "a name that is none",
+        "hermes",
+        '<tool_call>{"name": "two words", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "two words", "arguments": {}}</tool_call>',
+    ),
+    Recorded(
+        "no JSON, then a call",
+        "hermes",
+        '<tool_call> weather(Paris) <tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        "<tool_call> weather(Paris)",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "wrong brackets",
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {"a": [1}}</tool_call> hm',
+        "hm",
+        (("now", '{"a": [1'),),
+        whole=False,
+    ),
+    Recorded("text alone", "hermes", "  2 < 3 and {4}\n", "  2 < 3 and {4}\n"),
+    Recorded("an empty answer", "hermes", "", ""),
+]
+
+QWEN_CODER = [
+    Recorded(
+        "types from the schema",
+        "qwen3_coder",
+        'I will.\n<tool_call>\n<function=search-files>\n<parameter=query>\nline one\n\nline "two"\n'
+        '</parameter>\n<parameter=filters>\n{"a": [1, 2]}\n</parameter>\n<parameter=deep>\nTrue\n'
+        "</parameter>\n<parameter=limit>\nnull\n</parameter>\n</function>\n</tool_call>",
+        "I will.",
+        (
+            (
+                "search-files",
+                '{"query": "line one\\n\\nline \\"two\\"", "filters": {"a": [1, 2]}, "deep": true, '
+                '"limit": null}',
+            ),
+        ),
+    ),
+    Recorded(
+        "two calls, no parameters, no outer marker",
+        "qwen3_coder",
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<function=get_weather>"
+        "<parameter=city>Paris</parameter><parameter=days>3</parameter></function>",
+        "",
+        (("now", "{}"), PARIS),
+    ),
+    Recorded(
+        "cut short in a text",
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar",
+        "",
+        (("get_weather", '{"city": "Par'),),
+        whole=False,
+    ),
+    Recorded(
+        "ends are missing",
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n",
+        "",
+        (PARIS,),
+    ),
+    Recorded("no name", "qwen3_coder", "<function=>\n<x", "<function=>\n<x"),
+]
+
+LLAMA3 = [
+    Recorded(
+        "a bare object",
+        "llama3",
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "two calls after the marker",
+        "llama3",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; '
+        '{"type": "function", "name": "now", "parameters": {}}',
+        "",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "text before the marker",
+        "llama3",
+        'Sure.<|python_tag|>{"name": "search-files", "parameters": ' + HARD + "}",
+        "Sure.",
+        (("search-files", HARD),),
+    ),
+    Recorded(
+        "an answer of JSON", "llama3", '{"name": "Ann", "age": 3} ', '{"name": "Ann", "age": 3} '
+    ),
+    Recorded("other JSON", "llama3", ' {"a": {"name": "now"}}', ' {"a": {"name": "now"}}'),
+    Recorded("code", "llama3", "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    Recorded(
+        "cut short",
+        "llama3",
+        '{"name": "get_weather", "parameters": {"city": "世',
+        "",
+        (("get_weather", '{"city": "世'),),
+        whole=False,
+    ),
+    Recorded("cut short before the arguments", "llama3", '{"name": "get_wea', '{"name": "get_wea'),
+    Recorded(
+        "text after",
+        "llama3",
+        '{"name": "now", "parameters": {}}\n\nAs you asked.',
+        "As you asked.",
+        (("now", "{}"),),
+    ),
+]
+
+MISTRAL = [
+    Recorded(
+        "a list",
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "now", "arguments": {}, "id": "abcdefghi"}]',
+        "",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "text before, hard strings",
+        "mistral",
+        'Hm.[TOOL_CALLS] [{"name": "search-files", "arguments": ' + HARD + "}]",
+        "Hm.",
+        (("search-files", HARD),),
+    ),
+    Recorded(
+        "names and arguments",
+        "mistral_args",
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now[CALL_ID]'
+        "123456789[ARGS]{}",
+        "",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "without [ARGS]",
+        "mistral_args",
+        '[TOOL_CALLS]get_weather{"city": "Paris", "days": 3}',
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "cut short",
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "d',
+        "",
+        (("get_weather", '{"city": "Paris", "d'),),
+        whole=False,
+    ),
+    Recorded("no list", "mistral", "[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]"),
+    Recorded("a list cut short", "mistral", "a [TOOL_CALLS] [", "a [TOOL_CALLS] ["),
+    Recorded("a name cut short", "mistral_args", "[TOOL_CALLS]get_wea", "[TOOL_CALLS]get_wea"),
+    Recorded("no name", "mistral_args", "[TOOL_CALLS]a b{}", "[TOOL_CALLS]a b{}"),
+]
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_P = "<｜DSML｜parameter"
+DEEPSEEK = [
+    Recorded(
+        "V3",
+        "deepseek_v3",
+        f'I look.{_CALLS}{_CALL}function{_SEP}get_weather\n```json\n{{"city": "Paris", "days": 3}}'
+        f"\n```{_END}\n{_CALL}function{_SEP}now\n```json\n{{}}\n```{_END}{_CALLS_END}",
+        "I look.",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "V3.1",
+        "deepseek_v31",
+        f'{_CALLS}{_CALL}get_weather{_SEP}{{"city": "Paris", "days": 3}}{_END}{_CALL}now{_SEP}{{}}'
+        f"{_END}{_CALLS_END}",
+        "",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "V3.1 without arguments, ends missing",
+        "deepseek_v31",
+        f"{_CALLS}{_CALL}now{_SEP}{_END}{_CALL}search-files{_SEP}{HARD}",
+        "",
+        (("now", "{}"), ("search-files", HARD)),
+    ),
+    Recorded(
+        "V3 cut short",
+        "deepseek_v3",
+        f'{_CALLS}{_CALL}function{_SEP}get_weather\n```json\n{{"city": "Pa',
+        "",
+        (("get_weather", '{"city": "Pa'),),
+        whole=False,
+    ),
+    Recorded(
+        "V3 cut short before the name",
+        "deepseek_v3",
+        f"a {_CALLS}{_CALL}func",
+        f"a {_CALLS}{_CALL}func",
+    ),
+    Recorded("a list of nothing", "deepseek_v31", f"{_CALLS} so", f"{_CALLS} so"),
+    Recorded(
+        "V3.2",
+        "deepseek_v32",
+        'Ok.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        f'{_P} name="city" string="true">Paris</｜DSML｜parameter>\n'
+        f'{_P} name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "Ok.",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "V4, values of all kinds",
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="search-files">\n'
+        f'{_P} name="query" string="true">5 < 6 "世界"\n</｜DSML｜parameter>\n'
+        f'{_P} name="filters" string="false">{{"a": [true, "x"]}}</｜DSML｜parameter>\n'
+        f'{_P} name="limit" string="false">2.5</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "",
+        (
+            (
+                "search-files",
+                '{"query": "5 < 6 \\"世界\\"\\n", "filters": {"a": [true, "x"]}, "limit": 2.5}',
+            ),
+        ),
+    ),
+    Recorded(
+        "V3.2 cut short",
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        f'{_P} name="city" string="true">Par</｜DSML｜para',
+        "",
+        (("get_weather", '{"city": "Par</｜DSML｜para'),),
+        whole=False,
+    ),
+    Recorded(
+        "V3.2 without a name",
+        "deepseek_v32",
+        "<｜DSML｜function_calls>\n<｜DSML｜invoke>x",
+        "<｜DSML｜function_calls>\n<｜DSML｜invoke>x",
+    ),
+]
+
+HARMONY = [
+    Recorded(
+        "analysis and answer",
+        "harmony",
+        "<|channel|>analysis<|message|>They greet.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Hello <b>!",
+        "Hello <b>!",
+        reasoning="They greet.",
+    ),
+    Recorded(
+        "a call",
+        "harmony",
+        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}',
+        "",
+        (PARIS,),
+        reasoning="Need weather.",
+    ),
+    Recorded(
+        "a preamble, the recipient first, the last marker",
+        "harmony",
+        "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant to=functions."
+        "search-files<|channel|>commentary json<|message|>" + HARD + "<|call|>",
+        "I look it up.",
+        (("search-files", HARD),),
+    ),
+    Recorded(
+        "the recipient at once",
+        "harmony",
+        " to=functions.now<|channel|>commentary<|message|>{}<|call|>",
+        "",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "cut short in a header",
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|chan",
+        "",
+        reasoning="Hm.",
+    ),
+    Recorded(
+        "cut short in the arguments",
+        "harmony",
+        '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Pa',
+        "",
+        (("get_weather", '{"city": "Pa'),),
+        whole=False,
+    ),
+    Recorded("no channels", "harmony", " to be or <|not|>", " to be or <|not|>"),
+]
+
+GLM = [
+    Recorded(
+        "types from the schema",
+        "glm",
+        "Sure.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "Sure.",
+        (PARIS,),
+    ),
+    Recorded(
+        "no line breaks, two calls",
+        "glm",
+        "<tool_call>search-files<arg_key>query</arg_key><arg_value>12</arg_value><arg_key>tags</arg_key>"
+        '<arg_value>["a", "<b>"]</arg_value><arg_key>deep</arg_key><arg_value>false</arg_value>'
+        "</tool_call><tool_call>now</tool_call>",
+        "",
+        (("search-files", '{"query": "12", "tags": ["a", "<b>"], "deep": false}'), ("now", "{}")),
+    ),
+    Recorded(
+        "an unknown argument, a value of the wrong type",
+        "glm",
+        "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>many</arg_value>\n"
+        "<arg_key>x</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+        "",
+        (("get_weather", '{"days": "many", "x": [1]}'),),
+    ),
+    Recorded(
+        "cut short",
+        "glm",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa",
+        "",
+        (("get_weather", '{"city": "Pa'),),
+        whole=False,
+    ),
+    Recorded("the end is missing", "glm", "<tool_call>now\n", "", (("now", "{}"),)),
+    Recorded("no name", "glm", "<tool_call>two words\n", "<tool_call>two words\n"),
+]
+
+PYTHONIC = [
+    Recorded(
+        "a bare list",
+        "pythonic",
+        '[get_weather(city="Paris", days=3), now()]',
+        "",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "markers, literals, strings with brackets",
+        "lfm2",
+        "Ok <|tool_call_start|>[search-files(query='a \\'(b)\\' \"[', filters={'x': [None, -1.5]}, "
+        'deep=True, tags=("é", """t"""))]<|tool_call_end|> done',
+        "Ok done",
+        (
+            (
+                "search-files",
+                '{"query": "a \'(b)\' \\"[", "filters": {"x": [null, -1.5]}, "deep": true, '
+                '"tags": ["é", "t"]}',
+            ),
+        ),
+    ),
+    Recorded(
+        "a fence",
+        "pythonic",
+        'I look.\n```tool_code\nprint(get_weather("Paris", days=3))\nnow()\n```\n',
+        "I look.",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded("a list that is none", "pythonic", "[1, 2, 3]", "[1, 2, 3]"),
+    Recorded("an unknown function", "pythonic", "[fly(to=1)]", "[fly(to=1)]"),
+    Recorded(
+        "code that is no literal",
+        "pythonic",
+        "[get_weather(city=open('/etc/passwd').read())]",
+        "[get_weather(city=open('/etc/passwd').read())]",
+    ),
+    Recorded(
+        "a fence with more than calls",
+        "pythonic",
+        "```tool_code\nimport os\nnow()\n```",
+        "```tool_code\nimport os\nnow()\n```",
+    ),
+    Recorded("cut short", "pythonic", '[get_weather(city="Par', '[get_weather(city="Par'),
+    Recorded("the end is missing", "lfm2", "<|tool_call_start|>[now()", "", (("now", "{}"),)),
+]
+
+ALL = [*HERMES, *QWEN_CODER, *LLAMA3, *MISTRAL, *DEEPSEEK, *HARMONY, *GLM, *PYTHONIC]
