@@ -320,7 +320,7 @@ async def _collected(formatter: Formatter, stream: ResponseStream, parser: Outpu
     choice = formatter.prompt_delta(stream)
     choice.text += generated.text
     choice.events, choice.sampled = generated.events, generated.sampled
-    choice.finish = generated.finish
+    choice.reasoning, choice.finish = generated.reasoning, generated.finish
     return choice
 
 

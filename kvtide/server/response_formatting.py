@@ -37,20 +37,25 @@ Json = dict[str, Any]
 class Delta:
     """A piece of a choice: sampled tokens, the events of their text, and with `echo` the prompt.
 
-    text    the generated text as it is
-    scored  the prompt's tokens with their log-probabilities
+    text       the generated text as it is
+    reasoning  how many of the tokens gave reasoning
+    scored     the prompt's tokens with their log-probabilities
     """
 
     text: str = ""
     events: list[OutputEvent] = field(default_factory=list)
     sampled: list[SampledToken] = field(default_factory=list)
+    reasoning: int = 0
     scored: list[SampledToken] = field(default_factory=list)
     prompt: tuple[int, ...] = ()
     finish: Finish | None = None
 
     def add(self, update: Update, parser: OutputParser) -> None:
         self.text += update.text
-        self.events += parser.feed(update.text)
+        found = parser.feed(update.text)
+        self.events += found
+        thinks = any(isinstance(event, ReasoningDelta) for event in found)
+        self.reasoning += thinks and update.sampled is not None
         self.sampled += [update.sampled] if update.sampled else []
         self.finish = update.finish
         if update.finish is not None:

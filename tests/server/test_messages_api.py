@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,6 +163,108 @@ def test_an_asynchronous_client(server: InProcess, ai: anthropic.Anthropic) -> N
             return "".join([text async for text in stream.text_stream])
 
     assert asyncio.run(ask()) == text_of(ai.messages.create(**asked("hat")))
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Köln", "Ulm"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"name": "weather", "description": "of a city", "input_schema": CITY},
+    {"name": "time", "input_schema": {**CITY, "properties": {"city": {"enum": ["Bonn"]}}}},
+]
+CITIES = {"weather": {"Köln", "Ulm"}, "time": {"Bonn"}}
+
+
+def calls_of(message: anthropic.types.Message) -> list[Any]:
+    assert message.stop_reason == "tool_use"
+    assert message.content and all(block.type == "tool_use" for block in message.content)
+    return list(message.content)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "any"}, {"weather", "time"}),
+        pytest.param(
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"weather", "time"},
+            marks=pytest.mark.full,
+        ),
+        ({"type": "tool", "name": "time"}, {"time"}),
+    ],
+    ids=str,
+)
+def test_a_call_that_must_be_is_valid(
+    ai: anthropic.Anthropic, choice: Json, names: set[str]
+) -> None:
+    """Whatever the model: a grammar enforces it."""
+    body = asked("weather?", tools=TOOLS, tool_choice=choice, max_tokens=400)
+    whole = calls_of(ai.messages.create(**body))
+    with ai.messages.stream(**body) as stream:
+        events = [event.type for event in stream]
+        streamed = calls_of(stream.get_final_message())
+    assert "input_json" in events and "text" not in events
+    assert [(c.name, c.input) for c in streamed] == [(c.name, c.input) for c in whole]
+    for call in whole:
+        assert call.name in names and call.input["city"] in CITIES[call.name]
+    assert len(whole) == 1 or not choice.get("disable_parallel_tool_use")
+    assert len({call.id for call in [*whole, *streamed]}) == 2 * len(whole)
+
+
+def test_a_tool_loop_keeps_its_prefix(ai: anthropic.Anthropic) -> None:
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    messages, length = user("weather, please"), 0
+    for turn in range(3):
+        body = asked(messages=messages, tools=TOOLS, tool_choice=choice, max_tokens=200)
+        message = ai.messages.create(**body)
+        (call,) = calls_of(message)
+        read = message.usage.cache_read_input_tokens
+        assert read is not None
+        assert read >= length // PAGE * PAGE, "the prompt before, and the call that answered it"
+        length = prompt_tokens(message.usage) + message.usage.output_tokens - PAGE
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": f"rain {turn}"}
+        messages = [
+            *messages,
+            {"role": "assistant", "content": message.content},
+            {"role": "user", "content": [result]},
+        ]
+
+
+def test_no_call_where_none_is_wanted(ai: anthropic.Anthropic) -> None:
+    message = ai.messages.create(**asked(tools=TOOLS, tool_choice={"type": "none"}))
+    assert [block.type for block in message.content] == ["text"]
+    with pytest.raises(anthropic.BadRequestError, match="sun"):
+        ai.messages.create(**asked(tools=TOOLS, tool_choice={"type": "tool", "name": "sun"}))
+    with pytest.raises(anthropic.BadRequestError, match="a b"):
+        ai.messages.create(**asked(tools=[{"name": "a b", "input_schema": CITY}]))
+
+
+def test_an_output_format_is_enforced(ai: anthropic.Anthropic) -> None:
+    form = {"format": {"type": "json_schema", "schema": CITY}}
+    message = ai.messages.create(**asked(output_config=form, max_tokens=200))
+    assert json.loads(text_of(message))["city"] in {"Köln", "Ulm"}
+    assert message.stop_reason == "end_turn"
+
+
+def test_thinking_is_a_block_of_its_own_and_comes_back(serve: Any, connect: Connect) -> None:
+    server = serve(reasoning_parser="think")
+    ai, spoken = connect(server), {"regex": "<think>cat</think>hat"}
+    whole = ai.messages.create(**asked(extra=spoken))
+    with ai.messages.stream(**asked(extra=spoken)) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert "thinking" in events and "signature" in events
+    for message in (whole, streamed):
+        thinking, text = message.content
+        assert thinking.type == "thinking" and thinking.thinking == "cat"
+        assert text.type == "text" and text.text == "hat"
+    turn = [*user("that"), {"role": "assistant", "content": whole.content}, *user("on")]
+    assert ai.messages.create(**asked(messages=turn)).content
 
 
 # -- tokens ---------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from kvtide.engine import Finish, RequestError
@@ -53,8 +55,8 @@ def ai(server: InProcess, connect: Connect) -> openai.OpenAI:
     return connect(server)
 
 
-def asked(text: Any = "that", **fields: Any) -> Any:
-    greedy = {"model": MODEL, "max_output_tokens": 20, "temperature": 0, "input": text}
+def asked(said: Any = "that", /, **fields: Any) -> Any:
+    greedy = {"model": MODEL, "max_output_tokens": 20, "temperature": 0, "input": said}
     return {**greedy, **fields}
 
 
@@ -159,6 +161,86 @@ def test_an_asynchronous_client(server: InProcess, ai: openai.OpenAI) -> None:
             return "".join(texts)
 
     assert asyncio.run(ask()) == ai.responses.create(**asked("hat")).output_text
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Köln", "Ulm"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
+
+
+class Place(pydantic.BaseModel):
+    city: Literal["Köln", "Ulm"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}], ids=str)
+def test_a_call_that_must_be_is_valid(ai: openai.OpenAI, choice: Any) -> None:
+    """Whatever the model: a grammar enforces it."""
+    body = asked("weather?", tools=TOOLS, tool_choice=choice, max_output_tokens=200,
+                 parallel_tool_calls=False)  # fmt: skip
+    (whole,) = ai.responses.create(**body).output
+    with ai.responses.stream(**body) as stream:
+        events = list(stream)
+        (streamed,) = stream.get_final_response().output
+    assert whole.type == "function_call" and streamed.type == "function_call"
+    assert (streamed.name, streamed.arguments) == (whole.name, whole.arguments)
+    assert json.loads(whole.arguments)["city"] in {"Köln", "Ulm"}
+    kinds = [event.type for event in events]
+    assert kinds[2:4] == [
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+    ]
+    assert kinds[-3:] == [
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+def test_a_tool_loop_over_stored_responses_keeps_its_prefix(ai: openai.OpenAI) -> None:
+    asking = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
+              "max_output_tokens": 200}  # fmt: skip
+    given: Any = "weather, please"
+    previous, length = None, 0
+    for turn in range(3):
+        response = ai.responses.create(**asked(given, previous_response_id=previous, **asking))
+        (call,) = response.output
+        assert call.type == "function_call" and response.usage is not None
+        read = response.usage.input_tokens_details.cached_tokens
+        assert read >= length // PAGE * PAGE, "the prompt before, and the call that answered it"
+        length, previous = response.usage.total_tokens - PAGE, response.id
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": f"rain {turn}"}
+        given = [result]
+
+
+def test_formats_are_enforced_and_parsed(ai: openai.OpenAI) -> None:
+    response = ai.responses.parse(**asked(max_output_tokens=200), text_format=Place)
+    assert response.status == "completed"
+    assert response.output_parsed is not None
+    form: Any = {"format": {"type": "json_object"}}
+    assert ai.responses.create(**asked(text=form)).output_text.lstrip()[0] == "{"
+
+
+def test_reasoning_is_an_item_of_its_own_and_comes_back(serve: Any, connect: Connect) -> None:
+    server = serve(reasoning_parser="think")
+    ai, spoken = connect(server), {"regex": "<think>cat</think>hat"}
+    whole = ai.responses.create(**asked(), extra_body=spoken)
+    *events, last = ai.responses.create(**asked(stream=True), extra_body=spoken)
+    assert "response.reasoning_text.delta" in [event.type for event in events]
+    assert last.type == "response.completed"
+    for response in (whole, last.response):
+        reasoning, _ = response.output
+        assert reasoning.type == "reasoning" and reasoning.content is not None
+        assert (reasoning.content[0].text, response.output_text) == ("cat", "hat")
+        assert response.usage is not None
+        counted = response.usage.output_tokens_details.reasoning_tokens
+        assert 0 < counted < response.usage.output_tokens
+    assert ai.responses.create(**asked("on", previous_response_id=whole.id)).output_text
 
 
 # -- stored responses -----------------------------------------------------------------------------

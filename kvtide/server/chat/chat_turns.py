@@ -77,10 +77,13 @@ def with_template_variables(chat: Json, given: object, **variables: object) -> N
 
 OWN_FIELDS = (
     "cache_salt",
+    "choice",
     "ignore_eos",
+    "logit_bias",
     "min_p",
     "priority",
     "recompute",
+    "regex",
     "repetition_penalty",
     "return_cached_tokens_details",
     "seed",

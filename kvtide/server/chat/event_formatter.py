@@ -14,7 +14,7 @@ from kvtide.engine import Finish
 from kvtide.server.request_parsing import ParsedRequest
 from kvtide.server.response_formatting import Answer, Delta, Json, server_sent
 from kvtide.server.service import ResponseStream
-from kvtide.server.tools.output_events import OutputEvent, ReasoningDelta
+from kvtide.server.tools.output_events import OutputEvent
 from kvtide.spec import ModelMemory
 
 _DETAILS = ("cached_tokens_details", "miss_reasons", "storage_fetches", "timing", "speculation")
@@ -84,7 +84,7 @@ class EventFormatter:
         self._writer = writer
         self._memory = memory
         self._finish: Finish | None = None
-        self._started = self._thinks = False
+        self._started = False
         self._reasoning = 0
 
     def prompt_delta(self, stream: ResponseStream) -> Delta:
@@ -94,9 +94,7 @@ class EventFormatter:
         return self._writer.opening()
 
     def chunk(self, number: int, delta: Delta) -> list[Json]:
-        if delta.events:
-            self._thinks = isinstance(delta.events[-1], ReasoningDelta)
-        self._reasoning += len(delta.sampled) if self._thinks else 0
+        self._reasoning += delta.reasoning
         self._finish = delta.finish
         events = [] if self._started else self._writer.started(self._counts())
         self._started = True
