@@ -136,10 +136,11 @@ class RequestParser:
         if max_tokens is None:
             available = self._engine.max_sequence_tokens - len(prompt)
             max_tokens = max(1, min(DEFAULT_CHAT_TOKENS, available))
+        common = self._common(body, max_tokens, logprobs)
         params = replace(
-            self._common(body, max_tokens, logprobs),
+            common,
             tokens=tuple(prompt),
-            grammar=self._formats.grammar(tools, text),
+            grammar=self._formats.grammar(tools, text, common.grammar),
             keep_special=frozenset(self._formats.special_ids(tools).values()),
         )
         return self._parsed(
