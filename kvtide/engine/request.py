@@ -60,13 +60,13 @@ class RequestParams:
 
     stop_ids   decoding ends at one of these, which is in the output and not in the text
     stop       decoding ends when the text has one of these, and the text ends before it
+    keep_special  special tokens that are text in the output: markers, which its parser reads
     recompute  the prompt is prefilled without the cache: no prefix is matched, no page is kept
     score      log-probabilities of all prompt tokens, with so many top tokens each; this recomputes
                the prompt
     session    pins the conversation's prefix until its next turn
     speculate  tokens may be drafted, if the engine speculates
     grammar    the output is a text of it
-    keep_special  special tokens that are text in the output: markers, which its parser reads
     handoff_from  another server prefills the prompt for this one
     handoff_to    the prompt is prefilled for another server
     """
@@ -76,6 +76,7 @@ class RequestParams:
     sampling: SamplingParams = GREEDY
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    keep_special: frozenset[int] = frozenset()
     recompute: bool = False
     score: int | None = None
     namespace: Namespace = DEFAULT_NAMESPACE
@@ -83,7 +84,6 @@ class RequestParams:
     session: str | None = None
     speculate: bool = True
     grammar: Grammar | None = None
-    keep_special: frozenset[int] = frozenset()
     handoff_from: HandoffSource | None = None
     handoff_to: HandoffTarget | None = None
 

@@ -86,11 +86,6 @@ class Tokenizer:
         """Tokens that are no text."""
         return self._spelling.silent
 
-    def special_id(self, text: str) -> int | None:
-        """The special token that is written so."""
-        token: int | None = self._core.token_to_id(text)
-        return token if token in self._spelling.silent else None
-
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` frames it as a text that stands alone."""
         # JSON can carry halves of characters, which are no text.
@@ -117,6 +112,11 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, which need not be whole characters."""
         return self._spelling[token_id]
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so."""
+        token: int | None = self._core.token_to_id(text)
+        return token if token in self._spelling.silent else None
 
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation."""

@@ -217,10 +217,10 @@ def _request(values: dict[str, Any]) -> CheckedRequest:
             "tokens": tuple(np.frombuffer(packed, "<i4").tolist()),
             "sampling": _sampling(values["sampling"]),
             "stop_ids": frozenset(values["stop_ids"]),
+            "keep_special": frozenset(values["keep_special"]),
             "stop": tuple(values["stop"]),
             "namespace": Namespace(*values["namespace"]),
             "grammar": None if values["grammar"] is None else Grammar(**values["grammar"]),
-            "keep_special": frozenset(values["keep_special"]),
             "handoff_from": _optional(HandoffSource, values["handoff_from"]),
             "handoff_to": _optional(HandoffTarget, values["handoff_to"]),
         }

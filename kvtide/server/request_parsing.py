@@ -130,7 +130,7 @@ class RequestParser:
         params = replace(
             common,
             tokens=tuple(prompt),
-            grammar=self._formats.grammar(tools, text) or common.grammar,
+            grammar=self._formats.grammar(tools, text, common.grammar),
             keep_special=frozenset(self._formats.special_ids(tools).values()),
         )
         return self._parsed(

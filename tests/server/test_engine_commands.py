@@ -32,6 +32,7 @@ PARAMS = RequestParams(
     ),
     stop_ids=frozenset({4, 2}),
     stop=("é\ud800", '"\n'),
+    keep_special=frozenset({7, 3}),
     recompute=True,
     score=5,
     namespace=Namespace("adapter", "salt"),
@@ -39,7 +40,6 @@ PARAMS = RequestParams(
     session="mine",
     speculate=False,
     grammar=Grammar("regex", 'é\n"'),
-    keep_special=frozenset({7, 3}),
     handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
     handoff_to=HandoffTarget("another", asked=True),
 )

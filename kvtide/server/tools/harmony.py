@@ -94,17 +94,7 @@ class HarmonyParser(MarkerParser):
 
 
 def harmony_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
-    """An optional analysis, and one call: a call ends the output."""
-    return f"{_analysis(rules)} {_call(tools, rules)}"
-
-
-def harmony_auto_grammar(tools: Sequence[FunctionTool], rules: LarkRules) -> str:
-    """The same, or an answer."""
-    said = f"({quoted('final')} | {quoted('commentary')}) {rules.marker(MESSAGE)} {TEXT}"
-    return f"{_analysis(rules)} ({_call(tools, rules)} | {said})"
-
-
-def _call(tools: Sequence[FunctionTool], rules: LarkRules) -> str:
+    """One call, after the channel's marker: a call ends the output, so there is no second one."""
     named = (
         f"{quoted(f'commentary to=functions.{tool.name} ')} {rules.marker(CONSTRAIN + 'json')} "
         f"{rules.marker(MESSAGE)} {rules.arguments(tool)}"
@@ -113,6 +103,17 @@ def _call(tools: Sequence[FunctionTool], rules: LarkRules) -> str:
     return rules.add("call", any_of(named))
 
 
-def _analysis(rules: LarkRules) -> str:
+def answer_grammar(rules: LarkRules, content: str | None) -> str:
+    """An answer, after the channel's marker; `content` is the expression of its text."""
+    if content is not None:
+        return f"{rules.marker('final' + MESSAGE)} ({content})"
+    return f"({quoted('final')} | {quoted('commentary')}) {rules.marker(MESSAGE)} {TEXT}"
+
+
+def channels_grammar(tools: Sequence[FunctionTool], rules: LarkRules, answer: str | None) -> str:
+    """An optional analysis, then a call of one of the tools or the answer."""
+    last = [harmony_grammar(tools, rules, parallel=False)] if tools else []
+    last += [answer] if answer is not None else []
     after = rules.marker(START + "assistant" + CHANNEL)
-    return f"({rules.marker('analysis' + MESSAGE)} {rules.text_until(END)} {after})?"
+    analysis = f"({rules.marker('analysis' + MESSAGE)} {rules.text_until(END)} {after})?"
+    return f"{rules.marker(CHANNEL)} {analysis} ({any_of(last)})"

@@ -12,6 +12,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from kvtide.engine import RequestError
+from kvtide.engine.grammar.grammar import Grammar
 from kvtide.server.tools.tool_spec import FunctionTool
 from kvtide.server.tools.typed_arguments import schema_types
 
@@ -71,6 +73,21 @@ class LarkRules:
         options = {**_LAYOUT, "lenient": not strict, "coerce_one_of": True}
         body = json.dumps({**schema, "x-guidance": options})
         return self.add(name, f"%json {body}")
+
+    def embedded(self, content: Grammar) -> str:
+        """What an answer's text must be."""
+        if content.kind == "json_schema":
+            return self.json("content", json.loads(content.text), strict=True)
+        if content.kind == "regex":
+            return self.add("content", "/" + content.text.replace("/", r"\/") + "/")
+        found = re.fullmatch(r"start: ([A-Z]+)\n\1: (.*)\n?", content.text)
+        if found is None:
+            raise RequestError(
+                "tools and this form of output exclude each other; leave one of them out",
+                "unsupported_parameter",
+                "tools",
+            )
+        return self.add("CONTENT", found[2])
 
     def arguments(self, tool: FunctionTool) -> str:
         """The arguments of a tool, as one JSON object."""

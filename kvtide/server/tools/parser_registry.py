@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtide.engine import RequestError
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
@@ -116,7 +115,7 @@ FORMATS: dict[str, ToolFormat] = {
         "",
         llama3.llama3_grammar,
         ('{"name": function name',),
-        plain=r"[^{\s](.|\n)*",
+        plain=r"\s*[^{\s](.|\n)*",
     ),
     "lfm2": ToolFormat(
         pythonic.PythonicParser,
@@ -131,7 +130,7 @@ FORMATS: dict[str, ToolFormat] = {
         "",
         pythonic.bare_grammar,
         ("tool_code",),
-        plain=r"[^[\s](.|\n)*",
+        plain=r"\s*[^\[\s](.|\n)*",
     ),
 }
 """In the order in which a template is searched for their evidence."""
@@ -247,15 +246,21 @@ class ChatFormats:
 
         content  what the text must be, where the request says so
         """
-        if not request.callable:
-            return content
         if not (request.required or request.strict or content is not None):
             return None
+        frames = self._speaks_harmony() or self.reasoning == THINK
+        if not request.callable and not frames:
+            return content
         rules = LarkRules(self.special_ids(request))
+        said = None if content is None else rules.embedded(content)
+        if self._speaks_harmony():
+            tools = request.callable
+            answer = None if request.required else harmony.answer_grammar(rules, said)
+            return Grammar("lark", rules.text(harmony.channels_grammar(tools, rules, answer)))
         if request.required:
             start = self._calls(request, rules)
-        elif content is not None:
-            start = f"{_embedded(content)} | {self._calls(request, rules)}"
+        elif said is not None:
+            start = f"{said} | {self._calls(request, rules)}" if request.callable else said
         else:
             start = self._free(request, rules)
         return Grammar("lark", rules.text(f"{self._thought(rules, prompt)} ({start})"))
@@ -266,9 +271,6 @@ class ChatFormats:
 
     def _free(self, request: ToolRequest, rules: LarkRules) -> str:
         """Text, and calls that begin anywhere in it."""
-        if self.tool_parser == "harmony":
-            free = harmony.harmony_auto_grammar(request.callable, rules)
-            return f"{rules.marker(self._format.trigger)} {free}"
         calls = self._format.grammar(request.callable, rules, parallel=request.parallel)
         if not self._format.trigger:
             return f"/{self._format.plain}/ | {calls}"
@@ -283,18 +285,6 @@ class ChatFormats:
             return f"{rules.text_until(closing)} {space}"
         opening, closing = self._pair
         return f"({rules.marker(opening)} {rules.text_until(closing)} {space})?"
-
-
-def _embedded(content: Grammar) -> str:
-    if content.kind == "json_schema":
-        return f"%json {content.text}"
-    if content.kind == "regex":
-        return "/" + content.text.replace("/", r"\/") + "/"
-    raise RequestError(
-        "tools and this form of output exclude each other; leave one of them out",
-        "unsupported_parameter",
-        "tools",
-    )
 
 
 def _tool_parser(source: str, model_type: str, *, knows_tools: bool) -> str:

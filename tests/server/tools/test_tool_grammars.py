@@ -1,0 +1,198 @@
+"""Grammars of calls: valid for llguidance, and of the outputs that the parsers read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from kvtide.engine import RequestError
+from kvtide.engine.grammar.grammar import Grammar
+from kvtide.server.tools.lark_rules import LarkRules
+from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
+from kvtide.server.tools.tool_spec import ChoiceMode, FunctionTool, ToolChoice, ToolRequest
+from tests.server.tools.recorded import NOW, TOOLS, WEATHER
+
+BYTES = LLTokenizer("byte")
+_DSML = (
+    '\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'
+    'Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n"
+)
+_JSON = '{"city": "Paris", "days": 3}'
+ONE: dict[str, str] = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {_JSON}}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "llama3": f'{{"name": "get_weather", "parameters": {_JSON}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_JSON}}}]',
+    "mistral_args": f"[TOOL_CALLS]get_weather[ARGS]{_JSON}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    f"```json\n{_JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_JSON}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": f"<｜DSML｜function_calls>{_DSML}</｜DSML｜function_calls>",
+    "deepseek_v4": f"<｜DSML｜tool_calls>{_DSML}</｜DSML｜tool_calls>",
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.get_weather <|constrain|>json<|message|>{_JSON}",
+    "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>',
+    "pythonic": '[get_weather(city="Paris", days=3)]',
+}
+"""One call of each format."""
+TWO: dict[str, str] = {
+    "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": ONE["qwen3_coder"] + "\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "llama3": ONE["llama3"] + '; {"name": "now", "parameters": {}}',
+    "mistral": ONE["mistral"][:-1] + ', {"name": "now", "arguments": {}}]',
+    "mistral_args": ONE["mistral_args"] + "[TOOL_CALLS]now[ARGS]{}",
+    "glm": ONE["glm"] + "<tool_call>now</tool_call>",
+    "pythonic": ONE["pythonic"][:-1] + ", now()]",
+}
+REQUIRED = ToolChoice(ChoiceMode.REQUIRED)
+AUTO = ToolChoice(ChoiceMode.AUTO)
+
+
+def grammar(
+    name: str,
+    choice: ToolChoice = REQUIRED,
+    tools: tuple[FunctionTool, ...] = TOOLS,
+    *,
+    parallel: bool = True,
+    prompt: str = "",
+    reasoning: str = "none",
+    content: Grammar | None = None,
+) -> Grammar:
+    spoken = "harmony" if name == "harmony" else reasoning
+    formats = ChatFormats(None, "", name, spoken)
+    composed = formats.grammar(ToolRequest(tools, choice, parallel), prompt, content)
+    assert composed is not None
+    return composed
+
+
+def takes(composed: Grammar, text: str) -> bool:
+    """Whether the whole text is one of the grammar's."""
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(composed.text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_required_call_is_taken_and_nothing_else(name: str) -> None:
+    composed = grammar(name)
+    assert composed.kind == "lark"
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(composed.text), BYTES) == ""
+    assert takes(composed, ONE[name])
+    assert not takes(composed, "Paris is sunny.")
+    assert not takes(composed, ONE[name].replace("get_weather", "get_whether"))
+    assert not takes(composed, ONE[name].replace("3", '"many"'))
+    assert not takes(composed, ONE[name][:-4])
+    assert not takes(composed, ONE[name] + " And now?")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_named_function_is_the_only_one(name: str) -> None:
+    composed = grammar(name, replace(REQUIRED, name="get_weather"))
+    assert takes(composed, ONE[name])
+    other = grammar(name, replace(REQUIRED, name="now"))
+    assert not takes(other, ONE[name])
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_one_call_where_calls_are_not_parallel(name: str) -> None:
+    assert takes(grammar(name), TWO[name])
+    assert not takes(grammar(name, parallel=False), TWO[name])
+    assert takes(grammar(name, parallel=False), ONE[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_strict_tool_leaves_text_free(name: str) -> None:
+    composed = grammar(name, AUTO, (replace(WEATHER, strict=True), NOW))
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(composed.text), BYTES) == ""
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    assert takes(composed, final + "Paris is < sunny > {or} so.")
+    assert takes(composed, ONE[name])
+    assert not takes(composed, ONE[name].replace("3", '"many"'))
+    if FORMATS[name].trigger and name != "harmony":
+        assert takes(composed, "I look.\n" + ONE[name])
+        assert not takes(composed, "I look.\n" + ONE[name].replace("get_weather", "gets"))
+
+
+def test_without_strict_tools_an_answer_is_free() -> None:
+    formats = ChatFormats(None, "")
+    assert formats.grammar(ToolRequest(TOOLS, AUTO), "") is None
+    assert formats.grammar(ToolRequest(TOOLS, ToolChoice(ChoiceMode.NONE)), "") is None
+    assert formats.grammar(ToolRequest(), "") is None
+
+
+def test_reasoning_may_come_before_a_required_call() -> None:
+    opened = grammar("hermes", reasoning="think", prompt="<|im_start|>assistant\n<think>\n")
+    assert takes(opened, "I should look.\n</think>\n\n" + ONE["hermes"])
+    assert not takes(opened, ONE["hermes"])
+    closed = grammar("hermes", reasoning="think", prompt="<think>\n\n</think>\n\n")
+    assert takes(closed, ONE["hermes"])
+    assert takes(closed, "<think>Hm.</think>\n\n" + ONE["hermes"])
+    assert not takes(closed, "<think>Hm.</think>\n\nSo.")
+
+
+def test_calls_and_a_form_of_the_answer_go_together() -> None:
+    schema = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    composed = grammar("hermes", AUTO, content=schema)
+    assert takes(composed, ONE["hermes"]) and takes(composed, '{"a": 1}')
+    assert not takes(composed, "Well.")
+    worded = grammar("hermes", AUTO, content=Grammar("regex", "yes|a/b"))
+    assert takes(worded, ONE["hermes"]) and takes(worded, "a/b")
+    formats = ChatFormats(None, "", "hermes")
+    assert formats.grammar(ToolRequest(), "", schema) is schema
+    chosen = grammar("hermes", AUTO, content=Grammar("lark", 'start: TEXT\nTEXT: "a" | "b"'))
+    assert takes(chosen, ONE["hermes"]) and takes(chosen, "b") and not takes(chosen, "c")
+    with pytest.raises(RequestError, match="exclude each other"):
+        grammar("hermes", AUTO, content=Grammar("lark", "start: /a/"))
+
+
+def test_the_form_of_an_answer_binds_what_follows_the_reasoning() -> None:
+    schema = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    thinking = ChatFormats(None, "", "hermes", "think").grammar(ToolRequest(), "<think>\n", schema)
+    assert thinking is not None
+    assert takes(thinking, 'So?\n</think>\n\n{"a": 1}') and not takes(thinking, '{"a": 1}')
+    channels = ChatFormats(None, "gpt_oss").grammar(ToolRequest(), "", schema)
+    assert channels is not None
+    assert takes(channels, '<|channel|>final<|message|>{"a": 1}')
+    assert not takes(channels, "<|channel|>final<|message|>So.")
+    both = grammar("harmony", AUTO, content=schema)
+    assert takes(both, ONE["harmony"]) and takes(both, '<|channel|>final<|message|>{"a": 1}')
+
+
+def test_markers_that_are_special_tokens_are_named_by_id() -> None:
+    rules = LarkRules({"｜DSML｜": 300, "<tool_call>": 301})
+    assert rules.marker("<tool_call>\n") == '<[301]> "\\n"'
+    assert rules.marker("</｜DSML｜invoke>") == '"</" <[300]> "invoke>"'
+    assert rules.text_until("</｜DSML｜invoke>") == '/(.|\\n)*\\<\\// <[300]> "invoke>"'
+    assert rules.text_until("<tool_call>") == "/(.|\\n)*/ <[301]>"
+
+
+def test_names_that_differ_only_in_case_have_rules_of_their_own() -> None:
+    tools = tuple(
+        FunctionTool(name, "", {"type": "object", "properties": {"a": {"const": name}}})
+        for name in ("Get", "get", "g-et", "g_et")
+    )
+    for name in ("hermes", "glm", "pythonic"):
+        composed = grammar(name, tools=tools)
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(composed.text), BYTES) == ""
+    taken = grammar("hermes", tools=tools)
+    for tool in tools:
+        for other in tools:
+            call = json.dumps({"name": tool.name, "arguments": {"a": other.name}})
+            assert takes(taken, f"<tool_call>\n{call}\n</tool_call>") == (tool is other)
+
+
+def test_schemas_that_cannot_be_enforced_bind_strict_tools_alone() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "own"}}}
+    loose = grammar("hermes", tools=(FunctionTool("f", "", schema),))
+    assert takes(loose, '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>')
+    strict = grammar("hermes", tools=(FunctionTool("f", "", schema, strict=True),))
+    assert "format" in LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(strict.text), BYTES)
