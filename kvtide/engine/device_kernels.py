@@ -21,6 +21,7 @@ class DeviceKernels:
     greedy: Callable[[Tensor, Tensor | None], Tensor]
     sample_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     sample_candidates: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    mask_logits: Callable[[Tensor, Tensor, Tensor], None]
 
 
 def device_kernels(device: torch.device) -> DeviceKernels | None:
@@ -31,5 +32,9 @@ def device_kernels(device: torch.device) -> DeviceKernels | None:
     copies = import_module("kvtide.layers.kernels.host_copy")
     sampling = import_module("kvtide.layers.kernels.sampling")
     return DeviceKernels(
-        copies.host_copy, sampling.greedy, sampling.sample_rows, sampling.sample_candidates
+        copies.host_copy,
+        sampling.greedy,
+        sampling.sample_rows,
+        sampling.sample_candidates,
+        sampling.mask_logits,
     )

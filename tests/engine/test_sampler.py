@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvtide.engine import SamplingParams, sampler
 from kvtide.engine.device_kernels import DeviceKernels
+from kvtide.engine.grammar import token_mask
 from kvtide.engine.sampler import (
     Limits,
     SampledToken,
@@ -473,6 +474,84 @@ def test_the_logits_are_left_as_they_were():
     assert logits.tolist() == [1, 2, 3]
 
 
+# -- biases and masks -------------------------------------------------------------------------
+
+KINDS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.0, top_k=6),
+    SamplingParams(temperature=1.2, min_p=0.05, logprobs=2),
+    SamplingParams(presence_penalty=1.0, logprobs=1),
+)
+
+
+def packed(tokens: set[int], vocabulary: int) -> np.ndarray:
+    words = np.zeros(vocabulary // 32 + 1, np.uint32)
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+@pytest.mark.parametrize("candidates", [1024, 20, 4])
+def test_a_mask_is_the_same_as_logits_of_minus_infinity(
+    candidates: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    generator, rng = torch.Generator().manual_seed(8), np.random.default_rng(8)
+    logits = torch.randn(72, 100, generator=generator) * 4
+    inputs, ruled_out = [], logits.clone()
+    for n in range(72):
+        sampling = replace(KINDS[n % 6], seed=n)
+        mask = None
+        if n % 4:
+            tokens = {int(t) for t in rng.choice(100, rng.choice((1, 2, 9, 40)), replace=False)}
+            mask = packed(tokens, 100)
+            ruled_out[n, [t for t in range(100) if t not in tokens]] = -torch.inf
+        inputs.append(SamplingInput(sampling, [n], [n, 5], (), mask))
+    found = sample_all(logits, inputs)
+    wanted = sample_all(ruled_out, [each._replace(mask=None) for each in inputs])
+    assert [one.token for one in found] == [one.token for one in wanted]
+    free = sample_all(logits, [each._replace(mask=None) for each in inputs])
+    assert [one.top for one in found] == [one.top for one in free], "the model's own"
+    shares = logits.double().log_softmax(-1)
+    for one, own in zip(found, shares, strict=True):
+        assert one.logprob == pytest.approx(own[one.token].item(), abs=1e-5)
+
+
+def test_rows_with_few_allowed_tokens_are_sampled_once():
+    """The candidates beyond these are ruled out: none of them could be kept."""
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(8))
+    kinds = (replace(WARM, top_k=50), replace(WARM, min_p=0.1), replace(WARM, top_p=0.9), WARM)
+    mask = packed({5, 2999, 64}, 3000)
+    inputs = [SamplingInput(kind, [0], [0], (), mask) for kind in kinds]
+    batch = SamplingBatch(logits, inputs, Staging(logits.device))
+    assert {one.token for one in batch.read()} <= {5, 2999, 64} and batch.resampled == []
+
+
+def test_a_bias_is_added_to_logits_and_the_logprobs_stay_the_models():
+    logits = row(1, 2, 3, 4)
+    greedy = SamplingParams(logprobs=1, logit_bias=((1, 100.0),))
+    found = choose(logits, greedy, [0], [])
+    plain = choose(logits, SamplingParams(logprobs=1), [0], [])
+    assert found.token == 1 and found.top == plain.top
+    assert found.logprob == pytest.approx(logits.log_softmax(-1)[1].item())
+    assert choose(logits, SamplingParams(logit_bias=((3, -100.0),)), [0], []).token == 2
+    assert sampled_of(logits, replace(WARM, logit_bias=((3, -100.0), (0, -100.0)))) == {1, 2}
+    assert sampled_of(logits, replace(WARM, logit_bias=((0, 100.0),))) == {0}
+
+
+def test_a_bias_does_not_lift_what_a_mask_rules_out():
+    sampling = SamplingParams(logit_bias=((3, 100.0), (1, -100.0)))
+    inputs = [SamplingInput(sampling, [0], [0], (), packed({1}, 4))]
+    assert sample_all(row(1, 2, 3, 4)[None], inputs)[0].token == 1
+
+
+@pytest.mark.parametrize("bias", [-100.5, 101, math.nan, math.inf])
+def test_a_bias_out_of_range_is_a_problem(bias: float):
+    assert "logit_bias of token 7" in (SamplingParams(logit_bias=((7, bias),)).problem() or "")
+
+
 # -- on a device ----------------------------------------------------------------------------
 
 
@@ -487,6 +566,7 @@ def test_the_kernel_samples_the_same(candidates: int, device: torch.device):
         SamplingInput(SamplingParams(*kind, seed=n), [0], [0]) for n, kind in enumerate(kinds)
     ]
     logits, columns = logits[: len(inputs)], torch.from_numpy(sampling_columns(inputs, 40))
+    logits[::3, 4:] = -torch.inf  # Ruled out by a grammar.
     facts = sampler._greedy(logits, columns[0], None)
     values, tokens = logits.topk(candidates)
     limits = Limits(*columns[..., None])
@@ -502,7 +582,8 @@ def test_kernels_sample_drafts_as_torch_does(device: torch.device, monkeypatch: 
 
     monkeypatch.setattr(sampler, "CANDIDATES", 6)
     kernels = DeviceKernels(
-        host_copy.host_copy, sampling.greedy, sampling.sample_rows, sampling.sample_candidates
+        *(host_copy.host_copy, sampling.greedy, sampling.sample_rows),
+        *(sampling.sample_candidates, sampling.mask_logits),
     )
     generator = torch.Generator().manual_seed(10)
     ids = torch.randperm(500, generator=generator)[:70]
@@ -543,3 +624,18 @@ def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
     for ours, theirs in zip(there, here, strict=True):
         assert ours.token == theirs.token
         assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
+
+
+@pytest.mark.parametrize("width", [5, 32, 4097])
+def test_the_kernel_masks_as_torch_does(width: int, device: torch.device):
+    from kvtide.layers.kernels.sampling import mask_logits
+
+    generator = torch.Generator().manual_seed(9)
+    bits = (2**32 * torch.rand(3, width // 32 + 1, dtype=torch.float64, generator=generator)).long()
+    words = torch.from_numpy(bits.numpy().astype(np.uint32).view(np.int32))
+    wanted, rows = torch.randn(7, width, generator=generator), torch.tensor([5, 0, 2])
+    found = wanted.to(device, copy=True)
+    token_mask.mask_logits(wanted, words, rows)
+    mask_logits(found, words.to(device), rows.to(device))
+    assert torch.equal(found.cpu(), wanted) and wanted.isinf().any() and not wanted.isinf().all()
+    assert not wanted[[1, 3, 4, 6]].isinf().any()

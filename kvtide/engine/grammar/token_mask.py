@@ -18,21 +18,19 @@ TokenMask = NDArray[np.uint32]
 def apply_masks(logits: Tensor, masks: Sequence[TokenMask | None], staging: Staging) -> None:
     """Rule out the tokens that each row's mask does not allow, in place."""
     masked = [row for row, mask in enumerate(masks) if mask is not None]
-    if not masked:
-        return
-    found = np.stack([mask for mask in masks if mask is not None])
-    (words,) = staging.to_device(found.view(np.int32))
-    if len(masked) == len(masks):
-        mask_logits(logits, words)
-        return
-    rows = staging.indices(masked)
-    some = logits[rows]
-    mask_logits(some, words)
-    logits[rows] = some
+    if masked:
+        found = np.stack([mask for mask in masks if mask is not None])
+        (words,) = staging.to_device(found.view(np.int32))
+        mask_rows = staging.kernels.mask_logits if staging.kernels is not None else mask_logits
+        mask_rows(logits, words, staging.indices(masked))
 
 
-def mask_logits(logits: Tensor, words: Tensor) -> None:
-    """-inf where a token's bit is 0, in place; `words` is (rows, words) in int32."""
+def mask_logits(logits: Tensor, words: Tensor, rows: Tensor) -> None:
+    """-inf where a token's bit is 0, in place.
+
+    words  (masks, words) int32: a bit per token, the lowest first
+    rows   (masks,): the row of each mask
+    """
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
     allowed = (bits & 1).flatten(1)[:, : logits.shape[1]]
-    logits.masked_fill_(allowed == 0, -torch.inf)
+    logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)

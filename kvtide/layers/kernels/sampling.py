@@ -5,8 +5,10 @@
 `_sample_tile`        grid (rows, tiles of columns): argmax of scaled logits plus noise in a tile
 `_sample_row`         grid (rows,): the same of a row, from its tiles
 `_sample_candidates`  grid (rows,): top-k, min-p and top-p over sorted candidates, then Gumbel-max
+`_mask_tile`          grid (masks, tiles of columns): -inf where a row's mask has no bit
 
-Torch reference: `engine/sampler.py`, `_greedy`, `_sample_rows` and `_sample_candidates`.
+Torch reference: `engine/sampler.py`, `_greedy`, `_sample_rows` and `_sample_candidates`;
+`engine/grammar/token_mask.py`, `mask_logits`.
 Surprising: `sample_candidates` returns -1 where candidates after the given ones could matter.
 Noise is computed in fp64: in fp32 improbable tokens would share few values.
 """
@@ -94,6 +96,19 @@ def sample_candidates(values: Tensor, tokens: Tensor, facts: Tensor, columns: Te
         num_warps=4,
     )
     return places
+
+
+def mask_logits(logits: Tensor, words: Tensor, rows: Tensor) -> None:
+    """-inf where a token's bit is 0, in place.
+
+    words  (masks, words) int32: a bit per column, the lowest first
+    rows   (masks,): the row of each mask
+    """
+    width = logits.shape[1]
+    _mask_tile[(len(rows), divided_up(width, TILE_COLUMNS))](
+        *(logits, words, rows, width, words.shape[1], logits.stride()),
+        BLOCK=TILE_COLUMNS,
+    )
 
 
 # fmt: off
@@ -208,6 +223,7 @@ def _sample_candidates(  # type: ignore[no-untyped-def]
     last_k = tl.minimum(tl.maximum(top_k - 1, 0), COUNT - 1)
     threshold = tl.sum(tl.where(candidate == last_k, logit, 0.0), 0)
     allowed = mask & ((logit >= threshold) | (top_k == 0)) & (probability >= min_p)
+    allowed &= logit > float("-inf")
     beyond = tl.sum(tl.where(allowed & (candidate == COUNT - 1), 1, 0), 0)
     probability = tl.where(allowed, probability, 0.0)
     cumulative = tl.cumsum(probability, 0)
@@ -220,4 +236,19 @@ def _sample_candidates(  # type: ignore[no-untyped-def]
     score = tl.where(allowed, score, float("-inf"))
     index = tl.min(tl.where(score == tl.max(score, 0), candidate, COUNT - 1), 0)
     tl.store(chosen + row, tl.where(undecided | (beyond > 0), -1, index).to(tl.int64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mask_tile(  # type: ignore[no-untyped-def]
+    logits, words, rows, width, word_count, logits_strides,
+    BLOCK: tl.constexpr,
+):
+    """Rules out columns of one tile of a row."""
+    number, tile = tl.program_id(0), tl.program_id(1)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    word = tl.load(words + number * word_count + column // 32, mask=inside, other=0)
+    ruled_out = inside & (((word >> (column % 32)) & 1) == 0)
+    offsets = tl.load(rows + number) * logits_strides[0] + column * logits_strides[1]
+    tl.store(logits + offsets, float("-inf"), mask=ruled_out)
 # fmt: on
