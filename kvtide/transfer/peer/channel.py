@@ -235,9 +235,10 @@ class Channel:
             target=self._read, args=(on_message, on_closed), name="kvtide-channel-in", daemon=True
         )
         writer = threading.Thread(target=self._write, name="kvtide-channel-out", daemon=True)
-        self._threads = [writer, reader]
-        for thread in self._threads:
-            thread.start()
+        with self._changed:  # `join` waits for threads that run.
+            self._threads = [writer, reader]
+            for thread in self._threads:
+                thread.start()
 
     def send(self, message: Message) -> bool:
         """Queue a message; never blocks. False: the channel is closed, and it is dropped."""
@@ -259,10 +260,12 @@ class Channel:
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads' end after `close`; not for the channel's own callbacks."""
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
+        with self._changed:
+            threads = self._threads
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return not any(thread.is_alive() for thread in threads)
 
     def _queue(self, kind: bytes, body: bytes) -> bool:
         assert len(body) <= MAX_FRAME_BYTES, f"a message of {len(body):,} B"

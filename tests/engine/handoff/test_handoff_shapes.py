@@ -373,7 +373,7 @@ def test_a_request_that_is_retracted_goes_on_where_it_was(
         assert request.admissions == 2
 
 
-@pytest.mark.quick(family=["gpt_oss", "falcon_h1"])
+@pytest.mark.quick(family=["gpt_oss"])
 @pytest.mark.parametrize("family", FORMS)
 def test_a_device_too_small_for_all_requests_makes_them_take_turns(make: Make, family: str) -> None:
     """Retractions on both sides, by priority, while others are handed over."""

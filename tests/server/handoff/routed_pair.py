@@ -35,7 +35,7 @@ class RoutedPair:
             server.close()
 
     def _start(self, *words: str, port: int | None = None) -> ServerProcess:
-        self._started.append(ServerProcess((*self._words, *words), {}, port))
+        self._started.append(ServerProcess((*self._words, *words), {}, port=port))
         return self._started[-1]
 
     def restart_prefill(self) -> None:
