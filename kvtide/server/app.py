@@ -5,6 +5,7 @@
 | POST /v1/completions         | completes a text or token ids                  | api key        |
 | POST /v1/chat/completions    | completes a conversation                       | api key        |
 | GET  /v1/models              | the model that is served                       | api key        |
+| POST /v1/sessions, /prefetch | conversations between turns (`session_routes`) | api key        |
 | GET  /health                 | 200 while requests are accepted, else 503      | none           |
 | GET  /metrics                | Prometheus                                     | none           |
 | GET  /server_info, /loads, … | what routers ask (`router_routes`)             | none           |
@@ -42,6 +43,7 @@ from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import Fields, ParsedRequest, RequestParser, read_json
 from kvtide.server.response_formatting import Delta, Json, ResponseFormatter, usage
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
+from kvtide.server.sessions.session_routes import SessionRoutes
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
 from kvtide.server.storage_routes import StorageRoutes
@@ -81,8 +83,12 @@ class App:
             serving.name,
             seeded=settings.deterministic,
             handoffs=handoff.conventions.read,
+            sessions=settings.sessions,
         )
         self._service = service
+        self._sessions = SessionRoutes(
+            service, self._parser, settings.sessions, lambda: self.draining
+        )
         self._storage = StorageRoutes(service, lambda: self.draining)
         self._routers = RouterRoutes(settings, serving.name, service, handoff.conventions)
         self._metrics = Metrics(handoff)
@@ -113,6 +119,7 @@ class App:
                 web.post("/admin/flush", self._flush),
                 *self._routers.routes(),
                 *self._storage.routes(),
+                *self._sessions.routes(),
             ]
         )
         return app
@@ -164,6 +171,7 @@ class App:
             self._service.rate,
             details=parsed.cache_details,
             drafts=self._speculates,
+            tokenizer=self._tokenizer,
         )
 
     async def _stream(

@@ -2,7 +2,8 @@
 
 A prompt is tokenized, packed and checked once, off the engine's thread; its `n` choices share the
 packed tokens. The bodies are those of OpenAI's API, with some fields of our own: `top_k`, `min_p`,
-`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
+`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`,
+`session_ttl_seconds`, `priority`,
 `recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`; and those of routers
 (`handoff.conventions`).
 """
@@ -20,7 +21,10 @@ from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, S
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
+from kvtide.server.sessions.session_settings import SessionSettings, checked_id
+from kvtide.server.sessions.stable_prefix import StableRules, stabilized
 
+DEFAULT_SESSIONS = SessionSettings()
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -75,11 +79,19 @@ class RequestParser:
 
     seeded    requests without a seed share one
     handoffs  reads what routers say of handoffs, for so many prompts with so many choices each
+    sessions  the defaults of sessions, and the rules for the front of conversations
     """
 
     def __init__(
-        self, engine: Engine, name: str, *, seeded: bool, handoffs: ReadHandoffs | None = None
+        self,
+        engine: Engine,
+        name: str,
+        *,
+        seeded: bool,
+        handoffs: ReadHandoffs | None = None,
+        sessions: SessionSettings = DEFAULT_SESSIONS,
     ) -> None:
+        self._sessions = sessions
         self._engine = engine
         self._handoffs = handoffs
         self._tokenizer = engine.tokenizer
@@ -105,7 +117,7 @@ class RequestParser:
             raise RequestError(
                 "this model came without a tokenizer; send token ids to /v1/completions"
             )
-        prompt = self._tokenizer.encode_chat(_conversation(body))
+        prompt = self._tokenizer.encode_chat(_conversation(body, self._sessions.stable))
         alternatives = body.integer("top_logprobs", 0, 0, MAX_LOGPROBS)
         logprobs = alternatives if body.flag("logprobs") else None
         max_tokens = body.integer("max_completion_tokens", None, 0)
@@ -149,7 +161,10 @@ class RequestParser:
             recompute=body.flag("recompute"),
             namespace=Namespace(cache_salt=body.text("cache_salt", "")),
             priority=body.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
-            session=body.text("session_id", "") or None,
+            session=checked_id(body.text("session_id", "")),
+            session_ttl_s=self._sessions.ttl(
+                body.number("session_ttl_seconds", self._sessions.ttl_s)
+            ),
             speculate=body.flag("speculate", default=True),
         )
 
@@ -250,7 +265,7 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
     )
 
 
-def _conversation(body: Fields) -> Conversation:
+def _conversation(body: Fields, rules: StableRules) -> Conversation:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(
@@ -259,6 +274,8 @@ def _conversation(body: Fields) -> Conversation:
             "messages",
         )
     options = body.object("chat_template_kwargs")
+    if rules and all(isinstance(message, dict) for message in messages):
+        messages = stabilized(messages, rules)
     return Conversation([_message(m) for m in messages], variables=dict(options.values))
 
 

@@ -234,10 +234,12 @@ class Traffic:
         return {name: getattr(n, what) for (tier, name), n in pages if tier is Tier.DEVICE}
 
     def keep(self) -> None:
-        self.cache.keep(self.chance.choice("abc"), self._prompt(), self.chance.randrange(3))
+        self.cache.sessions.keep(
+            self.chance.choice("abc"), self._prompt(), self.chance.randrange(3)
+        )
 
     def forget(self) -> None:
-        self.cache.forget(self.chance.choice("abc"))
+        self.cache.sessions.forget(self.chance.choice("abc"))
 
     def quarantine(self) -> None:
         """Often of what a lease reads, best of all while it is being loaded."""

@@ -34,6 +34,7 @@ PARAMS = RequestParams(
     namespace=Namespace("adapter", "salt"),
     priority=-(1 << 40),
     session="mine",
+    session_ttl_s=0.1 + 0.2,
     speculate=False,
     handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
     handoff_to=HandoffTarget("another", asked=True),
