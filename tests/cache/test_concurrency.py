@@ -73,6 +73,7 @@ class Traffic:
             "write_policy": write_policy,
             "eviction": chance.choice(list(POLICIES)),
             "headroom": chance.choice((0.0, 0.1, 0.3)),
+            "session_share": 1.0,
         }
         self.rig = Rig(memory, **options | self.options())
         self.cache = self.rig.cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.cache import Tier
+from kvtide.cache import Namespace, Tier
+from kvtide.cache.sessions import session_pins
+from kvtide.index import DEFAULT_NAMESPACE
 from tests.cache.building import Rig, text
 from tests.cache.memories import PAGE, WINDOW, every_memory
 
@@ -143,6 +145,119 @@ def test_closing_lets_all_sessions_go(build):
     rig.settle()
     rig.cache.close()
     assert rig.cache.stats().sessions.pinned == 0
+
+
+# -- time ---------------------------------------------------------------------------------------
+
+
+def test_a_session_ends_its_ttl_after_its_last_request(build):
+    rig = build(host=0)
+    sessions = rig.cache.sessions
+    rig.remember(text(1, 4))
+    sessions.tick(100.0)
+    sessions.keep("a", rig.cache.prompt(text(1, 4)), ttl_s=10.0)
+    assert sessions.next_expiry == 110.0
+    sessions.tick(109.0)
+    assert rig.cache.stats().sessions.pinned == 1
+    sessions.asked("a", rig.cache.prompt(text(1, 4)), 10.0)
+    sessions.tick(118.9)
+    assert rig.cache.stats().sessions.pinned == 1, "a new request makes it last longer"
+    sessions.tick(119.0)
+    assert rig.cache.stats().sessions[:2] == (0, 0) and sessions.next_expiry is None
+    assert rig.cache.stats().sessions.ended == {"expired": 1}
+    press(rig)
+    assert rig.found(text(1, 4)) == 0
+
+
+def test_time_that_goes_back_changes_nothing(build):
+    rig = build(host=0)
+    rig.remember(text(1, 4))
+    rig.cache.sessions.tick(50.0)
+    rig.cache.sessions.tick(3.0)
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)), ttl_s=1.0)
+    assert rig.cache.sessions.next_expiry == 51.0
+
+
+# -- fairness -----------------------------------------------------------------------------------
+
+
+def test_a_namespace_that_floods_the_cache_with_sessions_takes_none_from_others(build):
+    rig = build(device=32, host=0, session_fraction=0.5)
+    shy, loud = Namespace(cache_salt="shy"), Namespace(cache_salt="loud")
+    rig.remember(text(1, 4), namespace=shy)
+    assert rig.cache.sessions.keep("shy", rig.cache.prompt(text(1, 4), shy))
+    for number in range(2, 8):
+        rig.remember(text(number, 4), namespace=loud)
+        assert rig.cache.sessions.keep(f"loud {number}", rig.cache.prompt(text(number, 4), loud))
+    rig.cache.flush(Tier.DEVICE)
+    assert rig.found(text(1, 4), namespace=shy) == 4 * PAGE
+    kept = [number for number in range(2, 8) if rig.found(text(number, 4), namespace=loud)]
+    assert kept == [5, 6, 7], "the most recently used ones of the namespace"
+    assert rig.cache.stats().sessions.ended == {"evicted": 3}
+
+
+def test_pinned_pages_are_counted_once_by_tier(build):
+    rig = build(device=16, host=16)
+    rig.remember(text(1, 4))
+    rig.settle()
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)))
+    rig.cache.sessions.keep("b", rig.cache.prompt(text(1, 2)))
+    assert rig.cache.stats().sessions.pages == {(Tier.DEVICE, "kv"): 4}
+    rig.cache.sessions.forget_all()
+    rig.cache.flush(Tier.DEVICE)
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)))
+    assert rig.cache.stats().sessions.pages == {(Tier.HOST, "kv"): 4}
+
+
+def test_what_is_known_of_sessions_is_bounded(build, monkeypatch):
+    monkeypatch.setattr(session_pins, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(session_pins, "MAX_REMEMBERED_TOKENS", 60)
+    rig = build()
+    for number in range(1, 6):
+        rig.cache.sessions.asked(str(number), rig.cache.prompt(text(number, 2)))
+        assert rig.cache.validate() == []
+    assert [state.name for state in rig.cache.sessions.states()] == ["3", "4", "5"]
+    rig.cache.sessions.asked("6", rig.cache.prompt(text(6, 12)))
+    assert [state.name for state in rig.cache.sessions.states()] == ["5", "6"]
+    assert rig.cache.validate() == []
+
+
+# -- changes ------------------------------------------------------------------------------------
+
+
+def asked(rig: Rig, tokens: list[int], namespace: Namespace = DEFAULT_NAMESPACE):
+    return rig.cache.sessions.asked("a", rig.cache.prompt(tokens, namespace))
+
+
+def test_a_prompt_that_changes_what_could_have_been_reused_is_noticed(build):
+    rig = build()
+    first = text(1, 4)
+    assert asked(rig, first) is None
+    assert asked(rig, [*first, 7, 8, 9]) is None, "a next turn"
+    changed = [*first[:6], 9999, *first[7:]]
+    change = asked(rig, changed)
+    assert change is not None and change.at == 6
+    assert change.before[6:8] == tuple(first[6:8]) and change.after[6:8] == (9999, first[7])
+    assert asked(rig, changed) is None
+    assert rig.cache.stats().sessions.changed == 1
+
+
+def test_a_change_behind_the_last_whole_page_is_none(build):
+    """Templates change the end of a prompt, and no page is lost by it."""
+    rig = build()
+    asked(rig, text(1, 4, extra=3))
+    assert asked(rig, [*text(1, 4, extra=0), 7, 7, 7, 7, 7]) is None
+    assert asked(rig, text(1, 2)) is None, "a shorter prompt loses nothing either"
+
+
+def test_sessions_of_one_name_in_two_namespaces_do_not_see_each_other(build):
+    rig = build()
+    asked(rig, text(1, 4))
+    assert asked(rig, text(2, 4), Namespace(cache_salt="other")) is None
+    assert rig.cache.validate() == []
+
+
+# -- priorities ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("important", [1, 2])

@@ -1,10 +1,13 @@
 """Sessions: conversations whose prefix must stay until their next turn.
 
 A session pins what its next turn needs to resume, in the tier where it is now, until its TTL has
-passed since its last request. Pins are bounded twice. One session pins no more than its share: of a
-longer prefix the first part. All sessions pin no more than their fraction of the device (of hot
-pools, of the host). Past it, the namespace that pins most gives up its least recently used session,
-and so on. So a namespace that pins no more than total / namespaces loses nothing to the others.
+passed since its last request. Pins are bounded twice:
+
+- One session pins no more than its share: of a longer prefix the first part, as far as that can be
+  resumed.
+- All sessions pin no more than their fraction of the device (of hot pools, of the host). Past it,
+  the namespace that pins most gives up its least recently used session, and so on. So a namespace
+  that pins no more than total / namespaces loses nothing to the others.
 
 A session that lost its pin is still known: its last prompt can be compared with the next one, and
 be prefetched. What is known is bounded as well, by the same rule.

@@ -135,7 +135,7 @@ class SessionRoutes:
         choices = self._parser.completion(Fields(values | {"max_tokens": 0})).choices
         if len(choices) > 1:
             raise RequestError(
-                "prompt has several prompts; prefetch them one by one", param="prompt"
+                "there are several prompts; prefetch them one by one", param="prompt"
             )
         return choices[0]
 

@@ -12,9 +12,10 @@ behind what stays the same, before a conversation is tokenized:
 | `regex:PATTERN`  | those that begin with a match                    | dropped                    |
 
 The front is the system messages before any other, for `regex:` also the first user message. A rule
-reads the first `MAX_TEXT` characters of a text, and no line of more than `MAX_LINE`. PATTERN is
-Python's, without what can take exponential time: only single characters and classes are repeated
-without bound, at most `MAX_REPEATS` times in it. So a rule takes bounded time on any text.
+reads the first `MAX_TEXT` characters of a text (`regex:` the first `MAX_SEARCHED`), and no line of
+more than `MAX_LINE`. PATTERN is Python's, without what can take exponential time: only single
+characters and classes are repeated without bound, at most `MAX_REPEATS` times in it. So a rule
+takes bounded time on any text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvtide.server.setting_values import SettingsError
 
 Message = Mapping[str, object]
 
-MAX_TEXT, MAX_LINE, MAX_REPEATS = 65_536, 1_000, 2
+MAX_TEXT, MAX_SEARCHED, MAX_LINE, MAX_REPEATS = 1 << 18, 16_384, 500, 2
 BILLING, DATES, REGEX = "billing-header", "dates", "regex:"
 
 _BILLING = re.compile(r"x-anthropic-billing-header:[ \t]*(?:[\w.-]+=[^;\s]*;?[ \t]*)*")
@@ -61,7 +62,7 @@ def parse_rules(text: str) -> StableRules:
     for name in found:
         if name not in (BILLING, DATES):
             raise SettingsError(f"has '{name}'; use {BILLING}, {DATES}, {REGEX}PATTERN")
-    if not found and not pattern:
+    if not found and REGEX not in text:
         raise SettingsError(f"names no rule; use {BILLING}, {DATES}, {REGEX}PATTERN")
     compiled = _compiled(pattern) if REGEX in text else None
     return StableRules(BILLING in found, DATES in found, compiled)
@@ -134,7 +135,8 @@ def _take(line: str, moved: list[str]) -> bool:
 
 
 def _without(text: str, pattern: re.Pattern[str]) -> str:
-    return _lines(text, lambda line: pattern.match(line) is None)
+    kept = _lines(text[:MAX_SEARCHED], lambda line: pattern.match(line) is None)
+    return kept + text[MAX_SEARCHED:]
 
 
 def _without_header(text: str) -> str:
