@@ -526,6 +526,21 @@ def test_sessions_never_keep_a_request_out_that_was_accepted(stand):
     assert complete(at.ask(words(2, 60), 4))
 
 
+def test_a_request_keeps_its_session_alive_and_says_what_it_changed(stand):
+    at = stand(device=16)
+    sessions = at.cache.sessions
+    sessions.tick(10.0)
+    first = at.ask(words(1, 13), 3, session="a", session_ttl_s=5.0)
+    assert first.prompt_change is None and sessions.states()[0].left_s == 5.0
+    sessions.tick(14.0)
+    following = at.ask((9, *first.tokens[1:], 5, 6), 3, session="a", session_ttl_s=5.0)
+    assert following.prompt_change.at == 0 and sessions.states()[0].left_s == 5.0
+    recomputed = at.ask((8, *first.tokens[1:]), 3, session="a", recompute=True)
+    assert recomputed.prompt_change is None, "it runs alone, in no session"
+    sessions.tick(19.0)
+    assert at.cache.stats().sessions[:2] == (0, 0)
+
+
 # -- loads that fail ------------------------------------------------------------------------
 
 

@@ -249,18 +249,10 @@ class Sessions:
         ]
 
     def stats(self) -> SessionStats:
-        tree = self._index.tree
-        nodes = {
-            (pin.cell, id(node)): node.pages
-            for session in self._sessions.values()
-            for pin in (session.lease.pins if session.lease is not None else ())
-            for node in pin.nodes()
-        }
-        pages: Counter[tuple[Tier, str]] = Counter()
-        for (cell, _), count in nodes.items():
-            pages[Tier(cell // tree.anchors), tree.anchor_names[cell % tree.anchors]] += count
+        leases = [s.lease for s in self._sessions.values() if s.lease is not None]
+        pages = self._index.pinned_pages(leases)
         known = len(self._sessions)
-        return SessionStats(len(self), known, pages, dict(self.ended), self.changed)
+        return SessionStats(len(leases), known, pages, dict(self.ended), self.changed)
 
     def violations(self) -> Iterator[str]:
         """What does not hold, in sentences."""
