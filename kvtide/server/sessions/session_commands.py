@@ -40,7 +40,7 @@ class BeginPrefetch:
 
     number: int
     tokens: str
-    namespace: tuple[str, str]
+    cache_salt: str
     session: str
     priority: int
     ttl_s: float
@@ -52,7 +52,9 @@ class BeginPrefetch:
         cache.sessions.tick(self.now)
         prompt: Prompt | None
         if self.tokens:
-            prompt = cache.prompt(base64.b64decode(self.tokens), Namespace(*self.namespace))
+            prompt = cache.prompt(
+                base64.b64decode(self.tokens), Namespace(cache_salt=self.cache_salt)
+            )
         else:
             prompt = cache.sessions.prompt_of(self.session)
         if prompt is None:

@@ -118,7 +118,7 @@ class SessionRoutes:
         return BeginPrefetch(
             number=next(self._numbers),
             tokens=base64.b64encode(packed).decode(),
-            namespace=(namespace.adapter, namespace.cache_salt),
+            cache_salt=namespace.cache_salt,
             session=session_name(namespace, session) if session else "",
             priority=body.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
             ttl_s=self._settings.ttl(body.number("session_ttl_seconds", self._settings.ttl_s)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_a_session_is_released_by_its_id(server: InProcess, client: Client) -> N
     again = client.post("/v1/sessions/to%20go/release")
     assert again.status == 404 and again.json()["error"]["code"] == "session_not_found"
     assert "there is no session 'to go' here" in again.problem
+
+
+@pytest.mark.parametrize("name", ["a/b", "ü", '"', "..", "%"])
+def test_any_text_names_a_session(client: Client, name: str) -> None:
+    ask(client, session_id=name)
+    reply = client.post(f"/v1/sessions/{quote(name, safe='')}/release")
+    assert reply.status == 200 and reply.json()["id"] == name and name not in listed(client)
 
 
 def test_a_session_is_its_salts_own(client: Client) -> None:
