@@ -8,7 +8,7 @@
 `storage_tier`      a store attached to the cache
 `fetching`          reads from it; `write_behind` writes to it; `store_removals` removes from it
 `receiving`         pages that a peer writes
-`sessions`          conversations whose prefix must stay
+`sessions/`         conversations whose prefix must stay; prefixes that are brought up before
 `rank_agreement`    agreement between the ranks of one model; `agreed_events` what follows from it
 `hardware`          the memory of both tiers and the copier between them
 `cache_stats`       counters; `cache_invariants` what must hold
@@ -22,6 +22,8 @@ from kvtide.cache.hardware import Hardware
 from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone, Ranks, RanksDivergedError
 from kvtide.cache.receiving import Receipt, Receiving
+from kvtide.cache.sessions.prefetching import Prefetch, Prefetched, SessionTurn
+from kvtide.cache.sessions.session_pins import PromptChange
 from kvtide.cache.storage_tier import StorageStats
 from kvtide.index import Branches, CostBased, EveryPages, LastPage, Namespace
 from kvtide.spec import Tier
@@ -45,12 +47,16 @@ __all__ = [
     "Match",
     "Namespace",
     "PageCount",
+    "Prefetch",
+    "Prefetched",
     "Progress",
+    "PromptChange",
     "Ranks",
     "RanksDivergedError",
     "Ratio",
     "Receipt",
     "Receiving",
+    "SessionTurn",
     "Stats",
     "StorageStats",
     "Tier",

@@ -31,7 +31,8 @@ from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers, explained
 from kvtide.cache.lease import Lease, Match, Progress
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.cache.receiving import Receiving
-from kvtide.cache.sessions import Sessions
+from kvtide.cache.sessions.prefetching import Prefetches
+from kvtide.cache.sessions.session_pins import Sessions
 from kvtide.cache.storage_tier import Storage
 from kvtide.cache.write_policies import POLICIES
 from kvtide.index import DEFAULT_NAMESPACE, Arrival, Index, Namespace, Placement, Prompt, Stop
@@ -83,11 +84,14 @@ class TieredCache:
         transfers: Transfers[Arrival] = Transfers(self.hardware.copier, config.transfer_timeout_s)
         self._in_flight = InFlightTransfers(self.index, transfers)
         self._writing = writing(self.index, self._in_flight, config.headroom)
-        self._sessions = Sessions(self.index, config.session_fraction)
+        self.sessions = Sessions(self.index, config.session_fraction, config.session_share)
         self._leases: dict[int, Lease] = {}
         self._step_leases: frozenset[int] | None = None
         self._counts = CacheCounts()
         self.storage = Storage(self.index, self._in_flight, self.hardware, config, self.agreement)
+        self.prefetches = Prefetches(
+            self.index, self._in_flight, self.storage, self.sessions, self._make_room
+        )
         self._events = AgreedEvents()
         self.receiving = Receiving(self.index, self.hardware, self._events, self._in_flight)
 
@@ -137,7 +141,7 @@ class TieredCache:
             self._counts.refused += 1
             return None
         lease = self._reserve(match, upto, growth_pages, priority)
-        if lease is None and self._writing.make_room(self._missing()):
+        if lease is None and self._make_room():
             lease = self._reserve(match, upto, growth_pages, priority)
         if lease is None:
             self._counts.refused += 1
@@ -171,7 +175,7 @@ class TieredCache:
         inner = lease._index_lease
         if self.index.advance(inner, tokens, growth_pages):
             return True
-        again = self._writing.make_room(self._missing())
+        again = self._make_room()
         if again and self.index.advance(inner, tokens, growth_pages):
             return True
         return self.index.advance_without_checkpoints(inner, tokens, growth_pages)
@@ -301,6 +305,7 @@ class TieredCache:
     def poll(self) -> Progress:
         """Once per step: land the transfers that all ranks have done, start those that are due."""
         progress = self.land()
+        self.prefetches.advance()
         self._writing.tick()
         for way in Way:
             self._in_flight.submit(way)
@@ -348,18 +353,6 @@ class TieredCache:
         self.index.release(inner)
         return bool(transfers)
 
-    def keep(self, session: str, prompt: Prompt, priority: int = 0) -> bool:
-        """Pin what the session's next turn can resume from, until `forget` or the next `keep`."""
-        return self._sessions.keep(session, prompt, priority)
-
-    def forget(self, session: str) -> bool:
-        """Unpin a session; False if it was not kept (any more)."""
-        return self._sessions.forget(session)
-
-    def forget_oldest(self) -> bool:
-        """Unpin the session that was kept longest ago; False if there is none."""
-        return self._sessions.forget_oldest()
-
     def quarantine(self, prompt: Prompt) -> int:
         """Hide all pages behind the prompt's first page from every match: they may be corrupt.
 
@@ -369,7 +362,7 @@ class TieredCache:
         """
         self.storage.remove(prompt)
         pages = self.index.quarantine(prompt)
-        self._sessions.forget_hidden()
+        self.sessions.forget_hidden()
         self._in_flight.cancel_pointless()
         return pages
 
@@ -386,7 +379,7 @@ class TieredCache:
     @property
     def unsettled(self) -> bool:
         """Whether a `poll` has, or will have, something to do, with storage too."""
-        return self.busy or self.storage.unsettled or len(self._events) > 0
+        return self.busy or self.storage.unsettled or len(self._events) + len(self.prefetches) > 0
 
     def flush(self, tier: Tier) -> int:
         """Drop every page of a tier that is not pinned; returns how many."""
@@ -409,7 +402,8 @@ class TieredCache:
 
         False if a call of the store did not return in time: the memory then stays allocated.
         """
-        self._sessions.forget_all()
+        self.prefetches.end_all()
+        self.sessions.forget_all()
         deadline = time.monotonic() + timeout_s
         self.drain(timeout_s)
         self.storage.detach(max(0.0, deadline - time.monotonic()))
@@ -430,14 +424,16 @@ class TieredCache:
             refused=self._counts.refused,
             skipped_backups=self._writing.skipped,
             pages=page_counts(self.index),
-            sessions=len(self._sessions),
+            sessions=self.sessions.stats(),
+            prefetches=dict(self.prefetches.ended),
             storage=self.storage.stats(),
         )
 
     def validate(self) -> list[str]:
         """Every violation of what must hold, in sentences; empty when all is well."""
         parts = CacheParts(self.index, self._in_flight, self._leases, self.storage, self.receiving)
-        return [*self.index.validate(), *violations(parts)]
+        kept = (*self.sessions.violations(), *self.prefetches.violations())
+        return [*self.index.validate(), *violations(parts), *kept]
 
     # -- the steps --------------------------------------------------------------------------
 
@@ -488,10 +484,11 @@ class TieredCache:
     def _full_pages(self, tokens: int) -> int:
         return (tokens - self.memory.holdback) // self.memory.page_tokens
 
-    def _missing(self) -> dict[str, int]:
-        """What the last refusal lacked on the device."""
+    def _make_room(self) -> bool:
+        """Free what the last refusal lacked on the device; True if trying again may succeed."""
         missing = self.index.missing.items()
-        return {anchor: pages for (tier, anchor), pages in missing if tier is Tier.DEVICE}
+        lacking = {anchor: pages for (tier, anchor), pages in missing if tier is Tier.DEVICE}
+        return self._writing.make_room(lacking)
 
     def _fits_free(self, inner: IndexLease) -> bool:
         """Whether the lease's pages on the host fit on the device without eviction."""

@@ -76,6 +76,7 @@ class CacheConfig:
     tokens_per_checkpoint  windows and states get slots for one checkpoint per so many tokens
     headroom            the fraction of device slots that write_back keeps free
     session_fraction    the most that session pins may hold of the device's slots
+    session_share       the most of that which one session may pin
     hot_rows            requests that may run at once where the memory has hot pools
     longest_tokens      the longest sequence that is served; None for whatever fits the tiers
     tail_rows           prompts that peers may hand over at once; 0: none (`cache.receiving`)
@@ -97,6 +98,7 @@ class CacheConfig:
     tokens_per_checkpoint: int = TOKENS_PER_CHECKPOINT
     headroom: float = 0.05
     session_fraction: float = 0.5
+    session_share: float = 0.5
     hot_rows: int = 64
     longest_tokens: int | None = None
     tail_rows: int = 0
@@ -117,6 +119,8 @@ class CacheConfig:
             raise TierError(f"a headroom of {self.headroom:g}; use a fraction from 0 to below 1")
         if not 0 <= self.session_fraction <= 1:
             raise TierError(f"a session fraction of {self.session_fraction:g}; use 0 to 1")
+        if not 0 <= self.session_share <= 1:
+            raise TierError(f"a session share of {self.session_share:g}; use 0 to 1")
         if self.tail_rows and self.host_size is None:
             raise TierError(
                 "prompts are handed over into a host tier, and there is none; size one, or serve "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from kvtide.cache.inflight import InFlightTransfers
+from kvtide.cache.sessions.session_pins import SessionStats
 from kvtide.cache.storage_tier import StorageStats
 from kvtide.index import Index, Stop
 from kvtide.spec import Tier
@@ -51,7 +52,8 @@ class Stats:
     lane_failures     jobs that raised, by direction
     skipped_backups   copies to the host that found no room there
     pages             by tier and anchor, now
-    sessions          pinned now
+    sessions          those known and pinned now, and how they ended
+    prefetches        ended, by outcome
     storage           how the attached store is used; None without one
     """
 
@@ -67,7 +69,8 @@ class Stats:
     lane_failures: Mapping[str, int]
     skipped_backups: int
     pages: Mapping[tuple[Tier, str], PageCount]
-    sessions: int
+    sessions: SessionStats
+    prefetches: Mapping[str, int]
     storage: StorageStats | None = None
 
 

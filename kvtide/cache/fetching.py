@@ -64,6 +64,7 @@ class Fetch:
     """The fetch of one prompt's pages. `outcome` names its end in a word.
 
     tokens  tokens of the history that were fetched so far
+    found   tokens after which the prompt could resume with what storage has
     looks   how many look-ups were made, the first included
     """
 
@@ -74,6 +75,7 @@ class Fetch:
     outcome: str = ""
     stopped: bool = False
     tokens: int = 0
+    found: int = 0
     looks: int = 1
     keys: list[PageKey] = field(default_factory=list)
     asked: Mapping[str, Pages] = field(default_factory=dict)
@@ -150,17 +152,19 @@ class Fetches:
 
     # -- beginning --------------------------------------------------------------------------
 
-    def begin(self, prompt: Prompt, token_s: float) -> Fetch | None:
+    def begin(self, prompt: Prompt, token_s: float, limit_s: float | None = None) -> Fetch | None:
         """Start the look-up of a prompt's pages; None if too few are missing.
 
-        `token_s` is the time to compute a token, 0 if it is not known.
+        `token_s` is the time to compute a token, 0 if it is not known. `limit_s` is how long the
+        fetch may take, as requests wait if not given.
         """
         outline = self._index.outline(prompt)
         missing = outline.limit - deepest_boundary(self._memory, outline.limit, outline.held)
         if missing * self._memory.page_tokens < self._patience.min_tokens:
             return None
         tokens = missing * self._memory.page_tokens
-        fetch = Fetch(prompt, self._clock() + self._patience.limit_s(tokens), token_s)
+        limit_s = self._patience.limit_s(tokens) if limit_s is None else limit_s
+        fetch = Fetch(prompt, self._clock() + limit_s, token_s)
         self._open.append(fetch)
         self._look(fetch, outline)
         return fetch
@@ -264,6 +268,7 @@ class Fetches:
             there[name][pages] |= found[at : at + len(pages)]
             at += len(pages)
         order = self._order(outline, there)
+        fetch.found = max(fetch.found, order.boundary * self._memory.page_tokens)
         if not order.pages and fetch.looks > 1:
             self._end(fetch, "partly")
         elif not order.pages:

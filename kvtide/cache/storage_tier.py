@@ -153,12 +153,15 @@ class Storage:
         attached.leave(timeout_s)
         return True
 
-    def fetch(self, prompt: Prompt, token_s: float = 0.0) -> Fetch | None:
+    def fetch(
+        self, prompt: Prompt, token_s: float = 0.0, limit_s: float | None = None
+    ) -> Fetch | None:
         """Begin to fetch a prompt's pages to the host; None if there is no need.
 
         A request that can wait does so until the fetch is `over`; others `stop` it, and continue
         after the next `poll`. Nothing has to be released. `token_s` is the time to compute a token:
-        a fetch that would take longer than computing is declined.
+        a fetch that would take longer than computing is declined. `limit_s` bounds the fetch in
+        place of the config's patience.
         """
         attached = self._attached
         if attached is None or isinstance(prompt.namespace, Hidden):
@@ -166,7 +169,7 @@ class Storage:
         # A leaving store may be the same one, and may write what the attached one has removed.
         if any(one.removals.forbid(prompt) for one in self._stores):
             return None
-        return attached.fetches.begin(prompt, token_s)
+        return attached.fetches.begin(prompt, token_s, limit_s)
 
     def ask(self, function: Callable[[Store], T]) -> Future[T] | None:
         """Run a function of the attached store on a worker; None without a store."""

@@ -27,6 +27,7 @@ from kvtide.engine.request import (
     RequestError,
     RequestParams,
     RequestState,
+    session_name,
 )
 from kvtide.engine.sampler import SampledToken, SamplingParams
 from kvtide.engine.state_check import EngineError
@@ -45,4 +46,5 @@ __all__ = [
     "SampledToken",
     "SamplingParams",
     "Update",
+    "session_name",
 ]

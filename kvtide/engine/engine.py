@@ -115,7 +115,7 @@ class Engine:
             hidden = model.carried(torch.zeros(1, dtype=torch.int64, device=self._staging.device))
             self._speculation.use_graphs(self._runner.capture, max_running, hidden)
         self._overlap = Overlap(cache, self._runner)
-        resumed = self._speculation.resume if self._speculation is not None else _unnoticed
+        resumed = self._speculation.resume if self._speculation else lambda request: None
         self.handoffs = Handoffs(cache, handoff_min_tokens, self.abort, resumed, self._written_late)
         self.scheduler.on_admitted = self.handoffs.admitted
         self.computed = 0
@@ -177,6 +177,9 @@ class Engine:
         if self.tokenizer is not None:
             request.text = params.output_text(self.tokenizer)
         request.matcher = self._grammars.matcher(checked)
+        if params.pin is not None:
+            ttl_s, sessions = params.session_ttl_s, self.cache.sessions
+            request.prompt_change = sessions.asked(params.pin, prompt, ttl_s)
         request.fetch = self.cache.storage.fetch(request.prompt, self.token_s)
         self.handoffs.queued(request)
         self.scheduler.queue(request)
@@ -477,8 +480,9 @@ class Engine:
         self.scheduler.remove(request)
         request.state, request.finish = RequestState.FINISHED, finish
         self.handoffs.ended(request)
-        if request.params.pin is not None and not request.params.alone:
-            self.cache.keep(request.params.pin, request.prompt, request.params.priority)
+        params, sessions = request.params, self.cache.sessions
+        if params.pin is not None:
+            sessions.keep(params.pin, request.prompt, params.priority, params.session_ttl_s)
 
     def check(self, params: RequestParams) -> CheckedRequest:
         """Pack the prompt, compile the grammar, and raise `RequestError` for what can never be

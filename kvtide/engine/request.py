@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from kvtide.cache import Fetch, Lease, Namespace
+from kvtide.cache import Fetch, Lease, Namespace, PromptChange
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.grammar.token_matcher import CompiledGrammar, TokenMatcher
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
@@ -54,6 +54,11 @@ class Finish(Enum):
     """A limit of its grammar was exceeded."""
 
 
+def session_name(namespace: Namespace, session: str) -> str:
+    """A session's name in the cache: two namespaces never share one."""
+    return json.dumps([*namespace, session])
+
+
 @dataclass(frozen=True, slots=True)
 class RequestParams:
     """A prompt, and how to answer it; `max_tokens` of 0 computes the prompt alone.
@@ -64,7 +69,8 @@ class RequestParams:
     recompute  the prompt is prefilled without the cache: no prefix is matched, no page is kept
     score      log-probabilities of all prompt tokens, with so many top tokens each; this recomputes
                the prompt
-    session    pins the conversation's prefix until its next turn
+    session    pins the conversation's prefix until its next turn, or until `session_ttl_s` after
+               this one; for ever without a TTL
     speculate  tokens may be drafted, if the engine speculates
     grammar    the output is a text of it
     handoff_from  another server prefills the prompt for this one
@@ -82,6 +88,7 @@ class RequestParams:
     namespace: Namespace = DEFAULT_NAMESPACE
     priority: int = 0
     session: str | None = None
+    session_ttl_s: float | None = None
     speculate: bool = True
     grammar: Grammar | None = None
     handoff_from: HandoffSource | None = None
@@ -89,8 +96,10 @@ class RequestParams:
 
     @property
     def pin(self) -> str | None:
-        """The session's name in the cache: two namespaces never share one."""
-        return None if self.session is None else json.dumps([*self.namespace, self.session])
+        """The session's name in the cache; None without one, or for a request that runs alone."""
+        if self.session is None or self.alone:
+            return None
+        return session_name(self.namespace, self.session)
 
     def output_text(self, tokenizer: Tokenizer) -> OutputText:
         """The text of an output, before its first token."""
@@ -142,6 +151,7 @@ class Request:
     by_tier       where the first admission found the prompt's tokens
     why           per pool, what kept the match from going deeper
     reported      those two are final
+    prompt_change what the prompt changed of its session's last one
     drafts        proposed tokens that the next step verifies; the lease has slots for them
     accepted_drafts, rejected_drafts  of all steps
     verify_steps  steps that verified drafts
@@ -169,6 +179,7 @@ class Request:
     by_tier: dict[Tier, int] = field(default_factory=dict)
     why: tuple[Stop, ...] = ()
     reported: bool = False
+    prompt_change: PromptChange | None = None
     drafts: tuple[int, ...] = ()
     accepted_drafts: int = 0
     rejected_drafts: int = 0

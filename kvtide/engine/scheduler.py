@@ -167,7 +167,7 @@ class Scheduler:
         """Retract the latest request of the lowest priority to free slots for this one.
 
         None is retracted while demoted pages are about to leave, or if that would not be enough.
-        When nothing runs and nothing moves, only session pins hold slots: the oldest goes.
+        When nothing runs and nothing moves, only session pins hold slots: one of them goes.
         """
         lower = [r for r in self.running if r.params.priority < first.params.priority]
         if lower and (self._cache.making_room or not self._fits_beside(first, lower)):
@@ -175,7 +175,7 @@ class Scheduler:
         if lower:
             self.retract(min(lower, key=lambda r: (r.params.priority, -r.number)))
             return True
-        return not self.running and not self._cache.busy and self._cache.forget_oldest()
+        return not self.running and not self._cache.busy and self._cache.sessions.give_way()
 
     def _fits_beside(self, first: Request, lower: list[Request]) -> bool:
         """The request would fit if those of lower priority held no slots."""
@@ -283,14 +283,17 @@ class Scheduler:
     def _grown(self, request: Request, end: int) -> int | None:
         """How far there are slots: up to `end`, or to the end of the page; None for nowhere.
 
-        A request that runs alone takes what sessions have pinned: waiting would free nothing.
+        Session pins give way before a running request is retracted. One that runs alone takes them
+        all if it must: waiting would free nothing.
         """
-        page = self._cache.memory.page_tokens
+        cache, page = self._cache, self._cache.memory.page_tokens
         page_end = min(end, (request.computed // page + 1) * page)
-        while not self._cache.grow(request.held, end):
-            if self._cache.grow(request.held, page_end):
+        while not cache.grow(request.held, end):
+            if cache.grow(request.held, page_end):
                 return page_end
-            if len(self.running) > 1 or self._cache.busy or not self._cache.forget_oldest():
+            alone = len(self.running) == 1 and not cache.busy
+            takes = alone or (cache.sessions.cover_missing and not cache.making_room)
+            if not (takes and cache.sessions.give_way()):
                 return None
         return end
 

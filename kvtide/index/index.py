@@ -13,6 +13,7 @@ releasing what another index leased, pinning a stale hit) is a programmer's erro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -390,6 +391,16 @@ class Index:
 
     def resident_pages(self, tier: Tier, anchor: str) -> int:
         return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].resident_pages
+
+    def pinned_pages(self, leases: Iterable[IndexLease]) -> dict[tuple[Tier, str], int]:
+        """Pages that these leases pin, by tier and anchor; a page that several pin counts once."""
+        names, anchors = self.tree.anchor_names, self.tree.anchors
+        pins = (pin for lease in leases for pin in lease.pins)
+        nodes = {(pin.cell, id(node)): node.pages for pin in pins for node in pin.nodes()}
+        pages: Counter[tuple[Tier, str]] = Counter()
+        for (cell, _), count in nodes.items():
+            pages[Tier(cell // anchors), names[cell % anchors]] += count
+        return dict(pages)
 
     def importing_pages(self, anchor: str) -> int:
         """Host slots of an anchor that imports took and that are not adopted yet."""

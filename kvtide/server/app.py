@@ -6,6 +6,7 @@
 | POST /v1/chat/completions    | completes a conversation                       | api key        |
 | …    /v1/responses           | OpenAI's Responses (`responses_routes`)        | api key        |
 | …    /v1/messages            | Anthropic's Messages (`messages_routes`)       | api key        |
+| POST /v1/sessions, /prefetch | conversations between turns (`session_routes`) | api key        |
 | GET  /v1/models, /v1/models/ | the model that is served                       | api key        |
 | POST /tokenize, /detokenize  | tokens of a text, and back (`token_routes`)    | api key        |
 | GET  /health                 | 200 while requests are accepted, else 503      | none           |
@@ -61,6 +62,7 @@ from kvtide.server.response_formatting import (
 )
 from kvtide.server.responses.responses_routes import ResponsesRoutes
 from kvtide.server.service import ResponseStream, Service, ServiceEndedError
+from kvtide.server.sessions.session_routes import SessionRoutes
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving
 from kvtide.server.storage_routes import StorageRoutes
@@ -105,8 +107,12 @@ class App:
             seeded=settings.deterministic,
             handoffs=handoff.conventions.read,
             formats=serving.formats,
+            sessions=settings.sessions,
         )
         self._service = service
+        self._sessions = SessionRoutes(
+            service, self._parser, settings.sessions, lambda: self.draining
+        )
         self._storage = StorageRoutes(service, lambda: self.draining)
         self._routers = RouterRoutes(settings, serving.name, service, handoff.conventions)
         path = GenerationPath(self.generate, self._parser, serving.engine.cache.memory)
@@ -145,6 +151,7 @@ class App:
                 *self._tokens.routes(),
                 *self._routers.routes(),
                 *self._storage.routes(),
+                *self._sessions.routes(),
             ]
         )
         return app
@@ -208,6 +215,7 @@ class App:
             self._service.rate,
             details=parsed.cache_details,
             drafts=self._speculates,
+            tokenizer=self._tokenizer,
         )
 
     async def _stream(

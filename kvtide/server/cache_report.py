@@ -58,7 +58,7 @@ def cache_report(engine: Engine) -> dict[str, Any]:
         "overdue": stats.overdue,
         "refused_reservations": stats.refused,
         "skipped_backups": stats.skipped_backups,
-        "sessions": stats.sessions,
+        "sessions": stats.sessions.pinned,
         "storage": storage_report(stats.storage),
         "handoff": handoff_report(engine),
         "violations": engine.cache.validate(),

@@ -32,6 +32,7 @@ from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffSource, HandoffTarget
 from kvtide.server.engine_rank import EngineRank
 from kvtide.server.handoff.peer_commands import PEER_COMMANDS
+from kvtide.server.sessions.session_commands import SESSION_COMMANDS, UnknownSessionError
 from kvtide.server.setup.store_setup import close_when_open, in_thread, open_link
 from kvtide.spec import Tier
 from kvtide.storage import Removed, StoreError
@@ -52,12 +53,15 @@ class EngineCommand(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """`token_s` is the leader's prefill time per token: the ranks' own measurements differ."""
+    """`token_s` is the leader's prefill time per token: the ranks' own measurements differ. So do
+    their clocks: `now` is the leader's."""
 
     request: CheckedRequest
     token_s: float
+    now: float = 0.0
 
     def apply(self, rank: EngineRank) -> Request:
+        rank.engine.cache.sessions.tick(self.now)
         rank.engine.token_s = self.token_s
         return rank.engine.submit_checked(self.request)
 
@@ -76,8 +80,13 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
+    """`now` is the leader's time, by which sessions expire."""
+
+    now: float = 0.0
+
     def apply(self, rank: EngineRank) -> list[Update]:
         with rank.clock:
+            rank.engine.cache.sessions.tick(self.now)
             return rank.engine.step()
 
 
@@ -172,9 +181,10 @@ COMMANDS: dict[str, Any] = {
         *(Submit, Abort, RunStep, Flush, CloseCache),
         *(OpenStore, IsStoreOpen, AbandonStore, AttachStore, DetachStore, ClearStore),
         *PEER_COMMANDS,
+        *SESSION_COMMANDS,
     )
 }
-REFUSALS = (RequestError, StoreError, TierError)
+REFUSALS = (RequestError, StoreError, TierError, UnknownSessionError)
 
 
 # -- encoding ---------------------------------------------------------------------------------
@@ -186,7 +196,7 @@ def encode(command: object) -> bytes:
         request = command.request
         packed = base64.b64encode(request.packed).decode()
         params = _fields(request.params) | {"tokens": packed}
-        values: dict[str, object] = {"request": params, "token_s": command.token_s}
+        values = _fields(command) | {"request": params}
     else:
         values = _fields(command)
     message = [type(command).__name__, values]

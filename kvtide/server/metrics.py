@@ -21,6 +21,7 @@ from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.service import ResponseStream
+from kvtide.server.sessions.session_metrics import session_metrics
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -86,7 +87,7 @@ class _StateCollector:
         scheduler, stats = self._engine.scheduler, self._engine.cache.stats()
         yield _gauge("kvtide_requests_running", "Running requests.", len(scheduler.running))
         yield _gauge("kvtide_requests_waiting", "Waiting requests.", scheduler.waiting)
-        yield _gauge("kvtide_sessions", "Sessions whose prefix is pinned.", stats.sessions)
+        yield from session_metrics(stats)
         yield _gauge("kvtide_transfers_in_flight", "Transfers in flight.", stats.in_flight)
         yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
         yield from _checks(self._engine.oracle)

@@ -2,9 +2,10 @@
 
 A prompt is tokenized, packed and checked once, off the engine's thread; its `n` choices share the
 packed tokens. The bodies are those of OpenAI's API, with some fields of our own: `top_k`, `min_p`,
-`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`, `priority`,
-`recompute`, `speculate`, `return_token_ids`, `return_cached_tokens_details`, `regex`, `choice`
-(`output_format`); and those of routers (`handoff.conventions`).
+`repetition_penalty`, `stop_token_ids`, `ignore_eos`, `cache_salt`, `session_id`,
+`session_ttl_seconds`, `priority`, `recompute`, `speculate`, `return_token_ids`,
+`return_cached_tokens_details`, `regex`, `choice` (`output_format`); and those of routers
+(`handoff.conventions`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
 from kvtide.server.output_format import logit_bias, output_grammar
+from kvtide.server.sessions.session_settings import SessionSettings, checked_id
+from kvtide.server.sessions.stable_prefix import StableRules, stabilized
 from kvtide.server.tools.chat_messages import read_messages
 from kvtide.server.tools.output_events import OutputParser, PlainText
 from kvtide.server.tools.parser_registry import ChatFormats
 from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest, read_tools
 
+DEFAULT_SESSIONS = SessionSettings()
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -84,6 +88,7 @@ class RequestParser:
     seeded    requests without a seed share one
     handoffs  reads what routers say of handoffs, for so many prompts with so many choices each
     formats   how the model writes calls and reasoning; by its chat template if not given
+    sessions  the defaults of sessions, and the rules for the front of conversations
     """
 
     def __init__(
@@ -94,7 +99,9 @@ class RequestParser:
         seeded: bool,
         handoffs: ReadHandoffs | None = None,
         formats: ChatFormats | None = None,
+        sessions: SessionSettings = DEFAULT_SESSIONS,
     ) -> None:
+        self._sessions = sessions
         self._engine = engine
         self._handoffs = handoffs
         self._tokenizer = engine.tokenizer
@@ -159,7 +166,8 @@ class RequestParser:
             body.get("tool_choice"),
             parallel=body.flag("parallel_tool_calls", default=True),
         )
-        return tools, self._tokenizer.render(self._formats.prepare(_conversation(body, tools)))
+        conversation = _conversation(body, tools, self._sessions.stable)
+        return tools, self._tokenizer.render(self._formats.prepare(conversation))
 
     def _encoded(self, text: str) -> list[int]:
         assert self._tokenizer is not None
@@ -194,7 +202,10 @@ class RequestParser:
             recompute=body.flag("recompute"),
             namespace=Namespace(cache_salt=body.text("cache_salt", "")),
             priority=body.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY) or 0,
-            session=body.text("session_id", "") or None,
+            session=checked_id(body.text("session_id", "")),
+            session_ttl_s=self._sessions.ttl(
+                body.number("session_ttl_seconds", self._sessions.ttl_s)
+            ),
             speculate=body.flag("speculate", default=True),
             grammar=output_grammar(body.values),
         )
@@ -297,10 +308,13 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
     )
 
 
-def _conversation(body: Fields, tools: ToolRequest) -> Conversation:
+def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conversation:
     options = body.object("chat_template_kwargs")
+    messages = body.get("messages")
+    if rules and isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
+        messages = stabilized(messages, rules)
     return Conversation(
-        read_messages(body.get("messages")),
+        read_messages(messages),
         tools=[tool.template_form() for tool in tools.tools] or None,
         variables=dict(options.values),
     )

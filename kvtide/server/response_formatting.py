@@ -20,6 +20,7 @@ from kvtide.server.error_responses import error_object
 from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.request_parsing import ParsedRequest
 from kvtide.server.service import ResponseStream
+from kvtide.server.sessions.prompt_changes import change_reason
 from kvtide.server.tools.output_events import (
     CallArguments,
     CallBegin,
@@ -304,12 +305,19 @@ def piece(events: Sequence[OutputEvent]) -> Json:
 
 
 def usage(
-    streams: Sequence[ResponseStream], n: int, rate: RateEstimate, *, details: bool, drafts: bool
+    streams: Sequence[ResponseStream],
+    n: int,
+    rate: RateEstimate,
+    *,
+    details: bool,
+    drafts: bool,
+    tokenizer: Tokenizer | None = None,
 ) -> Json:
     """The usage object. The `n` choices of a prompt count its tokens once.
 
     details  of the cache, and of verify steps
     drafts   the server speculates: count accepted and rejected drafts
+    tokenizer  for the texts of what a prompt changed
     """
     requests = [stream.request for stream in streams]
     firsts = requests[::n]  # One per prompt.
@@ -334,11 +342,7 @@ def usage(
             tier.name.lower(): sum(request.by_tier.get(tier, 0) for request in firsts)
             for tier in Tier
         }
-        counted["miss_reasons"] = [
-            {"pool": stop.pool, "at": stop.at, "reason": stop.reason}
-            for request in firsts
-            for stop in request.why
-        ]
+        counted["miss_reasons"] = _miss_reasons(firsts, tokenizer)
         counted["storage_fetches"] = [
             {"outcome": request.fetch.outcome, "tokens": request.fetch.tokens}
             for request in firsts
@@ -356,6 +360,17 @@ def usage(
         ]
         counted["timing"] = _timing(streams, cached, rate)
     return counted
+
+
+def _miss_reasons(requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Json]:
+    """Per pool what kept the match from going deeper; what the prompts of sessions changed."""
+    stops = [
+        {"pool": stop.pool, "at": stop.at, "reason": stop.reason}
+        for request in requests
+        for stop in request.why
+    ]
+    changes = (request.prompt_change for request in requests)
+    return [*stops, *(change_reason(each, tokenizer) for each in changes if each is not None)]
 
 
 def _cached_tokens(request: Request) -> int:

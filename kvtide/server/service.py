@@ -167,7 +167,7 @@ class Service:
         def submit() -> None:
             try:
                 self._admit(self._engine, 1)
-                self._leader.run(Submit(request, self._engine.token_s))
+                self._leader.run(Submit(request, self._engine.token_s, time.monotonic()))
             except (OverloadedError, RequestError) as error:
                 on_refused(error)
 
@@ -242,7 +242,8 @@ class Service:
     ) -> None:
         """Queue the requests. The loop knows their streams before an update can reach it."""
         self._admit(engine, len(requests))
-        commands = [Submit(request, engine.token_s) for request in requests]
+        now = time.monotonic()
+        commands = [Submit(request, engine.token_s, now) for request in requests]
         streams += [ResponseStream(self._leader.run(command), began) for command in commands]
         self._loop.call_soon_threadsafe(
             self._streams.update, {stream.request: stream for stream in streams}
@@ -284,7 +285,7 @@ class Service:
         """Run all calls of the inbox; wait for one if the engine is idle. False to end."""
         cache = self._engine.cache
         idle = self._engine.idle and not cache.busy
-        limit_s = STORAGE_POLL_S if cache.unsettled else None
+        limit_s = STORAGE_POLL_S if cache.unsettled else self._until_expiry()
         while True:
             try:
                 call = self._inbox.get(block=idle, timeout=limit_s)
@@ -297,10 +298,15 @@ class Service:
                 raise self._leader.diverged
             idle = False
 
+    def _until_expiry(self) -> float | None:
+        """Seconds until a session may have expired; None for never."""
+        expiry = self._engine.cache.sessions.next_expiry
+        return None if expiry is None else max(0.0, expiry - time.monotonic())
+
     def _step(self) -> None:
         engine = self._engine
         began = time.monotonic()
-        updates = self._leader.run(RunStep())
+        updates = self._leader.run(RunStep(began))
         now = time.monotonic()
         self.rate.stepped(engine.computed, now - began, len(updates))
         engine.token_s = self.rate.prefill_token_s

@@ -24,6 +24,8 @@ from kvtide.server.handoff.handoff_settings import (
     Role,
     parse_urls,
 )
+from kvtide.server.sessions.session_settings import MAX_TTL_S, SessionSettings
+from kvtide.server.sessions.stable_prefix import NO_RULES, parse_rules, parse_stable_prefix
 from kvtide.server.setting_values import (
     SettingsError,
     count,
@@ -54,6 +56,7 @@ NO_STORAGE = "none"
 _LOCAL = ("file:", "memory:")
 _PATIENCE = FetchPatience()
 _HANDOFF = HandoffSettings()
+_SESSIONS = SessionSettings()
 _MIN_LOCAL_TOKENS = 64
 """A lookup in a local store takes microseconds: a single page is worth it."""
 
@@ -197,6 +200,23 @@ class Settings:
         f"the shortest prefix to fetch; {_MIN_LOCAL_TOKENS} from a local store, "
         f"else {_PATIENCE.min_tokens}",
         "N",
+    )
+
+    session_ttl_seconds: float = setting(
+        _SESSIONS.ttl_s, seconds(MAX_TTL_S), "how long a session outlives its last request", "S"
+    )
+    session_fraction: float = setting(
+        0.5, fraction(), "the most of the device tier that sessions may pin", "F"
+    )
+    session_share: float = setting(
+        0.5, fraction(), "the most of that which one session may pin", "F"
+    )
+    stable_prefix: str | None = setting(
+        None,
+        parse_stable_prefix,
+        "rules that drop or move what changes at the front of conversations: billing-header, "
+        "dates, regex:PATTERN, with commas between them",
+        "RULES",
     )
 
     role: str = setting(
@@ -360,6 +380,12 @@ class Settings:
     def residency(self) -> Residency:
         """How pools that attention selects from are served."""
         return Residency.parse(parse_resident(self.resident))
+
+    @property
+    def sessions(self) -> SessionSettings:
+        """The defaults of sessions, and the rules for the front of conversations."""
+        rules = NO_RULES if self.stable_prefix is None else parse_rules(self.stable_prefix)
+        return SessionSettings(self.session_ttl_seconds, rules)
 
     @property
     def handoff(self) -> HandoffSettings:

@@ -454,7 +454,7 @@ class Rig:
         tree = self.cache.index.tree
         for lease in list(self.cache._leases.values()):
             self.cache.release(lease)
-        self.cache._sessions.forget_all()
+        self.cache.sessions.forget_all()
         self.settle()
         assert self.problems() == []
         assert not tree.leases and not tree.arrivals and not self.cache._leases

@@ -379,9 +379,9 @@ class RandomRun:
     def session(self) -> None:
         name = self._rng.choice("abc")
         if self._rng.random() < 0.5:
-            self.stand.cache.keep(name, self._prompt())
+            self.stand.cache.sessions.keep(name, self._prompt())
         else:
-            self.stand.cache.forget(name)
+            self.stand.cache.sessions.forget(name)
 
     def flush(self) -> None:
         self.stand.cache.flush(self._rng.choice((*[Tier.DEVICE] * 9, Tier.HOST)))

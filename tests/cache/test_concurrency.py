@@ -73,6 +73,7 @@ class Traffic:
             "write_policy": write_policy,
             "eviction": chance.choice(list(POLICIES)),
             "headroom": chance.choice((0.0, 0.1, 0.3)),
+            "session_share": 1.0,
         }
         self.rig = Rig(memory, **options | self.options())
         self.cache = self.rig.cache
@@ -234,10 +235,12 @@ class Traffic:
         return {name: getattr(n, what) for (tier, name), n in pages if tier is Tier.DEVICE}
 
     def keep(self) -> None:
-        self.cache.keep(self.chance.choice("abc"), self._prompt(), self.chance.randrange(3))
+        self.cache.sessions.keep(
+            self.chance.choice("abc"), self._prompt(), self.chance.randrange(3)
+        )
 
     def forget(self) -> None:
-        self.cache.forget(self.chance.choice("abc"))
+        self.cache.sessions.forget(self.chance.choice("abc"))
 
     def quarantine(self) -> None:
         """Often of what a lease reads, best of all while it is being loaded."""

@@ -101,12 +101,12 @@ def test_sessions_let_go_of_a_prefix_in_quarantine_and_others_stay(build):
     rig = build(host=0)
     for number in (1, 2):
         rig.remember(text(number, 3))
-        assert rig.cache.keep(f"session {number}", rig.cache.prompt(text(number, 3)))
+        assert rig.cache.sessions.keep(f"session {number}", rig.cache.prompt(text(number, 3)))
     quarantine(rig, text(1, 3))
-    assert not rig.cache.forget("session 1")
+    assert rig.cache.stats().sessions.pinned == 1
     assert rig.found(text(2, 3)) == 3 * PAGE
     assert rig.cache.stats().pages[Tier.DEVICE, "kv"].resident == 3
-    assert rig.cache.forget("session 2")
+    assert rig.cache.sessions.forget("session 2")
 
 
 @pytest.mark.quick

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvtide.cache import Tier
+from kvtide.cache import Namespace, Tier
+from kvtide.cache.sessions import session_pins
+from kvtide.index import DEFAULT_NAMESPACE
 from tests.cache.building import Rig, text
 from tests.cache.memories import PAGE, WINDOW, every_memory
 
 
 def keep(rig: Rig, session: str, tokens: list[int]) -> bool:
-    return rig.cache.keep(session, rig.cache.prompt(tokens))
+    return rig.cache.sessions.keep(session, rig.cache.prompt(tokens))
 
 
 def press(rig: Rig, number: int = 90, requests: int = 6) -> None:
@@ -47,8 +49,8 @@ def test_a_forgotten_session_can_go(build):
     rig = build(host=0)
     rig.remember(text(1, 4))
     keep(rig, "a", text(1, 4))
-    assert rig.cache.forget("a")
-    assert not rig.cache.forget("a")
+    assert rig.cache.sessions.forget("a")
+    assert not rig.cache.sessions.forget("a")
     press(rig)
     assert rig.found(text(1, 4)) == 0
 
@@ -59,14 +61,14 @@ def test_the_next_turn_takes_the_place_of_the_last(build):
     keep(rig, "a", text(1, 4))
     rig.remember(text(2, 4))
     keep(rig, "a", text(2, 4))
-    assert rig.cache.stats().sessions == 1
+    assert rig.cache.stats().sessions.pinned == 1
     press(rig)
     assert rig.found(text(1, 4)) == 0
     assert rig.found(text(2, 4)) == 4 * PAGE
 
 
 def test_a_session_whose_prefix_is_on_the_host_keeps_it_there(build):
-    rig = build(device=8, host=8)
+    rig = build(device=8, host=8, session_share=1.0)
     rig.remember_on_host(text(1, 4))
     keep(rig, "a", text(1, 4))
     press(rig)
@@ -95,21 +97,21 @@ def test_sessions_beyond_their_fraction_let_go_of_the_one_kept_longest_ago(build
     assert keep(rig, "1", text(1, 4)), "the first is now the one kept last"
     rig.remember(text(3, 4))
     assert keep(rig, "3", text(3, 4))
-    assert rig.cache.stats().sessions == 2
+    assert rig.cache.stats().sessions.pinned == 2
     rig.cache.flush(Tier.DEVICE)
     assert [rig.found(text(number, 4)) for number in (1, 2, 3)] == [4 * PAGE, 0, 4 * PAGE]
 
 
-def test_a_session_that_is_larger_than_all_may_be_is_refused_and_costs_nothing(build):
+def test_of_a_session_that_is_larger_than_its_share_the_first_part_is_kept(build):
     rig = build(device=20, host=0, session_fraction=0.4)
     rig.remember(text(1, 4))
     rig.remember(text(2, 9))
     assert keep(rig, "small", text(1, 4))
-    assert not keep(rig, "large", text(2, 9))
-    assert rig.cache.stats().sessions == 1
+    assert keep(rig, "large", text(2, 9))
+    assert rig.cache.stats().sessions.pinned == 2
     rig.cache.flush(Tier.DEVICE)
     assert rig.found(text(1, 4)) == 4 * PAGE
-    assert rig.found(text(2, 9)) == 0
+    assert rig.found(text(2, 9)) == 4 * PAGE
 
 
 def test_a_window_counts_for_no_more_than_it_reaches_back(build):
@@ -118,14 +120,14 @@ def test_a_window_counts_for_no_more_than_it_reaches_back(build):
     for number in (1, 2):
         rig.remember(text(number, 4))
         assert keep(rig, str(number), text(number, 4))
-    assert rig.cache.stats().sessions == 2
+    assert rig.cache.stats().sessions.pinned == 2
 
 
 def test_with_a_fraction_of_zero_nothing_is_kept(build):
     rig = build(session_fraction=0.0)
     rig.remember(text(1, 4))
     assert not keep(rig, "a", text(1, 4))
-    assert rig.cache.stats().sessions == 0
+    assert rig.cache.stats().sessions.pinned == 0
 
 
 def test_sessions_never_keep_a_request_out_for_good(build):
@@ -142,7 +144,120 @@ def test_closing_lets_all_sessions_go(build):
     keep(rig, "a", text(1, 4))
     rig.settle()
     rig.cache.close()
-    assert rig.cache.stats().sessions == 0
+    assert rig.cache.stats().sessions.pinned == 0
+
+
+# -- time ---------------------------------------------------------------------------------------
+
+
+def test_a_session_ends_its_ttl_after_its_last_request(build):
+    rig = build(host=0)
+    sessions = rig.cache.sessions
+    rig.remember(text(1, 4))
+    sessions.tick(100.0)
+    sessions.keep("a", rig.cache.prompt(text(1, 4)), ttl_s=10.0)
+    assert sessions.next_expiry == 110.0
+    sessions.tick(109.0)
+    assert rig.cache.stats().sessions.pinned == 1
+    sessions.asked("a", rig.cache.prompt(text(1, 4)), 10.0)
+    sessions.tick(118.9)
+    assert rig.cache.stats().sessions.pinned == 1, "a new request makes it last longer"
+    sessions.tick(119.0)
+    assert rig.cache.stats().sessions[:2] == (0, 0) and sessions.next_expiry is None
+    assert rig.cache.stats().sessions.ended == {"expired": 1}
+    press(rig)
+    assert rig.found(text(1, 4)) == 0
+
+
+def test_time_that_goes_back_changes_nothing(build):
+    rig = build(host=0)
+    rig.remember(text(1, 4))
+    rig.cache.sessions.tick(50.0)
+    rig.cache.sessions.tick(3.0)
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)), ttl_s=1.0)
+    assert rig.cache.sessions.next_expiry == 51.0
+
+
+# -- fairness -----------------------------------------------------------------------------------
+
+
+def test_a_namespace_that_floods_the_cache_with_sessions_takes_none_from_others(build):
+    rig = build(device=32, host=0, session_fraction=0.5)
+    shy, loud = Namespace(cache_salt="shy"), Namespace(cache_salt="loud")
+    rig.remember(text(1, 4), namespace=shy)
+    assert rig.cache.sessions.keep("shy", rig.cache.prompt(text(1, 4), shy))
+    for number in range(2, 8):
+        rig.remember(text(number, 4), namespace=loud)
+        assert rig.cache.sessions.keep(f"loud {number}", rig.cache.prompt(text(number, 4), loud))
+    rig.cache.flush(Tier.DEVICE)
+    assert rig.found(text(1, 4), namespace=shy) == 4 * PAGE
+    kept = [number for number in range(2, 8) if rig.found(text(number, 4), namespace=loud)]
+    assert kept == [5, 6, 7], "the most recently used ones of the namespace"
+    assert rig.cache.stats().sessions.ended == {"evicted": 3}
+
+
+def test_pinned_pages_are_counted_once_by_tier(build):
+    rig = build(device=16, host=16)
+    rig.remember(text(1, 4))
+    rig.settle()
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)))
+    rig.cache.sessions.keep("b", rig.cache.prompt(text(1, 2)))
+    assert rig.cache.stats().sessions.pages == {(Tier.DEVICE, "kv"): 4}
+    rig.cache.sessions.forget_all()
+    rig.cache.flush(Tier.DEVICE)
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)))
+    assert rig.cache.stats().sessions.pages == {(Tier.HOST, "kv"): 4}
+
+
+def test_what_is_known_of_sessions_is_bounded(build, monkeypatch):
+    monkeypatch.setattr(session_pins, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(session_pins, "MAX_REMEMBERED_TOKENS", 60)
+    rig = build()
+    for number in range(1, 6):
+        rig.cache.sessions.asked(str(number), rig.cache.prompt(text(number, 2)))
+        assert rig.cache.validate() == []
+    assert [state.name for state in rig.cache.sessions.states()] == ["3", "4", "5"]
+    rig.cache.sessions.asked("6", rig.cache.prompt(text(6, 12)))
+    assert [state.name for state in rig.cache.sessions.states()] == ["5", "6"]
+    assert rig.cache.validate() == []
+
+
+# -- changes ------------------------------------------------------------------------------------
+
+
+def asked(rig: Rig, tokens: list[int], namespace: Namespace = DEFAULT_NAMESPACE):
+    return rig.cache.sessions.asked("a", rig.cache.prompt(tokens, namespace))
+
+
+def test_a_prompt_that_changes_what_could_have_been_reused_is_noticed(build):
+    rig = build()
+    first = text(1, 4)
+    assert asked(rig, first) is None
+    assert asked(rig, [*first, 7, 8, 9]) is None, "a next turn"
+    changed = [*first[:6], 9999, *first[7:]]
+    change = asked(rig, changed)
+    assert change is not None and change.at == 6
+    assert change.before[6:8] == tuple(first[6:8]) and change.after[6:8] == (9999, first[7])
+    assert asked(rig, changed) is None
+    assert rig.cache.stats().sessions.changed == 1
+
+
+def test_a_change_behind_the_last_whole_page_is_none(build):
+    """Templates change the end of a prompt, and no page is lost by it."""
+    rig = build()
+    asked(rig, text(1, 4, extra=3))
+    assert asked(rig, [*text(1, 4, extra=0), 7, 7, 7, 7, 7]) is None
+    assert asked(rig, text(1, 2)) is None, "a shorter prompt loses nothing either"
+
+
+def test_sessions_of_one_name_in_two_namespaces_do_not_see_each_other(build):
+    rig = build()
+    asked(rig, text(1, 4))
+    assert asked(rig, text(2, 4), Namespace(cache_salt="other")) is None
+    assert rig.cache.validate() == []
+
+
+# -- priorities ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("important", [1, 2])
@@ -156,11 +271,11 @@ def test_pages_of_high_priority_outlive_those_of_low(build, important):
 
 
 def test_a_session_raises_the_priority_of_what_it_keeps(build):
-    rig = build(device=10, host=0, eviction="priority")
+    rig = build(device=10, host=0, eviction="priority", session_share=1.0)
     for number in (1, 2):
         rig.remember(text(number, 4))
-    rig.cache.keep("a", rig.cache.prompt(text(1, 4)), priority=3)
-    rig.cache.forget("a")
+    rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)), priority=3)
+    rig.cache.sessions.forget("a")
     rig.remember(text(2, 4))
     assert rig.begin(text(3, 4)) is not None
     assert rig.found(text(1, 4)) == 4 * PAGE

@@ -26,7 +26,7 @@ def free(rig: Rig, anchor: str = "kv") -> int:
 def fill_host(rig: Rig, pages: int) -> None:
     """Fill the host with a prefix that a session holds there."""
     rig.remember_on_host(text(9, pages))
-    assert rig.cache.keep("holder", rig.cache.prompt(text(9, pages)))
+    assert rig.cache.sessions.keep("holder", rig.cache.prompt(text(9, pages)))
 
 
 # -- write_through --------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_copy_for_which_the_host_has_no_room_is_skipped_and_counted(build):
     rig.settle()
     assert rig.cache.stats().skipped_backups == 1
     assert rig.found(text(1, 4)) == 4 * PAGE
-    rig.cache.forget("holder")
+    rig.cache.sessions.forget("holder")
     rig.remember(text(1, 5))
     rig.settle()
     assert on_host(rig) >= 5
@@ -370,10 +370,10 @@ def test_a_demoted_page_that_is_needed_again_meanwhile_stays_on_the_device(build
 
 
 def test_with_the_host_full_of_what_must_stay_pages_are_dropped(build):
-    rig = build(device=8, host=3, write_policy="write_back", headroom=0.0)
+    rig = build(device=8, host=3, write_policy="write_back", headroom=0.0, session_share=1.0)
     rig.remember(text(9, 4))
     admit(rig, text(1, 7, extra=0))
-    assert rig.cache.keep("holder", rig.cache.prompt(text(9, 4)))
+    assert rig.cache.sessions.keep("holder", rig.cache.prompt(text(9, 4)))
     assert rig.begin(text(2, 7, extra=0)) is not None
     assert rig.cache.stats().skipped_backups == 1
     assert rig.found(text(1, 7)) < rig.found(text(9, 4)) == 4 * PAGE
@@ -384,7 +384,7 @@ def test_with_little_room_on_the_host_only_the_rest_is_dropped(build):
     rig = build(device=8, host=4, write_policy="write_back", headroom=0.0)
     rig.remember(text(9, 2))
     admit(rig, text(1, 7, extra=0))
-    assert rig.cache.keep("holder", rig.cache.prompt(text(9, 2)))
+    assert rig.cache.sessions.keep("holder", rig.cache.prompt(text(9, 2)))
     assert rig.cache.stats().pages[Tier.HOST, "kv"].free == 3
     admit(rig, text(2, 4, extra=0))
     assert rig.found(text(1, 7)) == 6 * PAGE

@@ -62,9 +62,12 @@ class Desk:
         pages: int = 16,
         chunk_tokens: int = 64,
         max_running: int = 8,
+        tokens_per_checkpoint: int = PAGE,
         **more: Any,
     ) -> None:
-        config = CacheConfig(Tokens(pages * PAGE), host_size=None, tokens_per_checkpoint=PAGE)
+        config = CacheConfig(
+            Tokens(pages * PAGE), host_size=None, tokens_per_checkpoint=tokens_per_checkpoint
+        )
         self.cache = TieredCache(memory, config, **more)
         self.scheduler = Scheduler(self.cache, chunk_tokens, max_running, cuda_graphs=True)
         self.overlap = Overlap(self.cache, Graphs())

@@ -228,7 +228,7 @@ class Stand:
     def end(self) -> None:
         for request in list(self.engine.scheduler.running):
             self.engine.abort(request)
-        self.cache._sessions.forget_all()
+        self.cache.sessions.forget_all()
         assert self.cache.drain(10)
         assert self.cache.validate() == []
         assert not self.cache._leases and not self.cache.index.leases
@@ -497,33 +497,48 @@ def test_an_aborted_request_gives_everything_back(stand):
 def test_a_session_keeps_its_conversation(stand):
     at = stand(device=16, host_size=None)
     first = at.ask(words(1, 13), 3, session="a")
-    assert at.cache.stats().sessions == 1
+    assert at.cache.stats().sessions.pinned == 1
     for number in range(2, 9):
         at.ask(words(number, 22), 3)
     following = at.ask((*first.tokens, 5, 6), 3, session="a")
     assert following.by_tier == {Tier.DEVICE: 12} and complete(following)
-    assert at.cache.stats().sessions == 1
-    assert at.cache.forget(following.params.pin) and at.cache.stats().sessions == 0
+    assert at.cache.stats().sessions.pinned == 1
+    assert at.cache.sessions.forget(following.params.pin) and at.cache.stats().sessions.pinned == 0
 
 
 def test_sessions_of_two_namespaces_are_two_whatever_they_are_called(stand):
     at = stand()
     for salt in ("alice", "bob"):
         at.ask(words(1, 13), 3, session="chat", namespace=Namespace(cache_salt=salt))
-    assert at.cache.stats().sessions == 2
+    assert at.cache.stats().sessions.pinned == 2
 
 
 def test_without_a_session_nothing_is_pinned(stand):
     at = stand()
     at.ask(words(1, 13))
-    assert at.cache.stats().sessions == 0
+    assert at.cache.stats().sessions.pinned == 0
 
 
 def test_sessions_never_keep_a_request_out_that_was_accepted(stand):
     at = stand(device=16)
     at.ask(words(1, 29), 3, session="a")
-    assert at.cache.stats().sessions == 1
+    assert at.cache.stats().sessions.pinned == 1
     assert complete(at.ask(words(2, 60), 4))
+
+
+def test_a_request_keeps_its_session_alive_and_says_what_it_changed(stand):
+    at = stand(device=16)
+    sessions = at.cache.sessions
+    sessions.tick(10.0)
+    first = at.ask(words(1, 13), 3, session="a", session_ttl_s=5.0)
+    assert first.prompt_change is None and sessions.states()[0].left_s == 5.0
+    sessions.tick(14.0)
+    following = at.ask((9, *first.tokens[1:], 5, 6), 3, session="a", session_ttl_s=5.0)
+    assert following.prompt_change.at == 0 and sessions.states()[0].left_s == 5.0
+    recomputed = at.ask((8, *first.tokens[1:]), 3, session="a", recompute=True)
+    assert recomputed.prompt_change is None, "it runs alone, in no session"
+    sessions.tick(19.0)
+    assert at.cache.stats().sessions[:2] == (0, 0)
 
 
 # -- loads that fail ------------------------------------------------------------------------

@@ -466,6 +466,34 @@ def test_for_the_oldest_request_the_latest_gives_up_its_slots(desk, monkeypatch)
     assert latest.state is RequestState.WAITING and latest.lease is None
 
 
+def test_session_pins_give_way_before_a_running_request_is_retracted(desk, monkeypatch):
+    """With few slots for states, at random; else no request lacks slots once it runs."""
+    gave = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        at = desk(RECURRENT, pages=rng.choice((12, 16, 24)), chunk_tokens=16, max_running=4,
+                  tokens_per_checkpoint=rng.choice((4, 6, 8)) * PAGE)  # fmt: skip
+        sessions, retract = at.cache.sessions, at.scheduler.retract
+
+        def judged(request, sessions=sessions, retract=retract):
+            assert not sessions.cover_missing, "pins hold what it lacks"
+            retract(request)
+
+        monkeypatch.setattr(at.scheduler, "retract", judged)
+        for _ in range(60):
+            if at.scheduler.waiting < 3:
+                at.queue(rng.randrange(1, 5), answer=rng.randrange(1, 14))
+            running, before = [*at.scheduler.running], sessions.ended["evicted"]
+            at.step()
+            gave += sessions.ended["evicted"] - before if len(running) > 1 else 0
+            for request in running:
+                if request.length == request.max_length:
+                    sessions.keep(str(rng.randrange(3)), request.prompt)
+            assert at.cache.validate() == []
+        sessions.forget_all()
+    assert gave > 0
+
+
 def test_a_retracted_request_holds_nothing(desk):
     at = desk()
     request = at.queue(3)

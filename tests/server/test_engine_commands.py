@@ -22,6 +22,7 @@ from kvtide.server.engine_commands import (
     encode,
 )
 from kvtide.server.handoff.peer_commands import PairWith, PeerSaid
+from kvtide.server.sessions.session_commands import BeginPrefetch, EndPrefetch, ReleaseSession
 from kvtide.server.settings import Settings
 
 PARAMS = RequestParams(
@@ -38,6 +39,7 @@ PARAMS = RequestParams(
     namespace=Namespace("adapter", "salt"),
     priority=-(1 << 40),
     session="mine",
+    session_ttl_s=0.1 + 0.2,
     speculate=False,
     grammar=Grammar("regex", 'é\n"'),
     handoff_from=HandoffSource("[::1]:9000", "room ü", asks=True),
@@ -52,10 +54,13 @@ def checked(params: RequestParams) -> CheckedRequest:
 @pytest.mark.parametrize(
     "command",
     [
-        Submit(checked(PARAMS), 1e-5 / 3),
+        Submit(checked(PARAMS), 1e-5 / 3, 1e9 / 3),
         Submit(checked(RequestParams((1,), 1)), 0.0),
         Abort(12),
-        RunStep(),
+        RunStep(0.1 + 0.2),
+        ReleaseSession('["", "ü", "a"]', 1 / 3),
+        BeginPrefetch(7, "AAAA", "ü", '["", "ü", "a"]', -1, 0.1, 0.2, 1 / 3),
+        EndPrefetch(7),
         OpenStore(3, "redis://me:secret@host/0?a=ü"),
         AttachStore(3, 0.1),
         PeerSaid("peer/1", {"kind": "done", "room": "room ü", "epoch": 3}),

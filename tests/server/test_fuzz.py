@@ -13,10 +13,13 @@ NAMES = (
     "prompt", "messages", "model", "max_tokens", "max_completion_tokens", "n", "stream", "echo",
     "stream_options", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p", "seed",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids",
-    "ignore_eos", "cache_salt", "session_id", "priority", "return_token_ids", "best_of",
-    "return_cached_tokens_details", "chat_template_kwargs", "response_format", "regex", "choice",
-    "logit_bias", "structured_outputs",
+    "ignore_eos", "cache_salt", "session_id", "session_ttl_seconds", "priority", "return_token_ids",
+    "best_of", "timeout_seconds", "return_cached_tokens_details", "chat_template_kwargs",
+    "response_format", "regex", "choice", "logit_bias", "structured_outputs",
 )  # fmt: skip
+
+PREFETCH = "/v1/prefetch"
+PATHS = ("/v1/completions", "/v1/chat/completions", PREFETCH)
 
 numbers = st.one_of(
     st.integers(-3, 12),
@@ -48,14 +51,22 @@ bodies = st.builds(
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(body=bodies, path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
-def test_any_body_is_answered_or_refused(client: Client, body: Json, path: str) -> None:
+@given(body=bodies, path=st.sampled_from(PATHS), either=st.sampled_from(["prompt", "messages"]))
+def test_any_body_is_answered_or_refused(
+    client: Client, body: Json, path: str, either: str
+) -> None:
+    if path == PREFETCH:
+        body = {name: value for name, value in body.items() if name != either}
     raw = json.dumps(body).replace("Infinity", "1e999").encode()
     reply = client.send("POST", path, raw)
-    if reply.status == 404:
+    if reply.status == 404 and reply.json()["error"]["code"] == "session_not_found":
+        assert path == PREFETCH and body["session_id"]
+    elif reply.status == 404:
         assert "model" in body and reply.json()["error"]["code"] == "model_not_found"
     elif reply.status == 400:
         assert reply.problem
+    elif path == PREFETCH:
+        assert reply.status == 200 and reply.json()["outcome"] in ("loaded", "ended"), reply.body
     else:
         assert reply.status == 200, reply.body
         streamed = reply.headers["content-type"].startswith("text/event-stream")

@@ -250,6 +250,8 @@ def cache_config(settings: Settings) -> CacheConfig:
         eviction=settings.eviction,
         tokens_per_checkpoint=settings.tokens_per_checkpoint,
         patience=settings.patience,
+        session_fraction=settings.session_fraction,
+        session_share=settings.session_share,
     )
 
 

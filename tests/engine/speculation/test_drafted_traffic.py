@@ -285,7 +285,7 @@ class Run:
         assert self.oracle is None or self.oracle.counts.diverged == 0
         assert self.cache.drain(20) and self.cache.validate() == []
         for tier in (Tier.DEVICE, Tier.HOST):
-            while self.cache.forget_oldest():
+            while self.cache.sessions.give_way():
                 pass
             self.cache.flush(tier)
         for pages in self.cache.stats().pages.values():

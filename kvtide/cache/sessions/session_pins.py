@@ -1,0 +1,380 @@
+"""Sessions: conversations whose prefix must stay until their next turn.
+
+A session pins what its next turn needs to resume, in the tier where it is now, until its TTL has
+passed since its last request. Pins are bounded twice:
+
+- One session pins no more than its share: of a longer prefix the first part, as far as that can be
+  resumed.
+- All sessions pin no more than their fraction of the device (of hot pools, of the host). Past it,
+  the namespace that pins most gives up its least recently used session, and so on. So a namespace
+  that pins no more than total / namespaces loses nothing to the others.
+
+A session that lost its pin is still known: its last prompt can be compared with the next one, and
+be prefetched. What is known is bounded as well, by the same rule.
+
+Time comes with `tick`, from the one clock that all ranks follow; nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtide.index import Index, Prompt
+from kvtide.index import IndexLease as IndexLease
+from kvtide.index.keys import TOKEN_BYTES, Hidden, Namespace
+from kvtide.spec import Tier
+
+MAX_SESSIONS = 8192
+MAX_REMEMBERED_TOKENS = 1 << 24
+"""Of the last prompts of all sessions together, with their answers: 64 MiB."""
+SHOWN_BEFORE, SHOWN_AFTER = 16, 24
+"""Tokens around a change that are kept to name it."""
+
+Owner = Namespace | Hidden
+
+
+class PromptChange(NamedTuple):
+    """A session's prompt differs from its last one where whole pages could have been reused.
+
+    at      the first token that differs
+    before  tokens of the last prompt around there, `after` of this one
+    """
+
+    at: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class SessionState(NamedTuple):
+    """A session as a report shows it.
+
+    tokens         of its last prompt, with the answer where there is one
+    pinned_tokens  of its prefix
+    idle_s         since its last request; `left_s` until it ends, None for never
+    """
+
+    name: str
+    tokens: int
+    pinned_tokens: int
+    idle_s: float
+    left_s: float | None
+
+
+class SessionStats(NamedTuple):
+    """`pinned` now, of `known` ones; `pages` that they pin by tier and anchor, each counted once.
+
+    ended    sessions since the cache was made: expired, released, evicted
+    changed  prompts that broke a session's prefix
+    """
+
+    pinned: int
+    known: int
+    pages: Mapping[tuple[Tier, str], int]
+    ended: Mapping[str, int]
+    changed: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """asked: the last prompt, packed; `prompt`: the same with its answer, once there is one.
+    `turns` counts prompts.
+    """
+
+    name: str
+    owner: Owner
+    turns: int = 0
+    asked: bytes = b""
+    prompt: Prompt | None = None
+    lease: IndexLease | None = None
+    used: float = 0.0
+    expires: float = math.inf
+    remembered: int = 0
+
+
+class Sessions:
+    """`TieredCache.sessions`, least recently used first.
+
+    fraction  the most of the home slots of every anchor that all sessions pin
+    share     the most of that which one of them pins
+    """
+
+    def __init__(self, index: Index, fraction: float, share: float) -> None:
+        memory = index.memory
+        self._index = index
+        self._page = memory.page_tokens
+        self._reaches = {
+            anchor.name: anchor.reuse.reach_pages(memory.page_tokens) for anchor in memory.anchors
+        }
+        self._max_pages = {
+            anchor.name: fraction * index.capacity(anchor.home, anchor.name)
+            for anchor in memory.anchors
+        }
+        self._limit = self._max_boundary(share)
+        self._sessions: dict[str, Session] = {}
+        self._pinned: dict[str, Counter[Owner]] = {name: Counter() for name in self._reaches}
+        self._remembered: Counter[Owner] = Counter()
+        self._next = math.inf
+        self.now = 0.0
+        self.ended: Counter[str] = Counter()
+        self.changed = 0
+
+    def __len__(self) -> int:
+        """Sessions that pin a prefix."""
+        return sum(session.lease is not None for session in self._sessions.values())
+
+    # -- time -------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """It is `now`, in seconds of the clock that all ranks follow: end what has expired."""
+        self.now = max(self.now, now)
+        if self.now < self._next:
+            return
+        for session in [*self._sessions.values()]:
+            if session.expires <= self.now:
+                self._end(session, "expired")
+        self._next = min((s.expires for s in self._sessions.values()), default=math.inf)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When `tick` may have something to end; None for never."""
+        return None if self._next == math.inf else self._next
+
+    # -- turns ------------------------------------------------------------------------------
+
+    def asked(self, name: str, prompt: Prompt, ttl_s: float | None = None) -> PromptChange | None:
+        """A turn begins with this prompt: what it changed of the session's last one, if anything.
+
+        The session lives on for `ttl_s`, for ever without one.
+        """
+        session = self._used(name, prompt.namespace, ttl_s)
+        change = _change(session.asked, prompt.packed, self._page)
+        self.changed += change is not None
+        session.asked, session.prompt = prompt.packed, None
+        session.turns += 1
+        self._remember(session)
+        return change
+
+    def keep(
+        self, name: str, prompt: Prompt, priority: int = 0, ttl_s: float | None = None
+    ) -> bool:
+        """A turn has ended: pin what the next one can resume from, in place of the last pin.
+
+        False if sessions may pin nothing.
+        """
+        session = self._used(name, prompt.namespace, ttl_s)
+        self._unpin(session)
+        session.prompt = prompt
+        if self._limit > 0:
+            hit = self._index.match(self._within_limit(prompt))
+            session.lease = self._index.pin(hit, priority)
+            self._count(session, 1)
+            while (anchor := self._exceeded()) is not None:
+                self._evict(anchor)
+        self._remember(session)
+        return session.lease is not None
+
+    def prompt_of(self, name: str) -> Prompt | None:
+        """The last prompt of a session with its answer; None if there is no such session."""
+        session = self._sessions.get(name)
+        if session is None:
+            return None
+        packed = session.asked if session.prompt is None else session.prompt.packed
+        return self._index.prompt(packed, _named(session.owner))
+
+    def turns_of(self, name: str) -> int:
+        """How many turns of a session have begun."""
+        return self._sessions[name].turns if name in self._sessions else 0
+
+    def forget(self, name: str) -> bool:
+        """End a session; False if there is none."""
+        session = self._sessions.get(name)
+        if session is None:
+            return False
+        self._end(session, "released")
+        return True
+
+    # -- when slots are needed --------------------------------------------------------------
+
+    @property
+    def cover_missing(self) -> bool:
+        """Whether pins hold at least what the last refusal lacked."""
+        missing = self._index.missing
+        homes = {anchor.name: anchor.home for anchor in self._index.memory.anchors}
+        return bool(missing) and all(
+            homes[anchor] is tier and self._pinned[anchor].total() >= pages
+            for (tier, anchor), pages in missing.items()
+        )
+
+    def give_way(self) -> bool:
+        """Unpin a session, where pins are in the way of requests; False if none is pinned."""
+        held = [anchor for anchor, pinned in self._pinned.items() if pinned.total()]
+        missing = [anchor for _, anchor in self._index.missing if anchor in held]
+        if held:
+            self._evict((missing or held)[0])
+            return True
+        empty = next((s for s in self._sessions.values() if s.lease is not None), None)
+        if empty is not None:
+            self._unpin(empty)
+        return empty is not None
+
+    def forget_hidden(self) -> None:
+        """Unpin prefixes that no turn will find again."""
+        for session in self._sessions.values():
+            if session.lease is not None and session.lease.hidden:
+                self._unpin(session)
+
+    def forget_all(self) -> None:
+        for session in [*self._sessions.values()]:
+            self._end(session, "released")
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def states(self) -> list[SessionState]:
+        """All sessions, least recently used first."""
+        return [
+            SessionState(
+                session.name,
+                session.prompt.tokens if session.prompt else len(session.asked) // TOKEN_BYTES,
+                session.lease.boundary * self._page if session.lease is not None else 0,
+                self.now - session.used,
+                None if session.expires == math.inf else max(0.0, session.expires - self.now),
+            )
+            for session in self._sessions.values()
+        ]
+
+    def stats(self) -> SessionStats:
+        leases = [s.lease for s in self._sessions.values() if s.lease is not None]
+        pages = self._index.pinned_pages(leases)
+        known = len(self._sessions)
+        return SessionStats(len(leases), known, pages, dict(self.ended), self.changed)
+
+    def violations(self) -> Iterator[str]:
+        """What does not hold, in sentences."""
+        for name, session in self._sessions.items():
+            if session.lease is not None and not session.lease.live:
+                yield f"session {name!r} pins with a lease that was released"
+            if session.lease is not None and session.lease.boundary > self._limit:
+                yield f"session {name!r} pins more than its share"
+            if session.expires <= self.now and session.expires < self._next:
+                yield f"session {name!r} has expired, and nothing will end it"
+        for anchor, pinned in self._pinned.items():
+            leases = [s.lease for s in self._sessions.values() if s.lease is not None]
+            counted = sum(self._pages(lease, anchor) for lease in leases)
+            if counted != pinned.total():
+                yield f"sessions pin {counted} pages of {anchor}, and count {pinned.total()}"
+            if counted > self._max_pages[anchor]:
+                yield f"sessions pin {counted} pages of {anchor}, more than they may"
+        if len(self._sessions) > MAX_SESSIONS:
+            yield f"{len(self._sessions)} sessions are known, more than {MAX_SESSIONS}"
+        if self._remembered.total() != sum(s.remembered for s in self._sessions.values()):
+            yield "sessions remember other tokens than they count"
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _max_boundary(self, share: float) -> int:
+        """The page up to which one session may pin; pools that reach less far back fit anyway."""
+        most = {name: int(share * pages) for name, pages in self._max_pages.items()}
+        return min(
+            [1 << 60]
+            + [
+                pages
+                for name, pages in most.items()
+                if (reach := self._reaches[name]) is None or reach > pages
+            ]
+        )
+
+    def _within_limit(self, prompt: Prompt) -> Prompt:
+        """The prompt as far as one session may pin it."""
+        tokens = self._limit * self._page + prompt.holdback
+        if prompt.tokens <= tokens:
+            return prompt
+        cut = prompt.packed[: (tokens + 1) * TOKEN_BYTES]
+        return self._index.prompt(cut, _named(prompt.namespace))
+
+    def _used(self, name: str, owner: Owner, ttl_s: float | None) -> Session:
+        """The session, now the most recently used one."""
+        session = self._sessions.get(name)
+        if session is not None and session.owner != owner:
+            self._end(session, "released")
+        session = self._sessions.pop(name, None) or Session(name, owner)
+        self._sessions[name] = session
+        session.used = self.now
+        session.expires = math.inf if ttl_s is None else self.now + ttl_s
+        self._next = min(self._next, session.expires)
+        return session
+
+    def _remember(self, session: Session) -> None:
+        """Count what is remembered of a session; forget others while that is too much."""
+        prompt = session.prompt.tokens if session.prompt is not None else 0
+        tokens = len(session.asked) // TOKEN_BYTES + prompt
+        self._remembered[session.owner] += tokens - session.remembered
+        session.remembered = tokens
+        while (
+            self._remembered.total() > MAX_REMEMBERED_TOKENS or len(self._sessions) > MAX_SESSIONS
+        ):
+            owner = max(self._remembered, key=self._remembered.__getitem__)
+            self._end(next(s for s in self._sessions.values() if s.owner == owner), "evicted")
+
+    def _exceeded(self) -> str | None:
+        """An anchor of which sessions pin more than they may."""
+        return next(
+            (a for a, held in self._pinned.items() if held.total() > self._max_pages[a]), None
+        )
+
+    def _evict(self, anchor: str) -> None:
+        """The namespace that pins most of an anchor unpins its least recently used session."""
+        pinned = self._pinned[anchor]
+        owner = max(pinned, key=pinned.__getitem__)
+        holders = (s for s in self._sessions.values() if s.owner == owner and s.lease is not None)
+        loser = next(s for s in holders if s.lease is not None and self._pages(s.lease, anchor))
+        self._unpin(loser)
+        self.ended["evicted"] += 1
+
+    def _end(self, session: Session, reason: str) -> None:
+        self._unpin(session)
+        del self._sessions[session.name]
+        self._remembered[session.owner] -= session.remembered
+        if not self._remembered[session.owner]:
+            del self._remembered[session.owner]
+        self.ended[reason] += 1
+
+    def _unpin(self, session: Session) -> None:
+        if session.lease is not None:
+            self._count(session, -1)
+            self._index.release(session.lease)
+            session.lease = None
+
+    def _count(self, session: Session, sign: int) -> None:
+        assert session.lease is not None
+        for anchor, pinned in self._pinned.items():
+            pinned[session.owner] += sign * self._pages(session.lease, anchor)
+            if not pinned[session.owner]:
+                del pinned[session.owner]
+
+    def _pages(self, lease: IndexLease, anchor: str) -> int:
+        """Counted as if no two sessions shared a page: an upper bound."""
+        reach = self._reaches[anchor]
+        return lease.boundary if reach is None else min(lease.boundary, reach)
+
+
+def _change(before: bytes, after: bytes, page_tokens: int) -> PromptChange | None:
+    """Where two prompts of a session differ, if whole pages of both lie behind that."""
+    both = min(len(before), len(after)) // (page_tokens * TOKEN_BYTES) * page_tokens
+    old, new = (np.frombuffer(packed, "<i4") for packed in (before, after))
+    differing = old[:both] != new[:both]
+    if not differing.any():
+        return None
+    at = int(differing.argmax())
+    shown = slice(max(0, at - SHOWN_BEFORE), at + SHOWN_AFTER)
+    return PromptChange(at, tuple(old[shown].tolist()), tuple(new[shown].tolist()))
+
+
+def _named(owner: Owner) -> Namespace:
+    assert isinstance(owner, Namespace), "a scratch prompt has no session"
+    return owner
