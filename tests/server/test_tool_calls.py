@@ -1,4 +1,4 @@
-"""Tools over HTTP, with the real client: calls that a grammar forces, streams, messages, refusals."""
+"""Tools over HTTP, with the real client: forced calls, streams, messages, refusals."""
 
 from __future__ import annotations
 
