@@ -25,7 +25,8 @@ OBJECTS = (
 TEXTS = (
     "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
     "{{ '[' + m.role + ']' }}{% if m.content is not none %}{{ m.content }}{% endif %}"
-    "{% for c in m.tool_calls %}{{ '<c>' + c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    "{% for c in m.tool_calls %}{{ '<c>' + c.function.name + c.function.arguments }}"
+    "{% endfor %}{% endfor %}"
 )
 ONE_CALL = OBJECTS.replace(
     "{% for c in m.tool_calls %}",
