@@ -90,7 +90,7 @@ class Engine:
             [model.vocabulary, model.max_positions]
         )
         self._grammars = GrammarCompiler(tokenizer, self.vocabulary)
-        self._masks = StepMasks(self.vocabulary)
+        self.masks = StepMasks(self.vocabulary)
         self._staging = Staging(cache.config.torch_device)
         has_graphs = cuda_graphs and topology.ranks == 1 and model.uses_kernels
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, has_graphs)
@@ -318,7 +318,7 @@ class Engine:
         firsts = list(accumulate(counts, initial=0))
         logits = output.last(numbers, counts)
         checks = self._look(requests, self._runner.select(logits, firsts[:-1]))
-        sampling = SamplingBatch(logits, self._masks.sampling_inputs(chunks), self._staging)
+        sampling = SamplingBatch(logits, self.masks.sampling_inputs(chunks), self._staging)
         if not self._speculates(requests):
             self._overlap_next(requests, sampling, output)
         elif self.oracle is None and self._speculation is not None:

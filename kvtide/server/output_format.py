@@ -24,7 +24,7 @@ OTHER_NAMES = {
     "guided_choice": "choice",
     "guided_grammar": "regex, choice or a JSON schema",
     "guided_decoding_backend": "nothing: there is one",
-    "guided_whitespace_pattern": "nothing: JSON has up to 32 spaces in a row",
+    "guided_whitespace_pattern": "nothing: JSON has up to 20 spaces in a row",
     "structured_outputs": "response_format, regex or choice",
 }
 """Fields of other servers, and ours in their place."""

@@ -140,14 +140,14 @@ class RequestParser:
             grammar=self._formats.grammar(tools, text, common.grammar),
             keep_special=frozenset(self._formats.special_ids(tools).values()),
         )
-        return self._parsed(
-            body,
-            [params],
-            chat=True,
-            logprobs=logprobs,
-            tools=tools,
-            new_parser=self._formats.parser_factory(tools, text),
-        )
+        form = {"chat": True, "logprobs": logprobs, "tools": tools}
+        new_parser = self._formats.parser_factory(tools, text)
+        try:
+            return self._parsed(body, [params], **form, new_parser=new_parser)
+        except RequestError as refusal:
+            if refusal.param is None and "the grammar" in str(refusal) and tools.callable:
+                raise RequestError(str(refusal), refusal.code, "tools") from None
+            raise
 
     def chat_tokens(self, body: Fields) -> list[int]:
         """The prompt of a chat's body, however long it is."""

@@ -177,8 +177,15 @@ class ResponseFormatter:
         return {**self._frame, "object": self._kind, "choices": choices, "usage": usage}
 
     def chunk(self, number: int, delta: Delta) -> list[Json]:
-        """A chunk of a stream with a piece of one choice."""
+        """A chunk of a stream with a piece of one choice; none while a marker is incomplete."""
+        if self._parsed.tools.callable and not self._tells(delta):
+            return []
         return [self._chunk([self._choice(number, delta, {"delta": piece(delta.events)})])]
+
+    def _tells(self, delta: Delta) -> bool:
+        parsed = self._parsed
+        shows_tokens = bool(delta.sampled) and (parsed.token_ids or parsed.logprobs is not None)
+        return bool(delta.events) or delta.finish is not None or shows_tokens
 
     def opening(self, number: int) -> list[Json]:
         """The first chunk of a chat's choice, which names the role; none for a completion."""

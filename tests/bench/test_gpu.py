@@ -11,6 +11,7 @@ import torch
 
 from kvtide.bench.gpu import (
     ceilings,
+    constrained,
     multi_turn,
     overheads,
     plot,
@@ -118,6 +119,29 @@ def test_the_same_load_is_served_with_a_host_and_without(monkeypatch: pytest.Mon
     assert min(prefill.on_s, prefill.off_s, decode.on_s, decode.off_s) > 0
     assert Counter(copied) == {True: 2, False: 2}
     assert overheads.OverheadResult("x", on_s=2.0, off_s=1.0).relative_speed == 0.5
+
+
+def test_half_of_a_batch_is_constrained_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    finished: list[Request] = []
+    submit = Engine.submit
+
+    def noted(engine: Engine, params: RequestParams) -> Request:
+        asked.append(params.grammar is not None)
+        finished.append(submit(engine, params))
+        return finished[-1]
+
+    monkeypatch.setattr(Engine, "submit", noted)
+    found = constrained.measure(bed("qwen3-8b"), 4, 32, 12, rounds=1)
+    assert found.relative_speed > 0 and found.on_s > found.masks_s > 0
+    half = [True] * 2 + [False] * 2
+    assert asked == [*half, *[False] * 4] * 2  # Once to warm up.
+    words = constrained.made_up_tokenizer(SHAPES["qwen3-8b"].config["vocab_size"])
+    for request in finished:
+        text = words.decode([one.token for one in request.output])
+        assert len(request.output) > 12 and text.startswith('{"name":"') == (
+            request.params.grammar is not None
+        )
 
 
 def test_sampling_and_greedy_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

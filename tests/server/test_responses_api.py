@@ -411,6 +411,20 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
     assert caught.value.param == param and len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("depth", [300, 700, 850, 900, 950, 980, 1000])
+def test_depth_breaks_nothing(client: Client, depth: int, stream: bool) -> None:
+    """A response repeats and stores what the request had."""
+    nested = "[" * depth + "]" * depth
+    for field in ("tools", "input"):
+        deep = {"role": "user", "content": "a", "type": "message", "x": "DEEP"}
+        given = {"input": "a", "tools": [deep]} if field == "tools" else {"input": [deep]}
+        raw = json.dumps({**given, "max_output_tokens": 1, "stream": stream})
+        reply = client.send("POST", PATH, raw.replace('"DEEP"', nested).encode())
+        assert reply.status in (200, 400), reply.body
+        assert reply.status == 400 or not stream or b"response.incomplete" in reply.body
+
+
 def test_errors_have_the_shape_of_openai(ai: openai.OpenAI, serve: Any, connect: Connect) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is -1") as caught:
         ai.responses.create(**asked(temperature=-1))

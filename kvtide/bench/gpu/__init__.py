@@ -7,6 +7,7 @@
 `history`            a CUDA graph of a decode step over a random KV history
 `throughput`         prefill and decode beside their FLOPs and bytes
 `overheads`          the price of write-through backup and of sampling
+`constrained`        the price of grammars in half of a batch
 `drafted_shapes`     the same configs beside a draft: EAGLE3, MTP
 `draft_rounds`       a round of speculation beside a decode step
 `multi_turn`         many conversations on a device with too little memory

@@ -17,6 +17,7 @@ from kvtide.cache import CacheConfig, FetchPatience, Layout, TieredCache, Tokens
 from kvtide.engine import Engine, Request, RequestParams
 from kvtide.engine.speculation.drafter import Drafter
 from kvtide.models import Model
+from kvtide.models.tokenizer import Tokenizer
 from kvtide.spec import Tier
 
 DRAIN_S = 120.0
@@ -53,6 +54,7 @@ class Bed:
         drafts: Drafts | None = None,
         longest_tokens: int | None = None,
         host_layout: Layout = Layout.PAGE_FIRST_DIRECT,
+        tokenizer: Tokenizer | None = None,
     ) -> Iterator[Engine]:
         config = CacheConfig(
             Tokens(device_tokens),
@@ -70,7 +72,7 @@ class Bed:
             sizes: dict[str, Any] = {"chunk_tokens": chunk_tokens, "max_running": max_running}
             if drafts is not None:
                 sizes |= drafts._asdict() | {"drafter": drafts.drafter(cache)}
-            yield Engine(self.model, cache, **sizes)
+            yield Engine(self.model, cache, tokenizer, **sizes)
         finally:
             cache.close()
             gc.collect()  # CUDA graphs hold device memory.

@@ -15,6 +15,7 @@ import torch
 
 from kvtide.bench.gpu import (
     ceilings,
+    constrained,
     multi_turn,
     overheads,
     plot,
@@ -188,6 +189,13 @@ def _sampling(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
     yield (shape.name, found.what, _ms(found.on_s), reference, "–"), found.as_json()
 
 
+def _constrained(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
+    found = constrained.measure(bed, 64, 1024, 128, 3)
+    reference = f"free {_ms(found.off_s)}; masks {_ms(found.masks_s)} of the host's time"
+    goal = _goal(found.relative_speed, "≥ {:.0%} of the speed without", 0.95, percent=True)
+    yield (shape.name, found.what, _ms(found.on_s), reference, goal), found.as_json()
+
+
 def _multi_turn(bed: Bed, shape: Shape, best: ceilings.Ceilings) -> Found:
     load = multi_turn.MultiTurnLoad()
     both, alone, unlimited = multi_turn.measure(bed, load)
@@ -236,6 +244,7 @@ _BENCHMARKS: dict[str, tuple[bool, Benchmark]] = {
     "write-through": (False, _write_through),
     "decode-with-backup": (False, _decode_with_backup),
     "sampling": (False, _sampling),
+    "constrained": (False, _constrained),
     "multi-turn": (False, _multi_turn),
     "transformers": (False, _transformers),
     "ttft-v4": (True, _ttft),

@@ -25,8 +25,10 @@ from kvtide.models.tokenizer import Tokenizer
 
 CACHED_BYTES = 1 << 20
 """Text of all compiled grammars that are kept."""
-WHITESPACE = r"[ \t\n\r]{1,32}"
+WHITESPACE = r"[ \t\n\r]{1,20}"
 """Between the tokens of JSON. A model that repeats itself would write it without end."""
+_ASCII = "d"
+"""In a regular expression `\\d` has ten digits: all others are rarely meant."""
 _PROBES = 8
 _DEAD_END = "NoExtension"
 """llguidance's word for a text that no token of the vocabulary continues."""
@@ -140,7 +142,7 @@ def _lark(grammar: Grammar) -> str:
         options = {"whitespace_pattern": WHITESPACE, "lenient": False}
         text = f"start: %json {json.dumps(_schema(grammar) | {'x-guidance': options})}"
     elif grammar.kind == "regex":
-        text = f"start: /{regex_to_lark(text, '')}/"
+        text = f"start: /{regex_to_lark(text, _ASCII)}/"
     return LLMatcher.grammar_from_lark(_EXACT + text)
 
 

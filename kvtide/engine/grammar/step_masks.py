@@ -10,6 +10,7 @@ in its row's mask, so it is never sampled, and rows behind it are never accepted
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,16 +26,25 @@ _ALL = 2**32 - 1
 
 
 class StepMasks:
-    """Masks of a vocabulary, on threads of its own that start with the first grammar."""
+    """Masks of a vocabulary, on threads of its own that start with the first grammar.
+
+    steps, seconds  with constrained requests, and the time that their masks took
+    """
 
     def __init__(self, vocabulary: int) -> None:
+        self.steps, self.seconds = 0, 0.0
         self._end = divmod(vocabulary, 32)
         self._threads: LLExecutor | None = None
 
     def sampling_inputs(self, chunks: Sequence[ScheduledChunk]) -> list[SamplingInput]:
         """Of the row after each chunk's last token, and of a row after every draft."""
         constrained = [chunk for chunk in chunks if chunk.request.matcher is not None]
-        masks = dict(zip(constrained, self._masks(constrained), strict=True)) if constrained else {}
+        masks: dict[ScheduledChunk, TokenMask] = {}
+        if constrained:
+            started = time.perf_counter()
+            masks = dict(zip(constrained, self._masks(constrained), strict=True))
+            self.seconds += time.perf_counter() - started
+            self.steps += 1
         inputs = []
         for chunk in chunks:
             params, drafts = chunk.request.params, chunk.drafts

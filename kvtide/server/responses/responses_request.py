@@ -20,6 +20,7 @@ Hints for OpenAI's own service (`service_tier`, `prompt_cache_key`, `include`, â
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ from kvtide.server.chat.chat_turns import (
 )
 from kvtide.server.request_parsing import Fields
 
+MARGIN = 100
+"""Levels of nesting between what a body may have and what the server can write."""
 MAX_METADATA = 16
 MAX_METADATA_TEXT = 512
 
@@ -93,8 +96,19 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
         chat["response_format"] = form
     effort = body.object("reasoning").get("effort")
     with_template_variables(chat, body.get("chat_template_kwargs"), reasoning_effort=effort)
-    store = body.flag("store", default=True)
-    return ResponsesRequest(chat, items, store, previous, _echoed(body), warnings)
+    store, echoed = body.flag("store", default=True), _echoed(body)
+    _check_depth([echoed, items])
+    return ResponsesRequest(chat, items, store, previous, echoed, warnings)
+
+
+def _check_depth(kept: object) -> None:
+    """What a response repeats and stores must still be JSON when it is deeper in a call stack."""
+    for _ in range(MARGIN):
+        kept = [kept]
+    try:
+        json.dumps(kept)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply; send less of it", None) from None
 
 
 def _refuse(body: Fields) -> None:

@@ -62,7 +62,7 @@ class ResponsesWriter:
 
     def opening(self) -> list[Json]:
         return [
-            self._event(f"response.{name}", response=copy.deepcopy(self._response))
+            self._event(f"response.{name}", response={**self._response, "output": []})
             for name in ("created", "in_progress")
         ]
 

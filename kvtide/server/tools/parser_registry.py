@@ -266,12 +266,12 @@ class ChatFormats:
         return Grammar("lark", rules.text(f"{self._thought(rules, prompt)} ({start})"))
 
     def _calls(self, request: ToolRequest, rules: LarkRules) -> str:
-        calls = self._format.grammar(request.callable, rules, parallel=request.parallel)
+        calls = self._format.grammar(request.callable, rules, parallel=request.several)
         return f"{rules.marker(self._format.trigger)} {calls}" if self._format.trigger else calls
 
     def _free(self, request: ToolRequest, rules: LarkRules) -> str:
         """Text, and calls that begin anywhere in it."""
-        calls = self._format.grammar(request.callable, rules, parallel=request.parallel)
+        calls = self._format.grammar(request.callable, rules, parallel=request.several)
         if not self._format.trigger:
             return f"/{self._format.plain}/ | {calls}"
         return f"{TEXT} | {rules.text_until(self._format.trigger)} {calls}"

@@ -69,6 +69,11 @@ class ToolRequest:
         return tuple(t for t in self.tools if self.choice.name in (None, t.name))
 
     @property
+    def several(self) -> bool:
+        """Whether this answer may have several calls; a named function is called once."""
+        return self.parallel and self.choice.name is None
+
+    @property
     def required(self) -> bool:
         return self.choice.mode is ChoiceMode.REQUIRED
 

@@ -1,0 +1,284 @@
+"""Tools over HTTP, with the real client: forced calls, streams, messages, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import tokenizers
+
+from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
+from tests.grids import everything
+from tests.server.serving import InProcess
+from tests.server.talking import Client, Json, as_messages
+
+PATH = "/v1/chat/completions"
+MODEL = "tiny-0.1"
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": DIGIT},
+                "required": ["city", "days"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "messages": as_messages("What is the weather?"),
+    "tools": TOOLS,
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 200,
+    "seed": 5,
+}
+
+
+@pytest.fixture
+def ai(server: InProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def check_call(name: str, arguments: str) -> None:
+    values = json.loads(arguments)
+    if name == "now":
+        assert values == {}
+    else:
+        assert name == "get_weather" and values.keys() == {"city", "days"}
+        assert values["city"] in ("Paris", "Oslo") and 0 <= values["days"] <= 9
+
+
+def streamed(chunks: Any, choice: int = 0) -> tuple[list[list[str]], str, str | None]:
+    """The calls of a stream (id, name, arguments), its text, and why it ended."""
+    calls: list[list[str]] = []
+    text, finish = "", None
+    for chunk in chunks:
+        for one in (each for each in chunk.choices if each.index == choice):
+            text += one.delta.content or ""
+            finish = one.finish_reason or finish
+            for call in one.delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index == len(calls) and call.type == "function"
+                    calls.append([call.id, call.function.name, ""])
+                assert call.index == len(calls) - 1
+                calls[-1][2] += call.function.arguments
+    return calls, text, finish
+
+
+def test_a_required_call_is_made(ai: openai.OpenAI) -> None:
+    answer = ai.chat.completions.create(**ASKED, n=3)
+    ids = set()
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None and choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        assert call.type == "function"
+        check_call(call.function.name, call.function.arguments)
+        ids.add(call.id)
+    assert len(ids) == 3
+
+
+def test_a_stream_has_the_same_calls_in_pieces(ai: openai.OpenAI) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "n": 2}
+    whole = ai.chat.completions.create(**asked)
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = list(ai.chat.completions.create(**asked, stream=True, **usage))
+    for choice in whole.choices:
+        calls, text, finish = streamed(chunks, choice.index)
+        assert choice.message.tool_calls is not None
+        expected = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+        assert [(name, arguments) for _, name, arguments in calls] == expected
+        assert (text, finish) == ("", "tool_calls")
+    pieces = [d.tool_calls for c in chunks for d in (x.delta for x in c.choices) if d.tool_calls]
+    assert len(pieces) > 4, "arguments come as they are generated"
+    assert whole.usage is not None and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_client_joins_a_stream(ai: openai.OpenAI) -> None:
+    with ai.chat.completions.stream(**ASKED) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls" and final.message.tool_calls is not None
+    (call,) = final.message.tool_calls
+    check_call(call.function.name, call.function.arguments)
+
+
+def test_a_named_function_is_called_once(ai: openai.OpenAI) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "parallel_tool_calls": True}
+    message = ai.chat.completions.create(**asked).choices[0].message
+    assert message.tool_calls is not None
+    assert [call.function.name for call in message.tool_calls] == ["get_weather"]
+
+
+def test_parallel_calls_end(ai: openai.OpenAI) -> None:
+    asked = {**ASKED, "parallel_tool_calls": True, "max_tokens": 2000}
+    choice = ai.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    for call in choice.message.tool_calls:
+        check_call(call.function.name, call.function.arguments)
+
+
+def test_a_call_that_is_cut_short_ends_with_length(ai: openai.OpenAI) -> None:
+    choice = ai.chat.completions.create(**{**ASKED, "max_tokens": 5}).choices[0]
+    assert choice.finish_reason == "length"
+
+
+@pytest.mark.quick(name=["llama3", "glm"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_calls_over_http(
+    server: InProcess, ai: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spoken = "harmony" if name == "harmony" else "none"
+    formats = ChatFormats(server.engine.tokenizer, "", name, spoken)
+    monkeypatch.setattr(server.app._parser, "_formats", formats)
+    asked = {**ASKED, "tool_choice": NAMED, "max_tokens": 400}
+    # An analysis before the call, which harmony may have, has no end that a random model finds.
+    seeds = range(20) if name == "harmony" else range(3 if everything() else 1)
+    answers = (ai.chat.completions.create(**{**asked, "seed": seed}) for seed in seeds)
+    choices = [answer.choices[0] for answer in answers]
+    called = [choice for choice in choices if choice.message.tool_calls]
+    assert called and (name == "harmony" or called == choices)
+    for choice in called:
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        check_call(call.function.name, call.function.arguments)
+
+
+def test_strict_tools_leave_the_model_free(ai: openai.OpenAI) -> None:
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    asked = {**ASKED, "tools": [strict], "tool_choice": "auto", "max_tokens": 20}
+    choice = ai.chat.completions.create(**asked).choices[0]
+    assert choice.message.content and choice.finish_reason in ("length", "stop")
+
+
+# -- special tokens -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def marked(serve: Callable[..., InProcess], model_folder: Path, tmp_path: Path) -> InProcess:
+    """A server of a model whose markers of calls are special tokens."""
+    folder = tmp_path / MODEL
+    shutil.copytree(model_folder, folder)
+    core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    core.add_special_tokens(["<tool_call>", "</tool_call>"])
+    core.save(str(folder / "tokenizer.json"))
+    return serve(model=str(folder))
+
+
+def test_markers_that_are_special_tokens_are_generated_and_read(marked: InProcess) -> None:
+    asked = {**ASKED, "return_token_ids": True}
+    (choice,) = marked.client.chat(*asked.pop("messages"), **asked)["choices"]
+    tokenizer = marked.engine.tokenizer
+    assert tokenizer is not None
+    begin, end = (tokenizer.special_id(text) for text in ("<tool_call>", "</tool_call>"))
+    assert choice["token_ids"][0] == begin and end in choice["token_ids"]
+    (call,) = choice["message"]["tool_calls"]
+    check_call(call["function"]["name"], call["function"]["arguments"])
+    assert choice["message"]["content"] is None
+
+
+# -- messages back in -----------------------------------------------------------------------------
+
+
+def test_a_loop_of_tools_keeps_its_prefix(server: InProcess, ai: openai.OpenAI) -> None:
+    """The next turn finds the pages of the prompt and of the call that the model wrote."""
+    extra = {"extra_body": {"cache_salt": "loop", "return_cached_tokens_details": True}}
+    asked = {**ASKED, "messages": as_messages("What is the weather? " * 20)}
+    first = ai.chat.completions.create(**asked, **extra)
+    message = first.choices[0].message
+    assert message.tool_calls is not None and first.usage is not None
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny."}
+    turns = [*asked["messages"], message.model_dump(exclude_none=True), result]
+    second = ai.chat.completions.create(**{**asked, "messages": turns}, **extra)
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None and cached > first.usage.total_tokens - 2 * 16
+
+
+# -- reasoning ------------------------------------------------------------------------------------
+
+
+def test_reasoning_is_a_field_of_its_own(
+    server: InProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thinking = ChatFormats(server.engine.tokenizer, "", None, "think")
+    asked = {"messages": as_messages("Hm. <think>"), "temperature": 0, "max_tokens": 20}
+    asked |= {"ignore_eos": True}
+    plain = client.post(PATH, asked).json()
+    monkeypatch.setattr(server.app._parser, "_formats", thinking)
+    monkeypatch.setattr("kvtide.server.tools.reasoning.opened_by", lambda prompt: "</think>")
+    thought = client.post(PATH, asked).json()
+    message = thought["choices"][0]["message"]
+    assert message["content"] == ""
+    assert message["reasoning_content"] == plain["choices"][0]["message"]["content"].strip()
+    assert thought["usage"]["completion_tokens"] == 20
+    chunks = client.stream(PATH, **asked)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    joined = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert joined == message["reasoning_content"]
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "words"),
+    [
+        ({"tools": "f"}, "tools", "not a list"),
+        ({"tools": [TOOLS[0]] * 2}, "tools", "two tools are named"),
+        ({"tool_choice": "any"}, "tool_choice", "send auto, none, required"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice", "there are no tools"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "true or false"),
+        ({"functions": [{"name": "f"}]}, "functions", "send tools instead"),
+        ({"function_call": "auto"}, "function_call", "send tool_choice instead"),
+        ({"messages": [{"role": "tool", "content": "5"}]}, "messages", "tool_call_id"),
+    ],
+)
+def test_what_is_no_tool_is_refused(client: Client, field: Json, param: str, words: str) -> None:
+    asked = {"messages": as_messages("a"), "tools": TOOLS, **field}
+    reply = client.post(PATH, asked)
+    assert reply.status == 400 and words in reply.problem
+    assert reply.json()["error"]["param"] == param
+
+
+def test_a_strict_schema_that_cannot_be_enforced_is_refused(client: Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "own"}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    asked = {"messages": as_messages("a"), "tools": [{"type": "function", "function": function}]}
+    reply = client.post(PATH, asked)
+    assert reply.status == 400 and "format" in reply.problem
+    assert reply.json()["error"]["param"] == "tools"
+    function["strict"] = False
+    assert client.post(PATH, {**asked, "max_tokens": 2}).status == 200
+
+
+# -- SmolLM2 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_smollm2_calls_tools(serve: Callable[..., InProcess]) -> None:
+    """Its template knows no tools and it was hardly trained on them; a grammar makes it call."""
+    server = serve(model=None, page_tokens=None)
+    assert "described in Hermes' form" in server.serving.formats.remark
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        asked = {**ASKED, "model": server.serving.name, "temperature": 0}
+        asked["messages"] = as_messages("What is the weather in Oslo for the next 3 days?")
+        calls, text, finish = streamed(ai.chat.completions.create(**asked, stream=True))
+    ((_, name, arguments),) = calls
+    assert (name, text, finish) == ("get_weather", "", "tool_calls")
+    check_call(name, arguments)
+    assert json.loads(arguments)["city"] == "Oslo"

@@ -1,0 +1,111 @@
+"""Which format a model speaks: by setting, by template, by family; and which tokens it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+
+from kvtide.models.chat import ChatTemplate
+from kvtide.models.token_bytes import Spelling, byte_level
+from kvtide.models.tokenizer import SpecialTokens, Tokenizer
+from kvtide.server.tools.output_events import ReasoningDelta, TextDelta
+from kvtide.server.tools.parser_registry import FAMILIES, FORMATS, ChatFormats
+from kvtide.server.tools.tool_spec import ChoiceMode, ToolChoice, ToolRequest
+from tests.server.tools.recorded import TOOLS
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+TOOLED = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + CHATML
+SPECIAL = ("<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+ASKED = ToolRequest(TOOLS, ToolChoice(ChoiceMode.AUTO))
+
+
+def tokenizer(template: str | None, special: tuple[str, ...] = ()) -> Tokenizer:
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.add_special_tokens(list(special))
+    silent = frozenset(core.token_to_id(text) for text in special)
+    return Tokenizer(
+        core,
+        Spelling(core.id_to_token, byte_level, silent),
+        SpecialTokens(None, None, frozenset()),
+        None if template is None else ChatTemplate(template, {}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "model_type", "tools", "reasoning"),
+    [
+        ("", "qwen3", "hermes", "think"),
+        ("", "llama", "llama3", "none"),
+        ("", "gpt_oss", "harmony", "harmony"),
+        ("", "glm4_moe_lite", "glm", "think"),
+        ("", "deepseek_v4", "deepseek_v4", "think"),
+        ("", "gemma3_text", "pythonic", "none"),
+        ("", "another", "hermes", "none"),
+        ("<tool_call>", "llama", "hermes", "none"),
+        ("<tool_call> <think>", "llama", "hermes", "think"),
+        ("<tool_call> <function=", "qwen3_moe", "qwen3_coder", "think"),
+        ("<tool_call> <arg_key>", "another", "glm", "none"),
+        ("[TOOL_CALLS] [THINK]", "mistral", "mistral", "think"),
+        ("[TOOL_CALLS] [ARGS]", "mistral", "mistral_args", "none"),
+        ("<｜tool▁calls▁begin｜> ```json", "deepseek_v3", "deepseek_v3", "think"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v3", "deepseek_v31", "think"),
+        ("｜DSML｜ function_calls>", "another", "deepseek_v32", "none"),
+        ("<|tool_call_start|>", "lfm2", "lfm2", "none"),
+        ("<|channel|>analysis", "another", "harmony", "harmony"),
+    ],
+)
+def test_templates_decide_before_families(
+    words: str, model_type: str, tools: str, reasoning: str
+) -> None:
+    formats = ChatFormats(tokenizer(TOOLED + words), model_type)
+    assert (formats.tool_parser, formats.reasoning) == (tools, reasoning)
+    assert formats.remark == ""
+
+
+def test_settings_decide_before_templates() -> None:
+    formats = ChatFormats(tokenizer(TOOLED + "<tool_call> <think>"), "qwen3", "glm", "none")
+    assert (formats.tool_parser, formats.reasoning) == ("glm", "none")
+    other = ChatFormats(tokenizer(TOOLED), "gpt_oss", "hermes")
+    assert (other.tool_parser, other.reasoning) == ("hermes", "none")
+
+
+def test_a_template_without_tools_is_remarked() -> None:
+    described = ChatFormats(tokenizer(CHATML), "llama")
+    assert described.tool_parser == "hermes"
+    assert "knows no tools: they are described in Hermes' form" in described.remark
+    read = ChatFormats(tokenizer(CHATML), "llama", "mistral")
+    assert "requests must describe the tools themselves" in read.remark
+    assert ChatFormats(tokenizer(None), "llama").remark == ""
+
+
+def test_every_family_has_a_format() -> None:
+    assert set(FAMILIES.values()) <= set(FORMATS)
+
+
+def test_markers_that_are_special_tokens_are_kept_in_the_text() -> None:
+    marked = tokenizer(TOOLED + "<tool_call> <think>", SPECIAL)
+    formats = ChatFormats(marked, "qwen3")
+    assert set(formats.special_ids(ASKED)) == set(SPECIAL[1:])
+    assert set(formats.special_ids(ToolRequest())) == {"<think>", "</think>"}
+    ids = marked.encode("a<tool_call>b</tool_call><|im_end|>", add_special=False)
+    keep = frozenset(formats.special_ids(ASKED).values())
+    assert marked.detokenizer(keep=keep).feed(ids) == "a<tool_call>b</tool_call>"
+    assert marked.detokenizer().feed(ids) == "ab"
+    assert ChatFormats(tokenizer(TOOLED), "qwen3").special_ids(ASKED) == {}
+
+
+def test_every_choice_gets_a_parser_of_its_own() -> None:
+    new_parser = ChatFormats(None, "qwen3").parser_factory(ToolRequest(), "<think>")
+    first, second = new_parser(), new_parser()
+    assert first.feed("a</think>b") == [ReasoningDelta("a"), TextDelta("b")]
+    assert second.feed("a") == [ReasoningDelta("a")]
+
+
+def test_without_tools_markers_are_text() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    none = ToolRequest(TOOLS, ToolChoice(ChoiceMode.NONE))
+    for request in (ToolRequest(), none):
+        assert ChatFormats(None, "").parser_factory(request, "")().feed(call) == [TextDelta(call)]
