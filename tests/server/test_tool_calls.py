@@ -255,6 +255,11 @@ def test_what_is_no_tool_is_refused(client: Client, field: Json, param: str, wor
     assert reply.json()["error"]["param"] == param
 
 
+def test_a_completion_takes_no_tools(client: Client) -> None:
+    reply = client.post("/v1/completions", {"prompt": "a", "tools": TOOLS})
+    assert reply.status == 400 and "/v1/chat/completions" in reply.problem
+
+
 def test_a_strict_schema_that_cannot_be_enforced_is_refused(client: Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "own"}}}
     function = {"name": "f", "parameters": schema, "strict": True}
