@@ -112,6 +112,12 @@ class RequestParser:
     def completion(self, body: Fields) -> ParsedRequest:
         """The body of `/v1/completions`."""
         self._check(body)
+        if body.get("tools"):
+            raise RequestError(
+                "tools is not supported here; send messages and tools to /v1/chat/completions",
+                "unsupported_parameter",
+                "tools",
+            )
         prompts = _prompts(body, self._tokenizer)
         logprobs = body.integer("logprobs", None, 0, MAX_LOGPROBS)
         echo = body.flag("echo")

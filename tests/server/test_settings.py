@@ -52,7 +52,7 @@ def refuse(capfd: pytest.CaptureFixture[str], model_folder: Path) -> Refuse:
         out, err = capfd.readouterr()
         *before, last = err.splitlines()
         assert out == "" and "Traceback" not in err
-        usual = ("ready after", "pages are ", "speculation: none")
+        usual = ("ready after", "pages are ", "speculation: none", "knows no tools")
         assert all(any(words in line for words in usual) for line in before), err
         assert last.startswith("kvtide serve: ")
         return last.removeprefix("kvtide serve: ")
@@ -244,6 +244,9 @@ def test_only_this_machine_is_served_by_default() -> None:
             "on the host, and --host-ratio 0 leaves it out; give the host a size, or use "
             "--resident all",
         ),
+        (["--tool-parser=mine"], "--tool-parser is 'mine'; use deepseek_v3"),
+        (["--reasoning-parser=mine"], "--reasoning-parser is 'mine'; use none, think, harmony"),
+        (["--tool-parser=harmony", "--reasoning-parser=think"], "reads calls and reasoning tog"),
         (["--verify-restores=2"], "--verify-restores is 2"),
         (["--storage=file:///tmp/x", "--host-ratio=0"], "reached through a host tier, and"),
         (["--storage="], "--storage is empty"),

@@ -21,6 +21,8 @@ MAX_PARALLEL_CALLS = 16
 """Calls of one answer under a grammar: a model that repeats itself would call without end."""
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as chat templates write it."""
+_OPEN = frozenset({"anyOf", "oneOf", "allOf", "$ref", "if", "patternProperties"})
+"""Keywords beside which a schema's own properties are not all there are."""
 TEXT = r"/(.|\n)*/"
 
 
@@ -38,7 +40,7 @@ class LarkRules:
 
     def add(self, name: str, body: str) -> str:
         """A rule; returns how others refer to it."""
-        if self._rules.get(name, body) != body:
+        while self._rules.get(name, body) != body:
             name = f"{name}_{len(self._rules)}"
         self._rules[name] = body
         return name.partition("[")[0]
@@ -91,7 +93,8 @@ class LarkRules:
 
     def arguments(self, tool: FunctionTool) -> str:
         """The arguments of a tool, as one JSON object."""
-        schema = {"type": "object", "additionalProperties": False, **tool.parameters}
+        closed = {} if _OPEN & tool.parameters.keys() else {"additionalProperties": False}
+        schema = {"type": "object", **closed, **tool.parameters}
         return self.json(f"args_{word(tool.name)}", schema, strict=tool.strict)
 
     def parameters(

@@ -71,6 +71,23 @@ class PlainText:
         return []
 
 
+class FirstCallOnly:
+    """The events of another parser, without the calls after the first."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> list[OutputEvent]:
+        return [event for event in self._parser.feed(text) if _is_wanted(event)]
+
+    def finish(self) -> list[OutputEvent]:
+        return [event for event in self._parser.finish() if _is_wanted(event)]
+
+
+def _is_wanted(event: OutputEvent) -> bool:
+    return not isinstance(event, CallBegin | CallArguments | CallEnd) or event.index == 0
+
+
 def joined(events: Iterable[OutputEvent]) -> list[OutputEvent]:
     """The events with neighbouring pieces of one kind joined, and empty pieces left out."""
     whole: list[OutputEvent] = []

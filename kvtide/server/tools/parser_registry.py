@@ -26,7 +26,7 @@ from kvtide.server.tools import (
 )
 from kvtide.server.tools.lark_rules import TEXT, LarkRules
 from kvtide.server.tools.marker_parser import OfferedTools, new_call_id, short_call_id
-from kvtide.server.tools.output_events import OutputParser, PlainText
+from kvtide.server.tools.output_events import FirstCallOnly, OutputParser, PlainText
 from kvtide.server.tools.tool_spec import FunctionTool, ToolRequest
 
 NO_REASONING, THINK, HARMONY = "none", "think", "harmony"
@@ -227,13 +227,16 @@ class ChatFormats:
         offered = OfferedTools.of(request.callable, self._format.new_id)
         closing = reasoning.opened_by(prompt)
 
-        def new_parser() -> OutputParser:
+        def answer() -> OutputParser:
             if self._speaks_harmony():
-                parser: OutputParser = harmony.HarmonyParser(offered)
+                channels: OutputParser = harmony.HarmonyParser(offered)
                 none = self.reasoning == NO_REASONING
-                return reasoning.ReasoningAsText(parser) if none else parser
-            parser = self._format.parser(offered) if request.callable else PlainText()
-            return reasoning.ThinkParser(parser, closing) if self.reasoning == THINK else parser
+                return reasoning.ReasoningAsText(channels) if none else channels
+            calls = self._format.parser(offered) if request.callable else PlainText()
+            return reasoning.ThinkParser(calls, closing) if self.reasoning == THINK else calls
+
+        def new_parser() -> OutputParser:
+            return answer() if request.several else FirstCallOnly(answer())
 
         return new_parser
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import tokenizers
 
 from kvtide.models.chat import ChatTemplate
 from kvtide.models.token_bytes import Spelling, byte_level
 from kvtide.models.tokenizer import SpecialTokens, Tokenizer
-from kvtide.server.tools.output_events import ReasoningDelta, TextDelta
+from kvtide.server.tools.output_events import CallBegin, ReasoningDelta, TextDelta
 from kvtide.server.tools.parser_registry import FAMILIES, FORMATS, ChatFormats
 from kvtide.server.tools.tool_spec import ChoiceMode, ToolChoice, ToolRequest
 from tests.server.tools.recorded import TOOLS
@@ -102,6 +104,14 @@ def test_every_choice_gets_a_parser_of_its_own() -> None:
     first, second = new_parser(), new_parser()
     assert first.feed("a</think>b") == [ReasoningDelta("a"), TextDelta("b")]
     assert second.feed("a") == [ReasoningDelta("a")]
+
+
+def test_calls_after_the_first_are_dropped_where_one_is_wanted() -> None:
+    calls = '<tool_call>{"name": "now"}</tool_call>' * 2
+    for parallel, count in ((True, 2), (False, 1)):
+        parser = ChatFormats(None, "").parser_factory(replace(ASKED, parallel=parallel), "")()
+        begun = [e for e in (*parser.feed(calls), *parser.finish()) if isinstance(e, CallBegin)]
+        assert len(begun) == count
 
 
 def test_without_tools_markers_are_text() -> None:

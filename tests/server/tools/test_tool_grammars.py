@@ -190,6 +190,13 @@ def test_names_that_differ_only_in_case_have_rules_of_their_own() -> None:
             assert takes(taken, f"<tool_call>\n{call}\n</tool_call>") == (tool is other)
 
 
+def test_alternatives_keep_their_properties() -> None:
+    schema = {"anyOf": [{"type": "object", "properties": {"a": {"type": "integer"}},
+                         "required": ["a"], "additionalProperties": False}]}  # fmt: skip
+    composed = grammar("hermes", tools=(FunctionTool("f", "", schema),))
+    assert takes(composed, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+
+
 def test_schemas_that_cannot_be_enforced_bind_strict_tools_alone() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "own"}}}
     loose = grammar("hermes", tools=(FunctionTool("f", "", schema),))
