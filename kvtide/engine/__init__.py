@@ -7,6 +7,7 @@
 `runner`            a step's chunks through the model, as a CUDA graph or eagerly
 `graphs`            CUDA graphs of steps: sizes, inputs, capture and replay
 `speculation`       drafts: proposed, verified, accepted
+`grammar`           structured output: grammars, matchers, masks of a step's rows
 `residency`         pools that live on the host: tables of a step, hits and misses
 `page_tables`       slots of a step's sequences, by anchor
 `staging`           small step inputs and outputs between host and device

@@ -79,9 +79,8 @@ class SamplingParams:
             if not low <= value <= high:
                 return f"{name} is {value}; use a number from {low:g} to {high:g}"
         for token, bias in self.logit_bias:
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                high = MAX_BIAS
-                return f"logit_bias of token {token} is {bias}; use a number from -{high} to {high}"
+            if not abs(bias) <= MAX_BIAS:
+                return f"logit_bias of token {token} is {bias}; use a number from -100 to 100"
         return None
 
 
@@ -297,18 +296,29 @@ def _sampled_tokens(
     _penalise(logits, inputs, staging)
     _bias(logits, inputs, staging)
     apply_masks(logits, [each.mask for each in inputs], staging)
-    (columns,) = staging.to_device(sampling_columns(inputs, logits.shape[1]))
-    limited = [row for row, each in enumerate(inputs) if _is_limited(each.sampling)]
-    if not limited:
-        return _sample_rows(logits, columns, None, staging.kernels)
     tokens = torch.empty(len(inputs), dtype=torch.int64, device=logits.device)
-    rows = staging.indices(limited)
-    tokens[rows] = _by_candidates(logits[rows], columns[:, rows], None, candidates, staging.kernels)
-    free = sorted({*range(len(inputs))} - {*limited})
-    if free:
-        rows = staging.indices(free)
-        tokens[rows] = _sample_rows(logits[rows], columns[:, rows], None, staging.kernels)
+    kinds = [_kind(each.sampling) for each in inputs]
+    for kind in sorted({*kinds}):
+        numbers = [row for row, one in enumerate(kinds) if one == kind]
+        rows = staging.indices(numbers)
+        some = logits if len(numbers) == len(inputs) else logits[rows]
+        if kind == "greedy":
+            tokens[rows] = _greedy(some, None, staging.kernels)[:, 0].long()
+            continue
+        table = sampling_columns([inputs[number] for number in numbers], logits.shape[1])
+        (columns,) = staging.to_device(table)
+        if kind == "limited":
+            tokens[rows] = _by_candidates(some, columns, None, candidates, staging.kernels)
+        else:
+            tokens[rows] = _sample_rows(some, columns, None, staging.kernels)
     return tokens
+
+
+def _kind(sampling: SamplingParams) -> str:
+    """Whether a row takes its argmax, one of the tokens that limits leave over, or one of all."""
+    if sampling.temperature < COLDEST:
+        return "greedy"
+    return "limited" if _is_limited(sampling) else "free"
 
 
 def sampling_columns(inputs: Sequence[SamplingInput], vocabulary: int) -> NDArray[np.float64]:

@@ -26,6 +26,8 @@ PROMPTS = ["the cat sat on the mat and then the hat " * 3, "that is that, Grüß
 FLAGS = ("--port", "0", "--page-tokens", str(PAGE), "--deterministic", "--prefetch-policy",
          "wait_complete", "--prefetch-min-tokens", "1", "--verify-restores", "1")  # fmt: skip
 
+FORM: dict[str, Any] = {"regex": "[0-9]{3,6}x", "logit_bias": {"70": -100.0}}
+
 Json = dict[str, Any]
 
 
@@ -45,12 +47,12 @@ def brought(answer: Json) -> int:
 
 @pytest.fixture(scope="module")
 def expected(model_folder: Path) -> Iterator[list[list[str]]]:
-    """What one rank says."""
+    """What one rank says, also by a grammar."""
     settings = Settings(
         model=str(model_folder), port=0, page_tokens=PAGE, storage="none", deterministic=True
     )
     server = InProcess(settings)
-    yield [said(ask(server.client, prompt)) for prompt in PROMPTS]
+    yield [said(ask(server.client, prompt, **form)) for form in ({}, FORM) for prompt in PROMPTS]
     server.close()
 
 
@@ -109,15 +111,18 @@ def test_ranks_answer_as_one_go_on_from_storage_and_end_together(
 ) -> None:
     url = f"file://{tmp_path / 'pages'}?cap=1GB&floor=1MB"
     arguments = (str(model_folder), *FLAGS, *flags, "--storage", url)
+    free, constrained = expected[: len(PROMPTS)], expected[len(PROMPTS) :]
+    assert all(re.fullmatch("[0-9]{3,6}x", text) for (text,) in constrained)
     for life, (start, end) in enumerate(zip((Child, ForkedChild), ends, strict=True)):
         with start(arguments) as child:
             client = child.client()
             worker = workers(child)[0]
             answers = [ask(client, prompt, stop=["never said"]) for prompt in PROMPTS]
-            assert [said(answer) for answer in answers] == expected
+            assert [said(answer) for answer in answers] == free
             assert all((brought(answer) > 0) == (life == 1) for answer in answers)
             again = [ask(client, prompt) for prompt in PROMPTS]
-            assert [said(answer) for answer in again] == expected
+            assert [said(answer) for answer in again] == free
+            assert [said(ask(client, prompt, **FORM)) for prompt in PROMPTS] == constrained
             assert client.get("/health").status == 200
             assert client.get("/admin/cache").json()["violations"] == []
             end(child, worker)

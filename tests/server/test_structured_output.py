@@ -42,6 +42,13 @@ PERSON = {
     "additionalProperties": False,
 }
 
+NAMED = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
 
 def schema_format(schema: Json, **more: Json) -> Json:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, **more}}
@@ -64,9 +71,9 @@ def test_a_chat_answers_by_its_schema(client: Client) -> None:
 
 
 def test_a_completion_answers_by_its_schema_and_streams_the_same(client: Client) -> None:
-    fields = {"response_format": schema_format(PERSON), "max_tokens": 400, "seed": 5}
+    fields = {"response_format": schema_format(NAMED), "max_tokens": 120, "seed": 5}
     whole = client.complete("who?", **fields)["choices"][0]["text"]
-    check(whole, PERSON)
+    check(whole, NAMED)
     chunks = client.stream(PATH, prompt="who?", **fields)
     assert joined(chunks) == whole and len(chunks) > 10
 
@@ -75,7 +82,7 @@ def test_a_completion_answers_by_its_schema_and_streams_the_same(client: Client)
     "regex", ["[0-9]{3}-[0-9]{4}", r"(yes|no), (\w| ){1,9}\.", "é世?/\n[a-z]", r"\d+€"]
 )
 def test_an_answer_matches_its_regex(client: Client, regex: str) -> None:
-    for seed in range(4):
+    for seed in range(2):
         answer = client.complete("call", regex=regex, max_tokens=60, seed=seed)["choices"][0]
         if answer["finish_reason"] == "stop":
             assert re.fullmatch(regex, answer["text"]), answer["text"]
@@ -89,7 +96,7 @@ def test_an_answer_is_one_of_its_choices(client: Client) -> None:
         client.chat("?", choice=texts, seed=seed, temperature=2.0)["choices"][0]["message"][
             "content"
         ]
-        for seed in range(25)
+        for seed in range(12)
     }
     assert said <= {*texts} and len(said) > 2
 
@@ -262,7 +269,7 @@ def test_a_schema_that_explodes_takes_bounded_time_and_memory(client: Client, na
 
 def test_a_recursive_schema_is_obeyed(client: Client) -> None:
     form = schema_format(RECURSIVE)
-    answer = client.complete("a", response_format=form, max_tokens=200, n=6, seed=1)
+    answer = client.complete("a", response_format=form, max_tokens=120, n=4, seed=1)
     ended = [one["text"] for one in answer["choices"] if one["finish_reason"] == "stop"]
     for text in ended:
         check(text, RECURSIVE)
@@ -279,7 +286,7 @@ def test_many_grammars_at_once_are_each_obeyed(client: Client) -> None:
         return client.complete("the hat", regex=f"[0-9]{{{number}}}x", max_tokens=60, seed=number)
 
     with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(ask, range(24)))
+        answers = list(pool.map(ask, range(12)))
     for number, answer in enumerate(answers):
         text = answer["choices"][0]["text"]
         assert text == free if number % 3 == 0 else re.fullmatch(f"[0-9]{{{number}}}x", text)
@@ -304,12 +311,6 @@ def smollm2() -> Iterator[InProcess]:
     server.close()
 
 
-NAMED = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 QUESTION = "Alice is 31 years old and lives in 10115 Berlin. Answer in JSON: who is Alice?"
 
 
