@@ -1,4 +1,4 @@
-"""`kvtide bench serve`: conversations over HTTP, with the cache and without it."""
+"""`kvtide bench serve`: conversations or an agent over HTTP, with the cache and without it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvtide.bench import conversations
 from kvtide.bench.conversations import DraftCounts, Held, Load, Phase, Reply, StreamEvent, Turn
+from kvtide.bench.tool_loop import AgentLoad
+from kvtide.cli.bench import bench_agent
 from kvtide.cli.client import (
     DETAILS,
     KEY_VARIABLE,
@@ -44,7 +47,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at-once", type=int, default=2, help="users who wait for an answer at the same time (2)"
     )
-    parser.add_argument("--turns", type=int, default=4, help="questions of each user (4)")
+    parser.add_argument(
+        "--agent",
+        action="store_true",
+        help="one session of tool calls instead, each turn with the cache and without",
+    )
+    parser.add_argument(
+        "--turns", type=int, help="questions of each user (4), or tool calls of the agent (50)"
+    )
+    parser.add_argument("--result-words", type=int, default=64, help="of a tool, for an agent (64)")
     parser.add_argument("--system-tokens", type=int, default=256, help="what all share (256)")
     parser.add_argument("--question-tokens", type=int, default=96, help="(96)")
     parser.add_argument("--answer-tokens", type=int, default=16, help="(16)")
@@ -64,6 +75,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.agent:
+        return _run_agent(args)
     load = _load(args)
     folder = _folder(args.output)
     try:
@@ -81,18 +94,37 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_agent(args: argparse.Namespace) -> int:
+    turns = 50 if args.turns is None else args.turns
+    for name, value in (("turns", turns), ("result-words", args.result_words)):
+        if value < 1:
+            raise CommandError(f"--{name} must be at least 1")
+    if args.output is not None:
+        raise CommandError("--output has no chart of an agent; drop it, and use --json")
+    _only_one_server(args)
+    load = AgentLoad(turns=turns, result_words=args.result_words, seed=args.seed)
+    ticks = progress(range(turns), turns, "turns")
+    next(ticks)
+    tokens = bench_agent.longest_tokens(load)
+    try:
+        with _server(args, tokens, tokens) as (client, described, command):
+            found = bench_agent.measure(client, load, lambda: next(ticks, None))
+    except KeyboardInterrupt:
+        return 130
+    result = {"command": command, "served": described, **found}
+    print(json.dumps(result, indent=2) if args.json else bench_agent.report(result))
+    return 0
+
+
 def _load(args: argparse.Namespace) -> Load:
+    args.turns = 4 if args.turns is None else args.turns
     counts = ("users", "turns", "system_tokens", "question_tokens", "answer_tokens", "rounds")
     for name in (*counts, "at_once"):
         if getattr(args, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be at least 1")
     if not 0 <= args.think_seconds < float("inf"):
         raise CommandError("--think-seconds must be at least 0")
-    if args.url is not None and args.arguments:
-        raise CommandError(
-            f"'{args.arguments[0]}' is for a server started here, and --url names one that runs; "
-            "drop one of them"
-        )
+    _only_one_server(args)
     return Load(
         args.users,
         args.turns,
@@ -103,6 +135,14 @@ def _load(args: argparse.Namespace) -> Load:
         args.think_seconds,
         args.seed,
     )
+
+
+def _only_one_server(args: argparse.Namespace) -> None:
+    if args.url is not None and args.arguments:
+        raise CommandError(
+            f"'{args.arguments[0]}' is for a server started here, and --url names one that runs; "
+            "drop one of them"
+        )
 
 
 def _folder(named: str | None) -> Path | None:
@@ -124,24 +164,33 @@ def _folder(named: str | None) -> Path | None:
 
 
 def _measure(load: Load, args: argparse.Namespace) -> Json:
+    """The device holds all concurrent requests even if they share nothing, so that none waits for
+    memory without the cache. The host holds all conversations."""
+    each = -(-load.longest_tokens // SIZE_STEP_TOKENS) * SIZE_STEP_TOKENS
+    with _server(args, load.at_once * each, load.users * each) as (client, described, command):
+        return _result(load, args, client, described, command)
+
+
+@contextmanager
+def _server(
+    args: argparse.Namespace, device_tokens: int, host_tokens: int
+) -> Iterator[tuple[ServerClient, str, str]]:
+    """A client of the server under test; with what it says of itself and its command, if it is
+    started here."""
     key = args.api_key or os.environ.get(KEY_VARIABLE)
     if args.url is not None:
-        return _result(load, args, ServerClient(args.url, key), "", "")
-    arguments = [*_sizes(load, args.arguments), *args.arguments]
+        yield ServerClient(args.url, key), "", ""
+        return
+    sizes = {"--device": device_tokens, "--host": host_tokens}
+    arguments = [*_sizes(sizes, args.arguments), *args.arguments]
     with serving(arguments, key) as server:
         command = shlex.join(["kvtide", "serve", *arguments])
-        return _result(load, args, ServerClient(server.url, key), server.described, command)
+        yield ServerClient(server.url, key), server.described, command
 
 
-def _sizes(load: Load, given: Sequence[str]) -> list[str]:
-    """Tiers for a fair comparison, unless they are given.
-
-    The device holds all concurrent requests even if they share nothing, so that none waits for
-    memory without the cache. The host holds all conversations. Nothing is stored: a second run
-    would find the pages of the first.
-    """
-    each = -(-load.longest_tokens // SIZE_STEP_TOKENS) * SIZE_STEP_TOKENS
-    wanted = {"--device": load.at_once * each, "--host": load.users * each}
+def _sizes(wanted: Mapping[str, int], given: Sequence[str]) -> list[str]:
+    """Tiers for a fair comparison, unless they are given. Nothing is stored: a second run would
+    find the pages of the first."""
     sized = [tier for tier in wanted if any(word.startswith(f"{tier}-") for word in given)]
     stored = any(word.split("=")[0] == "--storage" for word in given)
     return [
