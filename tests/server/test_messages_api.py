@@ -190,18 +190,18 @@ def calls_of(message: anthropic.types.Message) -> list[Any]:
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
-        ({"type": "any"}, {"weather", "time"}),
+        ({"type": "any"}, ("weather", "time")),
         pytest.param(
             {"type": "any", "disable_parallel_tool_use": True},
-            {"weather", "time"},
+            ("weather", "time"),
             marks=pytest.mark.full,
         ),
-        pytest.param({"type": "tool", "name": "time"}, {"time"}, marks=pytest.mark.full),
+        pytest.param({"type": "tool", "name": "time"}, ("time",), marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_a_call_that_must_be_is_valid(
-    ai: anthropic.Anthropic, choice: Json, names: set[str]
+    ai: anthropic.Anthropic, choice: Json, names: tuple[str, ...]
 ) -> None:
     """Whatever the model: a grammar enforces it."""
     body = asked("weather?", tools=TOOLS, tool_choice=choice, max_tokens=400)
