@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtide.bench.gpu import multi_turn, overheads, throughput, transformers_peer, ttft
+from kvtide.bench.gpu import constrained, multi_turn, overheads, throughput, transformers_peer, ttft
 from kvtide.bench.gpu.ceilings import Ceilings
 from kvtide.bench.gpu.engine_bed import Bed
 from kvtide.bench.gpu.shapes import deepseek_v4_flash, qwen3_8b, tiny
@@ -36,6 +36,10 @@ EXPECTED = {
         "125.0 ms | no host tier 100.0 ms | ≥ 99% of the speed without: 80.0%, no"
     ],
     "sampling": ["125.0 ms | greedy 100.0 ms, 80.0% of its speed | –"],
+    "constrained": [
+        "125.0 ms | free 100.0 ms; masks 1.0 ms of the host's time | "
+        "≥ 95% of the speed without: 80.0%, no"
+    ],
     "multi-turn": [
         "10.0 requests/s | no host tier 2.5 | ≥ 3 ×: 4.00, yes",
         "10.0 requests/s | unlimited device 10.5 | ≥ 90%: 95.0%, yes",
@@ -59,6 +63,8 @@ def results(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(throughput, name, lambda *given: SPEED)
     for name in ("write_through_prefill", "decode_with_backup", "sampling"):
         monkeypatch.setattr(overheads, name, lambda *given: OVERHEAD)
+    halved = constrained.ConstrainedResult("halved", on_s=0.125, off_s=0.1, masks_s=0.001)
+    monkeypatch.setattr(constrained, "measure", lambda *given: halved)
     restored = ttft.TtftResult("x", 1, 0.07, 0.02, 0.01, 0.004, 1, 100_000_000, 0.009)
     monkeypatch.setattr(ttft, "measure", lambda *given: restored)
     monkeypatch.setattr(multi_turn, "measure", lambda *given: TURNS)

@@ -64,7 +64,9 @@ class Letters:
     def token_bytes(self, token: int) -> bytes:
         return _letters(str(token))
 
-    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+    def detokenizer(
+        self, after: Sequence[int] = (), keep: frozenset[int] = frozenset()
+    ) -> Detokenizer:
         spelling = Spelling(token=str, read=_letters, silent=frozenset())
         return Detokenizer(spelling, drop_space=False)
 
