@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from kvtide.server.anthropic.messages_request import chat_body
+from kvtide.server.chat.chat_turns import common_fields
+from kvtide.server.request_parsing import Fields
 from tests.server.serving import PAGE, save_model, save_tokenizer
 from tests.server.talking import Client
 
+UUID = "00000000-0000-4000-8000-000000000000"
 RECORDED = Path(__file__).parent / "recorded"
 PATHS = {"claude_code": "/v1/messages?beta=true", "codex": "/v1/responses"}
 TOKENS = 32_768
@@ -65,6 +69,21 @@ def test_recorded_turns_are_answered_and_share_their_prefix(
     assert prompt[1] > prompt[0] > 10 * PAGE
     # All but what asks the assistant to speak.
     assert read[1] >= (prompt[0] - PAGE) // PAGE * PAGE
+    sessions = server.client.get("/admin/sessions").json()["sessions"]
+    assert [one["id"] for one in sessions] == [UUID]
+
+
+@pytest.mark.parametrize("name", ["mine", "", 7, None, "0" * 36])
+def test_only_a_name_that_cannot_be_guessed_becomes_a_session(name: object) -> None:
+    assert common_fields({}, name) == {}
+    assert common_fields({"session_id": "own"}, UUID) == {"session_id": "own"}
+    assert common_fields({}, UUID) == {"session_id": UUID}
+
+
+@pytest.mark.parametrize("user", ["", "me", "[1]", "{", '{"session_id": "x"}', "[" * 5000])
+def test_other_names_of_users_are_no_sessions(user: str) -> None:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    assert "session_id" not in chat_body(Fields({**body, "metadata": {"user_id": user}}))
 
 
 def test_recordings_have_no_paths_and_no_names_of_machines() -> None:

@@ -14,9 +14,10 @@
 | `stop_sequences`                      | `stop`                                                  |
 | `output_config.format`                | `response_format`                                       |
 | `thinking`, `output_config.effort`    | `enable_thinking`, `reasoning_effort` of the template   |
+| `metadata.user_id` of Claude Code     | `session_id`, if the body has none                      |
 
-`cache_control` may stand anywhere and changes nothing: every whole page is kept. `metadata` and
-hints for Anthropic's own service (`service_tier`, `context_management`, …) are ignored.
+`cache_control` may stand anywhere and changes nothing: every whole page is kept. Hints for
+Anthropic's own service (`service_tier`, `context_management`, …) are ignored.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from kvtide.server.chat.chat_turns import (
 )
 from kvtide.server.request_parsing import Fields
 
+MAX_USER_ID = 4096
+
 _REFUSED = {
     "container": "leave it out, and run code in tools of your own",
     "mcp_servers": "connect them in the client, and send their tools",
@@ -50,11 +53,21 @@ def chat_body(body: Fields) -> Json:
             "max_tokens",
         )
     chat = prompt_body(body)
-    chat |= common_fields(dict(body.values))
+    chat |= common_fields(dict(body.values), _client_session(body))
     chat["max_tokens"] = body.get("max_tokens")
     if body.get("stop_sequences"):
         chat["stop"] = body.get("stop_sequences")
     return chat
+
+
+def _client_session(body: Fields) -> object:
+    """Claude Code names its session in a JSON text."""
+    user = body.object("metadata").get("user_id")
+    try:
+        named = json.loads(user) if isinstance(user, str) and len(user) <= MAX_USER_ID else None
+    except (ValueError, RecursionError):
+        return None
+    return named.get("session_id") if isinstance(named, dict) else None
 
 
 def prompt_body(body: Fields) -> Json:

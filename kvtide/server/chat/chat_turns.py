@@ -8,6 +8,7 @@ prefix in the cache.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from kvtide.engine import RequestError
@@ -99,5 +100,13 @@ OWN_FIELDS = (
 """Fields that mean the same in every API here, and go into the chat body as they are."""
 
 
-def common_fields(body: Json) -> Json:
-    return {name: body[name] for name in OWN_FIELDS if body.get(name) is not None}
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def common_fields(body: Json, conversation: object = None) -> Json:
+    """`conversation`: what a client names it by, elsewhere in the body. It becomes `session_id` if
+    the body has none and it cannot be guessed: a session tells what changed in its prompts."""
+    chat = {name: body[name] for name in OWN_FIELDS if body.get(name) is not None}
+    if isinstance(conversation, str) and _UUID.fullmatch(conversation):
+        chat.setdefault("session_id", conversation)
+    return chat

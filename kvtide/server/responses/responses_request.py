@@ -15,7 +15,8 @@
 | `max_output_tokens`                      | `max_completion_tokens`                              |
 | `reasoning.effort`                       | `reasoning_effort` of the template                   |
 
-Hints for OpenAI's own service (`service_tier`, `prompt_cache_key`, `include`, …) are ignored.
+A UUID as `prompt_cache_key`, which Codex sends, is the `session_id` if the body has none. Hints for
+OpenAI's own service (`service_tier`, `include`, …) are ignored.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def read_request(body: Fields, chain: Callable[[str], list[Json] | None]) -> Res
             "previous_response_not_found",
             "previous_response_id",
         )
-    chat: Json = common_fields(dict(body.values))
+    chat: Json = common_fields(dict(body.values), body.get("prompt_cache_key"))
     chat["messages"] = _messages(body.text("instructions", ""), [*before, *items])
     for name in ("model", "parallel_tool_calls", "user"):
         if body.get(name) is not None:
