@@ -64,7 +64,7 @@ class AgentLoad:
     turns: int = 50
     system_words: int = 192
     result_words: int = 64
-    call_tokens: int = 64
+    call_tokens: int = 192
     seed: int = 0
 
 
@@ -106,7 +106,7 @@ Ask = Callable[[AgentTurn], Awaitable[CallReply]]
 
 
 class NoCallError(Exception):
-    """An answer without a tool call."""
+    """An answer without a whole tool call."""
 
 
 async def session(load: AgentLoad, ask: Ask, on_turn: Callable[[], object]) -> list[TurnPair]:
@@ -128,7 +128,10 @@ async def session(load: AgentLoad, ask: Ask, on_turn: Callable[[], object]) -> l
 
 
 def _result(rng: random.Random, call: Json, words: int) -> Json:
-    arguments = json.loads(call["function"]["arguments"])
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except ValueError:
+        raise NoCallError("a tool call was cut") from None
     text = f"{arguments['path']}: {_words(rng, words)}"
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 

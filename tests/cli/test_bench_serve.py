@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvtide.cli.bench import bench_agent
 from kvtide.cli.client import Server, serving
 from kvtide.cli.main import main
 from tests.server import tiny_model
+from tests.server.serving import save_model, save_tokenizer
 
 SMALL = ["--system-tokens", "48", "--question-tokens", "16", "--answer-tokens", "4"]
 SMALL += ["--users", "6", "--turns", "2"]
@@ -103,6 +105,45 @@ def test_one_token_has_no_time_between_tokens(server: Server, capsys) -> None:
 )
 def test_what_cannot_be_measured_is_refused(options: list[str], sentence: str, capsys) -> None:
     assert main(["bench", "serve", *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+# -- an agent -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose template knows no tools: they are described in its first message."""
+    return save_tokenizer(save_model(tmp_path_factory.mktemp("chatting") / "tiny"))
+
+
+def test_an_agent_calls_tools_with_the_cache_and_without(chatting: Path, capsys) -> None:
+    options = ["--agent", "--turns", "4", "--result-words", "8", "--json"]
+    sizes = ["--device-tokens", "6144", "--host-tokens", "6144"]
+    arguments = ["--", str(chatting), "--page-tokens", "16", *sizes]
+    assert main(["bench", "serve", *options, *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["turns"] == 4 and found["cached_share"] > 0.5
+    assert found["off_to_on"] == pytest.approx(found["seconds"]["off"] / found["seconds"]["on"])
+    lengths = [part["prompt_tokens"] for part in found["parts"]]
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+    assert "50 turns" not in bench_agent.report(found)
+    assert "4 turns with a tool call each" in bench_agent.report(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--turns", "0"], "--turns must be at least 1"),
+        (["--result-words", "0"], "--result-words must be at least 1"),
+        (["--output", "out"], "--output has no chart of an agent"),
+        (["--url", "http://x", "--", "--port", "1"], "'--port' is for a server started here"),
+    ],
+)
+def test_an_agent_that_cannot_be_measured_is_refused(
+    options: list[str], sentence: str, capsys
+) -> None:
+    assert main(["bench", "serve", "--agent", *options]) == 2
     assert sentence in capsys.readouterr().err
 
 

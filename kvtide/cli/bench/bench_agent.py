@@ -33,7 +33,7 @@ TOKENS_PER_WORD = 2
 def longest_tokens(load: AgentLoad) -> int:
     """A context that is longer than any of the session."""
     words = load.system_words + 200 + load.turns * (load.result_words + 16)
-    return TOKENS_PER_WORD * words + load.turns * load.call_tokens + 1024
+    return TOKENS_PER_WORD * words + load.turns * 64 + load.call_tokens + 1024
 
 
 def measure(client: ServerClient, load: AgentLoad, on_turn: Callable[[], object]) -> Json:

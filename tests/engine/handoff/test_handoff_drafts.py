@@ -31,7 +31,6 @@ from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alo
 from tests.engine.speculation.test_draft_restores import PAIRS, SAMPLING, Bed
 from tests.engine.speculation.test_lossless import prompts
 from tests.grids import everything
-from tests.models.tiny_mtp import V4
 
 KEPT, FALLEN, DRAFTS = 0.98, 0.8, 3
 PROMPTS = [one.prompt for one in walks(4 if everything() else 2)]
@@ -235,7 +234,7 @@ def test_pages_that_lack_the_draft_there_lack_it_here(both: Pair) -> None:
 # -- other drafts ------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(name=["eagle3-falcon_h1", V4])
+@pytest.mark.quick(name=["eagle3-falcon_h1"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_drafts_are_those_of_one_engine(name: str, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("drafts")
@@ -258,6 +257,7 @@ def test_drafts_are_those_of_one_engine(name: str, tmp_path_factory: Any) -> Non
     pair.close()
 
 
+@pytest.mark.quick(drafter=["ngram"])
 @pytest.mark.parametrize("drafter", ["erring", "ngram"])
 def test_drafts_of_tokens_alone_need_nothing_of_the_peer(drafter: str) -> None:
     rng = Random(3)

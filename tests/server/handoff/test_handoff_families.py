@@ -90,7 +90,7 @@ CELLS = [
     *((family, family.partition(" ")[2]) for family in HOT_NAMES),
 ]
 """Families with the decode server's residency, and the prefill server's."""
-QUICK = ("gpt_oss", "falcon_h1")
+QUICK = ("falcon_h1",)
 
 
 @pytest.mark.quick(family=QUICK, prefills=["all"])

@@ -147,6 +147,7 @@ def served(pair: ServerPair, alone: InProcess) -> Json:
 # -- clients --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(state=["streaming"])
 @pytest.mark.parametrize("state", STATES)
 def test_a_client_that_hangs_up_leaves_nothing_behind(
     pair: ServerPair, alone: InProcess, state: str

@@ -12,6 +12,7 @@ import torch
 
 from kvtide.tiers.arena import host_arena
 from kvtide.transfer.direct import MAX_COPIES
+from kvtide.transfer.peer import device_copies
 from kvtide.transfer.peer.conformance.conformance_peer import ReceiverProcess
 from kvtide.transfer.peer.device_copies import MAX_IN_FLIGHT, DeviceCopies
 from kvtide.transfer.peer.shm import SharedMemory, SharedMemoryLink
@@ -104,10 +105,29 @@ def test_few_copies_are_in_flight_and_the_rest_follow(world) -> None:
     assert np.array_equal(memory.numpy(), expected)
 
 
-def test_past_the_deadline_nothing_is_submitted_and_what_is_in_flight_ends(world) -> None:
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(device_copies, "time", clock)
+    return clock
+
+
+def test_past_the_deadline_nothing_is_submitted_and_what_is_in_flight_ends(
+    world, clock: Clock
+) -> None:
     link, copies, _ = world
     pending = link.begin(_rows(2000), 0.05)
-    time.sleep(0.06)
+    clock.now += 0.06
     assert not pending.poll()
     copies.finish()
     with pytest.raises(TransportError, match=r"not written within 0\.05 s") as error:
@@ -117,14 +137,17 @@ def test_past_the_deadline_nothing_is_submitted_and_what_is_in_flight_ends(world
     assert link.alive()
 
 
-def test_a_gpu_that_does_not_finish_is_not_silent_and_its_memory_stays(world) -> None:
+def test_a_gpu_that_does_not_finish_is_not_silent_and_its_memory_stays(
+    world, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link, _, _ = world
     pending = link.begin(_rows(10), 0.02)
-    time.sleep(0.05)
+    clock.now += 0.05
     with pytest.raises(TransportError, match="does not finish a copy") as error:
         pending.poll()
     assert not error.value.silent
     assert not link.alive()
+    monkeypatch.setattr(device_copies, "time", time)
     link.close()
     assert link._files
 
