@@ -112,7 +112,7 @@ class NoCallError(Exception):
 async def session(load: AgentLoad, ask: Ask, on_turn: Callable[[], object]) -> list[TurnPair]:
     rng = random.Random(load.seed)
     messages: list[Json] = [
-        {"role": "system", "content": "You repair programs. " + _words(rng, load.system_words)},
+        {"role": "system", "content": "You repair code. " + _words(rng, load.system_words)},
         {"role": "user", "content": "Find out why the tests fail."},
     ]
     pairs: list[TurnPair] = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from enum import Enum, auto
 
-from kvtide.server.tools.marker_parser import MAX_HELD, CallWriter
+from kvtide.server.tools.marker_parser import MAX_HELD, CallWriter, MarkerParser, OfferedTools
 
 _SPACE = " \t\r\n"
 _PLAIN = re.compile(r"[^\"\\\x00-\x1f]+")
@@ -213,3 +214,35 @@ def _held_arguments(text: str) -> str:
     if value is None:
         return "{}"
     return value if isinstance(value, str) and text.startswith('"') else text
+
+
+class ObjectParser(MarkerParser):
+    """Of formats whose calls are JSON objects. `_object` is the one that is being read."""
+
+    def __init__(self, offered: OfferedTools) -> None:
+        super().__init__(offered)
+        self._object: CallObject | None = None
+        self._behind: Callable[[], bool] = self._text
+
+    def _read_object(self, behind: Callable[[], bool], *, known: bool = False) -> bool:
+        """Read an object from here; `behind` is the state after it."""
+        self._object, self._behind = CallObject(self._out, known=known), behind
+        self._state = self._in_object
+        return True
+
+    def _in_object(self) -> bool:
+        assert self._object is not None
+        self._rest = self._rest[self._object.feed(self._rest) :]
+        if self._object.broken and not self._object.begun:
+            read, self._object = self._object.read, None
+            return self._broken(read)
+        if self._object.broken or self._object.done:
+            self._out.end()
+            self._object, self._state, self._marker = None, self._behind, ""
+            return True
+        return False
+
+    def _cut_short(self) -> None:
+        """An object without a call so far is text."""
+        if self._object is not None and not self._object.begun:
+            self._out.text(self._marker + self._object.read)

@@ -25,7 +25,6 @@ from kvtide.server.tools.marker_parser import (
     MAX_HELD,
     MarkerParser,
     OfferedTools,
-    beginning,
     first_marker,
 )
 from kvtide.server.tools.tool_spec import FunctionTool
@@ -172,18 +171,12 @@ class DeepSeekParser(MarkerParser):
         if not self._arguments.in_value:
             return False
         ends = (PARAMETER_END, INVOKE_END)
-        found = [(at, end) for end in ends if (at := self._rest.find(end)) >= 0]
-        if found:
-            at, end = min(found)
-            self._arguments.piece(self._rest[:at])
-            self._arguments.end()
-            self._rest = self._rest[at + (len(end) if end == PARAMETER_END else 0) :]
-            self._state = self._between
-            return True
-        certain = len(self._rest) - (0 if final else beginning(self._rest, ends))
-        self._arguments.piece(self._rest[:certain])
-        self._rest = self._rest[certain:]
-        return False
+        self._rest, end = self._arguments.read(self._rest, ends, final=final)
+        if end is None:
+            return False
+        self._rest = self._rest.removeprefix(PARAMETER_END)
+        self._state = self._between
+        return True
 
     def _cut_short(self) -> None:
         if self._arguments is not None:

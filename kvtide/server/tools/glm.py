@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtide.server.tools.lark_rules import LarkRules, any_of, quoted, repeated
-from kvtide.server.tools.marker_parser import MarkerParser, OfferedTools, beginning
+from kvtide.server.tools.marker_parser import MarkerParser, OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 from kvtide.server.tools.typed_arguments import ArgumentWriter
 
@@ -32,11 +32,6 @@ class GlmParser(MarkerParser):
 
     def _marked(self, marker: str) -> Callable[[], bool]:
         return self._name if marker == BEGIN else self._stray_end
-
-    def _stray_end(self) -> bool:
-        if not self._out.calls:
-            self._out.text(END)
-        return self._in_text()
 
     def _name(self) -> bool:
         """Up to the first marker or, after the name's characters, a line break."""
@@ -87,19 +82,12 @@ class GlmParser(MarkerParser):
         assert self._arguments is not None
         if not self._arguments.in_value:
             return False
-        ends = [(at, end) for end in _VALUE_ENDS if (at := self._rest.find(end)) >= 0]
-        if ends:
-            at, end = min(ends)
-            self._arguments.piece(self._rest[:at])
-            self._arguments.end()
-            self._rest = self._rest[at + (len(end) if end == VALUE_END else 0) :]
-            self._state = self._between
-            return True
-        held = 0 if final else beginning(self._rest, _VALUE_ENDS)
-        certain = len(self._rest) - held
-        self._arguments.piece(self._rest[:certain])
-        self._rest = self._rest[certain:]
-        return False
+        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=final)
+        if end is None:
+            return False
+        self._rest = self._rest.removeprefix(VALUE_END)
+        self._state = self._between
+        return True
 
     def _cut_short(self) -> None:
         if self._arguments is not None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtide.server.tools.call_json import CallObject
+from kvtide.server.tools.call_json import ObjectParser
 from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
-from kvtide.server.tools.marker_parser import MarkerParser, OfferedTools, beginning
+from kvtide.server.tools.marker_parser import OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 from kvtide.server.tools.typed_arguments import ArgumentWriter
 
@@ -25,35 +25,25 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, END)
 
 
-class HermesParser(MarkerParser):
+class HermesParser(ObjectParser):
     """Both forms. An end marker that is missing ends nothing: the object's last bracket does."""
 
     MARKERS = (BEGIN, END, _FUNCTION)
 
     def __init__(self, offered: OfferedTools) -> None:
         super().__init__(offered)
-        self._object: CallObject | None = None
         self._arguments: ArgumentWriter | None = None
-        self._break = ""
 
     def _marked(self, marker: str) -> Callable[[], bool]:
         if marker == END:
             return self._stray_end
         return self._function_name if marker == _FUNCTION else self._opened
 
-    def _stray_end(self) -> bool:
-        """An end marker is text where no call came before."""
-        if not self._out.calls:
-            self._out.text(END)
-        return self._in_text()
-
     def _opened(self) -> bool:
         if not self._skip_space():
             return False
         if self._rest[0] == "{":
-            self._object = CallObject(self._out)
-            self._state = self._in_object
-            return True
+            return self._read_object(self._closing)
         found = self._take(_FUNCTION)
         if found is None:
             return False
@@ -62,18 +52,6 @@ class HermesParser(MarkerParser):
         self._marker += _FUNCTION
         self._state = self._function_name
         return True
-
-    def _in_object(self) -> bool:
-        assert self._object is not None
-        self._rest = self._rest[self._object.feed(self._rest) :]
-        if self._object.broken and not self._object.begun:
-            read, self._object = self._object.read, None
-            return self._broken(read)
-        if self._object.broken or self._object.done:
-            self._out.end()
-            self._object, self._state = None, self._closing
-            return True
-        return False
 
     def _closing(self) -> bool:
         """After the arguments: brackets too many, and the end marker."""
@@ -84,8 +62,8 @@ class HermesParser(MarkerParser):
         return self._in_text()
 
     def _cut_short(self) -> None:
-        if self._object is not None and not self._object.begun:
-            self._out.text(self._marker + self._object.read)
+        if self._object is not None:
+            super()._cut_short()
         elif self._arguments is not None:
             self._value(final=True)
             self._arguments.close()
@@ -103,7 +81,7 @@ class HermesParser(MarkerParser):
             return self._broken()
         self._rest = rest
         self._out.begin(name)
-        self._arguments = ArgumentWriter(self._out)
+        self._arguments = ArgumentWriter(self._out, own_lines=True)
         self._state = self._between
         return True
 
@@ -130,7 +108,6 @@ class HermesParser(MarkerParser):
             return False
         self._rest = rest
         self._arguments.begin(name.removeprefix(_PARAMETER).strip().strip("\"'"))
-        self._break = ""
         self._state = self._value_begin
         return True
 
@@ -146,24 +123,15 @@ class HermesParser(MarkerParser):
         return self._value(final=False)
 
     def _value(self, *, final: bool) -> bool:
-        """The value as far as it is certain; one line break before its end is not a part of it."""
-        arguments = self._arguments
-        if arguments is None or not arguments.in_value:
+        assert self._arguments is not None
+        if not self._arguments.in_value:
             return False
-        ends = [(at, end) for end in _VALUE_ENDS if (at := self._rest.find(end)) >= 0]
-        if ends:
-            at, end = min(ends)
-            arguments.piece((self._break + self._rest[:at]).removesuffix("\n"))
-            arguments.end()
-            self._rest = self._rest[at + (len(end) if end == _PARAMETER_END else 0) :]
-            self._state = self._between
-            return True
-        held = 0 if final else beginning(self._rest, _VALUE_ENDS)
-        certain = self._break + self._rest[: len(self._rest) - held]
-        self._rest = self._rest[len(self._rest) - held :]
-        self._break = "\n" if certain.endswith("\n") else ""
-        arguments.piece(certain.removesuffix("\n"))
-        return False
+        self._rest, end = self._arguments.read(self._rest, _VALUE_ENDS, final=final)
+        if end is None:
+            return False
+        self._rest = self._rest.removeprefix(_PARAMETER_END)
+        self._state = self._between
+        return True
 
 
 # -- grammar ----------------------------------------------------------------------------------

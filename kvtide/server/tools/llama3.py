@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtide.server.tools.call_json import CallObject
+from kvtide.server.tools.call_json import ObjectParser
 from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
-from kvtide.server.tools.marker_parser import MarkerParser, OfferedTools
+from kvtide.server.tools.marker_parser import OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 
 BEGIN = "<|python_tag|>"
 
 
-class Llama3Parser(MarkerParser):
+class Llama3Parser(ObjectParser):
     MARKERS = (BEGIN,)
 
     def __init__(self, offered: OfferedTools) -> None:
         super().__init__(offered)
-        self._object: CallObject | None = None
         self._state = self._start
 
     def _marked(self, marker: str) -> Callable[[], bool]:
@@ -33,31 +32,16 @@ class Llama3Parser(MarkerParser):
         if not self._skip_space():
             return False
         if self._rest[0] == "{":
-            self._object, self._state = CallObject(self._out, known=True), self._in_object
-        else:
-            self._out.text(self._marker)
-            self._state = self._text
-        return True
+            return self._read_object(self._between, known=True)
+        self._out.text(self._marker)
+        return self._in_text()
 
     def _opened(self) -> bool:
         if not self._skip_space():
             return False
         if self._rest[0] != "{":
             return self._broken()
-        self._object, self._state = CallObject(self._out), self._in_object
-        return True
-
-    def _in_object(self) -> bool:
-        assert self._object is not None
-        self._rest = self._rest[self._object.feed(self._rest) :]
-        if self._object.broken and not self._object.begun:
-            read, self._object = self._object.read, None
-            return self._broken(read)
-        if self._object.broken or self._object.done:
-            self._out.end()
-            self._object, self._state, self._marker = None, self._between, ""
-            return True
-        return False
+        return self._read_object(self._between)
 
     def _between(self) -> bool:
         """After a call: another one, or text."""
@@ -65,13 +49,12 @@ class Llama3Parser(MarkerParser):
         if not self._rest:
             return False
         if self._rest[0] == "{":
-            self._object, self._state = CallObject(self._out, known=True), self._in_object
-            return True
+            return self._read_object(self._between, known=True)
         return self._in_text()
 
     def _cut_short(self) -> None:
-        if self._object is not None and not self._object.begun:
-            self._out.text(self._marker + self._object.read)
+        if self._object is not None:
+            super()._cut_short()
         elif self._state in (self._opened, self._start):
             self._out.text(self._marker)
 

@@ -203,6 +203,12 @@ class MarkerParser:
         self._state = self._text
         return True
 
+    def _stray_end(self) -> bool:
+        """An end marker in text is text, where no call came before."""
+        if not self._out.calls:
+            self._out.text(self._marker)
+        return self._in_text()
+
     # -- reading ----------------------------------------------------------------------------
 
     def _skip_space(self) -> bool:

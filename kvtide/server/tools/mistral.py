@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvtide.server.tools.call_json import CallObject, JsonText
+from kvtide.server.tools.call_json import JsonText, ObjectParser
 from kvtide.server.tools.lark_rules import LarkRules, any_of, json_call, quoted, repeated
-from kvtide.server.tools.marker_parser import MAX_HELD, MarkerParser, OfferedTools
+from kvtide.server.tools.marker_parser import MAX_HELD, OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MistralParser(MarkerParser):
+class MistralParser(ObjectParser):
     MARKERS = (BEGIN,)
 
     def __init__(self, offered: OfferedTools) -> None:
         super().__init__(offered)
-        self._object: CallObject | None = None
         self._value: JsonText | None = None
 
     def _marked(self, marker: str) -> Callable[[], bool]:
@@ -44,8 +43,7 @@ class MistralParser(MarkerParser):
         if not self._skip_space():
             return False
         if self._rest[0] == "{":
-            self._object, self._state = CallObject(self._out), self._in_object
-            return True
+            return self._read_object(self._in_list)
         if not self._out.calls:
             return self._broken()
         if self._rest[0] == ",":
@@ -53,18 +51,6 @@ class MistralParser(MarkerParser):
             return True
         self._rest = self._rest.removeprefix("]")
         return self._in_text()
-
-    def _in_object(self) -> bool:
-        assert self._object is not None
-        self._rest = self._rest[self._object.feed(self._rest) :]
-        if self._object.broken and not self._object.begun:
-            read, self._object = self._object.read, None
-            return self._broken(read)
-        if self._object.broken or self._object.done:
-            self._out.end()
-            self._object, self._state, self._marker = None, self._in_list, ""
-            return True
-        return False
 
     # -- a name and its arguments -----------------------------------------------------------
 
@@ -93,9 +79,8 @@ class MistralParser(MarkerParser):
         return False
 
     def _cut_short(self) -> None:
-        if self._object is not None and not self._object.begun:
-            self._out.text(self._marker + self._object.read)
-            return
+        if self._object is not None:
+            return super()._cut_short()
         waits = [self._opened, self._name]
         if self._state in (waits if self._out.calls else [*waits, self._in_list]):
             self._out.text(self._marker)

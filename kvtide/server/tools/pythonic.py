@@ -44,11 +44,6 @@ class PythonicParser(MarkerParser):
         self._known = marker != BEGIN
         return {BEGIN: self._opened, FENCE: self._fence}.get(marker, self._stray_end)
 
-    def _stray_end(self) -> bool:
-        if not self._out.calls:
-            self._out.text(END)
-        return self._in_text()
-
     def _start(self) -> bool:
         """The answer's first characters: a bare list may be calls."""
         if not self._skip_space():

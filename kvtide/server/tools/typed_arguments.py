@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from kvtide.server.tools.marker_parser import CallWriter
+from kvtide.server.tools.marker_parser import CallWriter, beginning, first_marker
 
 _TYPES: dict[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
@@ -76,11 +76,15 @@ def _no_number(constant: str) -> NoReturn:
 
 
 class ArgumentWriter:
-    """Writes the arguments of the open call: `begin`, pieces of a value, `end`, and `close`."""
+    """Writes the arguments of the open call: `begin`, `read` until a value's end, and `close`.
 
-    def __init__(self, out: CallWriter) -> None:
+    own_lines  a value stands on lines of its own: one line break before its end is not part of it
+    """
+
+    def __init__(self, out: CallWriter, *, own_lines: bool = False) -> None:
         assert out.open is not None
-        self._out = out
+        self._out, self._own_lines = out, own_lines
+        self._break = ""
         self._tool = out.offered.by_name.get(out.open)
         self._types = _ANY
         self._held = ""
@@ -96,19 +100,36 @@ class ArgumentWriter:
         self._out.arguments(("{" if self._first else ", ") + _json(name) + ": ")
         if self._is_text:
             self._out.arguments('"')
-        self._first, self._held, self.in_value = False, "", True
+        self._first, self._held, self._break, self.in_value = False, "", "", True
 
     @property
     def _is_text(self) -> bool:
         return self._types == {"string"}
 
-    def piece(self, text: str) -> None:
+    def read(self, text: str, ends: Sequence[str], *, final: bool) -> tuple[str, str | None]:
+        """A value up to the first of its `ends`: what is left of the text, and which end it begins
+        with; None where the value goes on. Unless it is `final`, what may become an end is left."""
+        found = first_marker(text, ends)
+        if found is None:
+            certain = len(text) - (0 if final else beginning(text, ends))
+            self._piece(text[:certain])
+            return text[certain:], None
+        at, end = found
+        self._piece(text[:at])
+        self._end()
+        return text[at:], end
+
+    def _piece(self, text: str) -> None:
+        text = self._break + text
+        if self._own_lines:
+            self._break = "\n" if text.endswith("\n") else ""
+            text = text.removesuffix("\n")
         if self._is_text:
             self._out.arguments(_json(text)[1:-1])
         else:
             self._held += text
 
-    def end(self) -> None:
+    def _end(self) -> None:
         if self._is_text:
             self._out.arguments('"')
         else:
