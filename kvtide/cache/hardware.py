@@ -18,7 +18,6 @@ from kvtide.tiers import (
     Buffers,
     Bytes,
     HotBuffers,
-    TailRows,
     TierError,
     TierSize,
     capacity_pages,
@@ -28,6 +27,7 @@ from kvtide.tiers import (
 from kvtide.transfer.backends import open_copier
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.host_pages import tails
+from kvtide.transfer.peer.tail_rows import TailRows
 
 
 @dataclass(frozen=True, slots=True)

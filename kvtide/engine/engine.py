@@ -36,11 +36,7 @@ from kvtide.engine.request import (
 )
 from kvtide.engine.residency.hot_counts import HotPoolCounts
 from kvtide.engine.runner import Runner, StepOutput, score_prompt
-from kvtide.engine.sampler import (
-    SampledToken,
-    SamplingBatch,
-    warm_up_sampling,
-)
+from kvtide.engine.sampler import SampledToken, SamplingBatch, warm_up_sampling
 from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
@@ -90,8 +86,8 @@ class Engine:
             [model.vocabulary, model.max_positions]
         )
         self._grammars = GrammarCompiler(tokenizer, self.vocabulary)
-        self.masks = StepMasks(self.vocabulary)
         self._staging = Staging(cache.config.torch_device)
+        self.masks = StepMasks(self.vocabulary, self._staging)
         has_graphs = cuda_graphs and topology.ranks == 1 and model.uses_kernels
         self.scheduler = Scheduler(cache, chunk_tokens, max_running, has_graphs)
         self._draft_sidecars = cache.memory.draft_sidecars
@@ -217,6 +213,7 @@ class Engine:
             return first
         if self._speculation is not None and step.launched:
             step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
+        self.masks.begin(step.chunks)
         if admits_beside:
             self.scheduler.admit_without_preemption()
             first += self._end_early(self.handoffs.take_first_tokens())
@@ -330,7 +327,10 @@ class Engine:
             if self._drop_ahead(requests[number]):
                 # The device knew no token there, and has overwritten what may be accepted behind.
                 of_chunks[number] = sampled[firsts[number] : row + 1]
-        return self._accept(chunks, of_chunks), checks
+        updates = self._accept(chunks, of_chunks)
+        if self._speculation is None:
+            self.masks.begin_early(each.request for each in updates if each.finish is None)
+        return updates, checks
 
     def _drop_ahead(self, request: Request) -> bool:
         """What was launched ahead, if anything, ran on another token than was sampled."""

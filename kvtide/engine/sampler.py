@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.engine.device_kernels import DeviceKernels
-from kvtide.engine.grammar.token_mask import TokenMask, apply_masks
+from kvtide.engine.grammar.token_mask import RowMask, apply_masks
 from kvtide.engine.staging import Staging
 
 COLDEST = 1e-3
@@ -100,14 +100,14 @@ class SamplingInput(NamedTuple):
     """What a sample depends on besides the logits: parameters, the prompt, all tokens so far.
 
     drafted  drafts behind `tokens`, which the row follows
-    mask     the tokens that a grammar allows, (words,); None without one
+    mask     the tokens that a grammar allows; None without one
     """
 
     sampling: SamplingParams
     prompt: Sequence[int]
     tokens: Sequence[int]
     drafted: Sequence[int] = ()
-    mask: TokenMask | None = None
+    mask: RowMask | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -169,8 +169,13 @@ def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
     """Sample once of every kind, which compiles the kernels."""
     kinds = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5))
     logits = torch.zeros(2 * len(kinds), vocabulary, device=staging.device)
-    mask = np.full(vocabulary // 32 + 1, 2**32 - 1, np.uint32)
-    inputs = [SamplingInput(kind, (0,), (0,), (), each) for kind in kinds for each in (None, mask)]
+    words = staging.pinned(len(kinds), vocabulary // 32 + 1).fill_(-1)
+    masks = [RowMask(lambda: words, row) for row in range(len(kinds))]
+    inputs = [
+        SamplingInput(kind, (0,), (0,), (), each)
+        for kind, mask in zip(kinds, masks, strict=True)
+        for each in (None, mask)
+    ]
     SamplingBatch(logits, inputs, staging).read()
 
 

@@ -40,6 +40,21 @@ class Staging:
             for (start, end), array in zip(pairwise(ends), arrays, strict=True)
         ]
 
+    def pinned(self, rows: int, columns: int) -> Tensor:
+        """Host memory for int32 numbers that `upload` takes."""
+        pins = self.kernels is not None
+        return torch.empty(rows, columns, dtype=torch.int32, pin_memory=pins)
+
+    def upload(self, numbers: Tensor) -> Tensor:
+        """Int32 numbers on the device, in a copy that the host does not wait for. Pinned memory is
+        read where it is: it must not change before."""
+        if self.kernels is None:
+            return numbers
+        here = numbers if numbers.is_pinned() else numbers.pin_memory()
+        there = torch.empty_like(here, device=self.device)
+        self._copy(self.kernels, here.view(-1), there.view(-1), here)
+        return there
+
     def indices(self, numbers: Sequence[int]) -> Tensor:
         """Index tensor on the device."""
         return self.to_device(np.asarray(numbers, np.int64))[0]

@@ -317,11 +317,6 @@ class Settings:
                 "harmony reads calls and reasoning together; give both --tool-parser and "
                 "--reasoning-parser as harmony, or drop one of them"
             )
-        if self.ranks > 1 and self.device.startswith("cuda:"):
-            raise SettingsError(
-                f"--device {self.device} is one device, and {self.ranks} ranks have one each; use "
-                "--device cuda"
-            )
         if self.deterministic and self.tp > 2:
             raise SettingsError(
                 f"--deterministic adds in one order, which {self.tp} tensor ranks do not keep; "

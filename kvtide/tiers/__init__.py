@@ -4,7 +4,6 @@
 `buffers`    a tier's bytes, and how model code sees them: by pool and global layer
 `arena`      getting the memory: pinned, in huge pages, or refused with what the machine has
 `hot_buffers`  entries of running requests whose pages are on the host
-`tail_rows`  where a peer writes the last page of a prompt
 `manifest`   what a rank tells a peer about its rows
 `pairing`    which bytes of one side's memory belong where in the other's
 `row_copies` those as copies, and as plain runs of certain pages
@@ -35,7 +34,6 @@ from kvtide.tiers.manifest import (
 )
 from kvtide.tiers.pairing import Pairing, PairingError, pair
 from kvtide.tiers.row_copies import DestinationError, RegionRuns, RowCopy, expand
-from kvtide.tiers.tail_rows import TailRows
 from kvtide.tiers.tier_size import Bytes, Ratio, TierSize, Tokens, capacity_pages
 
 __all__ = [
@@ -59,7 +57,6 @@ __all__ = [
     "Ratio",
     "RegionRuns",
     "RowCopy",
-    "TailRows",
     "TierError",
     "TierSize",
     "Tokens",

@@ -13,6 +13,7 @@ device. So the lane waits here instead, before the queue is full.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -52,10 +53,15 @@ class BatchedCopies:
 
     def __init__(self) -> None:
         self._batch = _batch_function()
+        self._threads = threading.local()
         self._attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
 
     def submit(self, columns: list[int], count: int, stream: int) -> None:
+        """The copies are of torch's current device."""
+        if not hasattr(self._threads, "has_context"):
+            _make_context_current()
+            self._threads.has_context = True
         attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
         status = self._batch(*columns, count, attributes, first, 1, stream)
         if status:
@@ -87,6 +93,21 @@ class Direct:
                 event.record()
                 in_flight.append((count, event))
             yield
+
+
+def _make_context_current() -> None:
+    """A thread has a CUDA context from its first call of the runtime on. The driver's calls need
+    one, and may be the first of a thread."""
+    from cuda.bindings import driver
+
+    error, context = driver.cuCtxGetCurrent()
+    if not error and not int(context):
+        _, device = driver.cuDeviceGet(torch.cuda.current_device())
+        error, context = driver.cuDevicePrimaryCtxRetain(device)
+        if not error:
+            (error,) = driver.cuCtxSetCurrent(context)
+    if error:
+        raise RuntimeError(f"the thread gets no CUDA context (error {int(error)})")
 
 
 def _batch_function() -> ctypes._CFunctionType:

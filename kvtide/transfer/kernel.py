@@ -3,6 +3,7 @@
 `_copy_chunks`  grid (CTAS,): few persistent CTAs walk over chunks of pages. A CTA copies several
 chunks at a time, so that enough bytes are in flight on the link however small rows are. The other
 SMs stay free for the model, so the grid does not depend on the SM count.
+`_copy_page`    the same for one page, whose slots are arguments
 
 The chunk list of a kind of copy is made once; a submission brings only slots.
 Torch reference: `transfer/reference.py`.
@@ -10,8 +11,9 @@ Torch reference: `transfer/reference.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,16 +51,43 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
         chunk = chunks + (work % chunk_count) * 5
         source_slot = tl.load(source_index + page, mask=valid, other=0)
         target_slot = tl.load(target_index + page, mask=valid, other=0)
-        source = tl.load(chunk, mask=valid, other=0)
-        source += source_slot * tl.load(chunk + 1, mask=valid, other=0)
-        target = tl.load(chunk + 2, mask=valid, other=0)
-        target += target_slot * tl.load(chunk + 3, mask=valid, other=0)
-        words = tl.load(chunk + 4, mask=valid, other=0)
-        source = tl.multiple_of(source, [ALIGN]).to(tl.pointer_type(WORD))
-        target = tl.multiple_of(target, [ALIGN]).to(tl.pointer_type(WORD))
-        mask = column[None, :] < words[:, None]
-        data = tl.load(source[:, None] + column[None, :], mask=mask)
-        tl.store(target[:, None] + column[None, :], data, mask=mask)
+        _copy_rows(chunk, source_slot, target_slot, valid, column, WORD, ALIGN)
+
+
+@triton.jit(do_not_specialize=["source_slot", "target_slot", "chunk_count"])  # type: ignore[untyped-decorator]
+def _copy_page(  # type: ignore[no-untyped-def]
+    chunks,
+    source_slot,
+    target_slot,
+    chunk_count,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    column = tl.arange(0, WORDS)
+    first = tl.program_id(0) * BLOCK_CHUNKS
+    for start in range(first, chunk_count, tl.num_programs(0) * BLOCK_CHUNKS):
+        work = start + tl.arange(0, BLOCK_CHUNKS)
+        valid = work < chunk_count
+        _copy_rows(chunks + work * 5, source_slot, target_slot, valid, column, WORD, ALIGN)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_rows(  # type: ignore[no-untyped-def]
+    chunk, source_slot, target_slot, valid, column, WORD: tl.constexpr, ALIGN: tl.constexpr
+):
+    """Several chunks of `chunks`, each at its slot."""
+    source = tl.load(chunk, mask=valid, other=0)
+    source += source_slot * tl.load(chunk + 1, mask=valid, other=0)
+    target = tl.load(chunk + 2, mask=valid, other=0)
+    target += target_slot * tl.load(chunk + 3, mask=valid, other=0)
+    words = tl.load(chunk + 4, mask=valid, other=0)
+    source = tl.multiple_of(source, [ALIGN]).to(tl.pointer_type(WORD))
+    target = tl.multiple_of(target, [ALIGN]).to(tl.pointer_type(WORD))
+    mask = column[None, :] < words[:, None]
+    data = tl.load(source[:, None] + column[None, :], mask=mask)
+    tl.store(target[:, None] + column[None, :], data, mask=mask)
 
 
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -98,18 +127,9 @@ class Kernel:
     ) -> None:
         if not len(chunks) or not len(sources):
             return
-        word = _WORDS[table.word_bytes]
         _copy_chunks[(self._ctas,)](
-            chunks,
-            sources,
-            targets,
-            len(chunks),
-            len(chunks) * len(sources),
-            WORD=word,
-            ALIGN=table.word_bytes,
-            WORDS=CHUNK_BYTES // (word.primitive_bitwidth // 8),
-            BLOCK_CHUNKS=CHUNKS_AT_ONCE,
-            num_warps=WARPS,
+            *(chunks, sources, targets, len(chunks), len(chunks) * len(sources)),
+            **_constants(table),
         )
 
     def _chunk_legs(self, table: PieceTable) -> list[torch.Tensor]:
@@ -122,6 +142,33 @@ class Kernel:
 
     def _on_device(self, array: Addresses) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def page_copy(table: PieceTable, device: torch.device) -> Callable[[int, int], None]:
+    """Copies single pages by this table, from a slot to a slot, on the current stream.
+
+    A copy brings two numbers: nothing of it goes through a copy engine, where it would wait for the
+    copies of others.
+    """
+    chunks = torch.from_numpy(_chunk_list(table, 0, len(table))).to(device)
+
+    def copy(source_slot: int, target_slot: int) -> None:
+        if len(chunks):
+            _copy_page[(CTAS,)](chunks, source_slot, target_slot, len(chunks), **_constants(table))
+
+    return copy
+
+
+def _constants(table: PieceTable) -> dict[str, Any]:
+    """Compile-time constants of the kernels."""
+    word = _WORDS[table.word_bytes]
+    return {
+        "WORD": word,
+        "ALIGN": table.word_bytes,
+        "WORDS": CHUNK_BYTES // (word.primitive_bitwidth // 8),
+        "BLOCK_CHUNKS": CHUNKS_AT_ONCE,
+        "num_warps": WARPS,
+    }
 
 
 def _chunk_list(table: PieceTable, first: int, end: int) -> Addresses:

@@ -28,9 +28,9 @@ from kvtide.spec import ModelMemory, PoolSpec, Slots, Tier
 from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.testing.hand_run import HandRunLane
 from kvtide.tiers import Arrangement, Buffers, Layout
-from kvtide.tiers.tail_rows import TailRows
 from kvtide.transfer.copier import Copier, Issuer
 from kvtide.transfer.lane import Job, Ticket
+from kvtide.transfer.peer.tail_rows import TailRows
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import Way
 from tests.cache.memories import FULL, PAGE

@@ -67,21 +67,16 @@ class SessionTraffic(RuleBasedStateMachine):
         self._kept(name, min(found, MOST))
 
     def _kept(self, name: str, pages: int) -> None:
-        """The namespace that pins most loses its oldest session, until all are within bounds."""
+        """A namespace that pins most loses its oldest session, until all are within bounds."""
         self.pins[name] = pages
         while sum(self.pins.values()) > TOTAL:
             held = dict.fromkeys(OWNERS, 0)
             for each, count in self.pins.items():
                 held[self.owner[each]] += count
             most = max(held.values())
-            heaviest = [owner for owner, count in held.items() if count == most]
-            before = {state.name: state.pinned_tokens for state in self.sessions.states()}
-            candidates = [
-                next(n for n, count in self.pins.items() if count and self.owner[n] == owner)
-                for owner in heaviest
-            ]
-            loser = next((n for n in candidates if not before[n]), None)
-            assert loser is not None, "of the namespace that pins most the oldest loses"
+            loser = next(
+                n for n, count in self.pins.items() if count and held[self.owner[n]] == most
+            )
             self.pins[loser] = 0
 
     @rule(number=names, owner=owners)

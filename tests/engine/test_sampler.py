@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvtide.engine import SamplingParams, sampler
 from kvtide.engine.device_kernels import DeviceKernels
 from kvtide.engine.grammar import token_mask
+from kvtide.engine.grammar.token_mask import RowMask
 from kvtide.engine.sampler import (
     Limits,
     SampledToken,
@@ -486,11 +487,14 @@ KINDS = (
 )
 
 
-def packed(tokens: set[int], vocabulary: int) -> np.ndarray:
-    words = np.zeros(vocabulary // 32 + 1, np.uint32)
-    for token in tokens:
-        words[token // 32] |= np.uint32(1 << token % 32)
-    return words
+def masks_of(allowed: list[set[int]], vocabulary: int) -> list[RowMask]:
+    """Masks of rows that may sample these tokens."""
+    words = np.zeros((len(allowed), vocabulary // 32 + 1), np.uint32)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            words[row, token // 32] |= np.uint32(1 << token % 32)
+    packed = torch.from_numpy(words.view(np.int32))
+    return [RowMask(lambda: packed, row) for row in range(len(allowed))]
 
 
 @pytest.mark.parametrize("candidates", [1024, 20, 4])
@@ -500,15 +504,17 @@ def test_a_mask_is_the_same_as_logits_of_minus_infinity(
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
     generator, rng = torch.Generator().manual_seed(8), np.random.default_rng(8)
     logits = torch.randn(72, 100, generator=generator) * 4
-    inputs, ruled_out = [], logits.clone()
-    for n in range(72):
-        sampling = replace(KINDS[n % 6], seed=n)
-        mask = None
-        if n % 4:
-            tokens = {int(t) for t in rng.choice(100, rng.choice((1, 2, 9, 40)), replace=False)}
-            mask = packed(tokens, 100)
-            ruled_out[n, [t for t in range(100) if t not in tokens]] = -torch.inf
-        inputs.append(SamplingInput(sampling, [n], [n, 5], (), mask))
+    ruled_out, masked = logits.clone(), [n for n in range(72) if n % 4]
+    allowed = [
+        {int(t) for t in rng.choice(100, rng.choice((1, 2, 9, 40)), replace=False)} for _ in masked
+    ]
+    masks = dict(zip(masked, masks_of(allowed, 100), strict=True))
+    for n, tokens in zip(masked, allowed, strict=True):
+        ruled_out[n, [t for t in range(100) if t not in tokens]] = -torch.inf
+    inputs = [
+        SamplingInput(replace(KINDS[n % 6], seed=n), [n], [n, 5], (), masks.get(n))
+        for n in range(72)
+    ]
     found = sample_all(logits, inputs)
     wanted = sample_all(ruled_out, [each._replace(mask=None) for each in inputs])
     assert [one.token for one in found] == [one.token for one in wanted]
@@ -523,8 +529,10 @@ def test_rows_with_few_allowed_tokens_are_sampled_once():
     """The candidates beyond these are ruled out: none of them could be kept."""
     logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(8))
     kinds = (replace(WARM, top_k=50), replace(WARM, min_p=0.1), replace(WARM, top_p=0.9), WARM)
-    mask = packed({5, 2999, 64}, 3000)
-    inputs = [SamplingInput(kind, [0], [0], (), mask) for kind in kinds]
+    masks = masks_of([{5, 2999, 64}] * 4, 3000)
+    inputs = [
+        SamplingInput(kind, [0], [0], (), mask) for kind, mask in zip(kinds, masks, strict=True)
+    ]
     batch = SamplingBatch(logits, inputs, Staging(logits.device))
     assert {one.token for one in batch.read()} <= {5, 2999, 64} and batch.resampled == []
 
@@ -543,7 +551,7 @@ def test_a_bias_is_added_to_logits_and_the_logprobs_stay_the_models():
 
 def test_a_bias_does_not_lift_what_a_mask_rules_out():
     sampling = SamplingParams(logit_bias=((3, 100.0), (1, -100.0)))
-    inputs = [SamplingInput(sampling, [0], [0], (), packed({1}, 4))]
+    inputs = [SamplingInput(sampling, [0], [0], (), *masks_of([{1}], 4))]
     assert sample_all(row(1, 2, 3, 4)[None], inputs)[0].token == 1
 
 

@@ -12,7 +12,6 @@ import torch
 from tests.server.serving import PAGE, Child
 from tests.server.talking import Client, Json
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = 6
 PROMPTS = [[5 + (n * at + at) % 90 for at in range(PAGES * PAGE + 1)] for n in range(1, 9)]
 
@@ -29,7 +28,7 @@ def test_a_server_answers_many_and_finds_their_prompts_again(
     storage = ("--storage", f"file://{tmp_path}")
     arguments = (str(model_folder), "--device", device.type, *flags, *storage)
     for found_on in ("device", "storage"):
-        with Child(arguments, {"PYTHONPATH": str(ROOT)}, patience_s=300.0) as child:
+        with Child(arguments, patience_s=300.0) as child:
             client = child.client()
             assert f" on {device.type}: " in child.said
             first = asked(client, PROMPTS[0])

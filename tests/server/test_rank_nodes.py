@@ -10,8 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._C._distributed_c10d import Store
 
 from kvtide.cli.main import main
+from kvtide.engine import RankTopology
+from kvtide.server.ranks import rank_group
 from kvtide.server.ranks.network_interfaces import interface_of, local_address
 from kvtide.server.ranks.rank_nodes import (
     LOOPBACK,
@@ -178,6 +182,7 @@ NODES = Settings(tp=2, pp=2, nodes=2, rendezvous="10.0.0.1:29500")
         ({"nodes": 1}, "--rendezvous is where several nodes meet; give --nodes, or drop it"),
         ({"node": 2}, "--node 2 is none of 2 nodes; use 0 to 1"),
         ({"nodes": 3}, "4 ranks do not divide over 3 nodes"),
+        ({"device": "cuda:1"}, "--device cuda:1 is one device, and 4 ranks divide all that there"),
         ({"rendezvous": "10.0.0.1"}, "--rendezvous is '10.0.0.1'; use HOST:PORT"),
         ({"rendezvous": ":29500"}, "use HOST:PORT"),
         ({"rendezvous": "10.0.0.1:0"}, "use HOST:PORT"),
@@ -191,6 +196,19 @@ NODES = Settings(tp=2, pp=2, nodes=2, rendezvous="10.0.0.1:29500")
 def test_nodes_that_cannot_meet_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(says)):
         RankNodes.of(replace(NODES, **changes), {})
+
+
+def test_ranks_of_a_machine_take_its_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("join_ranks", "_choose_interface"):
+        monkeypatch.setattr(rank_group, name, lambda *_: None)
+    monkeypatch.setattr(RankTopology, "joined", lambda *_: RankTopology())
+    settings = Settings(tp=2, pp=2, device="cuda")
+    joined = [rank_group.join_group(rank, settings, Store(), "", 0)[0] for rank in range(4)]
+    assert [each.device for each in joined] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert chosen == [0, 1, 0, 1]
 
 
 def test_secrets_come_from_a_file_or_the_environment_and_are_long(tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ import torch
 from tests.server.serving import PAGE, Child
 from tests.server.test_ranks import PROMPTS, ask, said
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def answered(folder: Path, device: torch.device, *flags: str) -> list[list[str]]:
     computed = ("--device", device.type, "--dtype", "float32", "--page-tokens", str(PAGE))
     arguments = (str(folder), "--port", "0", *computed, "--storage", "none", *flags)
-    with Child(arguments, {"PYTHONPATH": str(ROOT)}, patience_s=300.0) as child:
+    with Child(arguments, patience_s=300.0) as child:
         client = child.client()
         found = [said(ask(client, prompt)) for prompt in PROMPTS * 2]
         child.terminate()

@@ -11,14 +11,13 @@ import pytest
 from tests.server.serving import PAGE, Child, ForkedChild
 from tests.server.talking import Client, Json
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = 12
 PROMPT = [5 + n % 90 for n in range(PAGES * PAGE + 1)]
 
 
 def child(model: Path, *flags: str, **environment: str) -> Child:
     arguments = (str(model), "--port", "0", "--page-tokens", str(PAGE), "--deterministic", *flags)
-    return ForkedChild(arguments, {"PYTHONPATH": str(ROOT), **environment})
+    return ForkedChild(arguments, environment)
 
 
 def complete(client: Client) -> Json:

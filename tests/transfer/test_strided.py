@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kvtide.spec import Tier
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, Piece, pieces
-from kvtide.transfer.kernel import CHUNK_BYTES, Kernel
+from kvtide.transfer.kernel import CHUNK_BYTES, Kernel, page_copy
 from kvtide.transfer.lane import Backend
 from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import PieceTable, Runs, Way, runs
+from kvtide.transfer.strided import PieceTable, Runs, Strided, Way, runs
 from tests.transfer.memories import MEMORIES, Origins, Sketch, random_bytes
 
 SLOTS = 12
@@ -267,6 +267,29 @@ def test_the_kernel_copies_more_chunks_than_its_programs_take_at_once(
     found = (Piece(4096 * i, 64, 4096 * i, 64, 64) for i in range(5))
     one = sketch(*found, sources=slots, targets=slots[::-1])
     assert_copies(Kernel(device, ctas=1), [one], device)
+
+
+class ByPage:
+    """Every page on its own."""
+
+    name = "by page"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
+        assert legs == 1
+        for work in works:
+            copy = page_copy(work.table, self._device)
+            for source, target in zip(work.source_index, work.target_index, strict=True):
+                copy(int(source), int(target))
+        yield
+
+
+@pytest.mark.parametrize("size", [1, 6, 48, CHUNK_BYTES + 16])
+def test_the_kernel_copies_single_pages(size: int, device: torch.device) -> None:
+    found = (Piece(65536 * i, size + 16 * i, 65536 * i, size, size) for i in range(3))
+    assert_copies(ByPage(device), [sketch(*found, sources=(5, 0), targets=(1, 9))], device)
 
 
 def test_without_work_every_leg_is_issued_and_nothing_copied(device: torch.device) -> None:

@@ -328,11 +328,17 @@ class Sessions:
         )
 
     def _evict(self, anchor: str) -> None:
-        """The namespace that pins most of an anchor unpins its least recently used session."""
+        """The namespace that pins most of an anchor unpins its least recently used session; of
+        several such namespaces, the one whose session was used least recently."""
         pinned = self._pinned[anchor]
-        owner = max(pinned, key=pinned.__getitem__)
-        holders = (s for s in self._sessions.values() if s.owner == owner and s.lease is not None)
-        loser = next(s for s in holders if s.lease is not None and self._pages(s.lease, anchor))
+        most = max(pinned.values())
+        loser = next(
+            session
+            for session in self._sessions.values()
+            if pinned[session.owner] == most
+            and session.lease is not None
+            and self._pages(session.lease, anchor)
+        )
         self._unpin(loser)
         self.ended["evicted"] += 1
 

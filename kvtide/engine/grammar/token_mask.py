@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,18 +12,29 @@ from torch import Tensor
 
 from kvtide.engine.staging import Staging
 
-TokenMask = NDArray[np.uint32]
-"""A bit per token of a vocabulary, the lowest first; of one row, or (rows, words)."""
+TokenMasks = NDArray[np.uint32]
+"""(rows, words): a bit per token of a vocabulary, the lowest first."""
 
 
-def apply_masks(logits: Tensor, masks: Sequence[TokenMask | None], staging: Staging) -> None:
+class RowMask(NamedTuple):
+    """A row of masks that may still be computed: `wait` gives all of them, as int32, on the host.
+    Rows of one step have the same `wait`."""
+
+    wait: Callable[[], Tensor]
+    row: int
+
+
+def apply_masks(logits: Tensor, masks: Sequence[RowMask | None], staging: Staging) -> None:
     """Rule out the tokens that each row's mask does not allow, in place."""
-    masked = [row for row, mask in enumerate(masks) if mask is not None]
-    if masked:
-        found = np.stack([mask for mask in masks if mask is not None])
-        (words,) = staging.to_device(found.view(np.int32))
-        mask_rows = staging.kernels.mask_logits if staging.kernels is not None else mask_logits
-        mask_rows(logits, words, staging.indices(masked))
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return
+    words, numbers = given[0].wait(), [mask.row for mask in given]
+    if numbers != list(range(len(words))):
+        words = words[numbers]
+    rows = staging.indices([row for row, mask in enumerate(masks) if mask is not None])
+    mask_rows = staging.kernels.mask_logits if staging.kernels is not None else mask_logits
+    mask_rows(logits, staging.upload(words), rows)
 
 
 def mask_logits(logits: Tensor, words: Tensor, rows: Tensor) -> None:

@@ -22,15 +22,17 @@ class CompiledGrammar:
 
 
 class TokenMatcher:
-    """`failed`: a limit of the grammar was exceeded, and its masks are not known."""
+    """`failed`: a limit of the grammar was exceeded, and its masks are not known. `consumed` counts
+    tokens."""
 
     def __init__(self, compiled: CompiledGrammar) -> None:
-        self.failed = False
+        self.failed, self.consumed = False, 0
         self.state = compiled.start()
 
     def consume(self, token: int) -> bool:
         """One more token of output; False if the grammar does not allow it."""
         self.failed = self.failed or not self.state.consume_token(token)
+        self.consumed += 1
         return not self.failed
 
     def allowed_run(self, drafts: Sequence[int]) -> int:

@@ -6,6 +6,7 @@
 `mooncake_engine`       Mooncake's TransferEngine: TCP or RDMA
 `nixl_agent`            NIXL over UCX
 `cpu_copies`            many small rows on a CPU
+`tail_rows`             where a peer writes the last page of a prompt
 `page_sender`           one thread that writes for all rooms, in order, within a quota
 `channel`               authenticated messages between two processes
 `transport_conformance` does a transport keep the rules

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from kvtide.engine import Request, RequestParams
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.grammar.grammar_compiler import GrammarCompiler
 from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.grammar.token_matcher import TokenMatcher
+from kvtide.engine.staging import Staging
 
 
 @dataclass
@@ -41,7 +45,10 @@ class Walk:
         params = RequestParams((0,), 99, stop_ids=frozenset(stop_ids), grammar=grammar)
         prompt: Any = None
         self.request = Request(1, params, prompt, [0], matcher=TokenMatcher(compiled))
-        self._masks, self._vocabulary = StepMasks(vocabulary), vocabulary
+        self._masks, self._vocabulary = (
+            StepMasks(vocabulary, Staging(torch.device("cpu"))),
+            vocabulary,
+        )
 
     @property
     def matcher(self) -> TokenMatcher:
@@ -52,12 +59,14 @@ class Walk:
         """Of the next row, and of the rows behind each draft."""
         chunk = ScheduledChunk(self.request, 1, tuple(drafts))
         rows = []
+        self._masks.begin([chunk])
         for each in self._masks.sampling_inputs([chunk]):
             assert each.mask is not None
+            words = each.mask.wait()[each.mask.row].numpy().view(np.uint32)
             tokens = range(self._vocabulary)
-            rows.append({t for t in tokens if int(each.mask[t // 32]) >> t % 32 & 1})
-            beyond = range(self._vocabulary, 32 * len(each.mask))
-            assert not any(int(each.mask[t // 32]) >> t % 32 & 1 for t in beyond[:1])
+            rows.append({t for t in tokens if int(words[t // 32]) >> t % 32 & 1})
+            beyond = range(self._vocabulary, 32 * len(words))
+            assert not any(int(words[t // 32]) >> t % 32 & 1 for t in beyond[:1])
         return rows
 
 

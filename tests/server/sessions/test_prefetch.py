@@ -18,7 +18,6 @@ from tests.server.serving import PAGE, ForkedChild, InProcess
 from tests.server.talking import Client, Json
 from tests.server.test_admin import scraped
 
-ROOT = Path(__file__).resolve().parents[3]
 PAGES = 8
 PROMPT = [5 + n % 90 for n in range(PAGES * PAGE + 1)]
 WORDS = "the cat sat on the mat and then the hat, that is that. " * 4
@@ -113,13 +112,13 @@ def test_a_prefix_of_an_ended_process_is_there_before_the_request(
 ) -> None:
     flags = ("--port", "0", "--page-tokens", str(PAGE), "--prefetch-min-tokens", "1")
     arguments = (str(model_folder), *flags, "--storage", f"file://{tmp_path}/pages?cap=1GB")
-    with ForkedChild(arguments, {"PYTHONPATH": str(ROOT)}) as first:
+    with ForkedChild(arguments) as first:
         client = first.client()
         ask(client)
         stored(client, PAGES)
         first.terminate()
         assert first.exit_code() == 0
-    with ForkedChild(arguments, {"PYTHONPATH": str(ROOT)}) as second:
+    with ForkedChild(arguments) as second:
         client = second.client()
         came = prefetch(client, prompt=PROMPT, timeout_seconds=60)
         assert came["cached_tokens_details"]["device"] == PAGES * PAGE
@@ -250,7 +249,7 @@ def test_sessions_and_prefetches_over_ranks(
 ) -> None:
     flags = (*shape, "--port", "0", "--page-tokens", str(PAGE), "--prefetch-min-tokens", "1")
     arguments = (str(model_folder), *flags, "--storage", f"file://{tmp_path}/pages?cap=1GB")
-    with ForkedChild(arguments, {"PYTHONPATH": str(ROOT)}, patience_s=120.0) as child:
+    with ForkedChild(arguments, patience_s=120.0) as child:
         client = child.client()
         ask(client)
         stored(client, PAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -208,6 +209,19 @@ def test_rows_of_a_gpu_land_in_another_process(on_gpu, device: torch.device, siz
     for start, place in zip(order, order[::-1], strict=True):
         assert np.array_equal(there[place : place + size], here[start : start + size])
     assert not receiver.memory[: receiver.starts[0]].any()
+
+
+def test_a_write_may_be_the_first_call_of_its_thread(on_gpu, device: torch.device) -> None:
+    """The page sender's thread has used no GPU before: nothing else gives it a CUDA context."""
+    receiver, link = on_gpu
+    source = torch.full((1 << 20,), 7, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    start = np.zeros(1, np.int64)
+    rows = WriteBatch.of(source.data_ptr() + start, start, 1 << 20, 0, "device")
+    with ThreadPoolExecutor(1) as fresh:
+        fresh.submit(write, link, rows, DEADLINE_S).result()
+    first = receiver.starts[0]
+    assert (receiver.memory[first : first + (1 << 20)] == 7).all()
 
 
 def test_a_link_of_a_gpu_is_closed_during_a_write(on_gpu, device: torch.device) -> None:

@@ -7,14 +7,20 @@ of the memory, and is copied to the request's own slots when that is admitted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from kvtide.spec import ModelMemory, Tier
 from kvtide.tiers.arena import Arena, host_arena
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, pieces
+from kvtide.transfer.reference import Reference
+from kvtide.transfer.strided import PieceTable, Strided, Way
+
+PageCopy = Callable[[int, int], None]
+"""Copies a page from a slot to a slot."""
 
 
 class TailRows:
@@ -34,25 +40,41 @@ class TailRows:
         self.rows = rows
         self.arena: Arena = host_arena(arrangement.bytes, pinned, shared=shared)
         self.buffers = Buffers(arrangement, self.arena.data)
-        self._homes = {anchor.name: homes[anchor.home] for anchor in memory.anchors}
         self._device = homes[Tier.DEVICE].data.device
         self._writes_host = bool(memory.hot_pools)
         layers = range(memory.end_layer)
-        self._pieces = {
-            name: pieces(arrangement, home.arrangement, name, layers)
-            for name, home in self._homes.items()
+        self._tables = {
+            anchor.name: PieceTable.of(
+                Way.LOAD,
+                self.buffers,
+                homes[anchor.home],
+                [pieces(arrangement, homes[anchor.home].arrangement, anchor.name, layers)],
+            )
+            for anchor in memory.anchors
         }
+        self._on_host = Reference()
+        self._on_device: Mapping[str, PageCopy] = {}
+        if self._device.type == "cuda":
+            from kvtide.transfer.kernel import page_copy  # Triton is needed where it is used.
+
+            self._on_device = {
+                anchor.name: page_copy(self._tables[anchor.name], self._device)
+                for anchor in memory.anchors
+                if anchor.home is Tier.DEVICE
+            }
 
     def copy(self, row: int, slots: Mapping[str, int]) -> None:
-        """Copy a tail to a slot of every anchor, behind the work that is queued on the device."""
+        """Copy a tail to a slot of every anchor, behind the work that is queued on the device.
+
+        By a kernel: the next step must not wait for prefixes that the copy engines are loading.
+        """
         if self._writes_host and self._device.type == "cuda":
             # The host's slots are written at once, and a running step may still use them.
             torch.cuda.current_stream(self._device).synchronize()
         for anchor, slot in slots.items():
-            source, target = self.buffers.data, self._homes[anchor].data
-            for piece in self._pieces[anchor]:
-                here = piece.source_offset + row * piece.source_stride
-                there = piece.target_offset + slot * piece.target_stride
-                target[there : there + piece.bytes].copy_(
-                    source[here : here + piece.bytes], non_blocking=True
-                )
+            if anchor in self._on_device:
+                self._on_device[anchor](row, slot)
+                continue
+            index = np.array([[row], [slot]], np.int64)
+            for _ in self._on_host.issue([Strided(self._tables[anchor], *index)], 1):
+                pass
