@@ -327,10 +327,7 @@ class Engine:
             if self._drop_ahead(requests[number]):
                 # The device knew no token there, and has overwritten what may be accepted behind.
                 of_chunks[number] = sampled[firsts[number] : row + 1]
-        updates = self._accept(chunks, of_chunks)
-        if self._speculation is None:
-            self.masks.begin_early(each.request for each in updates if each.finish is None)
-        return updates, checks
+        return self._accept(chunks, of_chunks), checks
 
     def _drop_ahead(self, request: Request) -> bool:
         """What was launched ahead, if anything, ran on another token than was sampled."""

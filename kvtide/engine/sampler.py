@@ -170,12 +170,8 @@ def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
     kinds = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5))
     logits = torch.zeros(2 * len(kinds), vocabulary, device=staging.device)
     words = staging.pinned(len(kinds), vocabulary // 32 + 1).fill_(-1)
-    masks = [RowMask(lambda: words, row) for row in range(len(kinds))]
-    inputs = [
-        SamplingInput(kind, (0,), (0,), (), each)
-        for kind, mask in zip(kinds, masks, strict=True)
-        for each in (None, mask)
-    ]
+    inputs = [SamplingInput(kind, (0,), (0,)) for kind in kinds]
+    inputs += [each._replace(mask=RowMask(lambda: words, n)) for n, each in enumerate(inputs)]
     SamplingBatch(logits, inputs, staging).read()
 
 

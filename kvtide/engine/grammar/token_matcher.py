@@ -22,17 +22,15 @@ class CompiledGrammar:
 
 
 class TokenMatcher:
-    """`failed`: a limit of the grammar was exceeded, and its masks are not known. `consumed` counts
-    tokens."""
+    """`failed`: a limit of the grammar was exceeded, and its masks are not known."""
 
     def __init__(self, compiled: CompiledGrammar) -> None:
-        self.failed, self.consumed = False, 0
+        self.failed = False
         self.state = compiled.start()
 
     def consume(self, token: int) -> bool:
         """One more token of output; False if the grammar does not allow it."""
         self.failed = self.failed or not self.state.consume_token(token)
-        self.consumed += 1
         return not self.failed
 
     def allowed_run(self, drafts: Sequence[int]) -> int:
