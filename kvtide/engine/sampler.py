@@ -168,10 +168,10 @@ def sample_all(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledT
 def warm_up_sampling(vocabulary: int, staging: Staging) -> None:
     """Sample once of every kind, which compiles the kernels."""
     kinds = (GREEDY, SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5))
-    logits = torch.zeros(2 * len(kinds), vocabulary, device=staging.device)
-    words = staging.pinned(len(kinds), vocabulary // 32 + 1).fill_(-1)
     inputs = [SamplingInput(kind, (0,), (0,)) for kind in kinds]
+    words = staging.pinned(len(inputs), vocabulary // 32 + 1).fill_(-1)
     inputs += [each._replace(mask=RowMask(lambda: words, n)) for n, each in enumerate(inputs)]
+    logits = torch.zeros(len(inputs), vocabulary, device=staging.device)
     SamplingBatch(logits, inputs, staging).read()
 
 
@@ -324,8 +324,8 @@ def _kind(sampling: SamplingParams) -> str:
 
 def sampling_columns(inputs: Sequence[SamplingInput], vocabulary: int) -> NDArray[np.float64]:
     """(COLUMNS, rows): how each row is sampled, as `Limits` has it."""
-    table = [_settings(each.sampling, vocabulary) for each in inputs]
-    scale, *limits, cold = np.array(table, dtype=np.float64).T
+    table = np.array([_settings(each.sampling, vocabulary) for each in inputs], dtype=np.float64)
+    scale, *limits, cold = table.T
     scale = scale.astype(np.float32)  # All sums use the same scale, to the bit.
     return np.stack([scale, *limits, _words(inputs), cold])
 
@@ -427,10 +427,8 @@ def _sample_candidates(
 
 def _penalise(logits: Tensor, inputs: Sequence[SamplingInput], staging: Staging) -> None:
     """Penalise repetition: of output tokens, and for the repetition penalty of the prompt too."""
-    rows: list[int] = []
-    tokens: list[int] = []
-    factors: list[float] = []
-    costs: list[float] = []
+    rows, tokens = list[int](), list[int]()
+    factors, costs = list[float](), list[float]()
     for row, each in enumerate(inputs):
         sampling = each.sampling
         factor, presence = sampling.repetition_penalty, sampling.presence_penalty
