@@ -102,7 +102,8 @@ class Deterministic(Arithmetic):
         # A copy, so that all tiles are aligned alike and the last one is whole.
         padded = x.new_zeros((-(-len(x) // tile) * tile, x.shape[1]))
         padded[: len(x)] = x
-        product = torch.cat([self._product(rows, weight) for rows in padded.split(tile)])[: len(x)]
+        tiles = [self._product(rows, weight) for rows in padded.split(tile)]
+        product = (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)]
         return product if bias is None else product + bias
 
     def tile_rows(self, weight: Tensor) -> int:

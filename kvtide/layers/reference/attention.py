@@ -42,6 +42,8 @@ def attend(
     """
     past = len(keys) - len(queries)
     keys, values = keys.float(), values.float()
+    if block == 1:
+        return _attend_singly(queries, keys, values, how, past)
     out = []
     for start in range(0, len(queries), block):
         some = queries[start : start + block]
@@ -53,6 +55,34 @@ def attend(
             hidden = _hidden(len(some), len(ours[0]), how.window, keys.device)
         out.append(_attend_block(some.float(), *ours, how, hidden))
     return torch.cat(out).to(queries.dtype)
+
+
+def _attend_singly(
+    queries: Tensor, keys: Tensor, values: Tensor, how: AttentionParams, past: int
+) -> Tensor:
+    """One query after another, with as few operations for each as there can be."""
+    count, heads, dim = queries.shape
+    scaled = (queries.float() * how.scale).view(count, keys.shape[1], -1, dim)
+    keys, values = aligned(keys), aligned(values)
+    out = []
+    for number in range(count):
+        first, end = how.first_seen(past + number), past + number + 1
+        ours = keys.narrow(0, first, end - first), values.narrow(0, first, end - first)
+        if first:
+            ours = aligned(ours[0]), aligned(ours[1])
+        out.append(_attend_one(aligned(scaled[number]), *ours, how))
+    return torch.stack(out).view(count, heads, -1).to(queries.dtype)
+
+
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:
+    """A query (kv heads, heads of each, dim) over all keys (tokens, kv heads, dim)."""
+    scores = torch.bmm(query, keys.permute(1, 2, 0))
+    if how.cap is not None:
+        scores = torch.tanh(scores / how.cap) * how.cap
+    if how.sinks is None:
+        return torch.bmm(scores.softmax(-1), values.transpose(0, 1))
+    probabilities = _softmax(scores[:, :, None], how.sinks).squeeze(2)
+    return torch.bmm(probabilities.contiguous(), values.transpose(0, 1))
 
 
 def attend_masked(
