@@ -7,6 +7,8 @@ alone, and so does the result.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -61,17 +63,34 @@ def _attend_singly(
     queries: Tensor, keys: Tensor, values: Tensor, how: AttentionParams, past: int
 ) -> Tensor:
     """One query after another, with as few operations for each as there can be."""
-    count, heads, dim = queries.shape
-    scaled = (queries.float() * how.scale).view(count, keys.shape[1], -1, dim)
     keys, values = aligned(keys), aligned(values)
     out = []
-    for number in range(count):
+    for number, query in enumerate(_grouped(queries, keys, how)):
         first, end = how.first_seen(past + number), past + number + 1
         ours = keys.narrow(0, first, end - first), values.narrow(0, first, end - first)
         if first:
             ours = aligned(ours[0]), aligned(ours[1])
-        out.append(_attend_one(aligned(scaled[number]), *ours, how))
-    return torch.stack(out).view(count, heads, -1).to(queries.dtype)
+        out.append(_attend_one(query, *ours, how))
+    return torch.stack(out).flatten(1, 2).to(queries.dtype)
+
+
+def _attend_chosen(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: AttentionParams
+) -> Tensor:
+    """The same, over the keys that each query sees."""
+    out = []
+    for query, view in zip(_grouped(queries, keys, how), seen, strict=True):
+        rows = torch.nonzero(view).squeeze(1)
+        out.append(
+            _attend_one(query, keys.index_select(0, rows), values.index_select(0, rows), how)
+        )
+    return torch.stack(out).flatten(1, 2).to(queries.dtype)
+
+
+def _grouped(queries: Tensor, keys: Tensor, how: AttentionParams) -> Iterator[Tensor]:
+    """Scaled queries one by one: (kv heads, heads of each, dim)."""
+    scaled = queries.float() * how.scale
+    return map(aligned, scaled.unflatten(1, (keys.shape[1], -1)))
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, how: AttentionParams) -> Tensor:
@@ -93,6 +112,8 @@ def attend_masked(
     With blocks of one query, its keys are gathered first, so no other key affects the result.
     """
     keys, values = keys.float(), values.float()
+    if block == 1:
+        return _attend_chosen(queries, keys, values, seen, how)
     out = []
     for start in range(0, len(queries), block):
         some, view = queries[start : start + block].float(), seen[start : start + block]

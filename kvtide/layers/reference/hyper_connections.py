@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from functools import reduce
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtide.layers.backend.arithmetic import Arithmetic
@@ -50,12 +52,18 @@ def _weights(mixing: StreamMixing, logits: Tensor, n: int) -> Tensor:
     logits, eps = logits * mixing.scales + mixing.base, mixing.eps
     take = sigmoid(logits[:, :n]) + eps
     back = 2 * sigmoid(logits[:, n : 2 * n])
-    matrix = logits[:, 2 * n :].unflatten(1, (n, n)).softmax(-1) + eps
-    matrix = matrix / (_sum(matrix, -2) + eps)
-    for _ in range(mixing.rounds - 1):
-        matrix = matrix / (_sum(matrix, -1) + eps)
-        matrix = matrix / (_sum(matrix, -2) + eps)
+    matrix = _balanced(logits[:, 2 * n :].unflatten(1, (n, n)).softmax(-1) + eps, mixing)
     return torch.cat([take, back, matrix.flatten(1)], dim=1)
+
+
+def _balanced(matrix: Tensor, mixing: StreamMixing) -> Tensor:
+    """Columns and rows divided by their sums in turn. By numpy, whose small steps cost less."""
+    found = matrix.cpu().numpy()
+    found = found / (_sum(found, 1) + mixing.eps)
+    for _ in range(mixing.rounds - 1):
+        found = found / (_sum(found, 2) + mixing.eps)
+        found = found / (_sum(found, 1) + mixing.eps)
+    return torch.from_numpy(found).to(matrix.device)
 
 
 def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
@@ -63,5 +71,7 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
     return reduce(torch.add, parts).to(streams.dtype)
 
 
-def _sum(mixing: Tensor, axis: int) -> Tensor:
-    return reduce(torch.add, mixing.unbind(axis)).unsqueeze(axis)
+def _sum(matrix: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
+    """Over rows (1) or columns (2) of (tokens, rows, columns)."""
+    parts: list[NDArray[np.float32]] = [*(matrix.transpose(axis, 0, 3 - axis))]
+    return np.expand_dims(reduce(np.add, parts), axis)

@@ -78,11 +78,12 @@ def ssd_scan(
 def scan_tokens(tokens: ScanInput, state: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs (tokens, heads, dim) and the state after the last token."""
     tokens = tokens.by_head()
+    logs = (tokens.dt * tokens.decay)[:, :, None, None]
+    fed = (tokens.dt[:, :, None] * tokens.x)[..., None]
     outputs = []
-    for x, dt, b, c in zip(tokens.x, tokens.dt, tokens.b, tokens.c, strict=True):
-        kept = torch.exp(dt * tokens.decay)[:, None, None] * state
-        state = kept + (dt[:, None] * x)[:, :, None] * b[:, None]
-        outputs.append((state * c[:, None]).sum(-1))
+    for log, given, b, c in zip(logs, fed, tokens.b[:, :, None], tokens.c[:, :, None], strict=True):
+        state = torch.exp(log) * state + given * b
+        outputs.append((state * c).sum(-1))
     return torch.stack(outputs), state
 
 
