@@ -17,6 +17,9 @@ from kvtide.layers.backend.arithmetic import Arithmetic
 from kvtide.layers.backend.kernel_args import StreamMixing
 from kvtide.layers.elementwise import rms_norm, sigmoid
 
+Matrix = NDArray[np.float32]
+"""(tokens, rows, columns)"""
+
 
 def gather(arithmetic: Arithmetic, mixing: StreamMixing, streams: Tensor) -> tuple[Tensor, Tensor]:
     """The sublayer's input before its norm, and the weights with which its output goes back."""
@@ -58,11 +61,11 @@ def _weights(mixing: StreamMixing, logits: Tensor, n: int) -> Tensor:
 
 def _balanced(matrix: Tensor, mixing: StreamMixing) -> Tensor:
     """Columns and rows divided by their sums in turn. By numpy, whose small steps cost less."""
-    found = matrix.cpu().numpy()
-    found = found / (_sum(found, 1) + mixing.eps)
+    found: Matrix = matrix.cpu().numpy()
+    found = found / (_column_sums(found) + mixing.eps)
     for _ in range(mixing.rounds - 1):
-        found = found / (_sum(found, 2) + mixing.eps)
-        found = found / (_sum(found, 1) + mixing.eps)
+        found = found / (_row_sums(found) + mixing.eps)
+        found = found / (_column_sums(found) + mixing.eps)
     return torch.from_numpy(found).to(matrix.device)
 
 
@@ -71,7 +74,9 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
     return reduce(torch.add, parts).to(streams.dtype)
 
 
-def _sum(matrix: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """Over rows (1) or columns (2) of (tokens, rows, columns)."""
-    parts: list[NDArray[np.float32]] = [*(matrix.transpose(axis, 0, 3 - axis))]
-    return np.expand_dims(reduce(np.add, parts), axis)
+def _column_sums(matrix: Matrix) -> Matrix:
+    return reduce(np.add, [*matrix.transpose(1, 0, 2)])[:, None]
+
+
+def _row_sums(matrix: Matrix) -> Matrix:
+    return reduce(np.add, [*matrix.transpose(2, 0, 1)])[:, :, None]
