@@ -75,8 +75,10 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
 
 
 def _column_sums(matrix: Matrix) -> Matrix:
-    return reduce(np.add, [*matrix.transpose(1, 0, 2)])[:, None]
+    sums: Matrix = reduce(np.add, [*matrix.transpose(1, 0, 2)])
+    return sums[:, None]
 
 
 def _row_sums(matrix: Matrix) -> Matrix:
-    return reduce(np.add, [*matrix.transpose(2, 0, 1)])[:, :, None]
+    sums: Matrix = reduce(np.add, [*matrix.transpose(2, 0, 1)])
+    return sums[:, :, None]
