@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from aiohttp import web
 
@@ -72,6 +72,8 @@ from kvtide.spec import Tier
 
 SHUTDOWN_S = 1.0
 """Open connections get this long to send their last bytes when the server closes."""
+KEEP_ALIVE_S = 15.0
+"""How often a stream has a comment, which clients ignore: proxies close a silent connection."""
 API_PATHS = ("/v1/", "/tokenize", "/detokenize")
 """What the API key is for."""
 TIERS = {"device": (Tier.DEVICE,), "host": (Tier.HOST,), "all": (Tier.DEVICE, Tier.HOST)}
@@ -230,6 +232,7 @@ class App:
         )
         await response.prepare(request)
         parsers = [parsed.new_parser() for _ in streams]
+        alive = asyncio.create_task(_keep_alive(response))
         try:
             async with aclosing(_chunks(formatter, streams, parsers)) as chunks:
                 async for chunk in chunks:
@@ -239,6 +242,8 @@ class App:
             await response.write(formatter.ended())
         except ServiceEndedError as error:
             await response.write(formatter.encode(formatter.error(503, str(error))))
+        finally:
+            alive.cancel()
         await response.write_eof()
         return response
 
@@ -330,6 +335,13 @@ async def _collected(formatter: Formatter, stream: ResponseStream, parser: Outpu
     choice.events, choice.sampled = generated.events, generated.sampled
     choice.reasoning, choice.finish = generated.reasoning, generated.finish
     return choice
+
+
+async def _keep_alive(response: web.StreamResponse) -> None:
+    with suppress(ConnectionError):
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            await response.write(b": keep-alive\n\n")
 
 
 async def _chunks(

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
+from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.oracle import Checks, Oracle
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
@@ -91,6 +92,7 @@ class _StateCollector:
         yield _gauge("kvtide_transfers_in_flight", "Transfers in flight.", stats.in_flight)
         yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
         yield from _checks(self._engine.oracle)
+        yield from _masks(self._engine.masks)
         if (lengths := self._engine.accept_lengths) is not None:
             yield from _drafts(lengths)
         if (guard := self._engine.accept_guard) is not None:
@@ -113,6 +115,17 @@ def _checks(oracle: Oracle | None) -> Iterable[Metric]:
     for verdict in ("alike", "diverged", "skipped"):
         counter.add_metric([verdict], getattr(counts, verdict))
     yield counter
+
+
+def _masks(masks: StepMasks) -> Iterable[Metric]:
+    steps, seconds = (
+        CounterMetricFamily(f"kvtide_grammar_{name}", text, value=value)
+        for name, text, value in (
+            ("steps", "Steps with constrained requests.", masks.steps),
+            ("mask_seconds", "Time to compute their masks, beside the device.", masks.seconds),
+        )
+    )
+    yield from (steps, seconds)
 
 
 def _drafts(lengths: AcceptLengths) -> Iterable[Metric]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtide.server import app
 from kvtide.server.settings import Settings
 from tests.server.serving import PAGE, VOCABULARY, InProcess
 from tests.server.talking import Client, Json, joined
@@ -260,6 +262,21 @@ def test_a_stream_says_what_a_whole_answer_says(client: Client) -> None:
         assert [i for c in mine for i in c["token_ids"]] == choice["token_ids"]
         for name, values in choice["logprobs"].items():
             assert [v for c in mine for v in c["logprobs"][name]] == values
+
+
+def test_a_stream_has_comments_that_keep_its_connection_open(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.001)
+    asked = {"prompt": PROMPT, "stream": True, **GREEDY, "ignore_eos": True}
+    events = client.post(PATH, asked).body.decode().split("\n\n")
+    comments = [event for event in events if event.startswith(":")]
+    assert set(comments) == {": keep-alive"}
+    data = [event for event in events if event and not event.startswith(":")]
+    assert all(event.startswith("data: ") for event in data) and data[-1] == "data: [DONE]"
+    monkeypatch.undo()
+    pieces = [json.loads(event.removeprefix("data: ")) for event in data[:-1]]
+    assert joined(pieces) == only(client.complete(PROMPT, **GREEDY, ignore_eos=True))["text"]
 
 
 def test_a_stream_ends_with_what_was_used_if_asked_to(client: Client) -> None:

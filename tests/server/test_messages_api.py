@@ -108,6 +108,7 @@ def test_streams_are_named_events(client: Client) -> None:
     assert reply.headers["content-type"] == "text/event-stream"
     lines = reply.body.decode().split("\n\n")
     assert lines[0].startswith('event: message_start\ndata: {"type":"message_start","message":{')
+    assert lines[1] == 'event: ping\ndata: {"type":"ping"}'
     assert lines[-2:] == ['event: message_stop\ndata: {"type":"message_stop"}', ""]
     assert "[DONE]" not in reply.body.decode()
 
@@ -622,6 +623,7 @@ def test_reasoning_text_and_calls_are_blocks() -> None:
     }
     assert [(event["type"], event.get("index")) for event in events] == [
         ("message_start", None),
+        ("ping", None),
         ("content_block_start", 0),
         *[("content_block_delta", 0)] * 3,
         ("content_block_stop", 0),

@@ -293,6 +293,28 @@ def test_stored_responses_are_found_until_they_are_deleted(ai: openai.OpenAI) ->
     assert ai.responses.create(**asked("on", previous_response_id=later.id)).output_text
 
 
+def test_the_items_that_a_response_followed_come_page_by_page(
+    ai: openai.OpenAI, client: Client
+) -> None:
+    first = ai.responses.create(**asked("one", max_output_tokens=3))
+    then = [{"role": "user", "content": word} for word in ("two", "three")]
+    second = ai.responses.create(**asked(then, previous_response_id=first.id, max_output_tokens=3))
+    found = list(ai.responses.input_items.list(second.id, order="asc", limit=2))
+    said = [each.content[0].text for each in found]
+    assert said == ["one", first.output_text, "two", "three"]
+    assert len({each.id for each in found}) == 4 and first.output[0].id in {e.id for e in found}
+    latest = ai.responses.input_items.list(second.id, limit=1)
+    assert latest.data == [found[-1]] and latest.has_more
+    for query, says in (
+        ("order=up", "asc or desc"),
+        ("limit=0", "1 to 100"),
+        ("after=x", "an id of one"),
+    ):
+        reply = client.get(f"{PATH}/{second.id}/input_items?{query}")
+        assert reply.status == 400 and says in reply.problem
+    assert client.get(f"{PATH}/resp_none/input_items").status == 404
+
+
 def test_a_streamed_response_is_stored_and_one_that_is_not_to_be_is_not(ai: openai.OpenAI) -> None:
     *_, last = ai.responses.create(**asked(stream=True))
     assert last.type == "response.incomplete" and last.response.store

@@ -121,6 +121,21 @@ def test_logprobs_are_the_models_own(client: Client) -> None:
     assert bound["token_logprobs"][0] < free["token_logprobs"][0]
 
 
+def test_metrics_count_steps_and_the_time_of_masks(client: Client) -> None:
+    def counted() -> dict[str, float]:
+        lines = client.get("/metrics").body.decode().splitlines()
+        found = [line.split() for line in lines if line.startswith("kvtide_grammar_")]
+        return {name.removeprefix("kvtide_grammar_"): float(value) for name, value in found}
+
+    before = counted()
+    client.complete("call", max_tokens=4, ignore_eos=True)
+    assert counted() == before
+    client.complete("call", regex="abcdefgh", max_tokens=4)
+    after = counted()
+    assert after["steps_total"] - before["steps_total"] in range(1, 5)
+    assert after["mask_seconds_total"] > before["mask_seconds_total"]
+
+
 def test_an_answer_without_stop_ids_ends_with_its_grammar(client: Client) -> None:
     answer = client.complete("call", regex="ab?c", ignore_eos=True, max_tokens=9)["choices"][0]
     assert answer["text"] in {"abc", "ac"} and answer["finish_reason"] == "stop"

@@ -1,7 +1,7 @@
 """An output as Anthropic's message: server-sent events, and the message that they add up to.
 
-    message_start (content_block_start content_block_delta… content_block_stop)… message_delta
-    message_stop
+    message_start ping (content_block_start content_block_delta… content_block_stop)…
+    message_delta message_stop
 
 Reasoning is a block of type thinking, a call a block of type tool_use. `message_start` comes with
 the first token, when it is known how much of the prompt was cached.
@@ -51,7 +51,7 @@ class MessageWriter:
 
     def started(self, counts: TokenCounts) -> list[Json]:
         message = {**self._message, "content": [], "usage": _usage(counts)}
-        return [_event("message_start", message=message)]
+        return [_event("message_start", message=message), _event("ping")]
 
     def chunk(self, event: OutputEvent) -> list[Json]:
         match event:

@@ -69,6 +69,14 @@ class ResponseHistory:
                 stored = stored.before
             return [item for turn in reversed(turns) for item in turn]
 
+    def input_of(self, response_id: str) -> list[Json] | None:
+        """The items that a response followed; None if it is unknown."""
+        found = self.chain(response_id)
+        response = self.get(response_id)
+        if found is None or response is None:
+            return None
+        return found[: len(found) - len(response["output"])]
+
     def put(self, response: Json, items: list[Json], before: str | None) -> bool:
         """Store a response with the input of its turn.
 
