@@ -1,4 +1,4 @@
-"""How settings are written: a row of the table (`settings`), and the parsers of values.
+"""How settings are written: a row of the table (`settings`), the parsers of values, and secrets.
 
 A parser raises `SettingsError` with the end of a sentence; its beginning names the setting.
 """
@@ -6,13 +6,16 @@ A parser raises `SettingsError` with the end of a sentence; its beginning names 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from kvtide.byte_sizes import parse_bytes
 from kvtide.spec import SpecError
 from kvtide.spec.residency import Residency
+
+MIN_SECRET_BYTES = 16
 
 
 class SettingsError(Exception):
@@ -94,3 +97,26 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def read_secret(
+    option: str, file: str | None, variable: str, environment: Mapping[str, str]
+) -> bytes | None:
+    """A secret that processes share, from a file or from the environment; None if neither has one.
+    A command line is seen by every user, so it has none."""
+    given = environment.get(variable)
+    if file is not None and given is not None:
+        raise SettingsError(f"{option} and {variable} are both given; keep one of them")
+    if file is None and given is None:
+        return None
+    source = variable if file is None else f"{option} {file}"
+    try:
+        secret = (given or "").encode() if file is None else Path(file).read_bytes().strip()
+    except OSError as error:
+        raise SettingsError(f"{source}: {error.strerror}; pass a file with the secret") from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise SettingsError(
+            f"{source} has {len(secret)} bytes, which can be guessed; use at least "
+            f"{MIN_SECRET_BYTES}"
+        )
+    return secret

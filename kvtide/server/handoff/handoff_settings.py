@@ -17,13 +17,11 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvtide.server.setting_values import SettingsError, is_loopback
+from kvtide.server.setting_values import SettingsError, is_loopback, read_secret
 
 SECRET_VARIABLE = "KVTIDE_HANDOFF_SECRET"
-MIN_SECRET_BYTES = 16
 
 
 class Role(Enum):
@@ -89,16 +87,10 @@ class HandoffSettings:
 
     def secret(self, environment: Mapping[str, str]) -> bytes | None:
         """The secret that both sides know; None if there is none, which loopback allows."""
-        given = environment.get(SECRET_VARIABLE)
-        if self.secret_file is not None and given is not None:
-            raise SettingsError(
-                f"--handoff-secret-file and {SECRET_VARIABLE} are both given; keep one of them"
-            )
-        if self.secret_file is not None:
-            secret = _read(Path(self.secret_file))
-            return _long_enough(secret, f"--handoff-secret-file {self.secret_file}")
-        if given is not None:
-            return _long_enough(given.encode(), SECRET_VARIABLE)
+        option = "--handoff-secret-file"
+        secret = read_secret(option, self.secret_file, SECRET_VARIABLE, environment)
+        if secret is not None:
+            return secret
         if self.remote:
             raise SettingsError(
                 f"handoffs with {self.remote[0]} leave this machine, and there is no secret; give "
@@ -131,21 +123,3 @@ def _is_any(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes().strip()
-    except OSError as error:
-        raise SettingsError(
-            f"--handoff-secret-file {path}: {error.strerror}; pass a file with the secret"
-        ) from None
-
-
-def _long_enough(secret: bytes, source: str) -> bytes:
-    if len(secret) < MIN_SECRET_BYTES:
-        raise SettingsError(
-            f"{source} has {len(secret)} bytes, which can be guessed; use at least "
-            f"{MIN_SECRET_BYTES}"
-        )
-    return secret

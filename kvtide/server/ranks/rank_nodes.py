@@ -14,14 +14,12 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from kvtide.server.ranks.rank_channels import MeetingPlace
-from kvtide.server.setting_values import SettingsError
+from kvtide.server.setting_values import SettingsError, read_secret
 from kvtide.server.settings import Settings, flag
 
 SECRET_VARIABLE = "KVTIDE_RANK_SECRET"
-MIN_SECRET_BYTES = 16
 LOOPBACK = "127.0.0.1"
 
 LOCAL = frozenset(
@@ -117,36 +115,14 @@ def _secret(settings: Settings, host: str, environment: Mapping[str, str]) -> by
             f"--rendezvous {settings.rendezvous} names no machine; use the address by which the "
             "other nodes reach node 0"
         )
-    given, file = environment.get(SECRET_VARIABLE), settings.rank_secret_file
-    if given is not None and file is not None:
-        raise SettingsError(
-            f"--rank-secret-file and {SECRET_VARIABLE} are both given; keep one of them"
-        )
-    if file is not None:
-        return _long_enough(_read(Path(file)), f"--rank-secret-file {file}")
-    if given is not None:
-        return _long_enough(given.encode(), SECRET_VARIABLE)
+    secret = read_secret(
+        "--rank-secret-file", settings.rank_secret_file, SECRET_VARIABLE, environment
+    )
+    if secret is not None:
+        return secret
     if host != "localhost" and (address is None or not address.is_loopback):
         raise SettingsError(
             f"ranks that meet at {host} leave this machine, and there is no secret; give all nodes "
             f"the same --rank-secret-file, or set {SECRET_VARIABLE}"
         )
     return b""
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes().strip()
-    except OSError as error:
-        raise SettingsError(
-            f"--rank-secret-file {path}: {error.strerror}; pass a file with the secret"
-        ) from None
-
-
-def _long_enough(secret: bytes, source: str) -> bytes:
-    if len(secret) < MIN_SECRET_BYTES:
-        raise SettingsError(
-            f"{source} has {len(secret)} bytes, which can be guessed; use at least "
-            f"{MIN_SECRET_BYTES}"
-        )
-    return secret
