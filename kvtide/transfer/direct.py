@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -52,7 +52,7 @@ class BatchedCopies:
     """The driver's call. Columns are addresses of arrays: targets, sources, sizes."""
 
     def __init__(self) -> None:
-        self._batch = _batch_function()
+        self._batch, self._make_context_current = _driver_calls()
         self._threads = threading.local()
         self._attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
         self._first = ctypes.c_size_t(0)
@@ -60,7 +60,7 @@ class BatchedCopies:
     def submit(self, columns: list[int], count: int, stream: int) -> None:
         """The copies are of torch's current device."""
         if not hasattr(self._threads, "has_context"):
-            _make_context_current()
+            self._make_context_current()
             self._threads.has_context = True
         attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first)
         status = self._batch(*columns, count, attributes, first, 1, stream)
@@ -95,23 +95,13 @@ class Direct:
             yield
 
 
-def _make_context_current() -> None:
-    """A thread has a CUDA context from its first call of the runtime on. The driver's calls need
-    one, and may be the first of a thread."""
-    from cuda.bindings import driver
+def _driver_calls() -> tuple[ctypes._CFunctionType, Callable[[], None]]:
+    """The driver's batched copy, found through cuda-bindings and called without its conversions;
+    and what gives the calling thread a CUDA context.
 
-    error, context = driver.cuCtxGetCurrent()
-    if not error and not int(context):
-        _, device = driver.cuDeviceGet(torch.cuda.current_device())
-        error, context = driver.cuDevicePrimaryCtxRetain(device)
-        if not error:
-            (error,) = driver.cuCtxSetCurrent(context)
-    if error:
-        raise RuntimeError(f"the thread gets no CUDA context (error {int(error)})")
-
-
-def _batch_function() -> ctypes._CFunctionType:
-    """The driver's function, found through cuda-bindings and called without its conversions."""
+    A thread has one from its first call of the runtime on. The driver's calls need it, and may be
+    the first of a thread.
+    """
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -124,8 +114,19 @@ def _batch_function() -> ctypes._CFunctionType:
             "direct: the driver has no batched copies (CUDA 13 brought them in this form); "
             "update it, or use the kernel backend"
         )
+
+    def make_context_current() -> None:
+        error, context = driver.cuCtxGetCurrent()
+        if not error and not int(context):
+            _, device = driver.cuDeviceGet(torch.cuda.current_device())
+            error, context = driver.cuDevicePrimaryCtxRetain(device)
+            if not error:
+                (error,) = driver.cuCtxSetCurrent(context)
+        if error:
+            raise RuntimeError(f"the thread gets no CUDA context (error {int(error)})")
+
     address, size = ctypes.c_void_p, ctypes.c_size_t
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int, address, address, address, size, address, address, size, address
     )
-    return kind(int(pointer))
+    return kind(int(pointer)), make_context_current

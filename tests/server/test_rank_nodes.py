@@ -182,7 +182,6 @@ NODES = Settings(tp=2, pp=2, nodes=2, rendezvous="10.0.0.1:29500")
         ({"nodes": 1}, "--rendezvous is where several nodes meet; give --nodes, or drop it"),
         ({"node": 2}, "--node 2 is none of 2 nodes; use 0 to 1"),
         ({"nodes": 3}, "4 ranks do not divide over 3 nodes"),
-        ({"device": "cuda:1"}, "--device cuda:1 is one device, and 4 ranks divide all that there"),
         ({"rendezvous": "10.0.0.1"}, "--rendezvous is '10.0.0.1'; use HOST:PORT"),
         ({"rendezvous": ":29500"}, "use HOST:PORT"),
         ({"rendezvous": "10.0.0.1:0"}, "use HOST:PORT"),

@@ -167,7 +167,7 @@ class FakeStream:
 
 
 def direct_over(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Direct:
-    monkeypatch.setattr(direct, "_batch_function", lambda: driver)
+    monkeypatch.setattr(direct, "_driver_calls", lambda: (driver, lambda: None))
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", driver.event)
     return Direct()

@@ -83,11 +83,6 @@ def parse_place(text: str) -> tuple[str, int]:
 
 def _check(settings: Settings) -> None:
     ranks, nodes, node = settings.ranks, settings.nodes, settings.node
-    if ranks > 1 and settings.device.startswith("cuda:"):
-        raise SettingsError(
-            f"--device {settings.device} is one device, and {ranks} ranks divide all that there "
-            "are; use --device cuda"
-        )
     if nodes > 1 and settings.rendezvous is None:
         raise SettingsError(
             f"{nodes} nodes meet somewhere; give all of them --rendezvous HOST:PORT, an address of "

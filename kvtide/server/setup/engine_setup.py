@@ -193,6 +193,11 @@ def check_ranks(settings: Settings) -> None:
 
 def _check_backend(settings: Settings) -> None:
     devices, backend = torch.cuda.device_count(), rank_backend(settings)
+    if settings.device.startswith("cuda:"):
+        raise SettingsError(
+            f"--device {settings.device} is one device, and {settings.ranks} ranks divide all that "
+            "there are; use --device cuda"
+        )
     if backend == NCCL and not settings.on_gpu:
         raise SettingsError(
             f"--rank-backend nccl is for GPUs, and --device is {settings.device}; use gloo"
