@@ -100,6 +100,7 @@ def test_a_driven_step_has_the_hit_rate_of_its_overlap() -> None:
     assert never.missing_bytes == pytest.approx(never.layer_misses * 4 * entry)
 
 
+@pytest.mark.full
 def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, chart = tmp_path / "found.json", tmp_path / "chart.svg"
     only = ["--only", "rows,single,decode,sum,ttft"]

@@ -19,7 +19,9 @@ PLAYED = {**WITH_STORAGE, **SCENARIOS}
 """Those that break the connection between ranks come last."""
 
 
-@pytest.fixture(scope="module", params=(2, 4), ids=("2 ranks", "4 ranks"))
+@pytest.fixture(
+    scope="module", params=(2, pytest.param(4, marks=pytest.mark.full)), ids=("2 ranks", "4 ranks")
+)
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Report]:

@@ -51,6 +51,7 @@ def test_index_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -
     assert result["capacity_tokens"] > 0
 
 
+@pytest.mark.full
 def test_index_with_draft_prints_what_a_committed_page_costs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -154,6 +155,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.save(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.full
 def test_speculate_compares_tokens_a_second(
     talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def _check(result: dict[str, Any]) -> None:
         assert event["generated_tokens"] == 4 and event["ttft_ms"] > 0 and event["tpot_ms"] > 0
 
 
+@pytest.mark.full
 def test_the_accept_length_of_a_server_that_speculates(
     folder: Path, server: Server, capsys
 ) -> None:

@@ -331,7 +331,7 @@ def small_memory() -> ModelMemory:
     return served_hot(memory, 16)
 
 
-@pytest.mark.parametrize("requests", [300, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requests", [100, pytest.param(10_000, marks=pytest.mark.full)])
 def test_nothing_leaks(requests: int) -> None:
     """Requests that end, are aborted and retracted: no row, no slot, and no memory."""
     rng = random.Random(requests)

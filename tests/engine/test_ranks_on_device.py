@@ -38,7 +38,7 @@ def expected(
     return folder
 
 
-@pytest.mark.quick(shape=[TP])
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [PP, TP, BOTH], ids=str)
 def test_ranks_that_share_a_device_are_one(
     shape: Shape,

@@ -82,6 +82,7 @@ def test_a_frozen_worker_ends_the_server(model_folder: Path, streaming: bool) ->
             request.leave()
 
 
+@pytest.mark.full
 def test_workers_of_a_frozen_leader_end_by_themselves(model_folder: Path) -> None:
     with ForkedChild((str(model_folder), *FLAGS, *TP)) as child:
         child.client()

@@ -99,6 +99,7 @@ def test_a_cable_that_is_pulled_ends_both_nodes(model_folder: Path) -> None:
 # -- two nodes of one machine --------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_only_a_node_that_knows_the_secret_and_the_settings_is_taken(
     model_folder: Path, expected: list[list[str]]
 ) -> None:

@@ -128,6 +128,7 @@ def test_ranks_answer_as_one_go_on_from_storage_and_end_together(
             end(child, worker)
 
 
+@pytest.mark.full
 def test_a_store_is_attached_cleared_and_left_by_all_ranks(
     model_folder: Path, tmp_path: Path, expected: list[list[str]]
 ) -> None:

@@ -385,7 +385,7 @@ def test_a_server_says_at_its_start_what_drafts(model_folder: Path) -> None:
         assert "\nspeculation: ngram, up to 5 drafts\n" in server.said
 
 
-@pytest.mark.quick(split=["--tp"], drafts=["eagle3"])
+@pytest.mark.full
 @pytest.mark.parametrize("split", ["--tp", "--pp"])
 @pytest.mark.parametrize("drafts", ["ngram", "eagle3"])
 def test_ranks_draft(

@@ -38,6 +38,7 @@ MAX_S = TIMEOUT_S + 0.8
 # -- the rules --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_it_keeps_the_rules_of_stores():
     code = "from tests.storage.test_mooncake import check_share as check; check({})"
     for share in [Apart(code.format(number)) for number in range(SHARES)]:

@@ -8,9 +8,10 @@ import pytest
 
 from kvtide.engine.handoff.handoff_state import HandoffState
 from tests.engine.handoff.handing_over import expected, family_pair, tokens_of
-from tests.engine.restoring import ALL_NAMES, HOT_NAMES, PAGE, text
+from tests.engine.restoring import ALL_NAMES, FORMS, HOT_NAMES, PAGE, text
 
 
+@pytest.mark.quick(family=[*(family.name for family in FORMS), "deepseek_v32 hot:24"])
 @pytest.mark.parametrize("family", [*ALL_NAMES, *HOT_NAMES])
 def test_answers_are_those_of_one_engine(family: str) -> None:
     rng, pair = random.Random(3), family_pair(family)

@@ -145,6 +145,7 @@ def test_a_repetitive_prompt_of_1024_tokens_with_7_drafts_survives_a_restart(
 # -- without draft pages -----------------------------------------------------------------------
 
 
+@pytest.mark.quick(tier=[Tier.DEVICE])
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST], ids=["device", "host"])
 def test_without_draft_pages_the_accept_length_falls(
     tier: Tier, server: LookupServer, cold: float

@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick(shape=[SHAPES[0]])
+@pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_rank_accepts_the_same(
     models: Path, shape: Shape, tmp_path_factory: pytest.TempPathFactory

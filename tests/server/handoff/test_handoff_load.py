@@ -191,6 +191,7 @@ def counted() -> Counter[str]:
     return found
 
 
+@pytest.mark.full
 def test_every_end_of_a_handoff_lets_go_of_all_its_objects(
     serve: Callable[..., InProcess], model_folder: Path
 ) -> None:

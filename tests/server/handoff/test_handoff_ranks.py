@@ -22,7 +22,7 @@ def expected(model_folder: Path) -> Iterator[list[dict[str, Any]]]:
         yield [ask(alone.client(), prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.quick(prefill=[STAGES], decode=[()])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [(STAGES, ()), ((), STAGES), (TENSORS, ()), ((), TENSORS), (STAGES, TENSORS)],

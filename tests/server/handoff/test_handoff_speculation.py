@@ -68,7 +68,7 @@ def fixed_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(defaults, FIXED, True)
 
 
-@pytest.mark.quick(kind=["eagle3"], prefills=["drafts"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefills", ["drafts", "plain"])
 def test_a_decode_server_drafts_as_one_server_does(

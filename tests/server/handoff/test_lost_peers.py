@@ -220,7 +220,7 @@ def test_a_decode_server_that_is_killed_leaves_nothing_behind(
     until_handed_over(pair)
 
 
-@pytest.mark.quick(state=["streaming"], ends=["thawed"])
+@pytest.mark.full
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("ends", ["thawed", "killed"])
 def test_a_decode_server_that_is_frozen_does_not_hold_the_prefill_server(
