@@ -107,7 +107,7 @@ def _page(items: list[Json], request: web.Request) -> Json:
     if (after := query.get("after")) is not None:
         if after not in ids:
             raise RequestError(
-                f"after is {after[:80]!r}, none of the items; use an id", param="after"
+                f"after is {after[:80]!r}, none of the items; use an id of one", param="after"
             )
         first = ids.index(after) + 1
     shown = named[first : first + int(limit)]
