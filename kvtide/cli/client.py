@@ -152,7 +152,7 @@ class ServerClient:
                     data = line.decode("utf-8", "replace").removeprefix("data:").strip()
                     if data == "[DONE]":
                         return
-                    if data:
+                    if data and not data.startswith(":"):  # A comment keeps a stream alive.
                         yield _chunk(data)
             except (aiohttp.ClientError, OSError):
                 raise CutError("the connection was lost") from None

@@ -317,6 +317,13 @@ def test_an_answer_that_was_cut_is_kept(cut: Handler, reason: str, say: Say, cap
     assert [m["content"] for m in server.asked[1]["messages"]] == ["hi", "So far", "go on"]
 
 
+def test_comments_that_keep_a_stream_alive_are_no_text(say: Say, capsys) -> None:
+    alive = ": keep-alive\n\n"
+    with Scripted(answer(alive, _said("Hi "), alive, _said("you.", "stop"), DONE)) as server:
+        assert say(["hi"], "--url", server.url) == 0
+    assert "Hi you.\n" in capsys.readouterr().out
+
+
 def test_a_turn_without_an_answer_did_not_happen(say: Say, capsys) -> None:
     with Scripted(lost, answer(_said("Yes", "stop"), DONE)) as server:
         assert say(["hi", "hello"], "--url", server.url) == 1

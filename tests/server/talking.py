@@ -50,7 +50,7 @@ class Open:
         assert answer.status == 200, answer.read()
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         for line in answer:
-            if line == b"\n":
+            if line == b"\n" or line.startswith(b":"):
                 continue
             assert line.startswith(b"data: "), line
             if line == b"data: [DONE]\n":
