@@ -28,12 +28,14 @@ PARTS = 5
 """The session's turns are shown in so many parts."""
 TOKENS_PER_WORD = 2
 """At the most, for the tiers' sizes."""
+TOKENS_PER_CALL = 64
+"""Of most calls, for the same; one of them may be as long as the load allows."""
 
 
 def longest_tokens(load: AgentLoad) -> int:
     """A context that is longer than any of the session."""
     words = load.system_words + 200 + load.turns * (load.result_words + 16)
-    return TOKENS_PER_WORD * words + load.turns * 64 + load.call_tokens + 1024
+    return TOKENS_PER_WORD * words + load.turns * TOKENS_PER_CALL + load.call_tokens + 1024
 
 
 def measure(client: ServerClient, load: AgentLoad, on_turn: Callable[[], object]) -> Json:

@@ -9,5 +9,5 @@
 `tail_rows`             where a peer writes the last page of a prompt
 `page_sender`           one thread that writes for all rooms, in order, within a quota
 `channel`               authenticated messages between two processes
-`transport_conformance` does a transport keep the rules
+`conformance`           does a transport keep the rules
 """
