@@ -195,28 +195,27 @@ class Engine:
         self._retract(self._without_prefix())
         admits_beside = self._runner.has_graphs and self.scheduler.blocked
         self.handoffs.incoming.poll()
+        if first := self._end_early(self.handoffs.take_updates()):
+            self.computed = 0
+            return first  # At once: the client need not wait for a step.
         if not (admits_beside and self.scheduler.running):
             self.scheduler.admit()
-        if first := self._end_early(self.handoffs.take_first_tokens()):
-            self.computed = 0
-            return first  # At once: a step would wait for the prompts' pages to be loaded.
         step = self._schedule()
         self.computed = step.tokens
         if not step.chunks:
-            return first
+            return []
         if self._speculation is not None and not step.launched:
             self._speculation.before(step.chunks)
         try:
             output = step.launch()
         except TransferError:
             self._restart(step.chunks)
-            return first
+            return []
         if self._speculation is not None and step.launched:
             step = step._replace(chunks=self._speculation.read_drafts(step.chunks))
         self.masks.begin(step.chunks)
         if admits_beside:
             self.scheduler.admit_without_preemption()
-            first += self._end_early(self.handoffs.take_first_tokens())
         self._overlap_copies(step.chunks)
         self._commit(step.chunks, output)
         updates, checks = self._sample(step.chunks, output)
@@ -224,7 +223,7 @@ class Engine:
         self.handoffs.outgoing.advance()
         self._end(updates)
         self._runner.hot_counts.sample()
-        return [*first, *(update for update in updates if update.request not in checks)]
+        return [update for update in updates if update.request not in checks]
 
     def _prompt(self, checked: CheckedRequest) -> Prompt:
         if checked.params.alone:
@@ -381,7 +380,7 @@ class Engine:
                 self._commit_computed(chunk.request)
 
     def _end_early(self, updates: list[Update]) -> list[Update]:
-        """Finish requests whose last token was the first, which a peer sampled."""
+        """Finish requests whose only token is one that a peer has sampled."""
         for update in updates:
             if update.finish is not None:
                 self._finish(update.request, update.finish)

@@ -1,10 +1,10 @@
 """Decode speed of a running batch, while pages land and while prompts are prefilled.
 
-`landing` hands over prompts that the prefill side has computed before: with one GPU for both
-sides, a prefill would take time from the decode batch, which two machines do not.
+Both hand over prompts that the prefill side has computed before: with one GPU for both sides, a
+prefill would take time from the decode batch, which two machines do not.
 
-`threshold` sends new prompts of growing length, one after another, to a server that decodes. They
-are prefilled there or handed over. Beside their TTFT it shows how long each holds up the batch.
+`threshold` sends prompts of growing length, one after another, to a server that decodes. They are
+prefilled there, or handed over: it shows how long each holds up the batch.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def decode_while_landing(
 class PromptCost:
     """What a new prompt costs a server that decodes.
 
-    first_s  its TTFT
+    there_s  until all of it is there
     delay_s  how long it holds up the running batch
     """
 
-    first_s: float
+    there_s: float
     delay_s: float
 
 
@@ -146,12 +146,12 @@ class HandoffOrNot:
     handed_over: PromptCost
 
     @property
-    def of_first(self) -> float:
-        """TTFT handed over against TTFT prefilled here."""
-        return self.handed_over.first_s / self.alone.first_s
+    def saved_s(self) -> float:
+        """How much less a handoff holds the batch up than a prefill."""
+        return self.alone.delay_s - self.handed_over.delay_s
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"of_first": self.of_first}
+        return asdict(self) | {"saved_s": self.saved_s}
 
 
 def threshold(
@@ -183,17 +183,22 @@ def _cost(
 ) -> PromptCost:
     """Of prompts one after another; the batch alone decodes as long before them."""
     given = [bed.prompt(tokens) for _ in range(prompts)]
+    rooms = bed.prefill.open_rooms(given) if hand_over else []
     window = _Window(bed, streams)
-    first = [(bed.handed_over if hand_over else bed.alone)(prompt, 1).first_s for prompt in given]
+    if hand_over:
+        pairs = zip(given, rooms, strict=True)
+        answers = [bed.handed_over(prompt, 1, room=room) for prompt, room in pairs]
+    else:
+        answers = [bed.alone(prompt, 1) for prompt in given]
     seconds, generated = window.end()
     quiet_tokens_s = _quiet(bed, streams, seconds)
     delay_s = (seconds - generated / quiet_tokens_s) / prompts
-    return PromptCost(statistics.median(first), delay_s)
+    return PromptCost(statistics.median(each.last_s for each in answers), delay_s)
 
 
 def _median(costs: Sequence[PromptCost]) -> PromptCost:
     return PromptCost(
-        statistics.median(each.first_s for each in costs),
+        statistics.median(each.there_s for each in costs),
         statistics.median(each.delay_s for each in costs),
     )
 
@@ -202,7 +207,7 @@ def shortest_worth(found: Sequence[HandoffOrNot]) -> int | None:
     """The shortest prompt from which on handing over holds up the batch less than a prefill."""
     worth = None
     for each in sorted(found, key=lambda one: -one.tokens):
-        if each.handed_over.delay_s >= each.alone.delay_s:
+        if each.saved_s <= 0:
             break
         worth = each.tokens
     return worth

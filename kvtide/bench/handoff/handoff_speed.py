@@ -3,7 +3,7 @@
 The first round is not counted. A ratio is the median over the rounds of paired ratios.
 
 A time to first token (TTFT) is seen where a server hands tokens to its clients. With a handoff it
-comes with the request's admission; loads of its pages follow, and the second token waits for them.
+comes when the prefill side has sampled it; the second token waits for all pages, and their loads.
 """
 
 from __future__ import annotations
@@ -24,16 +24,30 @@ TURN_FRACTION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class TimedToken:
-    """Seconds to the first and to the second token: medians, and the first ones of all rounds."""
+    """Seconds to the first and to the second token: of all rounds."""
 
-    first_s: float
-    second_s: float
-    rounds_s: tuple[float, ...]
+    firsts_s: tuple[float, ...]
+    seconds_s: tuple[float, ...]
+
+    @property
+    def first_s(self) -> float:
+        return statistics.median(self.firsts_s)
+
+    @property
+    def second_s(self) -> float:
+        return statistics.median(self.seconds_s)
 
     def of(self, other: TimedToken) -> float:
         """The time to the first token as a fraction of another way's."""
-        pairs = zip(self.rounds_s, other.rounds_s, strict=True)
-        return statistics.median(mine / its for mine, its in pairs)
+        return _median_ratio(self.firsts_s, other.firsts_s)
+
+    def second_of(self, other: TimedToken) -> float:
+        """The same of the second token."""
+        return _median_ratio(self.seconds_s, other.seconds_s)
+
+
+def _median_ratio(mine: tuple[float, ...], others: tuple[float, ...]) -> float:
+    return statistics.median(own / its for own, its in zip(mine, others, strict=True))
 
 
 Variants = Mapping[str, Callable[[], TimedAnswer]]
@@ -50,9 +64,8 @@ def in_turns(variants: Variants, rounds: int) -> dict[str, TimedToken]:
                 found[name].append(answered)
     return {
         name: TimedToken(
-            statistics.median(each.first_s for each in answers),
-            statistics.median(each.last_s for each in answers),
             tuple(each.first_s for each in answers),
+            tuple(each.last_s for each in answers),
         )
         for name, answers in found.items()
     }
@@ -80,21 +93,25 @@ class WriteWays:
 
     @property
     def of_staged(self) -> float | None:
-        """How much earlier the first token comes than staged; negative is earlier."""
-        return None if self.staged is None else self.straight.of(self.staged) - 1
+        """How much earlier the second token comes than staged; negative is earlier."""
+        return None if self.staged is None else self.straight.second_of(self.staged) - 1
 
     @property
     def of_chunked(self) -> float | None:
-        return None if self.chunked is None else self.straight.of(self.chunked) - 1
+        return None if self.chunked is None else self.straight.second_of(self.chunked) - 1
 
     @property
     def added(self) -> float:
         """What the handoff adds to the first token of one server."""
         return self.straight.of(self.alone) - 1
 
+    @property
+    def added_to_second(self) -> float:
+        return self.straight.second_of(self.alone) - 1
+
     def as_json(self) -> dict[str, Any]:
-        derived = {name: getattr(self, name) for name in ("of_staged", "of_chunked", "added")}
-        return asdict(self) | derived
+        names = ("of_staged", "of_chunked", "added", "added_to_second")
+        return asdict(self) | {name: getattr(self, name) for name in names}
 
 
 def write_ways(bed: HandoffBed, tokens: int, rounds: int) -> WriteWays:
@@ -136,7 +153,7 @@ class Landing:
     """Pages of a computed prompt on their way, beside plain copies in the same process.
 
     bytes_s       while the sender was writing
-    end_to_end_s  from the request to its first token: all messages and the admission too
+    end_to_end_s  from the request to the last page: all messages too
     """
 
     tokens: int
@@ -158,14 +175,14 @@ def landing(bed: HandoffBed, tokens: int, rounds: int) -> Landing:
         prompt = bed.prompt(tokens)
         (room,) = bed.prefill.open_rooms([prompt])
         before = bed.prefill.sent()
-        answered = bed.handed_over(prompt, room=room)
+        answered = bed.handed_over(prompt, 1, room=room)
         after = bed.prefill.sent()
         written = after.bytes - before.bytes
         own = bed.prefill.plain_bytes_s()
         if number:
             speeds.append(written / (after.seconds - before.seconds))
             plain.append(own)
-            whole.append(answered.first_s)
+            whole.append(answered.last_s)
     ratios = [speed / own for speed, own in zip(speeds, plain, strict=True)]
     medians = map(statistics.median, (speeds, plain, whole, ratios))
     return Landing(tokens, written, *medians)

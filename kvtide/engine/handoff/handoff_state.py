@@ -6,7 +6,8 @@
        ├──────────────────────── the request ends ────────────────────────▶ ABORTED
        └──── little is missing, or another handoff brings it ─────────────▶ DECLINED
 
-A request waits in the first three states. In the others it is admitted like any request, with the
+A request waits in the first three states; its first token, which the peer samples before the last
+pages and the tail land, may come there. In the others it is admitted like any request, with the
 pages that have landed by then; what is missing is prefilled here. A peer that fails costs time and
 never text.
 """
@@ -57,7 +58,9 @@ class IncomingHandoff:
 
     receipt  the slots that the peer writes to; they stay quarantined after a failure until the peer
              is silent
-    first    the first token of the answer, once the tail has landed
+    first    the first token of the answer, as the peer sampled it
+    is_last  that token is the answer's last: the request ends with the handoff
+    whole    the tail has landed and is all that this side needs behind the boundary
     cached   tokens that the peer's own tiers had, by tier
     tokens   tokens in pages that have landed
     tried    it has looked for what is missing
@@ -69,6 +72,8 @@ class IncomingHandoff:
     state: HandoffState = HandoffState.OFFERED
     receipt: Receipt | None = None
     first: SampledToken | None = None
+    is_last: bool = False
+    whole: bool = False
     cached: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     tried: bool = False

@@ -13,7 +13,8 @@ from kvtide.engine.handoff.handoff_state import HandoffState
 from kvtide.engine.handoff.incoming import IncomingHandoffs
 from kvtide.engine.handoff.messages import Done, Message, Reserve, StopWriting
 from kvtide.engine.handoff.outgoing import OutgoingHandoffs
-from kvtide.engine.request import Finish, Request, RequestError
+from kvtide.engine.request import Finish, Request, RequestError, RequestState
+from kvtide.engine.sampler import SampledToken
 from kvtide.engine.updates import Update, append
 
 HANDOFF_MIN_TOKENS = 256
@@ -32,10 +33,11 @@ class Handoffs:
         resumed: Callable[[Request], None],
         drafts: Callable[[Request], bool],
     ) -> None:
-        self.incoming = IncomingHandoffs(cache, min_tokens, drafts)
+        self.incoming = IncomingHandoffs(cache, min_tokens, drafts, self._first, self._over)
         self.outgoing = OutgoingHandoffs(cache, drafts)
         self._abort, self._resumed = abort, resumed
-        self._first_tokens: list[Update] = []
+        self._updates: list[Update] = []
+        self._last: dict[Request, Finish] = {}
 
     # -- from the engine --------------------------------------------------------------------
 
@@ -58,15 +60,14 @@ class Handoffs:
         """Have an admitted request begin behind its prompt, if a peer has computed that."""
         if request.handoff is None or request.handoff.state is not HandoffState.LANDED:
             return
-        if (first := self.incoming.resume(request)) is not None:
+        if self.incoming.resume(request):
             request.computed = len(request.params.tokens)
             self._resumed(request)
-            self._first_tokens += append(request, [first])
 
-    def take_first_tokens(self) -> list[Update]:
-        """First tokens that peers sampled, of requests admitted since."""
-        updates, self._first_tokens = self._first_tokens, []
-        return updates
+    def take_updates(self) -> list[Update]:
+        """First tokens that peers have sampled, and ends of requests that have no other token."""
+        updates, self._updates = self._updates, []
+        return [each for each in updates if each.request.state is not RequestState.FINISHED]
 
     def ending(self, request: Request, finish: Finish) -> None:
         """A request is about to leave the scheduler; a running one still has its lease."""
@@ -75,6 +76,22 @@ class Handoffs:
 
     def ended(self, request: Request) -> None:
         self.outgoing.ended_request(request)
+
+    # -- first tokens -----------------------------------------------------------------------
+
+    def _first(self, request: Request, sampled: SampledToken) -> None:
+        """Its client gets the token at once. Where that is the last one, the request stays until
+        its handoff is over: its pages serve later prompts."""
+        assert request.handoff is not None
+        (update,) = append(request, [sampled])
+        if update.finish is not None:
+            self._last[request], request.handoff.is_last = update.finish, True
+        if update.sampled is not None or update.text:
+            self._updates.append(update._replace(finish=None))
+
+    def _over(self, request: Request) -> None:
+        if (finish := self._last.pop(request, None)) is not None:
+            self._updates.append(Update(request, None, "", finish))
 
     # -- from peers -------------------------------------------------------------------------
 

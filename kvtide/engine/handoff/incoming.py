@@ -3,8 +3,9 @@
 A request that comes with a `HandoffSource` waits until its fetch from storage is over. Then the
 tiers are asked what is missing; slots are taken for all of it, or the request goes on waiting. The
 peer is told the slots, and writes pages there in any order. Each page is adopted when it has
-landed. After the last one the tail has landed too, and the first token is known: the request is
-admitted with all of its prompt computed.
+landed. The first token comes as soon as the peer has sampled it, and goes to the client at once.
+When the last page and the tail have landed, the request is admitted with all of its prompt
+computed.
 
 All ranks are given the same messages in the same order, and decide alike. One rank, the leader,
 has an `outbox`, and turns deadlines and lost connections into messages (`Failed`, `Silent`).
@@ -21,6 +22,7 @@ from kvtide.cache import Receipt, TieredCache
 from kvtide.engine.handoff.handoff_state import HandoffState, IncomingHandoff
 from kvtide.engine.handoff.messages import (
     Ask,
+    Complete,
     Done,
     Failed,
     First,
@@ -43,7 +45,8 @@ Outbox = Callable[[str, Message], None]
 
 class IncomingHandoffs:
     """`min_tokens`: a prompt that misses fewer is prefilled here. `drafts`: a draft of this side
-    needs its own state of a request's tokens.
+    needs its own state of a request's tokens. `on_first`: a first token has come. `on_over`: a
+    handoff has ended.
 
     outbox  for the leader; other ranks send nothing
     ended   handoffs by their last state
@@ -51,16 +54,24 @@ class IncomingHandoffs:
     """
 
     def __init__(
-        self, cache: TieredCache, min_tokens: int, drafts: Callable[[Request], bool]
+        self,
+        cache: TieredCache,
+        min_tokens: int,
+        drafts: Callable[[Request], bool],
+        on_first: Callable[[Request, SampledToken], None],
+        on_over: Callable[[Request], None],
     ) -> None:
         self.outbox: Outbox = _nowhere
         self.ended: Counter[HandoffState] = Counter()
         self.handed_tokens = self.landed_bytes = 0
         self._min_tokens, self._drafts = min_tokens, drafts
+        self._on_first, self._on_over = on_first, on_over
         self._cache, self._receiving = cache, cache.receiving
         anchors = enumerate(cache.memory.anchors)
         self._history = next((n for n, one in anchors if one.reuse.reach is ALL), None)
         """The anchor whose pages count as tokens. Without one, few pages stand for all tokens."""
+        kept = cache.memory.at_rest
+        self._page_bytes = [kept.slot_bytes(each.name) for each in cache.memory.anchors]
         self._requests: dict[int, Request] = {}
         self._by_epoch: dict[int, Request] = {}
         self._quarantined: dict[int, Receipt] = {}
@@ -96,27 +107,25 @@ class IncomingHandoffs:
         is_behind = handoff.behind is not None and handoff.behind in self._by_epoch
         return handoff.state is HandoffState.OFFERED and request.settled and not is_behind
 
-    def resume(self, request: Request) -> SampledToken | None:
-        """The request was admitted: copy its tail to the lease's slots.
+    def resume(self, request: Request) -> bool:
+        """The request was admitted: copy its tail to the lease's slots, if it fits what was found.
 
-        The first token, or None if the tail does not fit what was found: it is computed here.
+        Whether it does. Otherwise the prompt's last tokens are computed here.
         """
-        handoff = _of(request)
-        receipt, first = handoff.receipt, handoff.first
-        assert receipt is not None and handoff.state is HandoffState.LANDED
+        handoff, receipt = _of(request), _receipt(request)
+        assert handoff.state is HandoffState.LANDED
         lease, page = request.held, self._cache.memory.page_tokens
-        tokens = len(request.params.tokens)
-        whole = first is not None and lease.cached_tokens == receipt.boundary * page
-        if not (whole and not request.output and self._cache.grow(lease, tokens)):
+        fits = handoff.whole and lease.cached_tokens == receipt.boundary * page
+        fits = fits and self._cache.grow(lease, len(request.params.tokens))
+        if fits:
+            anchors = [anchor.name for anchor in self._cache.memory.anchors]
+            slots = {a: int(self._cache.page_table(lease, a)[receipt.boundary]) for a in anchors}
+            assert min(slots.values()) >= 0, "the open page has a slot in every anchor"
+            self._receiving.copy_tail(receipt, slots)
+        else:
             self._receiving.drop_tail(receipt)
-            self._end(request, HandoffState.DECODING)
-            return None
-        anchors = [anchor.name for anchor in self._cache.memory.anchors]
-        slots = {a: int(self._cache.page_table(lease, a)[receipt.boundary]) for a in anchors}
-        assert all(slot >= 0 for slot in slots.values()), "the open page has a slot in every anchor"
-        self._receiving.copy_tail(receipt, slots)
         self._end(request, HandoffState.DECODING)
-        return first
+        return fits
 
     def abort(self, request: Request) -> None:
         """The request has ended before its handoff."""
@@ -147,15 +156,15 @@ class IncomingHandoffs:
                 self._silent(message.epoch)
             case Failed() if message.epoch in self._quarantined and message.silent:
                 self._silent(message.epoch)
-            case Written() | First() | Failed() if message.epoch in self._by_epoch:
-                request = self._by_epoch[message.epoch]
-                if isinstance(message, Failed):
-                    reason, silent = message.reason, message.silent
-                    self._give_up(request, HandoffState.FAILED, reason, silent=silent)
-                elif isinstance(message, Written):
-                    self._written(request, message)
-                else:
-                    self._first(request, message)
+            case Written() if message.epoch in self._by_epoch:
+                self._written(self._by_epoch[message.epoch], message)
+            case First() if message.epoch in self._by_epoch:
+                self._first(self._by_epoch[message.epoch], message)
+            case Complete() if message.epoch in self._by_epoch:
+                self._complete(self._by_epoch[message.epoch], message)
+            case Failed() if message.epoch in self._by_epoch:
+                request, reason = self._by_epoch[message.epoch], message.reason
+                self._give_up(request, HandoffState.FAILED, reason, silent=message.silent)
             case _:
                 pass
 
@@ -168,26 +177,28 @@ class IncomingHandoffs:
         without = {name: set(absent) for name, absent in message.absent.items()}
         absent = [tuple(s for s in without if number in without[s]) for number in numbers]
         self._receiving.land(receipt, numbers, absent)
-        self.landed_bytes += sum(self._page_bytes(receipt, number) for number in numbers)
-        anchors = len(self._cache.memory.anchors)
-        landed = sum(receipt.places[n].cell % anchors == self._history for n in numbers)
+        anchors = [receipt.places[n].cell % len(self._page_bytes) for n in numbers]
+        self.landed_bytes += sum(self._page_bytes[anchor] for anchor in anchors)
+        landed = sum(anchor == self._history for anchor in anchors)
         handoff.tokens += landed * self._cache.memory.page_tokens
         if handoff.state is HandoffState.RESERVED:
             handoff.move(HandoffState.STREAMING)
         return None
 
-    def _page_bytes(self, receipt: Receipt, number: int) -> int:
-        anchors, kept = self._cache.memory.anchors, self._cache.memory.at_rest
-        return kept.slot_bytes(anchors[receipt.places[number].cell % len(anchors)].name)
-
     def _first(self, request: Request, message: First) -> None:
-        handoff, receipt = _of(request), _receipt(request)
-        if not receipt.complete:
-            reason = "the peer ended before all pages had come"
-            return self._give_up(request, HandoffState.FAILED, reason, silent=True)
-        if message.tail or not self._drafts(request):
+        handoff = _of(request)
+        if handoff.first is None:
             handoff.first = SampledToken(message.token, message.logprob, message.top)
-        handoff.cached = dict(message.cached)
+            handoff.cached = dict(message.cached)
+            self._on_first(request, handoff.first)
+
+    def _complete(self, request: Request, message: Complete) -> None:
+        handoff, receipt = _of(request), _receipt(request)
+        if handoff.first is None or not receipt.complete:
+            what = "all pages" if handoff.first is not None else "a first token"
+            reason = f"the peer ended before {what} had come"
+            return self._give_up(request, HandoffState.FAILED, reason, silent=True)
+        handoff.whole = message.tail or not self._drafts(request)
         if self._history is None:
             page = self._cache.memory.page_tokens
             handoff.tokens = receipt.boundary * page - receipt.held_tokens
@@ -196,6 +207,9 @@ class IncomingHandoffs:
         handoff.move(HandoffState.LANDED)
         self.handed_tokens += handoff.tokens
         self.outbox(handoff.source.peer, Done(handoff.source.room, receipt.epoch))
+        if handoff.is_last:
+            self._receiving.drop_tail(receipt)
+            self._end(request, HandoffState.DECODING)
         return None
 
     def _silent(self, epoch: int) -> None:
@@ -286,6 +300,7 @@ class IncomingHandoffs:
         handoff.move(state)
         self.ended[state] += 1
         del self._requests[request.number]
+        self._on_over(request)
 
 
 def _of(request: Request) -> IncomingHandoff:

@@ -1,7 +1,7 @@
 """What a decode server and a prefill server tell each other about one handoff.
 
     decode ──▶ prefill   Ask, Reserve, StopWriting, Done
-    prefill ──▶ decode   Written, First, Failed, Silent
+    prefill ──▶ decode   Written, First, Complete, Failed, Silent
 
 A *room* names the handoff on both sides. An *epoch* names the slots that the decode side took for
 it: news of another epoch are ignored. Messages travel as JSON; arrays of numbers are packed.
@@ -97,11 +97,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """All is written, the tail too, and nothing more will be.
+    """The first token of the answer, as sampled; pages and the tail may be on their way.
 
-    token, logprob, top  the first token of the answer, as sampled
-    cached               tokens that the prefill side's tiers had, by tier
-    tail                 whether the tail has every pool of the decode side, the draft's too
+    cached  tokens that the prefill side's tiers had, by tier
     """
 
     room: str
@@ -110,6 +108,15 @@ class First:
     logprob: float
     top: tuple[tuple[int, float], ...]
     cached: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """All is written, the tail too, and nothing more will be. `tail`: whether the tail has every
+    pool of the decode side, the draft's too."""
+
+    room: str
+    epoch: int
     tail: bool
 
 
@@ -131,10 +138,10 @@ class Silent:
     epoch: int
 
 
-Message = Ask | Reserve | StopWriting | Done | Written | First | Failed | Silent
+Message = Ask | Reserve | StopWriting | Done | Written | First | Complete | Failed | Silent
 _KINDS: dict[str, Any] = {
     kind.__name__.lower(): kind
-    for kind in (Ask, Reserve, StopWriting, Done, Written, First, Failed, Silent)
+    for kind in (Ask, Reserve, StopWriting, Done, Written, First, Complete, Failed, Silent)
 }
 
 

@@ -24,7 +24,15 @@ from types import MappingProxyType
 import numpy as np
 
 from kvtide.cache import Lease, TieredCache
-from kvtide.engine.handoff.messages import Done, First, Message, Numbers, Reserve, StopWriting
+from kvtide.engine.handoff.messages import (
+    Complete,
+    Done,
+    First,
+    Message,
+    Numbers,
+    Reserve,
+    StopWriting,
+)
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport, ReportKind
 from kvtide.engine.handoff.request_fields import prompt_digest
@@ -62,7 +70,6 @@ class OutgoingHandoff:
     sent: set[int] = field(default_factory=set)
     tail_sent: bool = False
     lease: Lease | None = None
-    first: First | None = None
     failed: bool = False
     released: bool = False
     unclaimed: float | None = None
@@ -84,13 +91,14 @@ class OutgoingHandoff:
 
 
 class OutgoingHandoffs:
-    """`writer`: None where nothing can be handed over. `report` and `on_first` go to the leader's
-    `RankReports`. `drafts`: a draft of this side writes its own state of a request's tokens."""
+    """`writer`: None where nothing can be handed over. `report` and `on_computed` go to the
+    leader's `RankReports`. `drafts`: a draft of this side writes its own state of a request's
+    tokens."""
 
     def __init__(self, cache: TieredCache, drafts: Callable[[Request], bool]) -> None:
         self.writer: PageWriter | None = None
         self.report: Report = _unheard
-        self.on_first: Callable[[First], None] = _unheard
+        self.on_computed: Callable[[First, Complete], None] = _unheard
         self.ended: Counter[str] = Counter()
         self._cache, self._drafts = cache, drafts
         self._rooms: dict[str, OutgoingHandoff] = {}
@@ -418,18 +426,8 @@ class OutgoingHandoffs:
         drafted = not self._cache.memory.draft_sidecars or self._drafts(request)
         whole = not self.writer.absent(handoff.peer) and drafted
         cached = {tier.name.lower(): count for tier, count in request.by_tier.items()}
-        top = tuple(sampled.top)
-        self.on_first(
-            First(
-                reserve.room,
-                reserve.epoch,
-                sampled.token,
-                sampled.logprob,
-                top,
-                cached,
-                tail=whole,
-            )
-        )
+        first = First(*reserve.name, sampled.token, sampled.logprob, tuple(sampled.top), cached)
+        self.on_computed(first, Complete(*reserve.name, tail=whole))
 
     def _submit(
         self,

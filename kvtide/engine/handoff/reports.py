@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from kvtide.engine.handoff.messages import Failed, First, Message, Silent, Written
+from kvtide.engine.handoff.messages import Complete, Failed, First, Message, Silent, Written
 
 ReportKind = Literal["written", "tail", "failed", "silent", "over"]
 
@@ -58,7 +58,7 @@ class _Epoch:
     silent: dict[int, bool] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     failed: bool = False
-    first: First | None = None
+    complete: Complete | None = None
 
 
 class RankReports:
@@ -82,13 +82,14 @@ class RankReports:
             if self._ranks in (len(state.silent), len(state.over)):
                 del self._epochs[key]
 
-    def first(self, message: First) -> None:
-        """The prompt is computed: this is sent when its tail has been written."""
+    def computed(self, first: First, complete: Complete) -> None:
+        """The prompt is computed: its first token is sent at once, the other message when the tail
+        has been written."""
         with self._lock:
-            state = self._epochs.setdefault((message.room, message.epoch), _Epoch())
-            state.first = message
-            for each in self._ended(state):
-                self._send(message.room, each)
+            state = self._epochs.setdefault((first.room, first.epoch), _Epoch())
+            state.complete = complete
+            for message in (first, *self._ended(state)):
+                self._send(first.room, message)
 
     def _messages(self, state: _Epoch, report: RankReport) -> list[Message]:
         room, epoch, rank = report.room, report.epoch, report.rank
@@ -123,8 +124,8 @@ class RankReports:
         )
 
     def _ended(self, state: _Epoch) -> list[Message]:
-        first = state.first
-        if first is None or state.failed or len(state.tails) < self._ranks:
+        complete = state.complete
+        if complete is None or state.failed or len(state.tails) < self._ranks:
             return []
-        state.first = None
-        return [first]
+        state.complete = None
+        return [complete]

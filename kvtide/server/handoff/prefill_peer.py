@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from kvtide.engine.handoff.messages import (
     Ask,
+    Complete,
     Done,
     Failed,
     First,
@@ -353,7 +354,7 @@ class PrefillPeer:
     def _hear(self, values: Json) -> None:
         """On the channel's thread; an error closes the channel."""
         message = from_json(values)
-        if not isinstance(message, (Written, First, Failed, Silent)):
+        if not isinstance(message, (Written, First, Complete, Failed, Silent)):
             raise ChannelError(f"a prefill server does not send {type(message).__name__}")
         with self._lock:
             epoch = message.epoch
@@ -365,7 +366,7 @@ class PrefillPeer:
             if isinstance(message, Silent) or (isinstance(message, Failed) and message.silent):
                 self._told.pop(epoch, None)
                 self._unsilent.pop(epoch, None)
-            if isinstance(message, First):
+            if isinstance(message, Complete):
                 self._told.pop(epoch, None)
         self._tell(message)
 

@@ -2,7 +2,7 @@
 
     decode ──hello: its memory──▶ paired, or refused in a sentence
            ──Ask──▶ a request for one token      ──Reserve, StopWriting, Done──▶ the engine
-           ◀──Written, First, Failed, Silent── what the ranks report
+           ◀──Written, First, Complete, Failed, Silent── what the ranks report
 
 An epoch of a room belongs to the connection that reserved it, or that asks for its silence later:
 a decode server that lost its connection asks over the next one. When a connection ends, so does all
@@ -20,6 +20,7 @@ from typing import Any
 from kvtide.engine import RequestError
 from kvtide.engine.handoff.messages import (
     Ask,
+    Complete,
     Done,
     Failed,
     First,
@@ -186,7 +187,7 @@ class PrefillSide:
 
     def _send(self, room: str, message: Message) -> None:
         """To the connection that has the room and epoch; from any thread."""
-        assert isinstance(message, (Written, First, Failed, Silent))
+        assert isinstance(message, (Written, First, Complete, Failed, Silent))
         with self._lock:
             owners = self._rooms.get(room, {})
             channel = self._channels.get(owners.get(message.epoch, ""))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvtide.engine import Engine, RankTopology
-from kvtide.engine.handoff.messages import First, Message
+from kvtide.engine.handoff.messages import Message
 from kvtide.engine.handoff.own_memory import source_memory, target_memory
 from kvtide.engine.handoff.page_writer import PageWriter
 from kvtide.engine.handoff.rank_exchange import exchange
@@ -110,7 +110,7 @@ class RankHandoff:
         outgoing.writer, outgoing.report = self.writer, self._report_to_leader
         if own == LEADER:
             self.reports = RankReports(ranks, lambda room, message: self.sends(room, message))
-            outgoing.report, outgoing.on_first = self.reports.add, self._first
+            outgoing.report, outgoing.on_computed = self.reports.add, self.reports.computed
         if ranks > 1:
             self._meet_ranks()
 
@@ -140,10 +140,6 @@ class RankHandoff:
     def _report_to_leader(self, report: RankReport) -> None:
         if self._to_leader is not None:
             self._to_leader.send(report.to_json())
-
-    def _first(self, message: First) -> None:
-        assert self.reports is not None
-        self.reports.first(message)
 
     def pair(
         self, peer: str, manifests: Sequence[Json], descriptors: Sequence[Descriptor]

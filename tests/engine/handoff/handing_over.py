@@ -74,7 +74,7 @@ class Pair:
         )
         outgoing = self.prefill.handoffs.outgoing
         outgoing.writer = self.writer
-        outgoing.report, outgoing.on_first = self.reports.add, self.reports.first
+        outgoing.report, outgoing.on_computed = self.reports.add, self.reports.computed
         self.decode.handoffs.incoming.outbox = lambda peer, message: self.to_prefill.append(
             json.dumps(to_json(message))
         )

@@ -16,7 +16,7 @@ import pytest
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Request, RequestParams
 from kvtide.engine.handoff.handoff_state import HandoffState
-from kvtide.engine.handoff.messages import First, Written
+from kvtide.engine.handoff.messages import Complete, Written
 from kvtide.engine.sampler import GREEDY
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NgramDrafter
@@ -171,8 +171,10 @@ def test_a_peer_without_the_draft_gives_text_and_shorter_runs(cold: float) -> No
     pair = drafting_pair((plain, target), (None, draft))
     counted = Counted(pair)
     requests = counted.serve(PROMPTS)
-    assert all(not each.tail for each in pair.sent(First)) and len(pair.sent(First)) == len(PROMPTS)
-    assert all(request.handoff and request.handoff.first is None for request in requests)
+    assert all(not each.tail for each in pair.sent(Complete)) and len(pair.sent(Complete)) == len(
+        PROMPTS
+    )
+    assert not any(request.handoff and request.handoff.whole for request in requests)
     assert counted.accept_length <= FALLEN * cold
     pair.settle()
     assert not any(carried(pair.decode.cache, PROMPTS[0]))
@@ -186,7 +188,7 @@ def test_a_peer_that_keeps_the_draft_and_does_not_run_it_claims_no_tail_of_it(
     pair = drafting_pair((target, target), (None, draft))
     counted = Counted(pair)
     counted.serve(PROMPTS)
-    assert not any(each.tail for each in pair.sent(First))
+    assert not any(each.tail for each in pair.sent(Complete))
     pair.settle()
     for prompt in PROMPTS:
         whole = (*prompt, *alone(prompt, ANSWER), 1)

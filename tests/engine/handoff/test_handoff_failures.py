@@ -13,9 +13,9 @@ import pytest
 from kvtide.engine import Request, RequestParams
 from kvtide.engine.handoff.handoff_state import HandoffState
 from kvtide.engine.handoff.messages import (
+    Complete,
     Done,
     Failed,
-    First,
     Reserve,
     Silent,
     StopWriting,
@@ -257,7 +257,7 @@ def test_a_decode_server_that_is_lost_leaves_nothing_behind(stand: Stand, state:
         begun = transport.begun
         pair.run(lambda: transport.begun > begun)
     if state == "written":
-        pair.passes = lambda message: not isinstance(message, First)
+        pair.passes = lambda message: not isinstance(message, Complete)
         pair.run(lambda: other.finish is not None)
     pair.prefill.handoffs.peer_lost(DECODE)
     assert not pair.writer.knows(DECODE)

@@ -14,6 +14,7 @@ from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_state import HandoffState
 from kvtide.engine.handoff.messages import (
     Ask,
+    Complete,
     Done,
     Failed,
     First,
@@ -43,7 +44,8 @@ MESSAGES: tuple[Message, ...] = (
     StopWriting("room", 7),
     Done("room", 7),
     Written("room", 7, (0, 3), {"draft": (3,)}),
-    First("room", 7, 12, -0.5, ((12, -0.5), (4, -2.0)), {"host": 16}, tail=True),
+    First("room", 7, 12, -0.5, ((12, -0.5), (4, -2.0)), {"host": 16}),
+    Complete("room", 7, tail=True),
     Failed("room", 7, "why", silent=False),
     Silent("room", 7),
 )
@@ -176,7 +178,7 @@ def test_a_request_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
 def reserved(pair: Pair, prompt: tuple[int, ...]) -> tuple[Any, Reserve]:
     """A request whose reservation has reached the peer, and of which nothing has come yet."""
     request = pair.submit(prompt)
-    pair.passes = lambda message: not isinstance(message, (Written, First))
+    pair.passes = lambda message: not isinstance(message, (Written, First, Complete))
     pair.run(lambda: bool(pair.sent(Reserve)))
     return request, pair.sent(Reserve)[-1]
 
@@ -188,7 +190,8 @@ def test_news_of_other_epochs_are_ignored(pair: Pair) -> None:
     for epoch in (reserve.epoch - 1, reserve.epoch + 1, -1, 2**60):
         for message in (
             Written(room, epoch, (0, 1), {}),
-            First(room, epoch, 1, 0.0, (), {}, tail=True),
+            First(room, epoch, 1, 0.0, (), {}),
+            Complete(room, epoch, tail=True),
             Failed(room, epoch, "not this one", silent=False),
             Failed(room, epoch, "not this one", silent=True),
             Silent(room, epoch),
@@ -205,7 +208,7 @@ def test_news_of_other_epochs_are_ignored(pair: Pair) -> None:
 def test_pages_that_are_reported_twice_count_once(pair: Pair) -> None:
     prompt = pair.fresh(4 * PAGE + 1)
     request, reserve = reserved(pair, prompt)
-    pair.passes = lambda message: not isinstance(message, First)
+    pair.passes = lambda message: not isinstance(message, Complete)
     pair.run(lambda: request.handoff.receipt.complete)
     pair.at_decode(Written(reserve.room, reserve.epoch, (0, 1, 2, 3), {}))
     pair.at_decode(Written(reserve.room, reserve.epoch, (2, 2), {}))
@@ -245,12 +248,27 @@ def test_pages_that_were_not_asked_for_end_the_handoff(
     assert tokens_of(request) == expected(FAMILY, prompt)
 
 
-def test_a_first_token_before_all_pages_ends_the_handoff(pair: Pair) -> None:
+def test_an_end_before_all_pages_ends_the_handoff(pair: Pair) -> None:
     prompt = pair.fresh(4 * PAGE + 1)
     request, reserve = reserved(pair, prompt)
-    pair.at_decode(First(reserve.room, reserve.epoch, 1, 0.0, (), {}, tail=True))
+    first = expected(FAMILY, prompt)[0]
+    pair.at_decode(First(*reserve.name, first.token, first.logprob, tuple(first.top), {}))
+    pair.at_decode(Complete(*reserve.name, tail=True))
     assert request.handoff.state is HandoffState.FAILED
     assert request.handoff.reason == "the peer ended before all pages had come"
+    pair.passes = lambda message: True
+    pair.finish(request)
+    assert tokens_of(request) == expected(FAMILY, prompt)
+
+
+def test_an_end_before_the_first_token_ends_the_handoff(pair: Pair) -> None:
+    prompt = pair.fresh(4 * PAGE + 1)
+    request, reserve = reserved(pair, prompt)
+    pair.passes = lambda message: not isinstance(message, (First, Complete))
+    pair.run(lambda: request.handoff.receipt.complete)
+    pair.at_decode(Complete(*reserve.name, tail=True))
+    assert request.handoff.state is HandoffState.FAILED
+    assert request.handoff.reason == "the peer ended before a first token had come"
     pair.passes = lambda message: True
     pair.finish(request)
     assert tokens_of(request) == expected(FAMILY, prompt)
@@ -267,7 +285,7 @@ def test_a_reservation_that_is_sent_twice_is_served_once(pair: Pair) -> None:
     assert request.handoff.state is HandoffState.DECODING
     assert tokens_of(request) == expected(FAMILY, prompt)
     assert sum(len(each.numbers) for each in pair.sent(Written)) == 4
-    assert len(pair.sent(First)) == 1
+    assert len(pair.sent(First)) == len(pair.sent(Complete)) == 1
 
 
 def test_a_router_that_resends_gets_another_reservation_served(pair: Pair) -> None:
@@ -282,8 +300,8 @@ def test_a_router_that_resends_gets_another_reservation_served(pair: Pair) -> No
     assert request.handoff is not None and request.handoff.state is HandoffState.FAILED
     assert request.handoff.reason == "another reservation took its place"
     to_prefill()
-    pair.run(lambda: len(pair.sent(First)) == 1)
-    assert pair.sent(First)[0].epoch == first.epoch + 1
+    pair.run(lambda: len(pair.sent(Complete)) == 1)
+    assert pair.sent(Complete)[0].epoch == first.epoch + 1
     assert pair.held()["rooms"] == 1, "what the first one says does not end the second one"
     pair.at_prefill(Done(first.room, first.epoch + 1))
     pair.finish(request)

@@ -362,7 +362,7 @@ def test_a_request_that_is_retracted_goes_on_where_it_was(
     for length in (LENGTH, 6 * PAGE):
         prompt = pair.fresh(length)
         request = pair.submit(prompt, 2 * PAGE)
-        while len(request.output) < tokens:
+        while len(request.output) < tokens or request.lease is None:
             pair.step()
         pair.decode.scheduler.retract(request)
         if flushed:

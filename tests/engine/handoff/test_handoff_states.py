@@ -11,6 +11,7 @@ from kvtide.engine import Request
 from kvtide.engine.handoff.handoff_source import HandoffSource
 from kvtide.engine.handoff.handoff_state import NEXT, OVER, WAITING, HandoffState, IncomingHandoff
 from kvtide.engine.handoff.messages import (
+    Complete,
     Done,
     Failed,
     First,
@@ -28,8 +29,8 @@ S = HandoffState
 OPEN = (S.OFFERED, S.RESERVED, S.STREAMING, S.LANDED)
 FAMILY = "llama"
 WAITS_FOR: dict[HandoffState, tuple[type, ...]] = {
-    S.RESERVED: (Written, First),
-    S.STREAMING: (First,),
+    S.RESERVED: (Written, First, Complete),
+    S.STREAMING: (Complete,),
     S.LANDED: (),
 }
 """The messages that a handoff must not get in order to stay in a state."""

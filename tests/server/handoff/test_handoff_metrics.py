@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from kvtide.engine import Engine
 from kvtide.engine.handoff.handoff_state import HandoffState
-from kvtide.engine.handoff.messages import Failed, First, Silent, Written
+from kvtide.engine.handoff.messages import Complete, Failed, First, Silent, Written
 from kvtide.server.handoff.handoff_metrics import decode_metrics, prefill_metrics
 from tests.engine.handoff.handing_over import Pair, family_pair
 from tests.engine.restoring import PAGE
@@ -43,7 +43,7 @@ def test_open_handoffs_are_counted_by_state_and_then_by_their_end(pair: Pair) ->
     assert {name for name in none if name.startswith("ended")} == {
         "ended_total:decoding", "ended_total:failed", "ended_total:aborted", "ended_total:declined",
     }  # fmt: skip
-    pair.passes = lambda message: not isinstance(message, First)
+    pair.passes = lambda message: not isinstance(message, Complete)
     request = pair.submit(PROMPT)
     assert samples(decode_metrics, pair.decode)["open:offered"] == 1
 
@@ -71,7 +71,9 @@ def test_open_handoffs_are_counted_by_state_and_then_by_their_end(pair: Pair) ->
 
 
 def test_slots_that_may_still_be_written_to_are_counted(pair: Pair) -> None:
-    pair.passes = lambda message: not isinstance(message, (Silent, Written, First, Failed))
+    pair.passes = lambda message: (
+        not isinstance(message, (Silent, Written, First, Complete, Failed))
+    )
     request = pair.submit(PROMPT)
     pair.run(lambda: bool(pair.prefill.handoffs.outgoing.rooms))
     pair.decode.abort(request)

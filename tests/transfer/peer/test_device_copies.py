@@ -52,6 +52,9 @@ class HandCopies(DeviceCopies):
         self.submitted.append((rows, first, count, event))
         return event
 
+    def submit_short(self, rows) -> HandEvent:
+        return self.submit(rows, 0, len(rows[0]))
+
     def finish(self, submissions: int = 1000) -> None:
         for (source, target, sizes), first, count, event in self.submitted[:submissions]:
             for row in range(first, first + count):
@@ -79,12 +82,18 @@ def world() -> Iterator[tuple[SharedMemoryLink, HandCopies, torch.Tensor]]:
 SOURCE = np.random.default_rng(0).integers(1, 256, 1 << 20, np.uint8)
 
 
+@pytest.fixture
+def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "KERNEL_BYTES", 0)
+
+
 def _rows(count: int, size: int = 100) -> WriteBatch:
     """Rows that cannot be joined."""
     places = np.arange(count) * (size + 1)
     return WriteBatch.of(SOURCE.ctypes.data + places, places, size, source_kind="device")
 
 
+@pytest.mark.usefixtures("no_kernel")
 def test_few_copies_are_in_flight_and_the_rest_follow(world) -> None:
     link, copies, memory = world
     first, second = link.begin(_rows(2000), 60.0), link.begin(_rows(10), 60.0)
@@ -123,6 +132,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def test_short_rows_are_one_submission_beside_long_ones(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, copies, memory = world
+    monkeypatch.setattr(device_copies, "KERNEL_BYTES", 2000)
+    places, sizes = np.arange(300) * 3001, np.where(np.arange(300) % 3, 1000, 3000)
+    rows = WriteBatch.of(SOURCE.ctypes.data + places, places, sizes, source_kind="device")
+    pending = link.begin(rows, 60.0)
+    assert [(one[2], int(one[0][2][0])) for one in copies.submitted] == [(200, 1000), (100, 3000)]
+    copies.finish(1)
+    assert not pending.poll(), "the long ones are in flight"
+    copies.finish()
+    assert pending.poll() and copies.in_flight == 0
+    expected = np.zeros(1 << 20, np.uint8)
+    for place, size in zip(places, sizes, strict=True):
+        expected[place : place + size] = SOURCE[place : place + size]
+    assert np.array_equal(memory.numpy(), expected)
+
+
+def test_short_rows_behind_the_deadline_are_not_begun(world, clock: Clock) -> None:
+    link, copies, _ = world
+    rows = [np.zeros(1, np.int64)] * 3
+    write = device_copies.DeviceWrite(copies, [column[:0] for column in rows], rows, 0.05, link)
+    clock.now += 0.06
+    with pytest.raises(TransportError, match=r"not written within 0\.05 s"):
+        write.poll()
+    assert copies.submitted == []
+
+
+@pytest.mark.usefixtures("no_kernel")
 def test_past_the_deadline_nothing_is_submitted_and_what_is_in_flight_ends(
     world, clock: Clock
 ) -> None:
@@ -162,6 +201,7 @@ def test_a_gpu_that_fails_is_not_silent(world) -> None:
     assert not link.alive()
 
 
+@pytest.mark.usefixtures("no_kernel")
 def test_memory_is_unmapped_after_the_last_copy(world) -> None:
     link, copies, _ = world
     pending = link.begin(_rows(2000), 60.0)
@@ -196,7 +236,7 @@ def on_gpu(device: torch.device) -> Iterator[tuple[ReceiverProcess, SharedMemory
     receiver.kill()
 
 
-@pytest.mark.parametrize("size", [16, 4096, 65_536, 16 << 20])
+@pytest.mark.parametrize("size", [1, 16, 100, 4096, 65_536, 16 << 20])
 def test_rows_of_a_gpu_land_in_another_process(on_gpu, device: torch.device, size: int) -> None:
     receiver, link = on_gpu
     source = torch.randint(1, 256, (64 << 20,), dtype=torch.uint8, device=device)
