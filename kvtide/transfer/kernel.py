@@ -3,7 +3,7 @@
 `_copy_chunks`  grid (CTAS,): few persistent CTAs walk over chunks of pages. A CTA copies several
 chunks at a time, so that enough bytes are in flight on the link however small rows are. The other
 SMs stay free for the model, so the grid does not depend on the SM count.
-`_copy_page`    the same for one page, whose slots are arguments; or for rows at any addresses
+`_copy_page`    the same for one page, whose slots are arguments
 
 The chunk list of a kind of copy is made once; a submission brings only slots.
 Torch reference: `transfer/reference.py`.
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtide.transfer.strided import Addresses, PieceTable, Strided, Way
+from kvtide.transfer.strided import Addresses, PieceTable, Strided
 
 CHUNK_BYTES = 2048
 CHUNKS_AT_ONCE = 16
@@ -157,20 +157,6 @@ def page_copy(table: PieceTable, device: torch.device) -> Callable[[int, int], N
             _copy_page[(CTAS,)](chunks, source_slot, target_slot, len(chunks), **_constants(table))
 
     return copy
-
-
-def copy_rows(source: Addresses, target: Addresses, sizes: Addresses, device: torch.device) -> None:
-    """Copy rows from addresses to addresses, on the current stream."""
-    none = np.zeros_like(source)
-    word_bytes = int(np.gcd.reduce(np.concatenate((source, target, sizes, [16]))))
-    table = PieceTable(
-        Way.BACKUP, source, none, target, none, sizes, (0, len(sizes)), word_bytes, False
-    )
-    chunks = torch.from_numpy(_chunk_list(table, 0, len(table)))
-    if device.type == "cuda":  # From pageable memory, the call would wait for earlier copies.
-        chunks = chunks.pin_memory()
-    chunks = chunks.to(device, non_blocking=True)
-    _copy_page[(CTAS,)](chunks, 0, 0, len(chunks), **_constants(table))
 
 
 def _constants(table: PieceTable) -> dict[str, Any]:

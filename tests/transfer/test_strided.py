@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtide.spec import Tier
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, Piece, pieces
-from kvtide.transfer.kernel import CHUNK_BYTES, Kernel, copy_rows, page_copy
+from kvtide.transfer.kernel import CHUNK_BYTES, Kernel, page_copy
 from kvtide.transfer.lane import Backend
 from kvtide.transfer.reference import Reference
 from kvtide.transfer.strided import PieceTable, Runs, Strided, Way, runs
@@ -290,24 +290,6 @@ class ByPage:
 def test_the_kernel_copies_single_pages(size: int, device: torch.device) -> None:
     found = (Piece(65536 * i, size + 16 * i, 65536 * i, size, size) for i in range(3))
     assert_copies(ByPage(device), [sketch(*found, sources=(5, 0), targets=(1, 9))], device)
-
-
-class ByRow(Reference):
-    """Rows at addresses, as if none had anything to do with another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
-        source, target, sizes, _ = runs(works, legs)
-        copy_rows(source, target, sizes, self._device)
-        yield
-
-
-@pytest.mark.parametrize("size", [1, 6, 48, CHUNK_BYTES + 16])
-def test_the_kernel_copies_rows_at_any_address(size: int, device: torch.device) -> None:
-    found = (Piece(65536 * i, size + 16 * i, 65536 * i, size, size) for i in range(3))
-    assert_copies(ByRow(device), [sketch(*found, sources=(5, 0), targets=(1, 9))], device)
 
 
 def test_without_work_every_leg_is_issued_and_nothing_copied(device: torch.device) -> None:

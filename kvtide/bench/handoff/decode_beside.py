@@ -102,7 +102,7 @@ def decode_while_landing(
             rooms = bed.prefill.open_rooms(given)
             before, window = bed.prefill.sent(), _Window(bed, streams)
             for prompt, room in zip(given, rooms, strict=True):
-                bed.handed_over(prompt, 1, room=room)
+                bed.handed_over(prompt, 2, room=room)
             seconds, generated = window.end()
             written = bed.prefill.sent().bytes - before.bytes
             bed.decode.wait_until(lambda engine: not engine.cache.busy)
@@ -130,11 +130,11 @@ def decode_while_landing(
 class PromptCost:
     """What a new prompt costs a server that decodes.
 
-    there_s  until all of it is there
+    second_s until its second token: all of its prompt is on the device
     delay_s  how long it holds up the running batch
     """
 
-    there_s: float
+    second_s: float
     delay_s: float
 
 
@@ -187,9 +187,9 @@ def _cost(
     window = _Window(bed, streams)
     if hand_over:
         pairs = zip(given, rooms, strict=True)
-        answers = [bed.handed_over(prompt, 1, room=room) for prompt, room in pairs]
+        answers = [bed.handed_over(prompt, 2, room=room) for prompt, room in pairs]
     else:
-        answers = [bed.alone(prompt, 1) for prompt in given]
+        answers = [bed.alone(prompt, 2) for prompt in given]
     seconds, generated = window.end()
     quiet_tokens_s = _quiet(bed, streams, seconds)
     delay_s = (seconds - generated / quiet_tokens_s) / prompts
@@ -198,7 +198,7 @@ def _cost(
 
 def _median(costs: Sequence[PromptCost]) -> PromptCost:
     return PromptCost(
-        statistics.median(each.there_s for each in costs),
+        statistics.median(each.second_s for each in costs),
         statistics.median(each.delay_s for each in costs),
     )
 

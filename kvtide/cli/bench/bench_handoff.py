@@ -304,8 +304,8 @@ class _Bench:
             here, there = each.alone, each.handed_over
             self._row(
                 *("threshold", f"{each.tokens:,} tokens beside {few.requests} that decode"),
-                f"lands in {ms(there.there_s)}, holds the batch up {ms(there.delay_s)}",
-                f"prefilled there {ms(here.there_s)}, holds it up {ms(here.delay_s)}",
+                f"second token {ms(there.second_s)}, holds the batch up {ms(there.delay_s)}",
+                f"prefilled there {ms(here.second_s)}, holds it up {ms(here.delay_s)}",
                 f"saves {ms(each.saved_s)}",
                 found=each.as_json(),
             )

@@ -44,7 +44,7 @@ class DeviceCopies:
     """A stream of its own, for all links of a sender; its kernels go before those of a model."""
 
     def __init__(self, device: torch.device) -> None:
-        from kvtide.transfer.kernel import copy_rows  # Triton is needed where it is used.
+        from kvtide.transfer.row_kernel import RowKernel  # Triton is needed where it is used.
 
         try:
             self._batched = BatchedCopies()
@@ -53,7 +53,10 @@ class DeviceCopies:
         self.in_flight = 0
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._copy_rows = copy_rows
+        self._row_kernel = RowKernel(device)
+        with torch.cuda.stream(self._stream):
+            self._row_kernel.warm_up()
+        self._stream.synchronize()
 
     def begin(
         self, source: Column, target: Column, sizes: Column, timeout_s: float, owner: CopyTarget
@@ -81,7 +84,7 @@ class DeviceCopies:
         """All of these rows, by one kernel."""
         with torch.cuda.stream(self._stream):
             source, target, sizes = rows
-            self._copy_rows(source, target, sizes, self._device)
+            self._row_kernel.copy(source, target, sizes)
             event = torch.cuda.Event()
             event.record()
         return event

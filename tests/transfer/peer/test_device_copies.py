@@ -15,7 +15,7 @@ from kvtide.tiers.arena import host_arena
 from kvtide.transfer.direct import MAX_COPIES
 from kvtide.transfer.peer import device_copies
 from kvtide.transfer.peer.conformance.conformance_peer import ReceiverProcess
-from kvtide.transfer.peer.device_copies import MAX_IN_FLIGHT, DeviceCopies
+from kvtide.transfer.peer.device_copies import KERNEL_BYTES, MAX_IN_FLIGHT, DeviceCopies
 from kvtide.transfer.peer.shm import SharedMemory, SharedMemoryLink
 from kvtide.transfer.peer.transport import (
     Region,
@@ -268,8 +268,9 @@ def test_a_link_of_a_gpu_is_closed_during_a_write(on_gpu, device: torch.device) 
     receiver, link = on_gpu
     source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
-    places = np.arange(8000) * 8192
-    pending = link.begin(WriteBatch.of(source.data_ptr() + places, places, 4096, 0, "device"), 60.0)
+    places = np.arange(1000) * KERNEL_BYTES
+    rows = WriteBatch.of(source.data_ptr() + places, places[::-1], KERNEL_BYTES, 0, "device")
+    pending = link.begin(rows, 60.0)
     link.close()
     before = receiver.snapshot()
     with pytest.raises(TransportError, match="the link is closed"):
