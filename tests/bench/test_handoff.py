@@ -119,7 +119,7 @@ def test_a_second_turn_sends_what_the_decode_side_lacks(bed: HandoffBed) -> None
 
 def test_a_batch_decodes_while_pages_land(bed: HandoffBed) -> None:
     batch = DecodeBatch(2, PAGE, 1500)
-    found = decode_beside.decode_while_landing(bed, batch, 300, 2, 1)
+    found = decode_beside.decode_while_landing(bed, batch, 300, 2, 2, 1)
     assert found.handoffs == 2 and found.landed_bytes_s > 0
     assert found.quiet_tokens_s > 0 and found.landing_tokens_s > 0
 

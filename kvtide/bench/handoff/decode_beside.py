@@ -76,8 +76,13 @@ def _quiet(bed: HandoffBed, streams: Sequence[ResponseStream], seconds: float) -
 
 @dataclass(frozen=True, slots=True)
 class DecodeBeside:
-    """Tokens per second of a batch, alone and while prompts land one after another."""
+    """Tokens per second of a batch, alone and while prompts land one after another.
 
+    answers  tokens of each of their answers: with one they only land, with more they are loaded to
+             the device and join the batch
+    """
+
+    answers: int
     batch: int
     context: int
     quiet_tokens_s: float
@@ -91,7 +96,7 @@ class DecodeBeside:
 
 
 def decode_while_landing(
-    bed: HandoffBed, batch: DecodeBatch, tokens: int, prompts: int, rounds: int
+    bed: HandoffBed, batch: DecodeBatch, tokens: int, answers: int, prompts: int, rounds: int
 ) -> DecodeBeside:
     """In every round so many prompts land, then the batch decodes as long alone."""
     bed.flush()
@@ -102,7 +107,7 @@ def decode_while_landing(
             rooms = bed.prefill.open_rooms(given)
             before, window = bed.prefill.sent(), _Window(bed, streams)
             for prompt, room in zip(given, rooms, strict=True):
-                bed.handed_over(prompt, 2, room=room)
+                bed.handed_over(prompt, answers, room=room)
             seconds, generated = window.end()
             written = bed.prefill.sent().bytes - before.bytes
             bed.decode.wait_until(lambda engine: not engine.cache.busy)
@@ -113,6 +118,7 @@ def decode_while_landing(
                 beside.append(generated / seconds)
                 landed.append(written / seconds)
     return DecodeBeside(
+        answers,
         batch.requests,
         batch.context,
         quiet_tokens_s=statistics.median(quiet),

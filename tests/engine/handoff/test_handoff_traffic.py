@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from kvtide.engine.handoff.messages import Failed, Silent, StopWriting, from_jso
 from kvtide.engine.handoff.own_memory import target_memory
 from kvtide.engine.request import Finish
 from kvtide.spec import Tier
-from tests.engine.handoff.handing_over import DECODE, expected, family_pair, tokens_of
+from tests.engine.handoff.handing_over import DEADLINE_S, DECODE, expected, family_pair, tokens_of
 from tests.engine.handoff.unreliable import Unreliable
 from tests.engine.restoring import PAGE, SAMPLING, text
 from tests.grids import everything
@@ -168,7 +169,11 @@ class Traffic:
     # -- the leaders' part ------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Deadlines: of peers that write nothing, and of prompts that no server comes for."""
+        """Deadlines: of peers that write nothing, and of prompts that no server comes for.
+
+        They are counted in steps, of which a slow machine takes many while nothing is written: so
+        there are none where nothing goes wrong.
+        """
         pair, incoming = self.pair, self.pair.decode.handoffs.incoming
         for asked in self.open:
             handoff = asked.request.handoff
@@ -177,7 +182,7 @@ class Traffic:
             self.room_of[handoff.receipt.epoch] = handoff.source.room
             if not handoff.waits:
                 continue
-            if self.steps - asked.since > DEADLINE_STEPS:
+            if self.faults and self.steps - asked.since > DEADLINE_STEPS:
                 epoch = handoff.receipt.epoch
                 pair.at_decode(Failed(handoff.source.room, epoch, "nothing came", silent=False))
                 self.met["deadline"] += 1
@@ -190,7 +195,8 @@ class Traffic:
                 self.transport.deliver_late()
                 pair.at_decode(Silent(self.room_of.pop(epoch), epoch))
                 self.met["silent by its leader"] += 1
-        pair.prefill.handoffs.outgoing.expire(float(self.steps), 2.0 * DEADLINE_STEPS)
+        if self.faults:
+            pair.prefill.handoffs.outgoing.expire(float(self.steps), 2.0 * DEADLINE_STEPS)
 
     # -- running ----------------------------------------------------------------------------
 
@@ -265,11 +271,10 @@ class Traffic:
             self.step()
         self.transport.held = False
         self.transport.fails = set()
-        for _ in range(20_000):
-            if not (self.open or self.later or self.pair.decode.handoffs.incoming.quarantined):
-                break
+        deadline = time.monotonic() + DEADLINE_S
+        while self.open or self.later or self.pair.decode.handoffs.incoming.quarantined:
             self.step(more=False)
-        assert not self.open and not self.later, self.pair.state()
+            assert time.monotonic() < deadline, self.pair.state()
         for _ in range(2 * DEADLINE_STEPS + 2):
             self.watch()
             self.steps += 1
@@ -302,7 +307,7 @@ def test_handoffs_without_faults_are_all_decoded(
     traffic = Traffic("llama", 1, faults=False)
     traffic.run(600 if everything() else 40)
     assert traffic.ended["decoding"] > 0.2 * traffic.handoffs, traffic.ended
-    assert traffic.met["deadline"] == 0
+    assert traffic.ended["failed"] <= traffic.met["abort of a prefill"], traffic.ended
 
 
 def test_every_transition_happens_in_random_traffic(
