@@ -129,7 +129,9 @@ def close_when_open(opening: Future[StoreLink]) -> None:
 
 
 def storage_report(stats: StorageStats | None) -> Json:
-    """The store's state and counters as JSON."""
+    """The store's state and counters as JSON; histograms are for `/metrics` alone."""
     if stats is None:
         return {"attached": False}
-    return {"attached": stats.state == "attached", **asdict(stats)}
+    counters = asdict(stats)
+    del counters["seconds"]
+    return {"attached": stats.state == "attached", **counters}
