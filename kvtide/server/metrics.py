@@ -26,7 +26,17 @@ from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.service import ResponseStream
 from kvtide.server.sessions.session_metrics import session_metrics
-from kvtide.spec import ModelMemory
+from kvtide.spec import ModelMemory, Tier
+
+_ENDS = ("landed", "failed")
+_FETCH_OUTCOMES = (
+    "fetched", "partly", "late", "nothing", "declined", "no_room", "failed", "discarded",
+)  # fmt: skip
+_STORE_EVENTS = (
+    "read", "written", "known", "missing", "draftless", "corrupt", "refused", "errors", "spared",
+)  # fmt: skip
+"""Labels have these values from the start: an alert sees a counter's first step only if the
+counter was there before at 0."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -62,6 +72,11 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+
+        for finish in Finish:
+            self._ends.labels(finish.value)
+        for tier in Tier:
+            self._cached.labels(tier.name.lower())
 
     def ended(self, stream: ResponseStream) -> None:
         request = stream.request
@@ -105,7 +120,7 @@ class _StateCollector:
         yield from _pages(stats, self._engine.cache.memory)
         if self._engine.cache.memory.hot_pools:
             yield from _hot(self._engine)
-        yield from _transfers(stats)
+        yield from _transfers(stats, self._engine.cache.memory)
         yield from _counts(stats)
         yield from _storage(stats.storage)
         yield from handoff_metrics(self._engine, self._handoff)
@@ -227,7 +242,7 @@ def _hot(engine: Engine) -> Iterable[Metric]:
     yield rows
 
 
-def _transfers(stats: Stats) -> Iterable[Metric]:
+def _transfers(stats: Stats, memory: ModelMemory) -> Iterable[Metric]:
     seconds = HistogramMetricFamily(
         "kvtide_transfer_seconds",
         "From a transfer's submission to the step that sees its end; of fetches the read alone.",
@@ -249,8 +264,10 @@ def _transfers(stats: Stats) -> Iterable[Metric]:
         pages.add_metric([way], queued.pages)
     yield from (queue, pages)
     moved = CounterMetricFamily("kvtide_moved_pages", "Pages copied.", labels=["way", "pool"])
-    for (way, pool), count in stats.moved_pool_pages.items():
-        moved.add_metric([way, pool], count)
+    for way in stats.moved_bytes:
+        for pool in memory.at_rest.pools:
+            if pool.is_anchor or not pool.reuse.required:
+                moved.add_metric([way, pool.name], stats.moved_pool_pages.get((way, pool.name), 0))
     yield moved
 
 
@@ -258,8 +275,9 @@ def _counts(stats: Stats) -> Iterable[Metric]:
     transfers = CounterMetricFamily(
         "kvtide_transfers", "Finished transfers.", labels=["way", "end"]
     )
-    for (way, end), count in stats.transfers.items():
-        transfers.add_metric([way, end], count)
+    for way in stats.moved_bytes:
+        for end in _ENDS:
+            transfers.add_metric([way, end], stats.transfers.get((way, end), 0))
     yield transfers
     moved = CounterMetricFamily("kvtide_moved_bytes", "Bytes copied by direction.", labels=["way"])
     for way, total in stats.moved_bytes.items():
@@ -289,8 +307,8 @@ def _storage(stats: StorageStats | None) -> Iterable[Metric]:
     if stats.read_bytes_s is not None:
         yield _gauge("kvtide_storage_read_bytes_per_second", "Measured.", stats.read_bytes_s)
     fetches = CounterMetricFamily("kvtide_storage_fetches", "Ended fetches.", labels=["outcome"])
-    for outcome, count in stats.fetches.items():
-        fetches.add_metric([outcome], count)
+    for outcome in _FETCH_OUTCOMES:
+        fetches.add_metric([outcome], stats.fetches.get(outcome, 0))
     yield fetches
     pages = CounterMetricFamily("kvtide_storage_pages", "Pages by outcome.", labels=["end"])
     for end in ("fetched", "stored", "dropped", "failed"):
@@ -299,8 +317,8 @@ def _storage(stats: StorageStats | None) -> Iterable[Metric]:
     objects = CounterMetricFamily(
         "kvtide_storage_objects", "Objects and calls by event.", labels=["event"]
     )
-    for event, count in stats.objects.items():
-        objects.add_metric([event], count)
+    for event in _STORE_EVENTS:
+        objects.add_metric([event], stats.objects.get(event, 0))
     yield objects
 
 
