@@ -21,10 +21,12 @@ from kvtide.doctor.model_facts import model_facts
 from kvtide.doctor.probes import existing, measure_machine, shown
 from kvtide.models.model_errors import CheckpointError
 from kvtide.server.settings import flag
+from kvtide.server.setup.store_setup import default_folder
 from kvtide.spec import SpecError
+from kvtide.storage import StoreError
 from kvtide.tiers import TierError
 
-REFUSALS = (CheckpointError, CommandError, SpecError, TierError)
+REFUSALS = (CheckpointError, CommandError, SpecError, StoreError, TierError)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -60,11 +62,7 @@ def examine(model: str | None, folder: Path) -> Examined:
 
 
 def _folder(given: str | None) -> Path:
-    if given is not None:
-        return Path(given)
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(caches) if Path(caches).is_absolute() else Path.home() / ".cache"
-    return base / "kvtide" / "pages"
+    return default_folder(os.environ) if given is None else Path(given)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -520,6 +521,12 @@ def test_a_request_says_what_it_does_or_waits_for(desk):
     large.fetch = Fetch(large.prompt, 0.0, 0.0)
     assert large.activity is FETCHING
     large.fetch = None
+    large.handoff = SimpleNamespace(waits=True)
+    assert large.activity is Activity.HANDOFF
+    large.handoff = None
+    lease, first.lease = first.lease, SimpleNamespace(loading=True)
+    assert first.activity is Activity.LOADING
+    first.lease = lease
 
 
 def test_a_retracted_request_holds_nothing(desk):
