@@ -23,6 +23,7 @@ from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
 from kvtide.cache.write_behind import WriteBehind
+from kvtide.durations import Durations
 from kvtide.index import Departure, Index, Prompt
 from kvtide.index.keys import Hidden, PageKey
 from kvtide.storage import Store, StoreError
@@ -53,6 +54,7 @@ class StorageStats:
                     `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
     read_bytes_s    as last measured; None before anything was read
+    seconds         of reads ("fetch") and of written batches ("store")
     """
 
     name: str
@@ -69,6 +71,7 @@ class StorageStats:
     waiting_pages: int
     objects: Mapping[str, int] = field(default_factory=dict)
     read_bytes_s: float | None = None
+    seconds: Mapping[str, Durations] = field(default_factory=dict)
 
 
 class Storage:
@@ -377,6 +380,7 @@ class Attachment:
             waiting_pages=len(storing),
             objects=dict(link.counts),
             read_bytes_s=link.read_speed.bytes_s,
+            seconds={"fetch": self.fetches.seconds.seen(), "store": storing.seconds.seen()},
         )
 
     def _close(self) -> None:
