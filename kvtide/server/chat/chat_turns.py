@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from kvtide.engine import RequestError
+from kvtide.server.handoff.conventions import BOOTSTRAP, KV_TRANSFER
 
 Json = dict[str, Any]
 
@@ -77,6 +78,8 @@ def with_template_variables(chat: Json, given: object, **variables: object) -> N
 
 
 OWN_FIELDS = (
+    *BOOTSTRAP,
+    KV_TRANSFER,
     "cache_salt",
     "choice",
     "ignore_eos",

@@ -7,6 +7,8 @@ started, and what they send is compared with the record.
 from __future__ import annotations
 
 import itertools
+import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +35,7 @@ from tests.server.handoff.router_requests import (
 from tests.server.handoff.routers import KINDS, MAX_S, Router, RouterKind, install
 from tests.server.handoff.server_pairs import ServerProcess
 from tests.server.serving import InProcess
-from tests.server.talking import Client
+from tests.server.talking import Client, Json
 
 BY_NAME = {case.name: case for case in CASES}
 BOOTSTRAP = [kind for kind in KINDS if kind.bootstrap]
@@ -126,6 +128,49 @@ def test_a_room_is_met_whichever_side_is_asked_first(
     found, states = new_states(pair, one_after_the_other)
     assert found == ask(alone, case, prompts)
     assert states == {"decoding": 1}
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "PROMPT"}], "max_tokens": 6}
+RESPONSES = {"input": "PROMPT", "max_output_tokens": 6, "store": False}
+
+
+@pytest.mark.parametrize("convention", ["bootstrap", "kv_transfer_params"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", MESSAGES), ("/v1/responses", RESPONSES)],
+    ids=["messages", "responses"],
+)
+def test_the_other_routes_take_the_same_fields(
+    pair: RoutedPair, alone: Client, path: str, body: Json, convention: str
+) -> None:
+    prompt = new_prompts()["PROMPT 1"]
+    asked = json.loads(json.dumps(body | {"temperature": 0}).replace("PROMPT", prompt))
+
+    def by_both() -> Json:
+        if convention == "bootstrap":
+            place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.handoff_port}
+            fields = {**asked, **place, "bootstrap_room": secrets.randbits(62)}
+            assert pair.prefill.client.post(path, fields).status == 200
+            return pair.decode.client.post(path, fields).json()
+        remote = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = pair.prefill.client.post(path, {**asked, "kv_transfer_params": remote})
+        given = first.json()["kv_transfer_params"]
+        return pair.decode.client.post(path, {**asked, "kv_transfer_params": given}).json()
+
+    before = pair.ended()
+    found, wanted = by_both(), alone.post(path, asked).json()
+    pair.settled()
+    said = "content" if path == "/v1/messages" else "output"
+    assert texts(found[said]) == texts(wanted[said]) != []
+    assert pair.ended() - before == {"decoding": 1}
+
+
+def texts(value: Json) -> list[str]:
+    """All texts of an answer, however deep."""
+    if isinstance(value, dict):
+        inner = [value["text"]] if isinstance(value.get("text"), str) else []
+        return inner + [text for each in value.values() for text in texts(each)]
+    return [text for each in value for text in texts(each)] if isinstance(value, list) else []
 
 
 @pytest.mark.parametrize("kind", BOOTSTRAP, ids=str)
