@@ -415,7 +415,8 @@ class TieredCache:
 
     # -- looking ----------------------------------------------------------------------------
 
-    def stats(self) -> Stats:
+    def stats(self, *, session_pages: bool = True) -> Stats:
+        """Without the pages that sessions pin it takes no longer with many sessions."""
         return Stats(
             **counts_of_transfers(self._in_flight, self.hardware.copier.lanes),
             prompt_tokens=self._counts.prompt_tokens,
@@ -424,7 +425,7 @@ class TieredCache:
             refused=self._counts.refused,
             skipped_backups=self._writing.skipped,
             pages=page_counts(self.index),
-            sessions=self.sessions.stats(),
+            sessions=self.sessions.stats(pages_too=session_pages),
             prefetches=dict(self.prefetches.ended),
             storage=self.storage.stats(),
         )

@@ -49,6 +49,8 @@ class Stats:
     transfers         ended, by direction and end: ("load", "landed")
     moved_bytes       by direction; `moved_pages` alike
     in_flight         transfers now; `overdue` of these are past their deadline
+    flying            the submitted ones of these, by direction
+    busy_s            how long any transfer of a direction was in flight
     lane_failures     jobs that raised, by direction
     skipped_backups   copies to the host that found no room there
     pages             by tier and anchor, now
@@ -66,6 +68,8 @@ class Stats:
     moved_pages: Mapping[str, int]
     in_flight: int
     overdue: int
+    flying: Mapping[str, int]
+    busy_s: Mapping[str, float]
     lane_failures: Mapping[str, int]
     skipped_backups: int
     pages: Mapping[tuple[Tier, str], PageCount]
@@ -82,6 +86,8 @@ class TransferCounts(TypedDict):
     moved_pages: Mapping[str, int]
     in_flight: int
     overdue: int
+    flying: Mapping[str, int]
+    busy_s: Mapping[str, float]
     lane_failures: Mapping[str, int]
 
 
@@ -94,6 +100,8 @@ def counts_of_transfers(
         moved_pages={way.name.lower(): transfers.moved_pages[way] for way in Way},
         in_flight=len(transfers),
         overdue=len(transfers.overdue()),
+        flying={way.name.lower(): busy.open for way, busy in transfers.busy.items()},
+        busy_s={way.name.lower(): busy.seconds for way, busy in transfers.busy.items()},
         lane_failures={way.name.lower(): lane.failures for way, lane in lanes.items()},
     )
 

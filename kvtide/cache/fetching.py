@@ -35,7 +35,7 @@ from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
 from kvtide.transfer.store_link import StoreLink
-from kvtide.transfer.transfers import Verdict
+from kvtide.transfer.transfers import BusyTime, Verdict
 
 MAX_OPEN, MAX_LEAVING = 16, 8
 """Fetches, and reads left by ended fetches, per exchange between ranks; older ones come first."""
@@ -104,7 +104,8 @@ class AbandonedRead:
 
 
 class Fetches:
-    """All fetches of a cache, oldest first. `ended` counts them by outcome.
+    """All fetches of a cache, oldest first. `ended` counts them by outcome; `reading` is the time
+    during which any reads pages.
 
     `queued` notes the work that is queued on the device, and tells later whether that is done.
     """
@@ -120,6 +121,7 @@ class Fetches:
     ) -> None:
         self.ended: Counter[str] = Counter()
         self.fetched_pages = 0
+        self.reading = BusyTime(clock)
         self._index = index
         self._memory = index.memory
         self._link = link
@@ -336,6 +338,7 @@ class Fetches:
             pages.append(StoredPage(want.anchor, key, taken.slot, after=after))
         self._coming.update(dict.fromkeys(keys, fetch))
         free = self._queued() if any(want.anchor in self._hot for want in order.pages) else None
+        self.reading.begin()
         fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()), free)
 
     @staticmethod
@@ -398,6 +401,7 @@ class Fetches:
                     del self._coming[key]
         if fetch.arriving is not None and fetch.reading is not None:
             fetch.reading.stop()
+            self.reading.end()
             self._index.abandon(fetch.arriving)
             self._leaving.append(AbandonedRead(fetch.arriving, fetch.reading))
         fetch.order = fetch.arriving = fetch.reading = None

@@ -52,6 +52,8 @@ class StorageStats:
     stored_pages    written or there already; `dropped_pages` left the queue unwritten, and
                     `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
+    moved_bytes     read ("fetch") and written ("store")
+    reading_s       how long any fetch was reading
     read_bytes_s    as last measured; None before anything was read
     """
 
@@ -68,6 +70,8 @@ class StorageStats:
     failed_pages: int
     waiting_pages: int
     objects: Mapping[str, int] = field(default_factory=dict)
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    reading_s: float = 0.0
     read_bytes_s: float | None = None
 
 
@@ -376,6 +380,8 @@ class Attachment:
             failed_pages=storing.failed,
             waiting_pages=len(storing),
             objects=dict(link.counts),
+            moved_bytes={way: link.moved_bytes[way] for way in ("fetch", "store")},
+            reading_s=self.fetches.reading.seconds,
             read_bytes_s=link.read_speed.bytes_s,
         )
 
