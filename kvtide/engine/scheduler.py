@@ -63,11 +63,16 @@ class Scheduler:
         self.skips_loading = cuda_graphs
         self.launches_ahead = cuda_graphs and not changing
         self.blocked = False
-        self.on_admitted: Callable[[Request], None] = _unnoticed
+        self.on_admitted: Callable[[Request], None] = lambda request: None
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def present(self) -> list[Request]:
+        """The running requests, then the waiting ones in their order."""
+        return [*self.running, *(entry[2] for entry in self._waiting)]
 
     @property
     def waiting_tokens(self) -> int:
@@ -76,8 +81,7 @@ class Scheduler:
 
     def find(self, number: int) -> Request | None:
         """The running or waiting request of this number."""
-        present = (*self.running, *(entry[2] for entry in self._waiting))
-        return next((request for request in present if request.number == number), None)
+        return next((request for request in self.present if request.number == number), None)
 
     # -- admission --------------------------------------------------------------------------
 
@@ -466,10 +470,6 @@ def _with_drafts(chunks: list[ScheduledChunk], left: int) -> Iterator[ScheduledC
         drafts = chunk.request.drafts[:left] if chunk.completes else ()
         left -= len(drafts)
         yield chunk._replace(drafts=drafts)
-
-
-def _unnoticed(request: Request) -> None:
-    """Nothing follows an admission."""
 
 
 def _is_computed(request: Request) -> bool:

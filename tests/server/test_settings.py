@@ -85,6 +85,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "port": ("0", 0),
     "api_key": ("a", "a"),
     "admin_key": ("b", "b"),
+    "show_text": ("true", True),
     "device": ("cuda:1", "cuda:1"),
     "tp": ("2", 2),
     "pp": ("3", 3),
