@@ -155,7 +155,8 @@ def parsed(*argv: str) -> dict[str, str]:
 def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path) -> None:
     text, value = SAMPLES[name]
     given = [flag(name), text]
-    given = {"model": [text], "deterministic": [flag(name)]}.get(name, given)
+    switches = {switch: [flag(switch)] for switch in ("deterministic", "show_text")}
+    given = {"model": [text], **switches}.get(name, given)
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{name} = {json.dumps(text)}\n")
     secret = {SECRET_VARIABLE: SECRET} if name == "prefill_from" else {}
