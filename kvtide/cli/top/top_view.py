@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -107,7 +107,8 @@ def _rows(*headers: str) -> Table:
     made = Table(box=None, padding=(0, 1), show_edge=False, header_style="bright_black")
     for header in headers:
         right = header.startswith(">")
-        made.add_column(header.lstrip(">"), justify="right" if right else "left")
+        justify: Literal["left", "right"] = "right" if right else "left"
+        made.add_column(header.lstrip(">"), justify=justify, no_wrap=True)
     return made
 
 
@@ -126,7 +127,7 @@ def _header(s: Json, status: str) -> Text:
     return text
 
 
-def _tiles(s: Json) -> Table:
+def _tiles(s: Json) -> Text:
     saved, tokens, requests = s["saved"], s["tokens"], s["requests"]
     cached = sum(tokens[tier] for tier in TIERS)
     drafts, checks = s["speculation"], s["checks"]
@@ -137,9 +138,9 @@ def _tiles(s: Json) -> Table:
         ("accept length", f"{drafts['mean']:.2f}" if drafts else "–"),
         ("restores checked", _checked(checks) if checks else "off"),
     )
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(*(Text.assemble((f"{name} ", "bright_black"), text) for name, text in tiles))
-    return grid
+    return Text("   ").join(
+        Text.assemble((f"{name} ", "bright_black"), text) for name, text in tiles
+    )
 
 
 def _checked(checks: Json) -> Text:

@@ -25,6 +25,8 @@ from kvtide.storage import Store, StoreStatus
 Json = dict[str, Any]
 
 SLICE_S = 0.0005
+SURVEY_EVERY_S = 3.0
+"""How long an outline of the tree is good for."""
 SLICE_NODES = 32
 """The clock is read after so many nodes."""
 STATUS_EVERY_S = 10.0
@@ -32,18 +34,22 @@ STATUS_EVERY_S = 10.0
 
 
 class TreeOutline(NamedTuple):
-    """The tree as the last whole survey found it, `age_s` ago: its branches do not change."""
+    """The tree as the last whole survey found it at `found`, in seconds of `time.time`.
+
+    An outline does not change: the next survey makes another one.
+    """
 
     top: TreeBranch
     nodes: int
-    age_s: float
+    found: float
 
 
 class EngineSnapshots:
     """Takes snapshots of one engine, on its thread.
 
-    tokens    whether snapshots have tokens of prompts, which may become text
-    engine_s  CPU seconds of the engine's thread that went into it since the start
+    tokens          whether snapshots have tokens of prompts, which may become text
+    engine_s        CPU seconds of the engine's thread that went into it since the start
+    survey_every_s  how long an outline of the tree is good for
     """
 
     def __init__(self, *, tokens: bool, clock: Callable[[], float] = time.thread_time) -> None:
@@ -51,7 +57,9 @@ class EngineSnapshots:
         self._tokens = tokens
         self._clock = clock
         self._survey: TreeSurvey | None = None
-        self._surveyed, self._found_at = False, 0.0
+        self.survey_every_s = SURVEY_EVERY_S
+        self._surveyed, self._due = False, 0.0
+        self._outline = TreeOutline(TreeBranch(), 0, 0.0)
         self._store = StoreStatusPoll()
 
     def take(self, engine: Engine) -> Json:
@@ -78,15 +86,15 @@ class EngineSnapshots:
             "skipped_backups": stats.skipped_backups,
             "overdue": stats.overdue,
         }
-        self._surveyed = False
+        if time.monotonic() >= self._due:
+            self._surveyed = False
         self._advance(engine, self._clock() + SLICE_S)
-        found["tree"] = self._outline()
+        found["tree"] = self._outline
         self.engine_s += self._clock() - began
         return found
 
     def survey(self, engine: Engine) -> bool:
-        """A slice of the survey, if the tree has not been surveyed since the last snapshot; whether
-        another slice is needed."""
+        """A slice of the survey, if one is going on; whether another slice is needed."""
         began = self._clock()
         self._advance(engine, began + SLICE_S)
         self.engine_s += self._clock() - began
@@ -104,13 +112,9 @@ class EngineSnapshots:
             self._survey = survey
         while not self._surveyed and self._clock() < until:
             if survey.advance(SLICE_NODES):
-                self._surveyed, self._found_at = True, time.monotonic()
-
-    def _outline(self) -> TreeOutline:
-        survey = self._survey
-        if survey is None or survey.found is None:
-            return TreeOutline(TreeBranch(), 0, 0.0)
-        return TreeOutline(survey.found, survey.nodes, time.monotonic() - self._found_at)
+                assert survey.found is not None, "an outline is complete"
+                self._surveyed, self._due = True, time.monotonic() + self.survey_every_s
+                self._outline = TreeOutline(survey.found, survey.nodes, time.time())
 
 
 class StoreStatusPoll:

@@ -45,7 +45,8 @@ class ServedModel:
 
 
 class LivePublisher:
-    """`frames` is for one viewer. Costs so far: `snapshots.engine_s`, `encode_s`."""
+    """`frames` is for one viewer. What it has cost in CPU seconds: `snapshots.engine_s` of the
+    engine's thread, `encode_s` of the event loop's."""
 
     def __init__(
         self,
@@ -62,6 +63,8 @@ class LivePublisher:
         self._started = time.time()
         self._frame: bytes | None = None
         self._changed = asyncio.Event()
+        self._outline: TreeOutline | None = None
+        self._tree_json = ""
         self._rates = _Rates()
         self._task: asyncio.Task[None] | None = None
 
@@ -124,13 +127,16 @@ class LivePublisher:
     # -- from a snapshot to a frame ---------------------------------------------------------
 
     def _encode(self, taken: Json) -> bytes:
-        began = time.perf_counter()
-        data = json.dumps(self.snapshot(taken), separators=(",", ":"))
-        self.encode_s += time.perf_counter() - began
-        return f"data: {data}\n\n".encode()
+        began = time.thread_time()
+        outline = taken.pop("tree")
+        if outline is not self._outline:
+            self._outline, self._tree_json = outline, _compact(self._tree(outline))
+        rest = _compact(self.snapshot(taken))
+        self.encode_s += time.thread_time() - began
+        return f'data: {rest[:-1]},"tree":{self._tree_json}}}\n\n'.encode()
 
     def snapshot(self, taken: Json) -> Json:
-        """What viewers get of what the engine's thread took."""
+        """What viewers get of what the engine's thread took, but for the tree."""
         now, finished, served = time.time(), self._finished, self._served
         finished.ticks.note(taken.pop("tick"))
         loading_s = taken.pop("loading_s")
@@ -138,7 +144,6 @@ class LivePublisher:
         last = [*taken["misses"]["last"], *finished.misses]
         newest = sorted(last, key=lambda miss: -miss["number"])[:MAX_MISSES]
         taken["misses"]["last"] = [self._miss(miss) for miss in newest]
-        taken["tree"] = self._tree(taken["tree"], now)
         for row in taken["requests"]["rows"]:
             self._add_text(row, "tokens")
         saved_s = finished.saved.seconds - loading_s
@@ -176,17 +181,17 @@ class LivePublisher:
         reason = change_reason(change, self._served.tokenizer)
         return miss | {"change": reason["reason"], "pools": [reason, *miss["pools"]]}
 
-    def _tree(self, outline: TreeOutline, now: float) -> Json:
+    def _tree(self, outline: TreeOutline) -> Json:
         """The widest branches, each behind its parent."""
         listed = outline.top.widest(MAX_BRANCHES)
         return {
             "width": outline.top.width,
             "nodes": outline.nodes,
-            "age_s": round(outline.age_s, 1),
-            "branches": [self._branch(parent, branch, now) for parent, branch in listed],
+            "found": round(outline.found, 1),
+            "branches": [self._branch(parent, branch) for parent, branch in listed],
         }
 
-    def _branch(self, parent: int, branch: TreeBranch, now: float) -> Json:
+    def _branch(self, parent: int, branch: TreeBranch) -> Json:
         used = self._finished.ticks.time_of(branch.last)
         row = {
             "parent": parent,
@@ -196,7 +201,7 @@ class LivePublisher:
             "tiers": [tier.name.lower() for tier in branch.tiers],
             "arriving": branch.arriving,
             "hits": branch.hits,
-            "idle_s": None if used is None else round(max(0.0, now - used), 1),
+            "used": None if used is None else round(used, 1),
             "sessions": branch.standing,
             "names": [json.loads(name)[-1] for name in branch.names],
             "head": branch.head,
@@ -210,6 +215,10 @@ class LivePublisher:
         if tokens is not None and tokenizer is not None:
             ids = memoryview(tokens).cast("i").tolist() if isinstance(tokens, bytes) else tokens
             row["text"] = tokenizer.decode(ids)[:MAX_TEXT]
+
+
+def _compact(value: Json) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 class _Rates:

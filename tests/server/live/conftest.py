@@ -14,7 +14,8 @@ def watched(serve: Callable[..., Any]) -> Callable[..., Any]:
 
     def open_server(**settings: Any) -> Any:
         server = serve(**settings)
-        server.app.live.publisher.interval_s = 0.02
+        publisher = server.app.live.publisher
+        publisher.interval_s, publisher.snapshots.survey_every_s = 0.02, 0.0
         return server
 
     return open_server
