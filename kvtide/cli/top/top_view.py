@@ -135,7 +135,7 @@ def _tiles(s: Json) -> Text:
         ("saved", f"{seconds(saved['seconds'])}, {saved['gpu_seconds']:.1f} GPU-s"),
         ("prompt cached", percent(cached, cached + tokens["computed"])),
         ("requests", f"{requests['running']} running, {requests['waiting']} waiting"),
-        ("accept length", f"{drafts['mean']:.2f}" if drafts else "–"),
+        ("accept length", f"{drafts['mean']:.2f}" if drafts and drafts["mean"] else "–"),
         ("restores checked", _checked(checks) if checks else "off"),
     )
     return Text("   ").join(

@@ -17,7 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from kvtide.server.live.finished import FinishedRequests
-from kvtide.server.live.publisher import LivePublisher, ServedModel
+from kvtide.server.live.live_publisher import LivePublisher, ServedModel
 from kvtide.server.service import Service
 from kvtide.server.setup.engine_setup import Serving
 

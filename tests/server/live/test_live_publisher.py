@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtide.server.live import publisher as publishing
+from kvtide.server.live import live_publisher as publishing
 from kvtide.server.live.engine_snapshot import TreeOutline
 from kvtide.server.live.finished import FinishedRequests
-from kvtide.server.live.publisher import LivePublisher, ServedModel
+from kvtide.server.live.live_publisher import LivePublisher, ServedModel
 from kvtide.server.rate_estimate import RateEstimate
 from kvtide.server.service import ServiceEndedError
 
