@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
@@ -214,3 +216,14 @@ def test_a_stream_ends_with_the_server(serve: Any) -> None:
         server.on_loop(server.service.close)
         for _ in events:
             pass
+
+
+def test_the_package_has_the_page_and_its_library() -> None:
+    root = HERE.parents[2]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())
+    patterns = declared["tool"]["setuptools"]["package-data"]["kvtide"]
+    files = {one.relative_to(root / "kvtide").as_posix() for one in HERE.rglob("*.*")}
+    for name in {one for one in files if not one.endswith((".py", ".pyc"))} | {
+        "server/live/uplot/LICENSE"
+    }:
+        assert any(fnmatch(name, pattern) for pattern in patterns), name
