@@ -32,7 +32,11 @@ SEES: dict[str, set[str]] = {
     "engine": {*_CORE, "layers", "models"},
     "server": {*_CORE, "layers", "models", "engine"},
     "training": {*_CORE, "layers", "models", "engine"},
-    "cli": {*_CORE, "layers", "models", "engine", "planner", "bench", "server", "training"},
+    "doctor": {"spec", "storage", "tiers", "transfer", "models", "planner", "bench", "server"},
+    "cli": {
+        *(*_CORE, "layers", "models", "engine", "planner", "bench", "server", "training"),
+        "doctor",
+    },
     "testing": {*_CORE},
 }
 """Room → the rooms it may import. Rooms that do not exist yet stand here already."""

@@ -25,7 +25,7 @@ import torch
 from kvtide.cache.agreed_events import AgreedEvents
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.cache_invariants import CacheParts, violations
-from kvtide.cache.cache_stats import CacheCounts, Stats, counts_of_transfers, page_counts
+from kvtide.cache.cache_stats import CacheCounts, Stats, counts_of_pages, counts_of_transfers
 from kvtide.cache.hardware import Hardware, space
 from kvtide.cache.inflight import ArrivalTransfer, InFlightTransfers, explained
 from kvtide.cache.lease import Lease, Match, Progress
@@ -419,12 +419,12 @@ class TieredCache:
         """Without the pages that sessions pin it takes no longer with many sessions."""
         return Stats(
             **counts_of_transfers(self._in_flight, self.hardware.copier.lanes),
+            **counts_of_pages(self.index),
             prompt_tokens=self._counts.prompt_tokens,
             cached_tokens=dict(self._counts.cached_tokens),
             misses=dict(self._counts.misses),
             refused=self._counts.refused,
             skipped_backups=self._writing.skipped,
-            pages=page_counts(self.index),
             sessions=self.sessions.stats(pages_too=session_pages),
             prefetches=dict(self.prefetches.ended),
             storage=self.storage.stats(),

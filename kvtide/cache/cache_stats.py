@@ -10,32 +10,31 @@ from typing import TypedDict
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.sessions.session_pins import SessionStats
 from kvtide.cache.storage_tier import StorageStats
+from kvtide.durations import Durations
 from kvtide.index import Index, Stop
 from kvtide.spec import Tier
 from kvtide.transfer.copier import Issuer
 from kvtide.transfer.strided import Way
+from kvtide.transfer.transfers import TransferState
 
 
 @dataclass(frozen=True, slots=True)
 class PageCount:
-    """Pages of one anchor in one tier."""
+    """Pages of one anchor in one tier; of the resident ones, `pinned` cannot be evicted now."""
 
     capacity: int
     resident: int
     free: int
+    pinned: int
 
 
-def page_counts(index: Index) -> dict[tuple[Tier, str], PageCount]:
-    """Of every anchor on the device and on the host."""
-    return {
-        (tier, anchor): PageCount(
-            index.capacity(tier, anchor),
-            index.resident_pages(tier, anchor),
-            index.free_pages(tier, anchor),
-        )
-        for tier in (Tier.DEVICE, Tier.HOST)
-        for anchor in index.anchor_names
-    }
+@dataclass(frozen=True, slots=True)
+class TransferQueue:
+    """Transfers of one direction that have not ended: reserved ones leave with the next step."""
+
+    reserved: int = 0
+    in_flight: int = 0
+    pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,14 @@ class Stats:
     misses            leases by the (pool, reason) that kept the match from going deeper
     refused           calls of `reserve` for which there was no room
     transfers         ended, by direction and end: ("load", "landed")
-    moved_bytes       by direction; `moved_pages` alike
-    in_flight         transfers now; `overdue` of these are past their deadline
-    flying            the submitted ones of these, by direction
+    moved_bytes       by direction; `moved_pages` alike, `moved_pool_pages` also by pool
+    transfer_seconds  from submission to the poll that saw a transfer landed, by direction
+    queues            transfers that have not ended, by direction, now
+    in_flight         all of them, now; `overdue` of these are past their deadline
     busy_s            how long any transfer of a direction was in flight
     lane_failures     jobs that raised, by direction
     skipped_backups   copies to the host that found no room there
-    pages             by tier and anchor, now
+    pages             by tier and anchor, now; `evicted_pages` were dropped, demoted ones aside
     sessions          those known and pinned now, and how they ended
     prefetches        ended, by outcome
     storage           how the attached store is used; None without one
@@ -66,16 +66,42 @@ class Stats:
     transfers: Mapping[tuple[str, str], int]
     moved_bytes: Mapping[str, int]
     moved_pages: Mapping[str, int]
+    moved_pool_pages: Mapping[tuple[str, str], int]
+    transfer_seconds: Mapping[str, Durations]
+    queues: Mapping[str, TransferQueue]
     in_flight: int
     overdue: int
-    flying: Mapping[str, int]
     busy_s: Mapping[str, float]
     lane_failures: Mapping[str, int]
     skipped_backups: int
     pages: Mapping[tuple[Tier, str], PageCount]
+    evicted_pages: Mapping[tuple[Tier, str], int]
     sessions: SessionStats
     prefetches: Mapping[str, int]
     storage: StorageStats | None = None
+
+
+class PageCounts(TypedDict):
+    """The fields of `Stats` about pages on the device and on the host."""
+
+    pages: Mapping[tuple[Tier, str], PageCount]
+    evicted_pages: Mapping[tuple[Tier, str], int]
+
+
+def counts_of_pages(index: Index) -> PageCounts:
+    cells = [(tier, name) for tier in (Tier.DEVICE, Tier.HOST) for name in index.anchor_names]
+    return PageCounts(
+        pages={
+            cell: PageCount(
+                index.capacity(*cell),
+                index.resident_pages(*cell),
+                index.free_pages(*cell),
+                index.unevictable_pages(*cell),
+            )
+            for cell in cells
+        },
+        evicted_pages={cell: index.evicted_pages(*cell) for cell in cells},
+    )
 
 
 class TransferCounts(TypedDict):
@@ -84,9 +110,11 @@ class TransferCounts(TypedDict):
     transfers: Mapping[tuple[str, str], int]
     moved_bytes: Mapping[str, int]
     moved_pages: Mapping[str, int]
+    moved_pool_pages: Mapping[tuple[str, str], int]
+    transfer_seconds: Mapping[str, Durations]
+    queues: Mapping[str, TransferQueue]
     in_flight: int
     overdue: int
-    flying: Mapping[str, int]
     busy_s: Mapping[str, float]
     lane_failures: Mapping[str, int]
 
@@ -94,15 +122,29 @@ class TransferCounts(TypedDict):
 def counts_of_transfers(
     transfers: InFlightTransfers, lanes: Mapping[Way, Issuer]
 ) -> TransferCounts:
+    moved_pages: Counter[str] = Counter({way.name.lower(): 0 for way in Way})
+    for (way, _), pages in transfers.moved_pages.items():
+        moved_pages[way.name.lower()] += pages
     return TransferCounts(
         transfers={(w.name.lower(), s.value): n for (w, s), n in transfers.ended.items()},
         moved_bytes={way.name.lower(): transfers.moved_bytes[way] for way in Way},
-        moved_pages={way.name.lower(): transfers.moved_pages[way] for way in Way},
+        moved_pages=moved_pages,
+        moved_pool_pages={(w.name.lower(), p): n for (w, p), n in transfers.moved_pages.items()},
+        transfer_seconds={w.name.lower(): s.seen() for w, s in transfers.seconds.items()},
+        queues={way.name.lower(): _queue(transfers, way) for way in Way},
         in_flight=len(transfers),
         overdue=len(transfers.overdue()),
-        flying={way.name.lower(): busy.open for way, busy in transfers.busy.items()},
         busy_s={way.name.lower(): busy.seconds for way, busy in transfers.busy.items()},
         lane_failures={way.name.lower(): lane.failures for way, lane in lanes.items()},
+    )
+
+
+def _queue(transfers: InFlightTransfers, way: Way) -> TransferQueue:
+    of_way = [transfer for transfer in transfers if transfer.way is way]
+    return TransferQueue(
+        reserved=sum(one.state is TransferState.RESERVED for one in of_way),
+        in_flight=sum(one.state is TransferState.IN_FLIGHT for one in of_way),
+        pages=sum(one.pages for one in of_way),
     )
 
 

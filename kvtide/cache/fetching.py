@@ -29,6 +29,7 @@ import numpy as np
 
 from kvtide.cache.cache_config import FetchPatience
 from kvtide.cache.rank_agreement import Agreement
+from kvtide.durations import DurationHistogram
 from kvtide.index import Import, Index, Outline, Prompt, WantedPages
 from kvtide.index.keys import PageKey
 from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
@@ -66,6 +67,7 @@ class Fetch:
     tokens  tokens of the history that were fetched so far
     found   tokens after which the prompt could resume with what storage has
     looks   how many look-ups were made, the first included
+    reading_since  when the last read began
     """
 
     prompt: Prompt
@@ -84,6 +86,7 @@ class Fetch:
     order: Order | None = None
     arriving: Import | None = None
     reading: Reading | None = None
+    reading_since: float = 0.0
 
     @property
     def over(self) -> bool:
@@ -107,6 +110,7 @@ class Fetches:
     """All fetches of a cache, oldest first. `ended` counts them by outcome; `reading` is the time
     during which any reads pages.
 
+    `seconds` are those of reads, until their pages are adopted.
     `queued` notes the work that is queued on the device, and tells later whether that is done.
     """
 
@@ -121,6 +125,7 @@ class Fetches:
     ) -> None:
         self.ended: Counter[str] = Counter()
         self.fetched_pages = 0
+        self.seconds = DurationHistogram()
         self.reading = BusyTime(clock)
         self._index = index
         self._memory = index.memory
@@ -337,9 +342,11 @@ class Fetches:
             key, after = fetch.keys[want.page]
             pages.append(StoredPage(want.anchor, key, taken.slot, after=after))
         self._coming.update(dict.fromkeys(keys, fetch))
+        fetch.reading_since = self._clock()
         free = self._queued() if any(want.anchor in self._hot for want in order.pages) else None
         self.reading.begin()
-        fetch.reading = self._link.read(pages, max(0.0, fetch.deadline - self._clock()), free)
+        left_s = max(0.0, fetch.deadline - fetch.reading_since)
+        fetch.reading = self._link.read(pages, left_s, free)
 
     @staticmethod
     def _keys(fetch: Fetch, pages: Sequence[WantedPages]) -> list[bytes]:
@@ -352,6 +359,7 @@ class Fetches:
         assert fetch.arriving is not None and fetch.reading is not None
         assert fetch.order is not None
         fetch.reading.stop()
+        self.seconds.observe(self._clock() - fetch.reading_since)
         pages = fetch.order.pages
         here = pages[:ready]
         came = fetch.arriving.taken[:ready]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from kvtide.durations import DurationHistogram
 from kvtide.index import Arrival, Departure, Index
 from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
@@ -23,6 +24,8 @@ ArrivalTransfer = Transfer[Arrival]
 class InFlightTransfers:
     """`ended` counts transfers by direction and end, `moved_bytes` what landed.
 
+    moved_pages by direction and pool
+    seconds     from a transfer's submission to the poll that lands it, by direction
     departs     whether backups begun from now on are stored after they land
     departures  what landed since the storage tier last took them; the storage tier ends them
     """
@@ -32,7 +35,8 @@ class InFlightTransfers:
         self.departures: list[Departure] = []
         self.ended: Counter[tuple[Way, TransferState]] = Counter()
         self.moved_bytes: Counter[Way] = Counter()
-        self.moved_pages: Counter[Way] = Counter()
+        self.moved_pages: Counter[tuple[Way, str]] = Counter()
+        self.seconds = {way: DurationHistogram() for way in Way}
         self._index = index
         self._transfers = transfers
         self._by_arrival: dict[int, ArrivalTransfer] = {}
@@ -210,11 +214,11 @@ class InFlightTransfers:
         self.ended[transfer.way, transfer.state] += 1
         if transfer.state is TransferState.FAILED:
             return
-        self.moved_pages[transfer.way] += transfer.pages
-        self.moved_bytes[transfer.way] += sum(
-            len(move.source_slots) * self._page_bytes[move.sidecar or move.anchor]
-            for move in transfer.moves
-        )
+        self.seconds[transfer.way].observe(self._transfers.seconds_in_flight(transfer))
+        for move in transfer.moves:
+            pool, pages = move.sidecar or move.anchor, len(move.source_slots)
+            self.moved_pages[transfer.way, pool] += pages
+            self.moved_bytes[transfer.way] += pages * self._page_bytes[pool]
 
 
 def explained(transfer: ArrivalTransfer) -> TransferError:

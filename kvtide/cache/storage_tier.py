@@ -23,6 +23,7 @@ from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
 from kvtide.cache.write_behind import WriteBehind
+from kvtide.durations import Durations
 from kvtide.index import Departure, Index, Prompt
 from kvtide.index.keys import Hidden, PageKey
 from kvtide.storage import Store, StoreError
@@ -55,6 +56,7 @@ class StorageStats:
     moved_bytes     read ("fetch") and written ("store")
     reading_s       how long any fetch was reading
     read_bytes_s    as last measured; None before anything was read
+    seconds         of reads ("fetch") and of written batches ("store")
     """
 
     name: str
@@ -73,6 +75,7 @@ class StorageStats:
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
     reading_s: float = 0.0
     read_bytes_s: float | None = None
+    seconds: Mapping[str, Durations] = field(default_factory=dict)
 
 
 class Storage:
@@ -383,6 +386,7 @@ class Attachment:
             moved_bytes={way: link.moved_bytes[way] for way in ("fetch", "store")},
             reading_s=self.fetches.reading.seconds,
             read_bytes_s=link.read_speed.bytes_s,
+            seconds={"fetch": self.fetches.seconds.seen(), "store": storing.seconds.seen()},
         )
 
     def _close(self) -> None:

@@ -7,10 +7,12 @@ time; nothing here waits for one.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvtide.durations import DurationHistogram
 from kvtide.index import Departure, Index
 from kvtide.spec import Tier
 from kvtide.transfer.storage_requests import StoredPage, Writing
@@ -29,18 +31,30 @@ class PendingStore:
 
     departures: list[Departure]
     writing: Writing
+    since: float
 
 
 class WriteBehind:
-    """`dropped` pages left the queue unwritten; the store wrote `stored` and refused `failed`."""
+    """`dropped` pages left the queue unwritten; the store wrote `stored` and refused `failed`.
 
-    def __init__(self, index: Index, link: StoreLink, timeout_s: float) -> None:
+    `seconds` are those of batches, from the call to the poll that sees its end.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        link: StoreLink,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.dropped = 0
         self.stored = 0
         self.failed = 0
+        self.seconds = DurationHistogram()
         self._index = index
         self._link = link
         self._timeout_s = timeout_s
+        self._clock = clock
         self._queue: deque[Departure] = deque()
         self._waiting: Counter[str] = Counter()
         self._at_work: list[PendingStore] = []
@@ -82,7 +96,7 @@ class WriteBehind:
                 pages += len(departures[-1].pages)
             outgoing = [StoredPage(*page) for one in departures for page in one.pages]
             writing = self._link.write(outgoing, self._timeout_s)
-            self._at_work.append(PendingStore(departures, writing))
+            self._at_work.append(PendingStore(departures, writing, self._clock()))
 
     def verdicts(self) -> list[int]:
         return [
@@ -94,6 +108,7 @@ class WriteBehind:
         pairs = zip(list(self._at_work), agreed, strict=False)
         for store in [store for store, verdict in pairs if verdict != Verdict.PENDING]:
             self._at_work.remove(store)
+            self.seconds.observe(self._clock() - store.since)
             self.stored += store.writing.count
             self.failed += len(store.writing.pages) - store.writing.count
             for departure in store.departures:

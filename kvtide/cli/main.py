@@ -2,7 +2,7 @@
 
 A verb's module has `add`, which gives a parser the verb's arguments, and `REFUSALS`, the errors
 that end the command with a sentence and exit code 2. Help and version import no verb: `serve`,
-`draft` and `bench` import torch, which takes seconds.
+`doctor`, `draft` and `bench` import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ VERBS = {
         "plan_command", "replay a trace against tiers: hit rates, time saved, bytes moved, plots"
     ),
     "memory": Verb("memory_command", "show a model's pools, their sizes and what a resume needs"),
+    "doctor": Verb(
+        "doctor_command", "measure this machine: what fits a model, what is misconfigured"
+    ),
     "draft": Verb("draft_command", "train a draft for speculative decoding"),
     "storage": Verb("storage_command", "check a store of pages"),
     "bench": Verb("bench_command", "measure what kvtide costs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,14 @@ class ScheduledChunk(NamedTuple):
     def completes(self) -> bool:
         """All of the request's tokens are then computed: the next one is sampled."""
         return self.end == self.request.length
+
+
+def with_drafts(chunks: Iterable[ScheduledChunk], left: int) -> Iterator[ScheduledChunk]:
+    """Chunks that all decode, with as many drafts as the step has tokens left."""
+    for chunk in chunks:
+        drafts = chunk.request.drafts[:left] if chunk.completes else ()
+        left -= len(drafts)
+        yield chunk._replace(drafts=drafts)
 
 
 @dataclass(frozen=True, slots=True)

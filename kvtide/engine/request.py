@@ -46,6 +46,24 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
+class Activity(Enum):
+    """What a request does or waits for: the first four of WAITING, the others of RUNNING."""
+
+    QUEUED = "queued"
+    """It waits for slots, or for a place in the batch."""
+    FETCHING = "fetching"
+    """It waits for pages from storage."""
+    HANDOFF = "handoff"
+    """It waits for pages that a prefill server writes."""
+    SHARING = "sharing"
+    """It waits for a prefix that a running request computes."""
+    LOADING = "loading"
+    """Its prefix is on the way from the host to the device."""
+    PREFILL = "prefill"
+    """More than one of its tokens is not computed."""
+    DECODE = "decode"
+
+
 class Finish(Enum):
     STOP = "stop"
     LENGTH = "length"
@@ -202,6 +220,19 @@ class Request:
         """It waits for slots alone."""
         handed = self.handoff is None or not self.handoff.waits
         return self.settled and handed and (self.prefix_owner is None or self.prefix_owner.over)
+
+    @property
+    def activity(self) -> Activity:
+        """Of a request that has not finished."""
+        if self.lease is not None:
+            if self.lease.loading:
+                return Activity.LOADING
+            return Activity.PREFILL if self.length - self.computed > 1 else Activity.DECODE
+        if not self.settled:
+            return Activity.FETCHING
+        if self.handoff is not None and self.handoff.waits:
+            return Activity.HANDOFF
+        return Activity.QUEUED if self.ready else Activity.SHARING
 
     def found_here(self, lease: Lease) -> dict[Tier, int]:
         """Tokens that each tier gave, without those that a peer has just written to the host."""

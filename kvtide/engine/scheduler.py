@@ -16,10 +16,10 @@ compute waits until it finds them, or until they will not come from there.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvtide.cache import TieredCache
-from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft
+from kvtide.engine.chunks import PlannedStep, ScheduledChunk, unread_draft, with_drafts
 from kvtide.engine.request import PrefixOwner, Request, RequestState
 from kvtide.engine.residency.hot_residency import GatherBudget
 
@@ -41,6 +41,7 @@ class Scheduler:
     largest batch. No more requests run than a step has tokens, so that all can decode.
 
     on_admitted    is called with every request that has its lease, before it is in a step
+    retractions    how often a running request was preempted and queued again
     blocked        the first waiting request found no slots; only requests that leave free some
     skips_loading  requests whose prefix is loading take no part in a step if others can run
     launches_ahead a step may be launched before the host knows its tokens: it is a CUDA graph, and
@@ -51,6 +52,7 @@ class Scheduler:
         self, cache: TieredCache, chunk_tokens: int, max_running: int, cuda_graphs: bool = False
     ) -> None:
         self.running: list[Request] = []
+        self.retractions = 0
         self._waiting: list[tuple[int, int, Request]] = []
         self._cache = cache
         self.chunk_tokens = chunk_tokens
@@ -63,25 +65,21 @@ class Scheduler:
         self.skips_loading = cuda_graphs
         self.launches_ahead = cuda_graphs and not changing
         self.blocked = False
-        self.on_admitted: Callable[[Request], None] = lambda request: None
+        self.on_admitted: Callable[[Request], None] = _unnoticed
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def present(self) -> list[Request]:
-        """The running requests, then the waiting ones in their order."""
-        return [*self.running, *(entry[2] for entry in self._waiting)]
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of all waiting requests, cached or not."""
-        return sum(request.length for *_, request in self._waiting)
+    def queued(self) -> list[Request]:
+        """The waiting requests, in the order of admission."""
+        return [request for *_, request in self._waiting]
 
     def find(self, number: int) -> Request | None:
         """The running or waiting request of this number."""
-        return next((request for request in self.present if request.number == number), None)
+        present = (*self.running, *self.queued)
+        return next((request for request in present if request.number == number), None)
 
     # -- admission --------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class Scheduler:
     def stop_fetches(self) -> None:
         """End the fetches of the next requests if no other request could start: they resume from
         what has arrived."""
-        waiting = [entry[2] for entry in self._waiting]
+        waiting = self.queued
         if any(request.ready for request in waiting):
             return
         fetches = [request.fetch for request in waiting if not request.settled]
@@ -194,6 +192,7 @@ class Scheduler:
             self._cache.retain(request.held)
         self.remove(request)
         self.queue(request)
+        self.retractions += 1
 
     def remove(self, request: Request) -> None:
         """Free all that the request holds, running or waiting."""
@@ -266,7 +265,7 @@ class Scheduler:
                 end = self._cut_at_checkpoint(request, end)
             left -= end - request.computed
             chunks.append(ScheduledChunk(request, end))
-        return sorted(_with_drafts(chunks, left), key=_batch_order)
+        return sorted(with_drafts(chunks, left), key=_batch_order)
 
     def _token_budget(self, decoding: int) -> int:
         """Tokens of a step in which so many requests decode."""
@@ -464,12 +463,8 @@ class Scheduler:
                 self._cache.shrink(chunk.request.held, chunk.request.computed)
 
 
-def _with_drafts(chunks: list[ScheduledChunk], left: int) -> Iterator[ScheduledChunk]:
-    """Chunks that all decode, with as many drafts as the step has tokens left."""
-    for chunk in chunks:
-        drafts = chunk.request.drafts[:left] if chunk.completes else ()
-        left -= len(drafts)
-        yield chunk._replace(drafts=drafts)
+def _unnoticed(request: Request) -> None:
+    """Nothing follows an admission."""
 
 
 def _is_computed(request: Request) -> bool:

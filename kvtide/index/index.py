@@ -393,6 +393,14 @@ class Index:
     def resident_pages(self, tier: Tier, anchor: str) -> int:
         return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].resident_pages
 
+    def unevictable_pages(self, tier: Tier, anchor: str) -> int:
+        """Resident pages that are pinned."""
+        return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].pinned_pages
+
+    def evicted_pages(self, tier: Tier, anchor: str) -> int:
+        """Pages that were dropped so far, to make room or by `clear`."""
+        return self.tree.cells[self.tree.cell(tier, self._anchor(anchor))].evicted_pages
+
     def pinned_pages(self, leases: Iterable[IndexLease]) -> dict[tuple[Tier, str], int]:
         """Pages that these leases pin, by tier and anchor; a page that several pin counts once."""
         names, anchors = self.tree.anchor_names, self.tree.anchors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Count
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,6 +17,8 @@ from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Finish
 from kvtide.engine.grammar.step_masks import StepMasks
 from kvtide.engine.oracle import Checks, Oracle
+from kvtide.engine.request import Activity
+from kvtide.engine.scheduler import Scheduler
 from kvtide.engine.speculation.accept_guard import AcceptGuard
 from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
@@ -23,6 +26,17 @@ from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
 from kvtide.server.service import ResponseStream
 from kvtide.server.sessions.session_metrics import session_metrics
+from kvtide.spec import ModelMemory, Tier
+
+_ENDS = ("landed", "failed")
+_FETCH_OUTCOMES = (
+    "fetched", "partly", "late", "nothing", "declined", "no_room", "failed", "discarded",
+)  # fmt: skip
+_STORE_EVENTS = (
+    "read", "written", "known", "missing", "draftless", "corrupt", "refused", "errors", "spared",
+)  # fmt: skip
+"""Labels have these values from the start: an alert sees a counter's first step only if the
+counter was there before at 0."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -59,6 +73,11 @@ class Metrics:
             registry=self._registry,
         )
 
+        for finish in Finish:
+            self._ends.labels(finish.value)
+        for tier in Tier:
+            self._cached.labels(tier.name.lower())
+
     def ended(self, stream: ResponseStream) -> None:
         request = stream.request
         self._ends.labels((request.finish or Finish.ABORT).value).inc()
@@ -88,6 +107,7 @@ class _StateCollector:
         scheduler, stats = self._engine.scheduler, self._engine.cache.stats()
         yield _gauge("kvtide_requests_running", "Running requests.", len(scheduler.running))
         yield _gauge("kvtide_requests_waiting", "Waiting requests.", scheduler.waiting)
+        yield from _requests(scheduler)
         yield from session_metrics(stats)
         yield _gauge("kvtide_transfers_in_flight", "Transfers in flight.", stats.in_flight)
         yield _gauge("kvtide_transfers_overdue", "Transfers past their deadline.", stats.overdue)
@@ -97,12 +117,28 @@ class _StateCollector:
             yield from _drafts(lengths)
         if (guard := self._engine.accept_guard) is not None:
             yield from _alarms(guard)
-        yield from _pages(stats)
+        yield from _pages(stats, self._engine.cache.memory)
         if self._engine.cache.memory.hot_pools:
             yield from _hot(self._engine)
+        yield from _transfers(stats, self._engine.cache.memory)
         yield from _counts(stats)
         yield from _storage(stats.storage)
         yield from handoff_metrics(self._engine, self._handoff)
+
+
+def _requests(scheduler: Scheduler) -> Iterable[Metric]:
+    states = GaugeMetricFamily(
+        "kvtide_request_states", "Requests by what they do or wait for.", labels=["state"]
+    )
+    counts = Count(request.activity for request in (*scheduler.queued, *scheduler.running))
+    for activity in Activity:
+        states.add_metric([activity.value], counts[activity])
+    yield states
+    yield CounterMetricFamily(
+        "kvtide_requests_retracted",
+        "Running requests that were preempted and queued again.",
+        scheduler.retractions,
+    )
 
 
 def _checks(oracle: Oracle | None) -> Iterable[Metric]:
@@ -159,14 +195,25 @@ def _alarms(guard: AcceptGuard) -> Iterable[Metric]:
     yield alarms
 
 
-def _pages(stats: Stats) -> Iterable[Metric]:
+def _pages(stats: Stats, memory: ModelMemory) -> Iterable[Metric]:
     gauge = GaugeMetricFamily(
         "kvtide_pages", "Pages by tier, pool and state.", labels=["tier", "pool", "state"]
     )
     for (tier, anchor), count in stats.pages.items():
-        for state in ("capacity", "resident", "free"):
+        for state in ("capacity", "resident", "pinned", "free"):
             gauge.add_metric([tier.name.lower(), anchor, state], getattr(count, state))
     yield gauge
+    sizes = GaugeMetricFamily(
+        "kvtide_page_bytes", "Bytes of a page with its sidecars.", labels=["tier", "pool"]
+    )
+    evicted = CounterMetricFamily(
+        "kvtide_evicted_pages", "Pages dropped for others, or flushed.", labels=["tier", "pool"]
+    )
+    for (tier, anchor), pages in stats.evicted_pages.items():
+        labels = [tier.name.lower(), anchor]
+        sizes.add_metric(labels, memory.kept_in(tier).slot_bytes(anchor))
+        evicted.add_metric(labels, pages)
+    yield from (sizes, evicted)
 
 
 def _hot(engine: Engine) -> Iterable[Metric]:
@@ -195,12 +242,42 @@ def _hot(engine: Engine) -> Iterable[Metric]:
     yield rows
 
 
+def _transfers(stats: Stats, memory: ModelMemory) -> Iterable[Metric]:
+    seconds = HistogramMetricFamily(
+        "kvtide_transfer_seconds",
+        "From a transfer's submission to the step that sees its end; of fetches the read alone.",
+        labels=["way"],
+    )
+    stored = stats.storage.seconds if stats.storage is not None else {}
+    for way, durations in {**stats.transfer_seconds, **stored}.items():
+        seconds.add_metric([way], durations.cumulated(), durations.total_s)
+    yield seconds
+    queue = GaugeMetricFamily(
+        "kvtide_transfer_queue", "Transfers that have not ended.", labels=["way", "state"]
+    )
+    pages = GaugeMetricFamily(
+        "kvtide_transfer_queue_pages", "Pages of these transfers.", labels=["way"]
+    )
+    for way, queued in stats.queues.items():
+        queue.add_metric([way, "reserved"], queued.reserved)
+        queue.add_metric([way, "in_flight"], queued.in_flight)
+        pages.add_metric([way], queued.pages)
+    yield from (queue, pages)
+    moved = CounterMetricFamily("kvtide_moved_pages", "Pages copied.", labels=["way", "pool"])
+    for way in stats.moved_bytes:
+        for pool in memory.at_rest.pools:
+            if pool.is_anchor or not pool.reuse.required:
+                moved.add_metric([way, pool.name], stats.moved_pool_pages.get((way, pool.name), 0))
+    yield moved
+
+
 def _counts(stats: Stats) -> Iterable[Metric]:
     transfers = CounterMetricFamily(
         "kvtide_transfers", "Finished transfers.", labels=["way", "end"]
     )
-    for (way, end), count in stats.transfers.items():
-        transfers.add_metric([way, end], count)
+    for way in stats.moved_bytes:
+        for end in _ENDS:
+            transfers.add_metric([way, end], stats.transfers.get((way, end), 0))
     yield transfers
     moved = CounterMetricFamily("kvtide_moved_bytes", "Bytes copied by direction.", labels=["way"])
     for way, total in stats.moved_bytes.items():
@@ -230,8 +307,8 @@ def _storage(stats: StorageStats | None) -> Iterable[Metric]:
     if stats.read_bytes_s is not None:
         yield _gauge("kvtide_storage_read_bytes_per_second", "Measured.", stats.read_bytes_s)
     fetches = CounterMetricFamily("kvtide_storage_fetches", "Ended fetches.", labels=["outcome"])
-    for outcome, count in stats.fetches.items():
-        fetches.add_metric([outcome], count)
+    for outcome in _FETCH_OUTCOMES:
+        fetches.add_metric([outcome], stats.fetches.get(outcome, 0))
     yield fetches
     pages = CounterMetricFamily("kvtide_storage_pages", "Pages by outcome.", labels=["end"])
     for end in ("fetched", "stored", "dropped", "failed"):
@@ -240,8 +317,8 @@ def _storage(stats: StorageStats | None) -> Iterable[Metric]:
     objects = CounterMetricFamily(
         "kvtide_storage_objects", "Objects and calls by event.", labels=["event"]
     )
-    for event, count in stats.objects.items():
-        objects.add_metric([event], count)
+    for event in _STORE_EVENTS:
+        objects.add_metric([event], stats.objects.get(event, 0))
     yield objects
 
 

@@ -51,6 +51,7 @@ class Transfer(Generic[H]):
     error  why it failed. A failed transfer ends only when it no longer touches memory: until then
            it owns its slots.
     late   it missed its deadline, here or on another rank; no lease waits for it
+    submitted_at  by the clock of `Transfers`
     """
 
     number: int
@@ -61,6 +62,7 @@ class Transfer(Generic[H]):
     ticket: Ticket | None = None
     error: BaseException | None = None
     late: bool = False
+    submitted_at: float = 0.0
 
     def to(self, state: TransferState) -> None:
         assert state in _NEXT[self.state], f"a transfer cannot go {self.state} → {state}"
@@ -164,6 +166,7 @@ class Transfers(Generic[H]):
         if not leaving:
             return 0
         ticket = error = None
+        now = self._clock()
         try:
             moves = [move for transfer in leaving for move in transfer.moves]
             ticket = self._copier.copy(way, moves, self._timeout_s, self._fences.get(way))
@@ -172,8 +175,12 @@ class Transfers(Generic[H]):
         for transfer in leaving:
             transfer.to(TransferState.IN_FLIGHT)
             self.busy[way].begin()
-            transfer.ticket, transfer.error = ticket, error
+            transfer.ticket, transfer.error, transfer.submitted_at = ticket, error, now
         return len(leaving)
+
+    def seconds_in_flight(self, transfer: Transfer[H]) -> float:
+        """Since the transfer was submitted."""
+        return self._clock() - transfer.submitted_at
 
     def in_flight(self) -> list[Transfer[H]]:
         """Oldest first."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvtide.cache import CacheConfig, EveryPages, Lease, Namespace, Ratio, Tier, TieredCache, Tokens
+from kvtide.cache.cache_stats import TransferQueue
 from kvtide.tiers import Layout
 from kvtide.transfer.lane import Ticket
 from kvtide.transfer.strided import Way
@@ -477,6 +478,48 @@ def test_statistics_count_tokens_by_tier_and_transfers_by_end(build):
     assert stats.moved_bytes == {"load": moved, "backup": moved}
     assert (stats.in_flight, stats.overdue, stats.refused) == (0, 0, 0)
     assert stats.lane_failures == {"load": 0, "backup": 0}
+    of_pools = {(way, pool): n for way in ("load", "backup") for pool, n in pages.items()}
+    assert stats.moved_pool_pages == of_pools
+    assert {way: one.count for way, one in stats.transfer_seconds.items()} == {
+        "load": 1,
+        "backup": 1,
+    }
+
+
+def test_statistics_show_transfers_that_are_reserved_and_in_flight(build):
+    rig = build()
+    rig.remember(text(1, 3))
+    queued = rig.cache.stats().queues
+    assert queued["backup"] == TransferQueue(reserved=1, in_flight=0, pages=3)
+    assert queued["load"] == TransferQueue()
+    rig.cache.poll()
+    assert rig.cache.stats().queues["backup"] == TransferQueue(0, in_flight=1, pages=3)
+    rig.settle()
+    assert rig.cache.stats().queues["backup"] == TransferQueue()
+
+
+def test_a_transfers_time_is_that_from_its_submission_to_the_poll_that_lands_it(build):
+    rig = build()
+    clock = iter((100.0, 100.02))
+    rig.cache._in_flight._transfers._clock = lambda: next(clock)
+    rig.remember(text(1, 2))
+    rig.cache.poll()
+    rig.hands[Way.BACKUP].run()
+    rig.cache.poll()
+    seen = rig.cache.stats().transfer_seconds["backup"]
+    assert seen.count == 1 and seen.total_s == pytest.approx(0.02)
+
+
+def test_statistics_count_pages_that_are_pinned_and_pages_that_were_evicted(build):
+    rig = build()
+    rig.remember_on_host(text(1, 4))
+    assert rig.cache.stats().evicted_pages[Tier.DEVICE, "kv"] == 4
+    lease = rig.started(text(1, 4))
+    rig.settle()
+    pages = rig.cache.stats().pages[Tier.DEVICE, "kv"]
+    assert (pages.resident, pages.pinned) == (4, 4)
+    rig.cache.release(lease)
+    assert rig.cache.stats().pages[Tier.DEVICE, "kv"].pinned == 0
 
 
 def test_a_poll_tells_once_that_a_lease_is_ready(build):

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvtide.cache import Fetch
 from kvtide.cache.rank_agreement import Alone
 from kvtide.engine import Request, RequestState, scheduler
 from kvtide.engine.chunks import ScheduledChunk
 from kvtide.engine.overlap import OverlapState
+from kvtide.engine.request import Activity, PrefixOwner
 from kvtide.engine.sampler import SampledToken
 from kvtide.index import EveryPages
 from kvtide.spec import Tier
 from tests.cache.memories import DRAFTED, FULL, PAGE, RECURRENT, V4_DRAFTED, WINDOW
 from tests.engine.desk import Ahead, Desk
 from tests.grids import everything
+
+DECODE, FETCHING, PREFILL = Activity.DECODE, Activity.FETCHING, Activity.PREFILL
+QUEUED, SHARING = Activity.QUEUED, Activity.SHARING
 
 
 @pytest.fixture
@@ -492,6 +498,35 @@ def test_session_pins_give_way_before_a_running_request_is_retracted(desk, monke
             assert at.cache.validate() == []
         sessions.forget_all()
     assert gave > 0
+
+
+def test_retractions_are_counted(desk):
+    at = desk(pages=9)
+    running = at.queue(4)
+    at.step()
+    assert at.scheduler.retractions == 0
+    at.scheduler.retract(running)
+    assert at.scheduler.retractions == 1
+
+
+def test_a_request_says_what_it_does_or_waits_for(desk):
+    at = desk(pages=12, chunk_tokens=8, max_running=2)
+    first, sharing, large = at.queue(4), at.queue(2), at.queue(12)
+    sharing.prefix_owner = PrefixOwner(first, 4)
+    at.step()
+    assert [r.activity for r in at.requests] == [PREFILL, SHARING, QUEUED]
+    while first.computed < len(first.params.tokens):
+        at.step()
+    assert first.activity is DECODE
+    large.fetch = Fetch(large.prompt, 0.0, 0.0)
+    assert large.activity is FETCHING
+    large.fetch = None
+    large.handoff = SimpleNamespace(waits=True)
+    assert large.activity is Activity.HANDOFF
+    large.handoff = None
+    lease, first.lease = first.lease, SimpleNamespace(loading=True)
+    assert first.activity is Activity.LOADING
+    first.lease = lease
 
 
 def test_a_retracted_request_holds_nothing(desk):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -64,6 +65,55 @@ def test_metrics_agree_with_the_report(server: InProcess, client: Client) -> Non
             for state in ("capacity", "resident", "free"):
                 labels = frozenset({("tier", tier), ("pool", pool), ("state", state)})
                 assert metrics["kvtide_pages", labels] == count[f"{state}_pages"]
+            cell = frozenset({("tier", tier), ("pool", pool)})
+            assert metrics["kvtide_page_bytes", cell] == count["page_bytes"] > 0
+
+
+def test_metrics_show_transfers_their_time_and_pages_by_pool(serve: Any) -> None:
+    server = serve(device_tokens=256, host_tokens=512)
+    client = server.client
+    client.complete([5] * (3 * PAGE + 1), max_tokens=1)
+    server.settled()
+    client.post("/admin/flush?tier=device")
+    client.complete([5] * (3 * PAGE + 1), max_tokens=1)
+    server.settled()
+    now = scraped(client)
+
+    def sample(name: str, **labels: str) -> float:
+        return now[f"kvtide_{name}", frozenset(labels.items())]
+
+    for way in ("load", "backup"):
+        assert sample("transfer_seconds_count", way=way) == 1
+        assert sample("transfer_seconds_bucket", way=way, le="+Inf") == 1
+        assert sample("transfer_seconds_sum", way=way) > 0
+        assert sample("moved_pages_total", way=way, pool="kv") == 3
+        assert sample("transfer_queue_pages", way=way) == 0
+        assert sample("transfer_queue", way=way, state="reserved") == 0
+        assert sample("transfer_queue", way=way, state="in_flight") == 0
+    assert sample("evicted_pages_total", tier="device", pool="kv") == 3
+    assert sample("evicted_pages_total", tier="host", pool="kv") == 0
+    assert sample("pages", tier="device", pool="kv", state="pinned") == 0
+
+
+def test_metrics_show_what_requests_do(server: InProcess, client: Client) -> None:
+    def states() -> dict[str, float]:
+        return {
+            dict(labels)["state"]: value
+            for (name, labels), value in scraped(client).items()
+            if name == "kvtide_request_states"
+        }
+
+    assert states() == dict.fromkeys(
+        ("queued", "fetching", "handoff", "sharing", "loading", "prefill", "decode"), 0
+    )
+    asked = {"prompt": [9] * 40, "max_tokens": 2000, "ignore_eos": True}
+    running = client.start("/v1/completions", **asked)
+    server.until(lambda report: report["requests"]["running"] > 0)
+    deadline = time.monotonic() + 60
+    while states()["decode"] != 1:
+        assert time.monotonic() < deadline
+    assert sum(states().values()) == 1
+    running.leave()
 
 
 def test_the_report_says_how_the_cache_stands(serve: Any) -> None:

@@ -139,6 +139,8 @@ def test_metrics_say_what_the_report_says(server: InProcess, url: str) -> None:
         assert sample("storage_objects_total", event=event) == count
     for end in ("fetched", "stored", "dropped", "failed"):
         assert sample("storage_pages_total", end=end) == report[f"{end}_pages"]
+    assert sample("transfer_seconds_count", way="fetch") == 1
+    assert sample("transfer_seconds_count", way="store") >= 1
 
 
 def test_a_store_replaces_another(server: InProcess, url: str) -> None:

@@ -35,15 +35,16 @@ def measure(device: torch.device, size: int = 8192, block_bytes: int = 2 << 30) 
         link_bytes_s = statistics.median(link.limit_bytes_s(Way.LOAD) for _ in range(3))
     finally:
         link.close()
-    return Ceilings(_flops(device, size), _bytes_s(device, block_bytes), link_bytes_s)
+    return Ceilings(gemm_flops(device, size), memory_bytes_s(device, block_bytes), link_bytes_s)
 
 
-def _flops(device: torch.device, size: int) -> float:
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+def gemm_flops(device: torch.device, size: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / timed(lambda: torch.mm(a, b), device)
 
 
-def _bytes_s(device: torch.device, block_bytes: int) -> float:
+def memory_bytes_s(device: torch.device, block_bytes: int) -> float:
+    """Of a copy within the device's memory: bytes read plus bytes written."""
     source = torch.randint(0, 255, (block_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * block_bytes / timed(lambda: target.copy_(source), device)

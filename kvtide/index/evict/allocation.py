@@ -93,6 +93,7 @@ class Allocator:
             if parent is None or (parent.last, parent.hits) != used or not queue.evictable(parent):
                 parent = queue.pop()
             node = parent
+        tree.cells[cell].evicted_pages += dropped
         return dropped
 
     def would_be_lost(self, node: Node, cell: int) -> bool:

@@ -26,6 +26,7 @@ class Cell:
         "anchor_bits",
         "batch_pages",
         "bit",
+        "evicted_pages",
         "pinned_pages",
         "policy",
         "queue",
@@ -49,6 +50,7 @@ class Cell:
         self.queue = EvictionQueue(number, reach, self.policy)
         self.resident_pages = 0
         self.pinned_pages = 0
+        self.evicted_pages = 0
 
 
 def cells_of(

@@ -133,7 +133,7 @@ class RouterRoutes:
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
             "num_total_reqs": running + waiting,
-            "num_waiting_uncached_tokens": scheduler.waiting_tokens,
+            "num_waiting_uncached_tokens": sum(r.length for r in scheduler.queued),
             "num_used_tokens": used,
             "max_total_num_tokens": capacity,
             "token_usage": round(min(1.0, used / capacity), 4),

@@ -67,7 +67,7 @@ class EngineSnapshots:
         began = self._clock()
         cache, scheduler = engine.cache, engine.scheduler
         stats = cache.stats(session_pages=False)
-        present = scheduler.present
+        present = [*scheduler.running, *scheduler.queued]
         found = {
             "tick": cache.index.tick,
             "occupancy": _occupancy(engine, stats),
@@ -176,7 +176,7 @@ def _flows(stats: Stats) -> dict[str, Json]:
     copies = {
         way: {
             "bytes": stats.moved_bytes[way],
-            "queue": stats.flying[way],
+            "queue": stats.queues[way].in_flight,
             "unit": "transfers in flight",
         }
         for way in ("load", "backup")

@@ -6,39 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvtide.engine import Request, RequestState
+from kvtide.engine import Request
+from kvtide.engine.request import Activity
 from kvtide.spec import Tier
 
 MAX_ROWS = 48
 MAX_MISSES = 16
 SHOWN_TOKENS = 24
 
-STATES = (
-    *("decode", "prefill", "loading"),
-    *("fetching", "handoff", "behind a prefix", "retracted", "queued"),
-)
+RETRACTED = "retracted"
+STATES = (*(activity.value for activity in reversed(Activity)), RETRACTED)
 """Of running requests, then of waiting ones."""
 
 
 def request_state(request: Request) -> str:
-    """One of `STATES`.
-
-    loading          its prefix is on its way to the device
-    fetching         storage is asked, or read, for its prefix
-    behind a prefix  a running request computes pages that it shares
-    queued           it waits for slots; `retracted` it had some before
-    """
-    if request.state is not RequestState.RUNNING:
-        if not request.settled:
-            return "fetching"
-        if request.handoff is not None and request.handoff.waits:
-            return "handoff"
-        if not request.ready:
-            return "behind a prefix"
-        return "retracted" if request.admissions else "queued"
-    if request.held.loading:
-        return "loading"
-    return "prefill" if request.computed < len(request.params.tokens) else "decode"
+    """What it does or waits for; `retracted`: it waits for slots and had some before."""
+    activity = request.activity
+    if activity is Activity.QUEUED and request.admissions:
+        return RETRACTED
+    return activity.value
 
 
 def request_rows(present: Sequence[Request], *, tokens: bool) -> dict[str, Any]:

@@ -55,15 +55,20 @@ def attach(settings: Settings, cache: TieredCache, environment: Mapping[str, str
     return f"pages are stored in {name}, up to {DEFAULT_CAP}; --storage changes that"
 
 
-def default_url(environment: Mapping[str, str]) -> str:
-    """A folder in the user's cache directory that only the user can read."""
+def default_folder(environment: Mapping[str, str]) -> Path:
+    """Where pages are stored unless a setting names a store: in the user's cache directory."""
     caches = Path(environment.get("XDG_CACHE_HOME", ""))
     if not caches.is_absolute():
         home = Path(environment.get("HOME", ""))
         if not home.is_absolute():
             raise StoreError("there is no home directory; name a folder with --storage")
         caches = home / ".cache"
-    folder = caches / "kvtide" / "pages"
+    return caches / "kvtide" / "pages"
+
+
+def default_url(environment: Mapping[str, str]) -> str:
+    """The default folder, made so that only the user can read it."""
+    folder = default_folder(environment)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -129,7 +134,9 @@ def close_when_open(opening: Future[StoreLink]) -> None:
 
 
 def storage_report(stats: StorageStats | None) -> Json:
-    """The store's state and counters as JSON."""
+    """The store's state and counters as JSON; histograms are for `/metrics` alone."""
     if stats is None:
         return {"attached": False}
-    return {"attached": stats.state == "attached", **asdict(stats)}
+    counters = asdict(stats)
+    del counters["seconds"]
+    return {"attached": stats.state == "attached", **counters}

@@ -42,9 +42,9 @@ def loaded(model_folder: Path) -> Iterator[Engine]:
         engine.submit(RequestParams((number % 256, number // 256, *[9] * 3 * PAGE), 64))
     for _ in range(3):
         engine.step()
-    assert len(engine.scheduler.present) == REQUESTS
+    assert len(engine.scheduler.running) + engine.scheduler.waiting == REQUESTS
     yield engine
-    for request in engine.scheduler.present:
+    for request in (*engine.scheduler.running, *engine.scheduler.queued):
         engine.abort(request)
     engine.cache.close()
 

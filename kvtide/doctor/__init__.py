@@ -1,0 +1,8 @@
+"""What a machine can do, what is wrong with it, and how to serve a model on it.
+
+`machine_facts`  what the system says: memory, limits, driver, GPUs
+`probes`         what is measured: copies, allocation, GEMM, disk, layouts; each within its time
+`model_facts`    what a model needs
+`advice`         the settings that fit, and the command that starts a server with them
+`findings`       what is misconfigured, as sentences with remedies
+"""
