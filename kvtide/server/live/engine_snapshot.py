@@ -177,7 +177,7 @@ def _flows(stats: Stats) -> dict[str, Json]:
         way: {
             "bytes": stats.moved_bytes[way],
             "queue": stats.queues[way].in_flight,
-            "unit": "transfers in flight",
+            "unit": "in flight",
         }
         for way in ("load", "backup")
     }
