@@ -85,16 +85,19 @@ def test_a_slice_ends_in_time_whatever_the_tree_has(loaded: Engine) -> None:
 def test_ten_viewers_of_a_busy_server_cost_less_than_a_hundredth_of_its_steps(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """CPU seconds against the time of steps: other processes slow both down, and snapshots come
+    once a second however slow the steps are."""
     server: InProcess = serve(device_tokens=200_000, max_waiting=2 * REQUESTS)
-    spent = {"steps": 0.0}
+    spent = {"steps": 0.0, "cpu": 0.0}
     step = server.engine.step
 
     def timed() -> Any:
-        began = time.thread_time()
+        began, cpu = time.monotonic(), time.thread_time()
         try:
             return step()
         finally:
-            spent["steps"] += time.thread_time() - began
+            spent["steps"] += time.monotonic() - began
+            spent["cpu"] += time.thread_time() - cpu
 
     monkeypatch.setattr(server.engine, "step", timed)
     checked = [
@@ -108,13 +111,17 @@ def test_ten_viewers_of_a_busy_server_cost_less_than_a_hundredth_of_its_steps(
         for viewer in watching:
             next(viewer)
         assert publisher.viewers == 10
-        steps, cost = spent["steps"], publisher.snapshots.engine_s + publisher.encode_s
-        until(lambda: spent["steps"] - steps > 5.0)
+        before = dict(spent)
+        cost = publisher.snapshots.engine_s + publisher.encode_s
+        until(lambda: spent["steps"] - before["steps"] > 8.0)
         cost = publisher.snapshots.engine_s + publisher.encode_s - cost
-        fraction = cost / (spent["steps"] - steps)
+        fraction, of_cpu = (cost / (spent[name] - before[name]) for name in ("steps", "cpu"))
         seen = next(watching[0])
         assert seen["requests"]["total"] == REQUESTS
     server.on_loop(lambda: server.service.abort(streams))
     until(lambda: server.engine.idle)
-    print(f"ten viewers, {REQUESTS} requests: {100 * fraction:.2f}% of the time of steps")
+    print(
+        f"ten viewers, {REQUESTS} requests: {100 * fraction:.2f}% of the time of steps, "
+        f"{100 * of_cpu:.2f}% of the CPU time that they got"
+    )
     assert fraction < MAX_FRACTION
