@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device under test")
     parser.addoption("--all", action="store_true", help="every test and cell, not a selection")
     parser.addoption(
+        "--write-pictures", action="store_true", help="write pictures of the live page to docs"
+    )
+    parser.addoption(
         "--write-families", action="store_true", help="write what is proven to docs/FAMILIES.md"
     )
 

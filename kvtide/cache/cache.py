@@ -415,7 +415,8 @@ class TieredCache:
 
     # -- looking ----------------------------------------------------------------------------
 
-    def stats(self) -> Stats:
+    def stats(self, *, session_pages: bool = True) -> Stats:
+        """Without the pages that sessions pin it takes no longer with many sessions."""
         return Stats(
             **counts_of_transfers(self._in_flight, self.hardware.copier.lanes),
             **counts_of_pages(self.index),
@@ -424,7 +425,7 @@ class TieredCache:
             misses=dict(self._counts.misses),
             refused=self._counts.refused,
             skipped_backups=self._writing.skipped,
-            sessions=self.sessions.stats(),
+            sessions=self.sessions.stats(pages_too=session_pages),
             prefetches=dict(self.prefetches.ended),
             storage=self.storage.stats(),
         )

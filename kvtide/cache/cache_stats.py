@@ -50,6 +50,7 @@ class Stats:
     transfer_seconds  from submission to the poll that saw a transfer landed, by direction
     queues            transfers that have not ended, by direction, now
     in_flight         all of them, now; `overdue` of these are past their deadline
+    busy_s            how long any transfer of a direction was in flight
     lane_failures     jobs that raised, by direction
     skipped_backups   copies to the host that found no room there
     pages             by tier and anchor, now; `evicted_pages` were dropped, demoted ones aside
@@ -70,6 +71,7 @@ class Stats:
     queues: Mapping[str, TransferQueue]
     in_flight: int
     overdue: int
+    busy_s: Mapping[str, float]
     lane_failures: Mapping[str, int]
     skipped_backups: int
     pages: Mapping[tuple[Tier, str], PageCount]
@@ -113,6 +115,7 @@ class TransferCounts(TypedDict):
     queues: Mapping[str, TransferQueue]
     in_flight: int
     overdue: int
+    busy_s: Mapping[str, float]
     lane_failures: Mapping[str, int]
 
 
@@ -131,6 +134,7 @@ def counts_of_transfers(
         queues={way.name.lower(): _queue(transfers, way) for way in Way},
         in_flight=len(transfers),
         overdue=len(transfers.overdue()),
+        busy_s={way.name.lower(): busy.seconds for way, busy in transfers.busy.items()},
         lane_failures={way.name.lower(): lane.failures for way, lane in lanes.items()},
     )
 

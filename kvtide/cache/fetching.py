@@ -36,7 +36,7 @@ from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
 from kvtide.spec import ALL, ModelMemory, Tier
 from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
 from kvtide.transfer.store_link import StoreLink
-from kvtide.transfer.transfers import Verdict
+from kvtide.transfer.transfers import BusyTime, Verdict
 
 MAX_OPEN, MAX_LEAVING = 16, 8
 """Fetches, and reads left by ended fetches, per exchange between ranks; older ones come first."""
@@ -107,7 +107,8 @@ class AbandonedRead:
 
 
 class Fetches:
-    """All fetches of a cache, oldest first. `ended` counts them by outcome.
+    """All fetches of a cache, oldest first. `ended` counts them by outcome; `reading` is the time
+    during which any reads pages.
 
     `seconds` are those of reads, until their pages are adopted.
     `queued` notes the work that is queued on the device, and tells later whether that is done.
@@ -125,6 +126,7 @@ class Fetches:
         self.ended: Counter[str] = Counter()
         self.fetched_pages = 0
         self.seconds = DurationHistogram()
+        self.reading = BusyTime(clock)
         self._index = index
         self._memory = index.memory
         self._link = link
@@ -342,6 +344,7 @@ class Fetches:
         self._coming.update(dict.fromkeys(keys, fetch))
         fetch.reading_since = self._clock()
         free = self._queued() if any(want.anchor in self._hot for want in order.pages) else None
+        self.reading.begin()
         left_s = max(0.0, fetch.deadline - fetch.reading_since)
         fetch.reading = self._link.read(pages, left_s, free)
 
@@ -406,6 +409,7 @@ class Fetches:
                     del self._coming[key]
         if fetch.arriving is not None and fetch.reading is not None:
             fetch.reading.stop()
+            self.reading.end()
             self._index.abandon(fetch.arriving)
             self._leaving.append(AbandonedRead(fetch.arriving, fetch.reading))
         fetch.order = fetch.arriving = fetch.reading = None

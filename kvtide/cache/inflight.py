@@ -8,7 +8,7 @@ held in the same way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtide.durations import DurationHistogram
 from kvtide.index import Arrival, Departure, Index
@@ -16,7 +16,7 @@ from kvtide.index import IndexLease as IndexLease
 from kvtide.spec import Tier
 from kvtide.transfer.lane import TransferError
 from kvtide.transfer.strided import Way
-from kvtide.transfer.transfers import Transfer, Transfers, TransferState, Verdict
+from kvtide.transfer.transfers import BusyTime, Transfer, Transfers, TransferState, Verdict
 
 ArrivalTransfer = Transfer[Arrival]
 
@@ -54,6 +54,11 @@ class InFlightTransfers:
 
     def __iter__(self) -> Iterator[ArrivalTransfer]:
         return iter(self._transfers)
+
+    @property
+    def busy(self) -> Mapping[Way, BusyTime]:
+        """By direction, how many transfers are in flight, and for how long any was."""
+        return self._transfers.busy
 
     @property
     def departing(self) -> bool:

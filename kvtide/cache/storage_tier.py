@@ -53,6 +53,8 @@ class StorageStats:
     stored_pages    written or there already; `dropped_pages` left the queue unwritten, and
                     `failed_pages` were not taken; `waiting_pages` in the queue now
     objects         by what happened to them (`transfer.store_link`)
+    moved_bytes     read ("fetch") and written ("store")
+    reading_s       how long any fetch was reading
     read_bytes_s    as last measured; None before anything was read
     seconds         of reads ("fetch") and of written batches ("store")
     """
@@ -70,6 +72,8 @@ class StorageStats:
     failed_pages: int
     waiting_pages: int
     objects: Mapping[str, int] = field(default_factory=dict)
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    reading_s: float = 0.0
     read_bytes_s: float | None = None
     seconds: Mapping[str, Durations] = field(default_factory=dict)
 
@@ -379,6 +383,8 @@ class Attachment:
             failed_pages=storing.failed,
             waiting_pages=len(storing),
             objects=dict(link.counts),
+            moved_bytes={way: link.moved_bytes[way] for way in ("fetch", "store")},
+            reading_s=self.fetches.reading.seconds,
             read_bytes_s=link.read_speed.bytes_s,
             seconds={"fetch": self.fetches.seconds.seen(), "store": storing.seconds.seen()},
         )

@@ -144,9 +144,9 @@ class ServerClient:
                     response.status, f"the server at {self.url} is not OpenAI-compatible"
                 ) from None
 
-    async def stream(self, path: str, body: Json) -> AsyncIterator[Json]:
+    async def stream(self, path: str, body: Json | None = None) -> AsyncIterator[Json]:
         """The chunks of a streamed response. A reader that stops aborts the request."""
-        async with self._request("POST", path, body) as response:
+        async with self._request("GET" if body is None else "POST", path, body) as response:
             try:
                 async for line in response.content:
                     data = line.decode("utf-8", "replace").removeprefix("data:").strip()

@@ -26,6 +26,7 @@ class Verb(NamedTuple):
 VERBS = {
     "serve": Verb("serve_command", "serve a model through the cache, with OpenAI's API"),
     "chat": Verb("chat_command", "chat with a served model, and see what its cache saves"),
+    "top": Verb("top_command", "watch a running server: tiers, flows, requests, misses"),
     "plan": Verb(
         "plan_command", "replay a trace against tiers: hit rates, time saved, bytes moved, plots"
     ),

@@ -42,6 +42,7 @@ from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Taken
 from kvtide.index.tree.tree import Tree
+from kvtide.index.tree.tree_survey import Standing, TreeSurvey
 from kvtide.spec import ModelMemory, PageMove, Slots, Tier
 
 
@@ -415,6 +416,10 @@ class Index:
         cell = self.tree.cell(Tier.HOST, self._anchor(anchor))
         taken = (one for arriving in self.imports.values() for one in arriving.taken)
         return sum(one.cell == cell for one in taken)
+
+    def survey(self, standing: Standing = dict) -> TreeSurvey:
+        """The tree in outline, with what stands at its nodes, a few nodes at a time."""
+        return TreeSurvey(self.tree, self._matcher.counted, standing)
 
     def validate(self) -> list[str]:
         """Every violation of the invariants, in sentences; empty when all is well."""

@@ -12,6 +12,8 @@
 | GET  /health                 | 200 while requests are accepted, else 503      | none           |
 | GET  /metrics                | Prometheus                                     | none           |
 | GET  /server_info, /loads, … | what routers ask (`router_routes`)             | none           |
+| GET  /                       | the live page (`live_routes`)                  | none           |
+| GET  /admin/live             | a snapshot per second, for it                  | admin key      |
 | GET  /admin/cache            | tiers, pools, counts                           | admin key      |
 | POST /admin/flush?tier=…     | drops unpinned pages: device, host or all      | admin key      |
 | …    /admin/storage          | the attached store (`storage_routes`)          | admin key      |
@@ -43,6 +45,7 @@ from kvtide.server.error_responses import (
 from kvtide.server.handoff.conventions import KV_TRANSFER
 from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.live.live_routes import LiveRoutes
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import (
     Fields,
@@ -87,6 +90,7 @@ class App:
     draining        new requests are refused
     open_requests   requests that are being answered
     handoff         the server's part in handoffs
+    live            the live page
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class App:
         self._tokens = TokenRoutes(serving.engine, self._parser)
         self._metrics = Metrics(handoff)
         service.listeners.append(self._metrics.ended)
+        self.live = LiveRoutes(service, serving, show_text=settings.show_text)
 
     def runner(self) -> web.AppRunner:
         """A runner that cancels the handler of a client that disconnects."""
@@ -154,6 +159,7 @@ class App:
                 *self._routers.routes(),
                 *self._storage.routes(),
                 *self._sessions.routes(),
+                *self.live.routes(),
             ]
         )
         return app

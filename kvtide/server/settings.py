@@ -77,6 +77,7 @@ class Settings:
     port: int = setting(8000, count(0, 65535), "0 for any that is free", "P")
     api_key: str | None = setting(None, parse_text, "clients must send it as a bearer token", "KEY")
     admin_key: str | None = setting(None, parse_text, "admin routes need it", "KEY")
+    show_text: bool = setting(False, parse_flag, "the live page shows text of prompts")
 
     device: str = setting("cpu", parse_text, "cpu, cuda or cuda:N", "D")
     tp: int = setting(

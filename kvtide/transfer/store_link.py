@@ -67,6 +67,8 @@ class StoreLink:
     refused                 objects the store would not take
     errors                  calls that failed
     spared                  calls that were not made, since others had failed
+
+    `moved_bytes` counts what was read ("fetch") and written ("store").
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class StoreLink:
     ) -> None:
         self.store = store
         self.counts: Counter[str] = Counter()
+        self.moved_bytes: Counter[str] = Counter()
         self.last_error = ""
         self.read_speed = ReadSpeed(clock)
         self.breakers = {call: Breaker(clock) for call in ("exists", "read", "write", "remove")}
@@ -238,6 +241,7 @@ class StoreLink:
             size = sum(length for length in lengths if length > 0)
         finally:
             self.read_speed.end(began, size)
+            self._moved("fetch", size)
         self._count(read=restored)
         return whole
 
@@ -279,6 +283,7 @@ class StoreLink:
             one.format.seal(source, one.key)
         done: list[bool] = self._answers("write", [one.key for one in new], sources)
         self._count(written=sum(done), refused=len(done) - sum(done))
+        self._moved("store", sum(one.format.bytes for one, ok in zip(new, done, strict=True) if ok))
         for one, written in zip(new, done, strict=True):
             stored[one.page] = stored[one.page] and written
         return stored
@@ -342,6 +347,10 @@ class StoreLink:
     def _count(self, **counts: int) -> None:
         with self._lock:
             self.counts.update(counts)
+
+    def _moved(self, way: str, size: int) -> None:
+        with self._lock:
+            self.moved_bytes[way] += size
 
     def _sizes(self, pages: Sequence[StoredPage]) -> list[int]:
         sizes = {anchor: sum(one.bytes for one in found) for anchor, found in self._formats.items()}

@@ -89,8 +89,34 @@ class Verdict(IntEnum):
     LANDED = 3
 
 
+class BusyTime:
+    """The time during which anything was open: overlapping work counts once. `open` is now."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.open = 0
+        self._clock = clock
+        self._since = self._before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (self._clock() - self._since if self.open else 0.0)
+
+    def begin(self) -> None:
+        if not self.open:
+            self._since = self._clock()
+        self.open += 1
+
+    def end(self) -> None:
+        assert self.open, "nothing is open"
+        self._before, self.open = self.seconds, self.open - 1
+        self._since = self._clock()
+
+
 class Transfers(Generic[H]):
-    """All transfers that are not over, in the order in which they were begun."""
+    """All transfers that are not over, in the order in which they were begun.
+
+    `busy`: by direction, how many are in flight, and for how long any was.
+    """
 
     def __init__(
         self, copier: Copier, timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -98,6 +124,7 @@ class Transfers(Generic[H]):
         self._copier = copier
         self._timeout_s = timeout_s
         self._clock = clock
+        self.busy = {way: BusyTime(clock) for way in Way}
         self._open: dict[int, Transfer[H]] = {}
         self._numbers = 0
         self._fences: dict[Way, Event] = {}
@@ -147,6 +174,7 @@ class Transfers(Generic[H]):
             error = raised
         for transfer in leaving:
             transfer.to(TransferState.IN_FLIGHT)
+            self.busy[way].begin()
             transfer.ticket, transfer.error, transfer.submitted_at = ticket, error, now
         return len(leaving)
 
@@ -169,6 +197,8 @@ class Transfers(Generic[H]):
 
     def end(self, transfer: Transfer[H], state: TransferState) -> None:
         """The transfer has landed or failed: it holds nothing from now on."""
+        if transfer.state is TransferState.IN_FLIGHT:
+            self.busy[transfer.way].end()
         transfer.to(state)
         transfer.holds = None
         del self._open[transfer.number]

@@ -203,6 +203,7 @@ def test_pinned_pages_are_counted_once_by_tier(build):
     rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)))
     rig.cache.sessions.keep("b", rig.cache.prompt(text(1, 2)))
     assert rig.cache.stats().sessions.pages == {(Tier.DEVICE, "kv"): 4}
+    assert rig.cache.stats(session_pages=False).sessions.pages == {}
     rig.cache.sessions.forget_all()
     rig.cache.flush(Tier.DEVICE)
     rig.cache.sessions.keep("a", rig.cache.prompt(text(1, 4)))

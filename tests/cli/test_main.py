@@ -43,6 +43,7 @@ def imported(*argv: str) -> tuple[int, list[str]]:
         ["plan", "--help"],
         ["storage", "check", "memory:imports"],
         ["chat", "--help"],
+        ["top", "--help"],
     ],
     ids=" ".join,
 )
@@ -57,6 +58,7 @@ def test_memory_of_a_gguf_file_imports_no_torch(gguf_file):
 def test_a_refusal_imports_no_torch():
     assert imported("memory", "gpt-9") == (2, [])
     assert imported("sevre") == (2, [])
+    assert imported("top", "http://127.0.0.1:9") == (2, [])
 
 
 def test_the_probe_sees_torch_where_it_is_imported():

@@ -95,7 +95,8 @@ def test_a_body_that_is_too_large_is_refused(client: Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
-        ("GET", "/", 404, "there is no / here"),
+        ("GET", "/v1", 404, "there is no /v1 here"),
+        ("POST", "/", 405, "use GET"),
         ("POST", "/v1/embeddings", 404, "/v1/embeddings"),
         ("GET", "/v1/completions/", 404, "/v1/completions/"),
         ("GET", PATH, 405, "use POST"),

@@ -85,6 +85,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "port": ("0", 0),
     "api_key": ("a", "a"),
     "admin_key": ("b", "b"),
+    "show_text": ("true", True),
     "device": ("cuda:1", "cuda:1"),
     "tp": ("2", 2),
     "pp": ("3", 3),
@@ -154,7 +155,8 @@ def parsed(*argv: str) -> dict[str, str]:
 def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path) -> None:
     text, value = SAMPLES[name]
     given = [flag(name), text]
-    given = {"model": [text], "deterministic": [flag(name)]}.get(name, given)
+    switches = {switch: [flag(switch)] for switch in ("deterministic", "show_text")}
+    given = {"model": [text], **switches}.get(name, given)
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{name} = {json.dumps(text)}\n")
     secret = {SECRET_VARIABLE: SECRET} if name == "prefill_from" else {}

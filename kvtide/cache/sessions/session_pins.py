@@ -248,9 +248,14 @@ class Sessions:
             for session in self._sessions.values()
         ]
 
-    def stats(self) -> SessionStats:
+    def pinned(self) -> Iterator[tuple[str, IndexLease]]:
+        """The names of the sessions that pin a prefix, with what they pin."""
+        return ((s.name, s.lease) for s in self._sessions.values() if s.lease is not None)
+
+    def stats(self, *, pages_too: bool = True) -> SessionStats:
+        """Counting the pages takes a walk over all that is pinned; `pages_too` may leave it out."""
         leases = [s.lease for s in self._sessions.values() if s.lease is not None]
-        pages = self._index.pinned_pages(leases)
+        pages = self._index.pinned_pages(leases) if pages_too else {}
         known = len(self._sessions)
         return SessionStats(len(leases), known, pages, dict(self.ended), self.changed)
 

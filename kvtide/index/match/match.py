@@ -79,7 +79,8 @@ class Stop:
 
 
 class Matcher:
-    """The rule, prepared for one declaration."""
+    """The rule, prepared for one declaration. `counted`: the anchor by which pages count for a
+    tier."""
 
     def __init__(self, memory: ModelMemory, tree: Tree) -> None:
         self._memory = memory
@@ -101,7 +102,7 @@ class Matcher:
         homes = sum(1 << cell for cell in tree.homes)
         self._looked_at = tuple((1 << (tier + 1) * self._anchors) - 1 | homes for tier in Tier)
         resident = (n for n, pool in enumerate(memory.anchors) if pool.hot is None)
-        self._counted = next((n for n in resident if self._histories >> n & 1), 0)
+        self.counted = next((n for n in resident if self._histories >> n & 1), 0)
 
     def match(self, prompt: Prompt, slowest: Tier = Tier.STORAGE) -> Hit:
         """The deepest resumable boundary, looking at the device and tiers down to `slowest`.
@@ -203,7 +204,7 @@ class Matcher:
         for node in hit.nodes:
             pages = min(node.pages, hit.boundary - node.depth)
             if pages > 0:
-                tier = self._fastest(node, self._counted)
+                tier = self._fastest(node, self.counted)
                 here = range(node.depth, node.depth + pages)
                 brought = _overlap(here, hit.prompt.fetched) if tier is Tier.HOST else 0
                 for where, count in ((tier, pages - brought), (Tier.STORAGE, brought)):

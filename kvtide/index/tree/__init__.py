@@ -8,4 +8,5 @@
 `holds`     what leases, arrivals, imports and departures hold
 `pins`      which pages must stay
 `presence`  which pages carry their optional sidecars
+`tree_survey` the tree in outline, found a few nodes at a time
 """

@@ -1,0 +1,1 @@
+"""`kvtide top`: how a snapshot of a server looks in a terminal."""

@@ -1,0 +1,9 @@
+"""What a running server shows of itself: `GET /`, `GET /admin/live`, and `kvtide top`.
+
+`live_routes`     the page, and the stream of snapshots behind it
+`live_publisher`  one snapshot per interval for all viewers; nothing while nobody watches
+`engine_snapshot` engine and cache at one instant, taken on the engine's thread in bounded time
+`request_rows`    running and waiting requests, and why they found no longer prefix
+`finished`        what finished requests leave: TTFT by origin, misses, tokens not computed
+`page.html`       the page; `uplot/` the library that draws its charts, with its licence
+"""

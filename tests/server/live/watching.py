@@ -1,0 +1,46 @@
+"""Viewers of a server: the frames of its stream, as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.server.serving import InProcess
+
+Json = Any
+
+
+@contextmanager
+def frames(server: InProcess) -> Iterator[Iterator[Json]]:
+    """What one viewer gets; hangs up at the end, and waits until the server knows."""
+    publisher = server.app.live.publisher
+    before = publisher.viewers
+    viewer = server.client.open("GET", "/admin/live")
+    until(lambda: publisher.viewers > before)
+    events = viewer.events()
+    try:
+        yield events
+    finally:
+        viewer.leave()
+        events.close()
+        until(lambda: publisher.viewers <= before)
+
+
+def frame(server: InProcess, wanted: Callable[[Json], bool] = lambda frame: True) -> Json:
+    """The first frame that is as wanted."""
+    deadline = time.monotonic() + 60
+    with frames(server) as events:
+        for one in events:
+            if wanted(one):
+                return one
+            assert time.monotonic() < deadline, f"never came to be: {one}"
+    raise AssertionError("the stream ended")
+
+
+def until(wanted: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not wanted():
+        assert time.monotonic() < deadline, "never came to be"
+        time.sleep(0.005)
