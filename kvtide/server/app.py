@@ -43,6 +43,7 @@ from kvtide.server.error_responses import (
 from kvtide.server.handoff.conventions import KV_TRANSFER
 from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.kv_events.open_publisher import EventPublisher
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import (
     Fields,
@@ -87,6 +88,7 @@ class App:
     draining        new requests are refused
     open_requests   requests that are being answered
     handoff         the server's part in handoffs
+    events          publishes KV events
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class App:
         serving: Serving,
         service: Service,
         handoff: ServerHandoff,
+        events: EventPublisher | None = None,
     ) -> None:
         self._handoff = handoff
         self.draining = False
@@ -121,7 +124,7 @@ class App:
         self._messages = MessagesRoutes(path)
         self._responses = ResponsesRoutes(path)
         self._tokens = TokenRoutes(serving.engine, self._parser)
-        self._metrics = Metrics(handoff)
+        self._metrics = Metrics(handoff, events)
         service.listeners.append(self._metrics.ended)
 
     def runner(self) -> web.AppRunner:

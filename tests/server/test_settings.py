@@ -123,6 +123,11 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "handoff_timeout_seconds": ("2.5", 2.5),
     "handoff_bytes_per_second": ("2GB", 2 * GB),
     "handoff_secret_file": (__file__, __file__),
+    "kv_events": ("tcp://*:5557", "tcp://*:5557"),
+    "kv_events_replay": ("tcp://[::1]:0", "tcp://[::1]:0"),
+    "kv_events_topic": ("kv@one", "kv@one"),
+    "kv_events_names": ("page_keys", "page_keys"),
+    "kv_events_batches": ("100", 100),
     "chunk_tokens": ("128", 128),
     "max_running": ("3", 3),
     "session_ttl_seconds": ("60", 60.0),
@@ -141,6 +146,11 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "rank_timeout_seconds": ("7", 7.0),
     "step_timeout_seconds": ("90.5", 90.5),
 }
+BESIDE = {
+    "prefill_from": {SECRET_VARIABLE: SECRET},
+    "kv_events_replay": {"KVTIDE_KV_EVENTS": "tcp://*:5557"},
+}
+"""What a setting needs in the environment to be accepted."""
 
 
 def parsed(*argv: str) -> dict[str, str]:
@@ -157,11 +167,11 @@ def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path)
     given = {"model": [text], "deterministic": [flag(name)]}.get(name, given)
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{name} = {json.dumps(text)}\n")
-    secret = {SECRET_VARIABLE: SECRET} if name == "prefill_from" else {}
-    assert getattr(read(parsed(*given), secret), name) == value
-    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text, **secret}), name) == value
-    assert getattr(read({"config": str(file)}, secret), name) == value
-    assert getattr(read({}, {"KVTIDE_CONFIG": str(file), **secret}), name) == value
+    beside = BESIDE.get(name, {})
+    assert getattr(read(parsed(*given), beside), name) == value
+    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text, **beside}), name) == value
+    assert getattr(read({"config": str(file)}, beside), name) == value
+    assert getattr(read({}, {"KVTIDE_CONFIG": str(file), **beside}), name) == value
 
 
 @pytest.mark.parametrize("alias", setting_sources.ALIASES)
