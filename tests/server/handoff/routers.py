@@ -92,9 +92,16 @@ class Router:
         return cls(folder, kind, logs, [*words, "--decode", decode])
 
     @classmethod
-    def plain(cls, folder: Path, kind: RouterKind, logs: Path, urls: Sequence[str]) -> Self:
-        """In front of servers that do all of a request themselves, and take turns."""
-        return cls(folder, kind, logs, ["--policy", "round_robin", "--worker-urls", *urls])
+    def plain(
+        cls,
+        folder: Path,
+        kind: RouterKind,
+        logs: Path,
+        urls: Sequence[str],
+        policy: str = "round_robin",
+    ) -> Self:
+        """In front of servers that do all of a request themselves; they take turns unless told."""
+        return cls(folder, kind, logs, ["--policy", policy, "--worker-urls", *urls])
 
     def __enter__(self) -> Self:
         environment = {**os.environ, "PYTHONPATH": str(self._folder), "HF_HUB_OFFLINE": "1"}
