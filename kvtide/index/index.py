@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index import index_invariants
-from kvtide.index.events import Event, Listener
+from kvtide.index.events import Event, FieldsListener, Listener
 from kvtide.index.evict.allocation import Allocator
 from kvtide.index.evict.policies import DEFAULT_POLICY
 from kvtide.index.keys import (
@@ -327,10 +327,11 @@ class Index:
 
     def subscribe(self, listener: Listener) -> None:
         """Call the listener for every page that becomes readable in a tier, or is removed."""
-        self.tree.events.listeners.append(listener)
+        self.subscribe_fields(lambda fields: listener(Event(*fields)))
 
-    def unsubscribe(self, listener: Listener) -> None:
-        self.tree.events.listeners.remove(listener)
+    def subscribe_fields(self, listener: FieldsListener) -> None:
+        """The same for a listener that only queues events: it gets them as plain tuples."""
+        self.tree.listeners.append(listener)
 
     def readable(self) -> Iterator[Event]:
         """All pages that are readable now, as events of being stored: for a listener that begins,

@@ -4,47 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvtide.index.events import CellName, Event, EventKind, Listener
-from kvtide.index.keys import Namespace
+from kvtide.index.events import (
+    CellName,
+    Event,
+    EventFields,
+    EventKind,
+    FieldsListener,
+    PackedSizes,
+)
 from kvtide.index.tree.node import Node, Root
 from kvtide.index.tree.node_keys import NodeKeys
 
-_new = tuple.__new__
 _STORED, _REMOVED = EventKind.STORED, EventKind.REMOVED
-
-Origin = tuple[tuple[CellName, int] | None, Namespace | None, bytes]
 
 
 class EventSource:
-    """Notifies listeners. `cells` are the tree's, by number; sizes are bytes of packed tokens."""
+    """Notifies listeners. `cells` are the tree's, by number."""
 
-    def __init__(
-        self, cells: Sequence[CellName], keys: NodeKeys, page_bytes: int, after_bytes: int
-    ) -> None:
-        self.listeners: list[Listener] = []
+    def __init__(self, cells: Sequence[CellName], keys: NodeKeys, sizes: PackedSizes) -> None:
+        self.listeners: list[FieldsListener] = []
         self.number = 0
         self._cells = cells
         self._keys = keys
-        self._page_bytes = page_bytes
-        self._after_bytes = after_bytes
+        self._sizes = sizes
 
     def stored(self, node: Node, cell: int, first: int) -> None:
         """The node's pages from `first` on became readable in this cell."""
         self.number += 1
-        event = self._stored(node, cell, first)
+        fields = self._stored(node, cell, first)
         for listener in self.listeners:
-            listener(event)
+            listener(fields)
 
     def removed(self, node: Node, cell: int, first: int) -> None:
         """The node's pages from `first` on are about to be dropped from this cell."""
-        self.number += 1
-        slots = node.resident_slots(cell)
-        if first:
-            slots = slots[first:]
-        fields = (self.number, _REMOVED, self._cells[cell], slots, b"", b"", None, None, b"")
-        event = _new(Event, fields)
+        self.number = number = self.number + 1
+        fields = (number, _REMOVED, self._cells[cell], first, node.slots[cell])
         for listener in self.listeners:
-            listener(event)
+            listener(fields)
 
     def everything(self, nodes: Iterable[Node]) -> Iterator[Event]:
         """STORED events of all that is readable, numbered like the last event that was made.
@@ -55,53 +51,37 @@ class EventSource:
             if not node.hidden:
                 for cell in range(len(self._cells)):
                     if node.resident >> cell & 1:
-                        yield self._stored(node, cell, 0)
+                        yield Event(*self._stored(node, cell, 0))
 
-    def _stored(self, node: Node, cell: int, first: int) -> Event:
-        slots, tokens, after = node.resident_slots(cell), node.tokens, b""
-        name = self._cells[cell]
-        above: tuple[CellName, int] | None
-        namespace, between = None, b""
-        if first:
-            above = (name, slots.item(first - 1))
-            slots = slots[first:]
-        else:
-            above, namespace, between = self._origin(node, cell)
-        if self._after_bytes:
-            tokens, after = self._by_position(node, first)
-        elif first:
-            tokens = tokens[first * self._page_bytes :]
-        return _new(
-            Event,
-            (self.number, _STORED, name, slots, tokens, after, above, namespace, between),
-        )
-
-    def _origin(self, node: Node, cell: int) -> Origin:
-        """What comes before the node: see `Event`."""
+    def _stored(self, node: Node, cell: int, first: int) -> EventFields:
         above = node.parent
         assert above is not None
-        if (here := above.slots[cell]) is not None:
-            return (self._cells[cell], here.item(-1)), None, b""
-        passed: list[Node] = []
-        while not above.resident and above.parent is not None:
-            passed.append(above)
-            above = above.parent
-        between = self._between(passed, above) if passed else b""
+        name, slots = self._cells[cell], node.slots[cell]
+        beside = above.slots[cell]
+        if beside is not None or first:
+            return (
+                self.number, _STORED, name, first, slots, node.tokens, self._sizes, above.tokens,
+                name, beside,
+            )  # fmt: skip
+        lead, between, namespace, where = above.tokens, b"", None, None
+        if not above.resident and above.parent is not None:
+            above, between = self._passed(above)
         if isinstance(above, Root):
-            namespace = above.name[0]
-            assert isinstance(namespace, Namespace), "hidden pages cause no events"
-            return None, namespace, between
-        lowest = (above.resident & -above.resident).bit_length() - 1
-        return (self._cells[lowest], above.resident_slots(lowest).item(-1)), None, between
+            namespace, lead = above.name[0], lead or above.name[1]
+        else:
+            lowest = (above.resident & -above.resident).bit_length() - 1
+            where, beside = self._cells[lowest], above.slots[lowest]
+        return (
+            self.number, _STORED, name, first, slots, node.tokens, self._sizes, lead, where, beside,
+            namespace, between,
+        )  # fmt: skip
 
-    def _between(self, passed: Sequence[Node], above: Node) -> bytes:
-        """The tokens, by position, of nodes that no tier has; the lowest comes first."""
-        joined = self._keys.after(above) + b"".join(node.tokens for node in reversed(passed))
-        return joined[: len(joined) - self._after_bytes]
-
-    def _by_position(self, node: Node, first: int) -> tuple[bytes, bytes]:
-        """The tokens of the node's pages from `first` on, and those of the holdback behind them."""
-        assert node.parent is not None
-        joined = self._keys.after(node.parent) + node.tokens
-        end = len(joined) - self._after_bytes
-        return joined[first * self._page_bytes : end], joined[end:]
+    def _passed(self, node: Node) -> tuple[Node, bytes]:
+        """The first node above that a tier has, or the root, and the tokens, by position, of the
+        nodes from there to this one."""
+        passed: list[Node] = []
+        while not node.resident and node.parent is not None:
+            passed.append(node)
+            node = node.parent
+        joined = self._keys.after(node) + b"".join(each.tokens for each in reversed(passed))
+        return node, joined[: len(joined) - self._sizes.after_bytes]

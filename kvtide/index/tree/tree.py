@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvtide.index.events import CellName
+from kvtide.index.events import CellName, PackedSizes
 from kvtide.index.keys import TOKEN_BYTES, Hidden, PageKey, Prompt, unlike_any_prompt
 from kvtide.index.tree.cells import cells_of
 from kvtide.index.tree.event_source import EventSource
@@ -62,7 +62,9 @@ class Tree:
         self.imports: dict[int, Import] = {}
         self.departures: dict[int, Departure] = {}
         names = [CellName(cell.tier, self.anchor_names[cell.anchor]) for cell in self.cells]
-        self.events = EventSource(names, self.keys, self.page_bytes, self.after_bytes)
+        sizes = PackedSizes(self.page_bytes, self.after_bytes)
+        self.events = EventSource(names, self.keys, sizes)
+        self.listeners = self.events.listeners
         self.nodes = 0
         self.tick = 0
         self._numbers = 0
@@ -266,7 +268,7 @@ class Tree:
         resident = [number for number, cell in enumerate(self.cells) if node.resident & cell.bit]
         for cell in resident:
             self.cells[cell].policy.withdrawn(node)
-            if self.events.listeners:
+            if self.listeners:
                 self.events.removed(node, cell, 0)
         children = node.children.values()
         node.children = {child.tokens[: self.page_bytes]: child for child in children}
@@ -414,7 +416,7 @@ class Tree:
             return
         if self.betting:
             self.cells[cell].policy.inserted(node, first)
-        if self.events.listeners:
+        if self.listeners:
             self.events.stored(node, cell, first)
 
     def _notify_removed(self, node: Node, cell: int, first: int) -> None:
@@ -423,7 +425,7 @@ class Tree:
             return
         if self.betting:
             self.cells[cell].policy.removed(node, first)
-        if self.events.listeners:
+        if self.listeners:
             self.events.removed(node, cell, first)
 
     # -- looking around ---------------------------------------------------------------------

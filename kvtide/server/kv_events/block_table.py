@@ -94,7 +94,7 @@ class BlockTable:
         cell = self._cells[event.cell]
         if event.kind is EventKind.REMOVED:
             slots = self._slots[event.cell]
-            for slot in event.slots.tolist():
+            for slot in reversed(event.slots.tolist()):  # The last pages leave first.
                 self._lose(cell, self.blocks[slots.pop(slot).digest])
         else:
             self._store(event, cell)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import zmq
 
 from kvtide.index import Event, Index
+from kvtide.index.events import EventFields
 from kvtide.server.kv_events.block_hashes import BlockHashes, PageKeyHashes, VllmHashes
 from kvtide.server.kv_events.block_table import Appeared, BlockTable, Change
 from kvtide.server.kv_events.event_encoding import (
@@ -45,9 +46,9 @@ from kvtide.server.kv_events.replay_buffer import ReplayBuffer
 from kvtide.server.setting_values import SettingsError
 
 QUEUE_EVENTS = 1 << 16
-BATCH_PAGES = 1024
+BATCH_PAGES = 256
 """A batch is sent once it is about so many blocks, or when the queue is empty."""
-STATE_PAGES = 4096
+STATE_PAGES = 1024
 """Blocks in one batch of the present state."""
 POLL_MS = 5
 BEACON_S = 1.0
@@ -88,7 +89,7 @@ class Publisher:
         self._buffer = ReplayBuffer(time.time_ns() // 1000, settings.replay_batches)
         self._topic = settings.topic.encode()
         self._read_anew = read_anew
-        self._queue: deque[Event] = deque(maxlen=queue_events)
+        self._queue: deque[EventFields] = deque(maxlen=queue_events)
         self._beginnings: deque[Beginning] = deque(maxlen=1)
         self._follows = False
         self._heard: int | None = None
@@ -117,7 +118,7 @@ class Publisher:
         """Hand over what is readable, and follow the index from here on. Between two steps."""
         if not self._follows:
             self._follows = True
-            index.subscribe(self._queue.append)
+            index.subscribe_fields(self._queue.append)
         self._beginnings.append(Beginning(index.last_event, list(index.readable())))
 
     # -- from any thread --------------------------------------------------------------------
@@ -163,7 +164,7 @@ class Publisher:
     def _follow(self) -> None:
         """Publish all that is queued."""
         while self._queue:
-            event = self._queue.popleft()
+            event = Event(*self._queue.popleft())
             self._start_anew()  # An event that comes after a beginning is queued after it is set.
             if self._heard is None or event.number <= self._heard:
                 self.counts.skipped += 1
@@ -172,6 +173,7 @@ class Publisher:
             else:
                 self._heard = event.number
                 self._table.hear(event)
+                time.sleep(0)  # The engine's thread need not wait for the interpreter.
             if self._table.pages >= BATCH_PAGES:
                 self._publish_changes(self._table.take())
         self._start_anew()
@@ -186,6 +188,7 @@ class Publisher:
         self._heard, self._asked = beginning.number, False
         for event in beginning.events:
             self._table.hear(event)
+            time.sleep(0)
         self._table.take()
         for batch in self._state(STATE_PAGES):
             self._publish(batch)

@@ -31,23 +31,17 @@ DEVICE, HOST = CellName(Tier.DEVICE, "kv"), CellName(Tier.HOST, "kv")
 numbers = itertools.count(1)
 
 
-def stored(cell: CellName, slots: list[int], tokens: list[int], above: object = None) -> Event:
-    namespace = Namespace() if above is None else None
-    where = np.array(slots, np.int32)
-    return Event(
-        next(numbers),
-        EventKind.STORED,
-        cell,
-        where,
-        pack(tokens),
-        b"",
-        above,
-        namespace,  # type: ignore[arg-type]
-    )
+def stored(
+    cell: CellName, slots: list[int], tokens: list[int], above: tuple[CellName, int] | None = None
+) -> Event:
+    event = Event(next(numbers), EventKind.STORED, cell, 0, np.array(slots, np.int32), pack(tokens))
+    if above is None:
+        return event._replace(namespace=Namespace())
+    return event._replace(above_cell=above[0], above_slots=np.array(above[1:], np.int32))
 
 
 def removed(cell: CellName, slots: list[int]) -> Event:
-    return Event(next(numbers), EventKind.REMOVED, cell, np.array(slots, np.int32))
+    return Event(next(numbers), EventKind.REMOVED, cell, 0, np.array(slots, np.int32))
 
 
 def table() -> BlockTable:
