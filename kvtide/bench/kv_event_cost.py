@@ -21,7 +21,7 @@ from kvtide.bench.index_cost import contestant
 from kvtide.index import Event, Index
 from kvtide.index.events import EventFields
 from kvtide.planner.traces import Trace
-from kvtide.planner.workloads import make
+from kvtide.planner.workloads import parse
 from kvtide.server.kv_events.block_hashes import VllmHashes
 from kvtide.server.kv_events.block_table import BlockTable
 from kvtide.server.kv_events.event_encoding import EventEncoder, encode_batch
@@ -30,9 +30,9 @@ from kvtide.server.kv_events.kv_groups import kv_groups
 CALIBRATIONS = 10_000
 LONGEST_NS = 20_000
 """A call that took longer was interrupted; it counts as so long."""
-CONTESTANTS = ("full", "window", "recurrent", "deepseek-v4-default")
-WORKLOADS = ("chat", "agent", "rag")
-CAPACITY_TOKENS = 400_000
+CONTESTANTS = ("full", "default", "window", "recurrent", "deepseek-v4-default")
+WORKLOADS = ("chat:users=40", "agent:sessions=6", "rag:requests=200")
+CAPACITY_TOKENS = 100_000
 PAGE_TOKENS = 64
 
 Timings = dict[str, list[int]]
@@ -40,7 +40,8 @@ Timings = dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class EventCost:
-    """Per request, in µs, but for `fraction`: events by what the index takes without them."""
+    """Per request: events, what the index takes without them, what they take, what the publisher
+    takes beside it, and what it sends. `fraction`: of the index's time."""
 
     contestant: str
     workload: str
@@ -48,6 +49,7 @@ class EventCost:
     index_us: float
     event_us: float
     publisher_us: float
+    sent_bytes: float
 
     @property
     def fraction(self) -> float:
@@ -104,6 +106,7 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
     calls = sum(one.calls for one in timed)
     events_ns = sum(one.ns for one in timed) - calls * added_inside
     index_ns = sum(sum(values) for values in timings.values()) - calls * added_outside - events_ns
+    publisher_ns, sent_bytes = _publish(index, [Event(*fields) for fields in heard])
     per_request = 1e-3 / trace.requests
     return EventCost(
         name,
@@ -111,33 +114,34 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
         calls / trace.requests,
         index_ns * per_request,
         events_ns * per_request,
-        publisher_ns(index, [Event(*fields) for fields in heard]) * per_request,
+        publisher_ns * per_request,
+        sent_bytes / trace.requests,
     )
 
 
-def publisher_ns(index: Index, events: Sequence[Event]) -> int:
-    """The CPU time of hashing and encoding these events, in batches of 16."""
+def _publish(index: Index, events: Sequence[Event]) -> tuple[int, int]:
+    """The CPU time of hashing and encoding these events, in batches of 16, and their bytes."""
     hashes = VllmHashes()
     table = BlockTable(kv_groups(index.memory), hashes, index.page_bytes)
     encoder = EventEncoder(hashes, index.memory.page_tokens)
-    began = time.thread_time_ns()
+    began, sent_bytes = time.thread_time_ns(), 0
     for number, event in enumerate(events, 1):
         table.hear(event)
-        if number % 16 == 0:
-            encode_batch(encoder.events(table.take()))
-    encode_batch(encoder.events(table.take()))
-    return time.thread_time_ns() - began
+        if number % 16 == 0 or number == len(events):
+            sent_bytes += len(encode_batch(encoder.events(table.take())))
+    return time.thread_time_ns() - began, sent_bytes
 
 
 def main() -> None:
-    print("| index | workload | events | index µs | events µs | share | publisher µs |")
-    print("|---|---|---|---|---|---|---|")
+    print("| index | workload | events | index µs | events µs | share | publisher µs | bytes |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in CONTESTANTS:
         for workload in WORKLOADS:
-            cost = measure(name, make(workload), CAPACITY_TOKENS, PAGE_TOKENS)
+            cost = measure(name, parse(workload), CAPACITY_TOKENS, PAGE_TOKENS)
             print(
                 f"| {name} | {workload} | {cost.events:.2f} | {cost.index_us:.1f} | "
-                f"{cost.event_us:.2f} | {cost.fraction:.1%} | {cost.publisher_us:.0f} |",
+                f"{cost.event_us:.2f} | {cost.fraction:.1%} | {cost.publisher_us:.0f} | "
+                f"{cost.sent_bytes:,.0f} |",
                 flush=True,
             )
 

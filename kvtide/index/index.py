@@ -331,7 +331,7 @@ class Index:
 
     def subscribe_fields(self, listener: FieldsListener) -> None:
         """The same for a listener that only queues events: it gets them as plain tuples."""
-        self.tree.listeners.append(listener)
+        self.tree.events.subscribe(listener)
 
     def readable(self) -> Iterator[Event]:
         """All pages that are readable now, as events of being stored: for a listener that begins,
