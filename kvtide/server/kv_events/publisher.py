@@ -52,9 +52,9 @@ STATE_PAGES = 1024
 """Blocks in one batch of the present state."""
 POLL_MS = 5
 BEACON_S = 1.0
-PUB_BATCHES = 100_000
+PUB_BATCHES = 1000
 """A subscriber that is further behind loses batches, and asks for a replay."""
-CLOSE_S = 2.0
+RETRY_S, CLOSE_S = 1.0, 2.0
 LINGER_MS = 200
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -100,14 +100,14 @@ class Publisher:
         self._context = zmq.Context()
         try:
             self._pub = self._bound(zmq.PUB, settings.endpoint, "--kv-events", PUB_BATCHES)
+            kept = settings.replay_batches + PUB_BATCHES
             self._replay = self._bound(
-                zmq.ROUTER, settings.replay_endpoint, "--kv-events-replay", 0
+                zmq.ROUTER, settings.replay_endpoint, "--kv-events-replay", kept
             )
         except SettingsError:
             self._context.destroy(linger=0)
             raise
         self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._replay.setsockopt(zmq.SNDHWM, 2 * settings.replay_batches)
         self.endpoint, self.replay_endpoint = map(_endpoint, (self._pub, self._replay))
         self._thread = threading.Thread(target=self._run, name="kvtide-kv-events", daemon=True)
         self._thread.start()
@@ -148,6 +148,7 @@ class Publisher:
                     self._step()
                 except Exception:
                     log.exception("KV events: reading the index anew")
+                    self._closing.wait(RETRY_S)
                     self._lose(0)
             self._step()
             self._publish([CLEARED])
@@ -273,8 +274,7 @@ class Publisher:
 
     def _bound(self, kind: int, endpoint: str, flag: str, max_batches: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        if max_batches:
-            socket.setsockopt(zmq.SNDHWM, max_batches)
+        socket.setsockopt(zmq.SNDHWM, max_batches)
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         try:
