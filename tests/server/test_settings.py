@@ -675,3 +675,11 @@ def test_ranks_that_share_a_gpu_divide_what_is_free(monkeypatch: pytest.MonkeyPa
     for gpus, sharing in ((1, 4), (2, 2), (3, 2), (4, 1), (8, 1)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert gpu_sizes(given, gpu, machine)[0] == Bytes(48 * GB // sharing)
+
+
+def test_an_address_for_kv_events_that_is_in_use_is_refused(refuse: Refuse) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        problem = refuse("--port", "0", "--kv-events", endpoint)
+    assert problem.startswith(f"--kv-events cannot listen on {endpoint}")
+    assert problem.endswith("choose another address or port")
