@@ -100,6 +100,20 @@ def test_servers_accept_the_commands_of_the_guide_to_handoffs(tmp_path: Path) ->
     assert roles == ["prefill", "decode"] * 2
 
 
+def test_servers_accept_the_commands_of_the_guide_to_scaling() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    commands = _commands(ROOT / "docs/SCALING.md", "kvtide serve ")
+    chosen = [
+        read(vars(parser.parse_args(words)), {"KVTIDE_ADMIN_KEY": "a key"})
+        for _, _, *words in commands
+    ]
+    assert len(chosen) == 3
+    for settings in chosen:
+        assert settings.kv_event_settings is not None
+        assert settings.kv_event_settings.replay_endpoint == f"tcp://{settings.address}:5558"
+
+
 def test_the_sizing_example_is_what_the_planner_prints(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,10 +24,12 @@ from kvtide.server import setting_sources
 from kvtide.server.app import App
 from kvtide.server.engine_commands import CloseCache, DetachStore, Leader
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.kv_events.publishing import publish_kv_events
 from kvtide.server.ranks.node_processes import NodeProcesses
 from kvtide.server.ranks.rank_nodes import RankNodes
 from kvtide.server.ranks.rank_processes import RankProcesses, WorkerLostError, freeze_gc
 from kvtide.server.service import Service, ServiceEndedError
+from kvtide.server.setting_values import SettingsError
 from kvtide.server.settings import Settings
 from kvtide.server.setup import engine_setup
 from kvtide.server.setup.engine_setup import Serving, check_ranks, open_engine
@@ -119,7 +121,13 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
     except ChannelError as error:
         await service.close()
         raise CommandError(f"{error}; choose another --handoff-host or --handoff-port") from None
-    app = App(chosen, serving, service, handoff)
+    try:
+        events = publish_kv_events(chosen.kv_event_settings, service, serving.engine)
+    except SettingsError:
+        handoff.close()
+        await service.close()
+        raise
+    app = App(chosen, serving, service, handoff, events)
     signals = _Signals()
     runner = app.runner()
     await runner.setup()
@@ -132,12 +140,15 @@ async def _serve(chosen: Settings, serving: Serving, workers: RankProcesses) -> 
                 f"cannot listen on {chosen.address}:{chosen.port} ({error.strerror}); choose "
                 "another --port, or 0 for any"
             ) from None
-        if handoff.sentence:
-            print(handoff.sentence, file=sys.stderr)
+        for part in (handoff, events):
+            if part is not None and part.sentence:
+                print(part.sentence, file=sys.stderr)
         print(f"listening on {_url(runner)}", file=sys.stderr, flush=True)
         await _serve_until(signals, app, service, chosen.drain_seconds, workers)
     finally:
         await asyncio.to_thread(handoff.close)
+        if events is not None:
+            await asyncio.to_thread(events.close)
         closed = await _close(leader, service, runner, workers, signals)
     return 1 if service.broken is not None else 0, closed
 

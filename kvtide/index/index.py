@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtide.index import index_invariants
-from kvtide.index.events import Listener
+from kvtide.index.events import Event, FieldsListener, Listener
 from kvtide.index.evict.allocation import Allocator
 from kvtide.index.evict.policies import DEFAULT_POLICY
 from kvtide.index.keys import (
@@ -328,7 +328,25 @@ class Index:
 
     def subscribe(self, listener: Listener) -> None:
         """Call the listener for every page that becomes readable in a tier, or is removed."""
-        self.tree.listeners.append(listener)
+        self.subscribe_fields(lambda fields: listener(Event(*fields)))
+
+    def subscribe_fields(self, listener: FieldsListener) -> None:
+        """The same for a listener that only queues events: it gets them as plain tuples."""
+        self.tree.events.subscribe(listener)
+
+    def readable(self) -> Iterator[Event]:
+        """All pages that are readable now, as events of being stored: for a listener that begins,
+        or has missed some. They bear the number of the last event."""
+        return self.tree.events.everything(self.tree.walk())
+
+    @property
+    def last_event(self) -> int:
+        """The number of the last event; 0 if there was none."""
+        return self.tree.events.number
+
+    def root_key(self, namespace: Namespace) -> bytes:
+        """What the page keys of a namespace's prompts begin with."""
+        return self.tree.keys.of_namespace(namespace)
 
     @property
     def tick(self) -> int:

@@ -45,6 +45,7 @@ from kvtide.server.error_responses import (
 from kvtide.server.handoff.conventions import KV_TRANSFER
 from kvtide.server.handoff.router_routes import RouterRoutes
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.kv_events.open_publisher import EventPublisher
 from kvtide.server.live.live_routes import LiveRoutes
 from kvtide.server.metrics import Metrics
 from kvtide.server.request_parsing import (
@@ -91,6 +92,7 @@ class App:
     open_requests   requests that are being answered
     handoff         the server's part in handoffs
     live            the live page
+    events          publishes KV events
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class App:
         serving: Serving,
         service: Service,
         handoff: ServerHandoff,
+        events: EventPublisher | None = None,
     ) -> None:
         self._handoff = handoff
         self.draining = False
@@ -125,7 +128,7 @@ class App:
         self._messages = MessagesRoutes(path)
         self._responses = ResponsesRoutes(path)
         self._tokens = TokenRoutes(serving.engine, self._parser)
-        self._metrics = Metrics(handoff)
+        self._metrics = Metrics(handoff, events)
         service.listeners.append(self._metrics.ended)
         self.live = LiveRoutes(service, serving, show_text=settings.show_text)
 

@@ -24,6 +24,8 @@ from kvtide.engine.speculation.accept_lengths import AcceptLengths
 from kvtide.engine.speculation.speculation import MAX_DRAFTS
 from kvtide.server.handoff.handoff_metrics import handoff_metrics
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.kv_events.kv_event_metrics import kv_event_metrics
+from kvtide.server.kv_events.open_publisher import EventPublisher
 from kvtide.server.service import ResponseStream
 from kvtide.server.sessions.session_metrics import session_metrics
 from kvtide.spec import ModelMemory, Tier
@@ -44,8 +46,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 class Metrics:
     """The event loop counts streams; the engine thread calls `text`."""
 
-    def __init__(self, handoff: ServerHandoff) -> None:
-        self._handoff = handoff
+    def __init__(self, handoff: ServerHandoff, events: EventPublisher | None = None) -> None:
+        self._handoff, self._events = handoff, events
         self._registry = CollectorRegistry()
         self._ends = Counter(
             "kvtide_requests", "Finished requests.", ["finish"], registry=self._registry
@@ -93,15 +95,17 @@ class Metrics:
     def text(self, engine: Engine) -> bytes:
         """All metrics in Prometheus' text format."""
         state = CollectorRegistry()
-        state.register(_StateCollector(engine, self._handoff))
+        state.register(_StateCollector(engine, self._handoff, self._events))
         return generate_latest(self._registry) + generate_latest(state)
 
 
 class _StateCollector:
     """The present state of the engine."""
 
-    def __init__(self, engine: Engine, handoff: ServerHandoff) -> None:
-        self._engine, self._handoff = engine, handoff
+    def __init__(
+        self, engine: Engine, handoff: ServerHandoff, events: EventPublisher | None
+    ) -> None:
+        self._engine, self._handoff, self._events = engine, handoff, events
 
     def collect(self) -> Iterable[Metric]:
         scheduler, stats = self._engine.scheduler, self._engine.cache.stats()
@@ -124,6 +128,7 @@ class _StateCollector:
         yield from _counts(stats)
         yield from _storage(stats.storage)
         yield from handoff_metrics(self._engine, self._handoff)
+        yield from kv_event_metrics(self._events)
 
 
 def _requests(scheduler: Scheduler) -> Iterable[Metric]:

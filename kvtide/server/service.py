@@ -137,6 +137,10 @@ class Service:
 
     # -- from other threads -----------------------------------------------------------------
 
+    def call_from_thread(self, function: Callable[[Engine], object]) -> None:
+        """Run a function on the engine thread between two steps, without its result."""
+        self._inbox.put(lambda: function(self._engine))
+
     def run_from_thread(self, command: EngineCommand[T], timeout_s: float) -> T:
         """Apply a command on all ranks between two steps, and wait for the leader's result."""
         done: Future[T] = Future()

@@ -24,6 +24,12 @@ from kvtide.server.handoff.handoff_settings import (
     Role,
     parse_urls,
 )
+from kvtide.server.kv_events.kv_event_settings import (
+    REPLAY_BATCHES,
+    BlockNames,
+    KVEventSettings,
+    parse_endpoint,
+)
 from kvtide.server.sessions.session_settings import MAX_TTL_S, SessionSettings
 from kvtide.server.sessions.stable_prefix import NO_RULES, parse_rules, parse_stable_prefix
 from kvtide.server.setting_values import (
@@ -255,6 +261,21 @@ class Settings:
         None, parse_size, "the most that is written to peers, like 2GB; no limit if not given", "B"
     )
 
+    kv_events: str | None = setting(
+        None, parse_endpoint, "publish KV events, as vLLM does: tcp://ADDRESS:PORT", "ENDPOINT"
+    )
+    kv_events_replay: str | None = setting(
+        None, parse_endpoint, "where consumers ask for missed ones; the next port", "ENDPOINT"
+    )
+    kv_events_topic: str = setting("", str, "the topic of all batches", "T")
+    kv_events_names: str = setting(
+        BlockNames.VLLM.value,
+        one_of(*(names.value for names in BlockNames)),
+        "vllm: block hashes as vLLM computes them; page_keys: the keys that stores have",
+        "N",
+    )
+    kv_events_batches: int = setting(REPLAY_BATCHES, count(), "batches kept for replays", "N")
+
     tool_parser: str | None = setting(
         None,
         one_of(*PARSERS),
@@ -311,6 +332,13 @@ class Settings:
             raise SettingsError(
                 f"--draft {self.draft} is an EAGLE3 draft, and --speculate {self.speculate} drafts "
                 "without one; drop one of them"
+            )
+        if self.kv_event_settings is not None:
+            _ = self.kv_event_settings.replay_endpoint  # Refuses where there is no next port.
+        elif self.kv_events_replay is not None:
+            raise SettingsError(
+                "--kv-events-replay is for consumers of --kv-events, which is not given; give "
+                "both, or drop it"
             )
         parsers = {self.tool_parser, self.reasoning_parser} - {None}
         if "harmony" in parsers and not parsers <= {"harmony", "none"}:
@@ -396,6 +424,19 @@ class Settings:
             timeout_s=self.handoff_timeout_seconds,
             secret_file=self.handoff_secret_file,
             bytes_per_s=self.handoff_bytes_per_second,
+        )
+
+    @property
+    def kv_event_settings(self) -> KVEventSettings | None:
+        """How KV events are published; None if they are not."""
+        if self.kv_events is None:
+            return None
+        return KVEventSettings(
+            self.kv_events,
+            self.kv_events_replay,
+            self.kv_events_topic,
+            BlockNames(self.kv_events_names),
+            self.kv_events_batches,
         )
 
     @property

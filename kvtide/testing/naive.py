@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from kvtide.index.events import Event, EventKind
+from kvtide.index.events import CellName, Event, EventKind
 from kvtide.index.keys import DEFAULT_NAMESPACE, Namespace, pack
 from kvtide.spec import ModelMemory, Tier
 
@@ -28,6 +28,7 @@ class NaiveIndex:
         self._unwanted: set[tuple[Where, bytes]] = set()
         self.carried: dict[tuple[Where, bytes], frozenset[str]] = {}
         self._first: dict[bytes, bytes] = {}
+        self._at: dict[tuple[CellName, int], tuple[Namespace, bytes, bytes]] = {}
         self.complaints: list[str] = []
 
     # -- identity, by definition ------------------------------------------------------------
@@ -129,10 +130,12 @@ class NaiveIndex:
         self._unwanted |= gone
         return len(gone)
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: Event) -> list[bytes]:
+        """Believe an event; returns the names of its pages."""
         where = (event.tier, event.anchor)
         readable = self.readable[where]
-        for key in event.page_keys:
+        names = self._stored(event) if event.kind is EventKind.STORED else self._removed(event)
+        for key in names:
             if event.kind is EventKind.REMOVED:
                 if key not in readable:
                     self.complaints.append(f"{where}: removed a page that was not readable")
@@ -146,6 +149,26 @@ class NaiveIndex:
                 if key in readable:
                     self.complaints.append(f"{where}: stored a page twice")
                 readable.add(key)
+        return names
+
+    def _stored(self, event: Event) -> list[bytes]:
+        """The names of pages that were stored, and from now on of their slots."""
+        if event.above is not None:
+            namespace, tokens, _ = self._at[event.above]
+        else:
+            assert event.namespace is not None
+            namespace, tokens = event.namespace, b""
+        before = len(tokens + event.between)
+        tokens += event.between + event.tokens
+        page = 4 * self._memory.page_tokens
+        numbers = memoryview(tokens + event.after).cast("i").tolist()
+        names = self.page_keys(numbers, namespace)[before // page :]
+        for count, (slot, name) in enumerate(zip(event.slots.tolist(), names, strict=True), 1):
+            self._at[event.cell, slot] = (namespace, tokens[: before + count * page], name)
+        return names
+
+    def _removed(self, event: Event) -> list[bytes]:
+        return [self._at.pop((event.cell, slot))[2] for slot in event.slots.tolist()]
 
     def end_step(self) -> list[str]:
         """The complaints of this step, with pages that should be readable now, or should not."""

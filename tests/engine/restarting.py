@@ -122,22 +122,23 @@ class StoredCache(WatchedCache):
         self._adopt(arriving, count, list(absent))
         self._adopting = None
 
-    def _hear(self, event: Event) -> None:
-        super()._hear(event)
+    def _hear(self, event: Event) -> list[bytes]:
+        names = super()._hear(event)
         if event.kind is EventKind.STORED and event.tier is Tier.HOST:
-            self.past.stored[event.anchor].update(self._stored_keys(event))
+            self.past.stored[event.anchor].update(self._stored_keys(names))
             if self._adopting is not None:
                 brought = self.brought.setdefault(self._adopting, set())
-                brought.update((event.anchor, key) for key in event.page_keys)
+                brought.update((event.anchor, key) for key in names)
+        return names
 
-    def _stored_keys(self, event: Event) -> list[bytes]:
+    def _stored_keys(self, names: list[bytes]) -> list[bytes]:
         """The keys under which a store has these pages."""
         if not self.memory.holdback:
-            return list(event.page_keys)
+            return names
         tree = self.index.tree
         nodes = (node for node in tree.walk() if not node.hidden)
         keys = {page.name: page.key for node in nodes for page in tree.page_keys(node)}
-        return [keys[name] for name in event.page_keys]
+        return [keys[name] for name in names]
 
     def poll(self) -> Progress:
         await_storage_requests(self)

@@ -380,10 +380,12 @@ class WatchedCache(TieredCache):
         self._rng, self._late = rng, copy.deepcopy(rng)
         self.index.subscribe(self._hear)
 
-    def _hear(self, event: Event) -> None:
-        self.naive.hear(event)
+    def _hear(self, event: Event) -> list[bytes]:
+        """Returns the names of the event's pages."""
+        names = self.naive.hear(event)
         if event.kind is EventKind.REMOVED:
-            self.dropped[event.tier] += len(event.page_keys)
+            self.dropped[event.tier] += len(names)
+        return names
 
     def poll(self) -> Progress:
         """Some of what was submitted is done by now."""

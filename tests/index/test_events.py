@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvtide.index import POLICIES, Event, EventKind, EveryPages
+from kvtide.index import POLICIES, Event, EventKind, EveryPages, Namespace
 from kvtide.index.keys import pack
 from kvtide.spec import Tier
 from kvtide.testing.naive import NaiveIndex
@@ -78,7 +78,7 @@ def test_traffic_meets_what_hiding_is_about() -> None:
     assert min(met.values()) >= 5 and len(met) == 4, met
 
 
-def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:
+def test_an_event_has_slots_and_tokens_of_its_pages_and_names_the_page_before() -> None:
     index, heard = build(FULL), []
     index.subscribe(heard.append)
     text = list(range(5 * PAGE))
@@ -86,21 +86,36 @@ def test_an_event_names_parent_keys_and_tokens_of_its_pages() -> None:
     lease.prompt.extend(text[2 * PAGE :])
     index.reserve(lease, 5 * PAGE)
     index.commit(lease, 5 * PAGE)
-    keys = NaiveIndex(FULL).page_keys(text)
+    table = index.page_table(lease, "kv").tolist()
     first, second = heard
     assert first.kind is second.kind is EventKind.STORED
-    assert first.page_keys == tuple(keys[:2]) and first.tokens == pack(text[: 2 * PAGE])
-    assert second.parent_key == keys[1] and second.page_keys == tuple(keys[2:])
+    assert first.slots.tolist() == table[:2] and first.tokens == pack(text[: 2 * PAGE])
+    assert first.above is None and first.namespace == Namespace()
+    assert second.above == (first.cell, table[1]) and second.slots.tolist() == table[2:]
     assert second.tokens == pack(text[2 * PAGE :])
     index.release(lease)
     index.evict(Tier.DEVICE, "kv", 2)
-    assert heard[-1] == Event(
-        EventKind.REMOVED, Tier.DEVICE, "kv", keys[2], tuple(keys[3:]), pack(text[3 * PAGE :])
-    )
+    assert heard[-1].kind is EventKind.REMOVED and heard[-1].slots.tolist() == table[3:]
+    assert [event.number for event in heard] == [1, 2, 3]
 
 
-def test_nothing_is_hashed_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
+def test_a_listener_that_begins_late_knows_as_much_as_one_that_heard_everything(name: str) -> None:
+    traffic = Traffic(ALL_MEMORIES[name], SEED)
+    for number in range(STEPS):
+        traffic.step()
+        traffic.naive.end_step()
+        if number % 10 == 0:
+            late = NaiveIndex(traffic.memory)
+            for event in traffic.index.readable():
+                assert event.number == traffic.index.tree.events.number
+                late.hear(event)
+            assert late.readable == traffic.naive.readable, f"seed {SEED}, step {number}"
+
+
+def test_nothing_is_hashed_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(FULL)
+    index.subscribe(lambda event: None)
     monkeypatch.setattr("kvtide.index.tree.node_keys.chain", None)
     keep(index, range(20))
     assert index.clear(Tier.DEVICE) == 5

@@ -148,9 +148,9 @@ class OutsideMachine(IndexMachine):
     def _on_host(self, anchor, key):
         return key in self.naive.readable[Tier.HOST, anchor]
 
-    def heard(self, event):
+    def heard(self, event, names):
         if event.tier is Tier.HOST and event.kind is EventKind.REMOVED:
-            gone = {(event.anchor, key) for key in event.page_keys}
+            gone = {(event.anchor, key) for key in names}
             self.given -= gone
             for pages in self.beside.values():
                 pages -= gone

@@ -99,13 +99,12 @@ class IndexMachine(RuleBasedStateMachine):
             hot_rows=3,
         )
         self.naive = NaiveIndex(memory, b"model")
-        self.index.subscribe(self.naive.hear)
-        self.index.subscribe(self.heard)
+        self.index.subscribe(lambda event: self.heard(event, self.naive.hear(event)))
         self.held: list[Held] = []
         self.flying: list[Flying] = []
         self.seen: list[tuple[list[int], Namespace]] = []
 
-    def heard(self, event):
+    def heard(self, event, names):
         """For machines that follow events."""
 
     # -- helpers ----------------------------------------------------------------------------

@@ -329,7 +329,8 @@ def digest(name: str, seed: int, steps: int) -> str:
 
     def hear(event: Event) -> None:
         seen.update(f"{event.kind} {event.tier} {event.anchor}".encode())
-        seen.update(b"".join((event.parent_key, *event.page_keys, event.tokens)))
+        seen.update(f"{event.number} {event.slots.tolist()} {event.above}".encode())
+        seen.update(event.tokens + event.between + event.after)
 
     traffic.index.subscribe(hear)
     for _ in range(steps):

@@ -26,6 +26,7 @@ from kvtide.engine import Engine
 from kvtide.server.app import App
 from kvtide.server.engine_commands import Leader
 from kvtide.server.handoff.server_handoff import ServerHandoff
+from kvtide.server.kv_events.publishing import publish_kv_events
 from kvtide.server.service import Service
 from kvtide.server.settings import Settings
 from kvtide.server.setup.engine_setup import Serving, open_engine
@@ -133,7 +134,9 @@ class InProcess:
     async def _open(self) -> tuple[Service, App, web.AppRunner]:
         service = Service(Leader(self.serving.rank), self.settings.max_requests)
         self.handoff = ServerHandoff(service, self.serving.rank, self.settings.handoff)
-        app = App(self.settings, self.serving, service, self.handoff)
+        settings = self.settings.kv_event_settings
+        self.events = publish_kv_events(settings, service, self.serving.engine)
+        app = App(self.settings, self.serving, service, self.handoff, self.events)
         runner = app.runner()
         await runner.setup()
         await web.TCPSite(runner, self.settings.address, self.settings.port).start()
@@ -159,6 +162,8 @@ class InProcess:
 
     def close(self) -> None:
         self.handoff.close()
+        if self.events is not None:
+            self.events.close()
         self.on_loop(self.service.close)
         self.on_loop(self._runner.cleanup)
         self._loop.call_soon_threadsafe(self._loop.stop)

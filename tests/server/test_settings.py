@@ -124,6 +124,11 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "handoff_timeout_seconds": ("2.5", 2.5),
     "handoff_bytes_per_second": ("2GB", 2 * GB),
     "handoff_secret_file": (__file__, __file__),
+    "kv_events": ("tcp://*:5557", "tcp://*:5557"),
+    "kv_events_replay": ("tcp://[::1]:0", "tcp://[::1]:0"),
+    "kv_events_topic": ("kv@one", "kv@one"),
+    "kv_events_names": ("page_keys", "page_keys"),
+    "kv_events_batches": ("100", 100),
     "chunk_tokens": ("128", 128),
     "max_running": ("3", 3),
     "session_ttl_seconds": ("60", 60.0),
@@ -142,6 +147,11 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "rank_timeout_seconds": ("7", 7.0),
     "step_timeout_seconds": ("90.5", 90.5),
 }
+BESIDE = {
+    "prefill_from": {SECRET_VARIABLE: SECRET},
+    "kv_events_replay": {"KVTIDE_KV_EVENTS": "tcp://*:5557"},
+}
+"""What a setting needs in the environment to be accepted."""
 
 
 def parsed(*argv: str) -> dict[str, str]:
@@ -159,11 +169,11 @@ def test_every_setting_is_a_flag_a_variable_and_a_key(name: str, tmp_path: Path)
     given = {"model": [text], **switches}.get(name, given)
     file = tmp_path / "kvtide.toml"
     file.write_text(f"{name} = {json.dumps(text)}\n")
-    secret = {SECRET_VARIABLE: SECRET} if name == "prefill_from" else {}
-    assert getattr(read(parsed(*given), secret), name) == value
-    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text, **secret}), name) == value
-    assert getattr(read({"config": str(file)}, secret), name) == value
-    assert getattr(read({}, {"KVTIDE_CONFIG": str(file), **secret}), name) == value
+    beside = BESIDE.get(name, {})
+    assert getattr(read(parsed(*given), beside), name) == value
+    assert getattr(read({}, {f"KVTIDE_{name.upper()}": text, **beside}), name) == value
+    assert getattr(read({"config": str(file)}, beside), name) == value
+    assert getattr(read({}, {"KVTIDE_CONFIG": str(file), **beside}), name) == value
 
 
 @pytest.mark.parametrize("alias", setting_sources.ALIASES)
@@ -667,3 +677,11 @@ def test_ranks_that_share_a_gpu_divide_what_is_free(monkeypatch: pytest.MonkeyPa
     for gpus, sharing in ((1, 4), (2, 2), (3, 2), (4, 1), (8, 1)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert gpu_sizes(given, gpu, machine)[0] == Bytes(48 * GB // sharing)
+
+
+def test_an_address_for_kv_events_that_is_in_use_is_refused(refuse: Refuse) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        problem = refuse("--port", "0", "--kv-events", endpoint)
+    assert problem.startswith(f"--kv-events cannot listen on {endpoint}")
+    assert problem.endswith("choose another address or port")

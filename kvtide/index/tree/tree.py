@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kvtide.index.events import Event, EventKind, Listener
+from kvtide.index.events import CellName, PackedSizes
 from kvtide.index.keys import TOKEN_BYTES, Hidden, PageKey, Prompt, unlike_any_prompt
 from kvtide.index.tree.cells import cells_of
+from kvtide.index.tree.event_source import EventSource
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease
 from kvtide.index.tree.node import Node, Root, RootName
 from kvtide.index.tree.node_keys import NodeKeys
@@ -60,7 +61,10 @@ class Tree:
         self.arrivals: dict[int, Arrival] = {}
         self.imports: dict[int, Import] = {}
         self.departures: dict[int, Departure] = {}
-        self.listeners: list[Listener] = []
+        names = [CellName(cell.tier, self.anchor_names[cell.anchor]) for cell in self.cells]
+        sizes = PackedSizes(self.page_bytes, self.after_bytes)
+        self.events = EventSource(names, self.keys, sizes)
+        self.listeners = self.events.listeners
         self.nodes = 0
         self.tick = 0
         self._numbers = 0
@@ -265,7 +269,7 @@ class Tree:
         for cell in resident:
             self.cells[cell].policy.withdrawn(node)
             if self.listeners:
-                self._emit(EventKind.REMOVED, cell, node, 0)
+                self.events.removed(node, cell, 0)
         children = node.children.values()
         node.children = {child.tokens[: self.page_bytes]: child for child in children}
         node.tokens = unlike_any_prompt(node.tokens)
@@ -413,7 +417,7 @@ class Tree:
         if self.betting:
             self.cells[cell].policy.inserted(node, first)
         if self.listeners:
-            self._emit(EventKind.STORED, cell, node, first)
+            self.events.stored(node, cell, first)
 
     def _notify_removed(self, node: Node, cell: int, first: int) -> None:
         """Notify the policy and the listeners: pages from `first` on are about to be dropped."""
@@ -422,23 +426,7 @@ class Tree:
         if self.betting:
             self.cells[cell].policy.removed(node, first)
         if self.listeners:
-            self._emit(EventKind.REMOVED, cell, node, first)
-
-    def _emit(self, kind: EventKind, cell: int, node: Node, first: int) -> None:
-        assert node.parent is not None
-        above = PageKey(self.key(node.parent), self.keys.after(node.parent))
-        names = [key.name for key in (above, *self.page_keys(node))]
-        where = self.cells[cell]
-        event = Event(
-            kind,
-            where.tier,
-            self.anchor_names[where.anchor],
-            names[first],
-            tuple(names[first + 1 :]),
-            node.tokens[first * self.page_bytes :],
-        )
-        for listener in self.listeners:
-            listener(event)
+            self.events.removed(node, cell, first)
 
     # -- looking around ---------------------------------------------------------------------
 

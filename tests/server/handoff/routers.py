@@ -6,9 +6,7 @@ Their wheels take 300 MB, so only tests under `--all` use them. The quick run re
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import Self
 
 from tests.processes import free_port
+from tests.server.installing import installed
 from tests.server.talking import Client
 
 BESIDE = ("fastapi==0.162.7", "orjson==3.13.0", "setproctitle==1.3.8", "uvicorn==0.54.0")
 """What two of the routers import at their start, with what that needs."""
-INSTALLED = ".installed"
 MAX_S = 60.0
 HASTY = (
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "1"),
@@ -62,31 +60,8 @@ KINDS = (
 
 
 def install() -> Path:
-    """The folder with the routers, beside what is installed for the tests; made if it is not there.
-
-    Processes of one run take turns: the first one installs.
-    """
-    wanted = [f"{kind.package}=={kind.version}" for kind in KINDS]
-    folder = Path(sys.prefix) / "routers"
-    with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        mark, named = folder / INSTALLED, "\n".join((*wanted, *BESIDE))
-        if not mark.exists() or mark.read_text() != named:
-            shutil.rmtree(folder, ignore_errors=True)
-            _pip(folder, "--no-deps", *wanted)
-            _pip(folder, *BESIDE)
-            mark.write_text(named)
-    return folder
-
-
-def _pip(folder: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*command, "--only-binary=:all:", "--upgrade", "--target", str(folder), *words],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    """The folder with the routers; made if it is not there."""
+    return installed("routers", [f"{kind.package}=={kind.version}" for kind in KINDS], BESIDE)
 
 
 class Router:
@@ -117,9 +92,16 @@ class Router:
         return cls(folder, kind, logs, [*words, "--decode", decode])
 
     @classmethod
-    def plain(cls, folder: Path, kind: RouterKind, logs: Path, urls: Sequence[str]) -> Self:
-        """In front of servers that do all of a request themselves, and take turns."""
-        return cls(folder, kind, logs, ["--policy", "round_robin", "--worker-urls", *urls])
+    def plain(
+        cls,
+        folder: Path,
+        kind: RouterKind,
+        logs: Path,
+        urls: Sequence[str],
+        policy: str = "round_robin",
+    ) -> Self:
+        """In front of servers that do all of a request themselves; they take turns unless told."""
+        return cls(folder, kind, logs, ["--policy", policy, "--worker-urls", *urls])
 
     def __enter__(self) -> Self:
         environment = {**os.environ, "PYTHONPATH": str(self._folder), "HF_HUB_OFFLINE": "1"}

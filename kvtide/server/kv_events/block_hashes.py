@@ -1,0 +1,74 @@
+"""The hash of a block: of its tokens and all before them.
+
+`VllmHashes` is what vLLM computes by default (`--prefix-caching-hash-algo sha256`, no
+PYTHONHASHSEED), so that a consumer of several engines compares hashes alone:
+
+    NONE    = sha256(pickle("vllm-none-hash"))
+    hash(i) = sha256(pickle((hash(i - 1) or NONE, tokens of block i as a tuple, extra keys)))
+
+with pickle protocol 5; the extra keys are a tuple of the adapter's name (every block) and the
+cache salt (the first block), or None. Published is the number in its last eight bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtide.index import Namespace
+from kvtide.index.keys import TOKEN_BYTES
+
+PICKLE_PROTOCOL = 5
+NONE_HASH = hashlib.sha256(pickle.dumps("vllm-none-hash", PICKLE_PROTOCOL)).digest()
+_NUMBER_BYTES = 8
+
+PublishedHash = int | bytes
+
+
+class BlockHashes(Protocol):
+    """A way to hash blocks."""
+
+    def of(self, parent: bytes | None, tokens: bytes, namespace: Namespace) -> bytes:
+        """The hash of a block of packed tokens after the block with hash `parent`."""
+        ...
+
+    def published(self, digest: bytes) -> PublishedHash:
+        """The hash as events have it."""
+        ...
+
+
+def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:
+    """What else than tokens a block's hash depends on; `first`: of a prompt."""
+    named = (namespace.adapter, namespace.cache_salt if first else "")
+    return tuple(filter(None, named)) or None
+
+
+class VllmHashes:
+    """See the module."""
+
+    def of(self, parent: bytes | None, tokens: bytes, namespace: Namespace) -> bytes:
+        numbers = tuple(memoryview(tokens).cast("i"))
+        hashed = (parent or NONE_HASH, numbers, extra_keys(namespace, parent is None))
+        return hashlib.sha256(pickle.dumps(hashed, PICKLE_PROTOCOL)).digest()
+
+    def published(self, digest: bytes) -> int:
+        return int.from_bytes(digest[-_NUMBER_BYTES:], "big")
+
+
+class PageKeyHashes:
+    """The page keys of `kvtide.index.keys`, in full: what stores have.
+
+    `root_key` gives what a namespace's keys begin with.
+    """
+
+    def __init__(self, root_key: Callable[[Namespace], bytes]) -> None:
+        self._root_key = root_key
+
+    def of(self, parent: bytes | None, tokens: bytes, namespace: Namespace) -> bytes:
+        assert len(tokens) % TOKEN_BYTES == 0
+        return hashlib.sha256((parent or self._root_key(namespace)) + tokens).digest()
+
+    def published(self, digest: bytes) -> bytes:
+        return digest

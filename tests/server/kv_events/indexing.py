@@ -1,0 +1,97 @@
+"""Dynamo's indexer as a process: a real consumer of KV events, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from kvtide.index import DEFAULT_NAMESPACE, Namespace
+from tests.processes import free_port
+from tests.server.installing import installed
+
+PACKAGE = "ai-dynamo-runtime==1.6.1"
+MODEL = "tiny"
+MAX_S = 60.0
+
+
+def install() -> Path:
+    return installed("indexer", [PACKAGE])
+
+
+class Indexer:
+    """`python -m dynamo.indexer`. Leaving the context kills it."""
+
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self._folder, self._port = folder, free_port()
+        self._log = logs / f"indexer-{self._port}.log"
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "PYTHONPATH": str(self._folder)}
+        command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self._port)]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, "--threads", "1"], env=environment, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + MAX_S
+        while not self._is_up():
+            assert self._process.poll() is None and time.monotonic() < deadline, self.said
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def _is_up(self) -> bool:
+        try:
+            self._ask("/health")
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def register(self, instance: int, endpoint: str, replay: str, block_tokens: int) -> None:
+        """Follow a server's events."""
+        self._ask(
+            "/register",
+            instance_id=instance,
+            endpoint=endpoint,
+            replay_endpoint=replay,
+            model_name=MODEL,
+            block_size=block_tokens,
+        )
+
+    def cached(
+        self, instance: int, tokens: Sequence[int], namespace: Namespace = DEFAULT_NAMESPACE
+    ) -> tuple[int, int, int]:
+        """The prompt's cached tokens: on the device; then on the host; then in storage."""
+        body: dict[str, Any] = {"token_ids": list(tokens), "model_name": MODEL}
+        if namespace.adapter:
+            body["lora_name"] = namespace.adapter
+        if namespace.cache_salt:
+            body["cache_salt"] = namespace.cache_salt
+        found = json.loads(self._ask("/query", **body))["instances"].get(str(instance))
+        return (found["gpu"], found["cpu"], found["disk"]) if found else (0, 0, 0)
+
+    def _ask(self, path: str, **body: Any) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            json.dumps(body).encode() if body else None,
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text: str = answer.read().decode()
+            return text

@@ -1,0 +1,175 @@
+"""Dynamo's indexer answers for any prompt what the index has, tier by tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtide.index import Namespace
+from kvtide.server.kv_events import publisher as publisher_module
+from kvtide.server.kv_events.kv_event_settings import KVEventSettings
+from kvtide.server.kv_events.publisher import Publisher
+from kvtide.spec import Tier
+from tests.index import traffic as traffic_module
+from tests.index.memories import PAGE
+from tests.processes import free_port
+from tests.server.kv_events.following import LOCAL, Followed
+from tests.server.kv_events.indexing import MAX_S, Indexer, install
+
+pytestmark = pytest.mark.full
+MEMORIES = ("full", "window", "recurrent", "window and state", "two histories")
+NAMESPACES = (Namespace(), Namespace(), Namespace(adapter="lora"), Namespace(cache_salt="salt"))
+Answer = tuple[int, int, int]
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    return install()
+
+
+@pytest.fixture
+def indexer(folder: Path, tmp_path: Path) -> Iterator[Indexer]:
+    with Indexer(folder, tmp_path) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter and a salt of one name have one hash in vLLM's scheme: the indexer would not
+    tell them apart."""
+    monkeypatch.setattr(traffic_module, "NAMESPACES", NAMESPACES)
+    monkeypatch.setattr(publisher_module, "BEACON_S", 0.1)
+
+
+class Lossy(Publisher):
+    """Batches may get lost on the way to subscribers."""
+
+    loses = False
+
+    def _send(self, number: int, payload: bytes) -> None:
+        if self.loses:
+            self._sent_at = time.monotonic()
+        else:
+            super()._send(number, payload)
+
+
+def in_index(made: Followed, tokens: list[int], namespace: Namespace) -> Answer:
+    """The cached tokens of a prompt, tier after tier, by the pages of its history."""
+    anchor = made.traffic.memory.anchors[0].name
+    keys = made.traffic.naive.page_keys(tokens, namespace)
+    pages, found = 0, []
+    for tier in Tier:
+        readable = made.traffic.naive.readable[tier, anchor]
+        while pages < len(keys) and keys[pages] in readable:
+            pages += 1
+        found.append(pages * PAGE)
+    device, host, storage = found
+    if len(made.traffic.memory.anchors) == 1:
+        prompt = made.index.prompt([*tokens, 0], namespace)
+        assert made.index.match(prompt, Tier.DEVICE).boundary * PAGE == device
+    return device, host, storage
+
+
+def agree(made: Followed, indexer: Indexer, instance: int = 1) -> set[Answer]:
+    """Wait until the indexer answers like the index, for all prompts; these answers."""
+    prompts = [*made.traffic.seen[-60:], ([7] * 8, Namespace())]
+    wanted = [in_index(made, *prompt) for prompt in prompts]
+    deadline = time.monotonic() + MAX_S
+    while (found := [indexer.cached(instance, *prompt) for prompt in prompts]) != wanted:
+        made.between_steps()
+        wrong = [row for row in zip(prompts, found, wanted, strict=True) if row[1] != row[2]]
+        assert time.monotonic() < deadline, f"{wrong[:3]}\n{indexer.said[-3000:]}"
+        time.sleep(0.05)
+    return set(wanted)
+
+
+def follow(indexer: Indexer, made: Followed, instance: int = 1) -> None:
+    publisher = made.publisher
+    indexer.register(instance, publisher.endpoint, publisher.replay_endpoint, PAGE)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_its_answers_are_the_indexs(name: str, indexer: Indexer) -> None:
+    answers: set[Answer] = set()
+    for seed in range(4):
+        made = Followed(name, seed=seed)
+        try:
+            follow(indexer, made, instance=seed)
+            for _ in range(8):
+                made.go(40)
+                answers |= agree(made, indexer, instance=seed)
+            for tier in (Tier.DEVICE, Tier.HOST):
+                made.index.clear(tier)
+                answers |= agree(made, indexer, instance=seed)
+        finally:
+            made.publisher.close()
+    assert any(device for device, _, _ in answers), "else the answers do not say much"
+    assert any(device < host for device, host, _ in answers)
+    assert any(host < storage for _, host, storage in answers)
+
+
+@pytest.mark.parametrize("batches", [10_000, 2], ids=["replayed", "lost for good"])
+@pytest.mark.parametrize("name", ["full", "window and state"])
+def test_a_missed_stretch_is_made_up(name: str, batches: int, indexer: Indexer) -> None:
+    made = Followed(name, KVEventSettings(LOCAL, LOCAL, replay_batches=batches), kind=Lossy)
+    publisher = made.publisher
+    assert isinstance(publisher, Lossy)
+    try:
+        follow(indexer, made)
+        made.go(100)
+        agree(made, indexer)
+        for _ in range(3):
+            before = publisher.counts.batches
+            publisher.loses = True
+            for _ in range(5):
+                made.go(30)
+                time.sleep(0.02)
+            publisher.loses = False
+            assert publisher.counts.batches > before + 2
+            agree(made, indexer)
+        assert publisher.counts.replays["buffer" if batches > 2 else "state"] >= 3
+    finally:
+        publisher.close()
+
+
+def test_a_restarted_server_is_followed_without_registering_again(indexer: Indexer) -> None:
+    endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    settings = KVEventSettings(*endpoints)
+    for life in range(3):
+        made = Followed("window", settings, seed=life)
+        try:
+            if life == 0:
+                follow(indexer, made)
+            for _ in range(3):
+                made.go(60)
+                agree(made, indexer)
+        finally:
+            made.publisher.close()
+
+
+def test_a_restarted_indexer_learns_everything(folder: Path, tmp_path: Path) -> None:
+    made = Followed("window", KVEventSettings(LOCAL, LOCAL, replay_batches=5))
+    try:
+        for _ in range(3):
+            with Indexer(folder, tmp_path) as indexer:
+                follow(indexer, made)
+                agree(made, indexer)
+                made.go(100)
+                agree(made, indexer)
+    finally:
+        made.publisher.close()
+
+
+def test_a_full_queue_is_made_up(indexer: Indexer) -> None:
+    made = Followed("window", queue_events=4)
+    try:
+        follow(indexer, made)
+        for _ in range(20):
+            made.go(40)
+        agree(made, indexer)
+        assert made.publisher.counts.read_anew > 0
+    finally:
+        made.publisher.close()

@@ -1,0 +1,123 @@
+"""A server with `--kv-events`: its flags, its consumers, its metrics."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvtide
+from kvtide.server.kv_events.kv_event_settings import KVEventSettings, parse_endpoint
+from kvtide.server.kv_events.open_publisher import open_publisher
+from kvtide.server.setting_values import SettingsError
+from kvtide.server.settings import Settings
+from tests.index.building import build
+from tests.index.memories import FULL
+from tests.server.kv_events.consuming import Consumer, held
+from tests.server.serving import InProcess
+
+LOCAL = "tcp://127.0.0.1:0"
+PUBLISHES = {"kv_events": LOCAL, "kv_events_replay": LOCAL}
+
+
+def consumer_of(server: InProcess) -> Consumer:
+    assert server.events is not None
+    return Consumer(server.events.endpoint, server.events.replay_endpoint)
+
+
+def metric(server: InProcess, name: str) -> float:
+    text = server.client.get("/metrics").body.decode()
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.M)
+    assert found is not None, name
+    return float(found[1])
+
+
+def test_a_consumer_knows_what_a_server_has(serve: Callable[..., InProcess]) -> None:
+    server = serve(**PUBLISHES)
+    with consumer_of(server) as consumer:
+        consumer.connected()
+        for number in range(3):
+            body = {"prompt": f"{number} says: " + "the cat sat on the mat. " * 20, "max_tokens": 4}
+            assert server.client.post("/v1/completions", body).status == 200
+        server.settled()
+        consumer.until(lambda: held(server.engine.cache.index))
+        assert consumer.complaints == []
+        assert set(consumer.known) == {("GPU", 0), ("CPU", 0)}
+        assert metric(server, 'kvtide_kv_events_total{type="BlockStored"}') > 0
+        assert metric(server, "kvtide_kv_events_dropped_total") == 0
+        assert metric(server, "kvtide_kv_events_waiting") == 0
+        assert server.client.post("/admin/flush?tier=all").status == 200
+        consumer.until(dict)
+
+
+def test_salted_prompts_are_told_apart(serve: Callable[..., InProcess]) -> None:
+    server = serve(**PUBLISHES)
+    with consumer_of(server) as consumer:
+        consumer.connected()
+        for salt in ("one", "two"):
+            body = {"prompt": "the cat sat on the mat. " * 20, "max_tokens": 1, "cache_salt": salt}
+            assert server.client.post("/v1/completions", body).status == 200
+        server.settled()
+        consumer.until(lambda: held(server.engine.cache.index))
+        assert {event.get("cache_salt") for event in consumer.events} >= {"one", "two"}
+
+
+def test_without_the_flag_nothing_is_published(server: InProcess) -> None:
+    assert server.events is None
+    assert not server.engine.cache.index.tree.events.listeners
+    assert b"kvtide_kv_events" not in server.client.get("/metrics").body
+
+
+# -- flags ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", ["5557", "tcp://host", "udp://host:1", "tcp://h:70000", "tcp://:1"]
+)
+def test_an_endpoint_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(f"is '{value}'; use tcp://ADDRESS:PORT")):
+        parse_endpoint(value)
+
+
+@pytest.mark.parametrize("value", ["tcp://*:5557", "tcp://[::1]:5557", "tcp://0.0.0.0:0"])
+def test_endpoints_are_addresses_with_a_port(value: str) -> None:
+    assert parse_endpoint(value) == value
+
+
+def test_replays_have_the_next_port_unless_told() -> None:
+    assert KVEventSettings("tcp://*:5557").replay_endpoint == "tcp://*:5558"
+    assert KVEventSettings("tcp://*:0").replay_endpoint == "tcp://*:0"
+    assert KVEventSettings("tcp://*:5557", "tcp://*:9").replay_endpoint == "tcp://*:9"
+    with pytest.raises(SettingsError, match="--kv-events-replay"):
+        Settings(kv_events="tcp://*:65535")
+
+
+def test_a_replay_endpoint_alone_is_refused() -> None:
+    with pytest.raises(SettingsError, match="which is not given; give both, or drop it"):
+        Settings(kv_events_replay=LOCAL)
+
+
+# -- libraries ------------------------------------------------------------------------------------
+
+
+def test_only_the_publisher_needs_zmq_and_msgpack() -> None:
+    """So the cache, the engine and a server that does not publish work without them."""
+    importers, users = set(), set()
+    for path in Path(kvtide.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        if re.search(r"^\s*(import|from) (zmq|msgpack)\b", text, re.M):
+            importers.add(path.stem)
+        if re.search(r"^\s*(import|from) \S+\.(publisher|event_encoding)\b", text, re.M):
+            users.add(path.stem)
+    assert importers == {"publisher", "event_encoding"}
+    assert users == {"publisher", "kv_event_cost"}
+
+
+def test_a_server_that_cannot_publish_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvtide.server.kv_events.publisher", raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(SettingsError, match=r"install kvtide\[events\]"):
+        open_publisher(KVEventSettings(LOCAL, LOCAL), build(FULL), lambda: None)
