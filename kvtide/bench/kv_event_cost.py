@@ -93,7 +93,7 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
     heard: deque[EventFields] = deque()
     index: Index = made.index
     index.subscribe_fields(heard.append)
-    source = index.tree.events
+    source = index.event_source
     timed = [_Timed(source.stored), _Timed(source.removed)]
     source.stored, source.removed = timed  # type: ignore[method-assign, assignment]
     timings: Timings = {op: [] for op in ("match", "lock", "alloc", "insert", "unlock")}

@@ -20,6 +20,7 @@ from kvtide.index.match.match import Hit, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Branches, EveryPages, LastPage, Placement
 from kvtide.index.tree.holds import Arrival, Departing, Departure, Import, IndexLease, Taken
+from kvtide.index.tree.tree_survey import TreeBranch, TreeSurvey
 
 __all__ = [
     "DEFAULT_NAMESPACE",
@@ -45,5 +46,7 @@ __all__ = [
     "Prompt",
     "Stop",
     "Taken",
+    "TreeBranch",
+    "TreeSurvey",
     "WantedPages",
 ]

@@ -40,6 +40,7 @@ from kvtide.index.leases.quarantine import keys_below, quarantine
 from kvtide.index.match.match import Hit, Matcher, Stop
 from kvtide.index.placement.learned_placement import CostBased
 from kvtide.index.placement.placement import Placement
+from kvtide.index.tree.event_source import EventSource
 from kvtide.index.tree.holds import Arrival, Departure, Import, IndexLease, Taken
 from kvtide.index.tree.tree import Tree
 from kvtide.index.tree.tree_survey import Standing, TreeSurvey
@@ -343,6 +344,11 @@ class Index:
     def last_event(self) -> int:
         """The number of the last event; 0 if there was none."""
         return self.tree.events.number
+
+    @property
+    def event_source(self) -> EventSource:
+        """Makes the events: for benchmarks, which time it."""
+        return self.tree.events
 
     def root_key(self, namespace: Namespace) -> bytes:
         """What the page keys of a namespace's prompts begin with."""

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from kvtide.cache import Stats, StorageStats
 from kvtide.engine import Engine, Request
 from kvtide.engine.speculation.accept_lengths import PrefixOrigin
-from kvtide.index import IndexLease
-from kvtide.index.tree.tree_survey import TreeBranch, TreeSurvey
+from kvtide.index import IndexLease, TreeBranch, TreeSurvey
 from kvtide.server.live.request_rows import MAX_MISSES, miss_row, request_rows
 from kvtide.spec import Tier
 from kvtide.storage import Store, StoreStatus

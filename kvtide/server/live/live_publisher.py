@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from kvtide.index.tree.tree_survey import TreeBranch
+from kvtide.index import TreeBranch
 from kvtide.models.tokenizer import Tokenizer
 from kvtide.server.live.engine_snapshot import EngineSnapshots, Json, TreeOutline
 from kvtide.server.live.finished import FinishedRequests
