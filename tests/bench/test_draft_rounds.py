@@ -63,6 +63,7 @@ def test_a_histories_pages_are_found() -> None:
         cache.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [EAGLE3, MTP], ids=["eagle3", "mtp"])
 def test_no_draft_is_accepted_and_then_all_are(shape: DraftedShape) -> None:
     notes: list[str] = []
@@ -78,6 +79,7 @@ def test_no_draft_is_accepted_and_then_all_are(shape: DraftedShape) -> None:
     assert notes[-1] == "batch 2: drafts are accepted now"
 
 
+@pytest.mark.full
 def test_an_engine_that_finds_its_drafts_useless_tries_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (draft_length, draft_rounds):
         monkeypatch.setattr(module, "TRIAL_TOKENS", 8)

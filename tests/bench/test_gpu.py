@@ -157,6 +157,7 @@ def test_sampling_and_greedy_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
     assert Counter(submitted_params) == {overheads.QWEN3_SAMPLING: 4, GREEDY: 4}  # Once to warm up.
 
 
+@pytest.mark.full
 def test_conversations_hit_more_with_more_capacity() -> None:
     load = multi_turn.MultiTurnLoad(
         users=4, turns=3, system_tokens=128, question_tokens=60, answer_tokens=4
@@ -169,6 +170,7 @@ def test_conversations_hit_more_with_more_capacity() -> None:
     assert 0 <= both.idle_s < both.seconds
 
 
+@pytest.mark.full
 def test_transformers_serves_the_same_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its continuous batching, which takes half a minute to set up without a GPU."""
     monkeypatch.setattr(

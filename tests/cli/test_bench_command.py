@@ -44,6 +44,7 @@ def test_contestants_may_differ_in_their_operations(capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.full
 def test_index_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "index", *SMALL, "--growth", "", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["workloads"]

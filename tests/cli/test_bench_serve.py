@@ -72,6 +72,7 @@ def test_the_accept_length_of_a_server_that_speculates(
     assert "accept length" not in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_runs_on_one_server_do_not_help_each_other(server: Server, capsys) -> None:
     """Whatever ran before, a first turn finds the system prompt of those before it only."""
     options = ["--at-once", "1", "--rounds", "1", "--json", "--url", server.url]
@@ -118,6 +119,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(save_model(tmp_path_factory.mktemp("chatting") / "tiny"))
 
 
+@pytest.mark.full
 def test_an_agent_calls_tools_with_the_cache_and_without(chatting: Path, capsys) -> None:
     options = ["--agent", "--turns", "4", "--result-words", "8", "--json"]
     sizes = ["--device-tokens", "6144", "--host-tokens", "6144"]

@@ -159,6 +159,7 @@ def _wait_until_nothing_runs(server: Server) -> None:
     raise AssertionError(f"still running: {requests}")
 
 
+@pytest.mark.full
 def test_sigterm_ends_the_server_too(folder: Path) -> None:
     with _chatting("--serve", "--", str(folder)) as chat:
         assert chat.stdin is not None and chat.stdout is not None
@@ -186,6 +187,7 @@ def _check_that_the_port_is_free(port: int) -> None:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.full
 def test_a_server_that_speculates_says_what_a_step_gave(folder: Path, say: Say, capsys) -> None:
     server = ["--", str(folder), "--speculate", "ngram", "--storage", "none"]
     assert (

@@ -57,10 +57,16 @@ ENGINES = {
 }
 """Those that are served as well. The first of a shape is the one that faults are tried with."""
 
-CASES = covered(
-    (shape, *scenario.split(": ")) for shape in SHAPES for scenario in shape.scenarios()
-)
-"""Shapes, families and scenarios; the quick run has each of them once."""
+
+def cases(*shapes: Shape) -> list[tuple[object, ...]]:
+    return [(shape, *name.split(": ")) for shape in shapes for name in shape.scenarios()]
+
+
+CASES = [
+    *covered(cases(PP, TP)),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in cases(BOTH)),
+]
+"""Shapes, families and scenarios; the quick run has each of them once with two ranks."""
 
 
 @pytest.fixture(scope="module")

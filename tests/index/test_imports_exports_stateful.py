@@ -30,6 +30,7 @@ from kvtide.index.keys import PageKey
 from kvtide.index.leases.imports_exports import Outline
 from kvtide.spec import Tier
 from tests import grids
+from tests.grids import everything
 from tests.index.memories import ALL_MEMORIES, PAGE
 from tests.index.test_stateful import (
     LONG,
@@ -368,7 +369,7 @@ class OutsideMachine(IndexMachine):
 
 TestOutside = OutsideMachine.TestCase
 TestOutside.settings = settings(
-    max_examples=2000 if LONG else 25,
+    max_examples=2000 if LONG else 25 if everything() else 12,
     stateful_step_count=60 if LONG else 40,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, *((Phase.shrink,) if LONG else ())),

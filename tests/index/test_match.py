@@ -15,6 +15,7 @@ from kvtide.index import Index, Namespace, WantedPages
 from kvtide.index.match.match import deepest_boundary, read_order, shared_pages
 from kvtide.spec import ModelMemory, Tier, with_draft
 from kvtide.testing.naive import NaiveIndex
+from tests.grids import everything
 from tests.index.building import back_up, build, found, keep, lease_for
 from tests.index.memories import ALL_MEMORIES, FULL, PAGE, RECURRENT, THREE, WINDOW
 
@@ -43,7 +44,7 @@ def _scattered(name: str, cells: list[set[int]]) -> tuple[Index, NaiveIndex]:
     return index, naive
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60 if everything() else 30)
 @pytest.mark.parametrize("name", sorted(ALL_MEMORIES))
 @given(data=st.data())
 def test_the_boundary_is_the_deepest_that_the_definition_allows(name: str, data) -> None:
@@ -218,7 +219,7 @@ def test_shared_pages_counts_whole_equal_pages(run: list[int], body: list[int]) 
 
 
 @pytest.mark.parametrize("name", ALL_MEMORIES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60 if everything() else 30)
 @given(data=st.data())
 def test_common_pages_are_those_that_are_known_once_the_other_is_kept(name: str, data) -> None:
     tokens = st.lists(st.sampled_from([1, 1, 1, 1, 2]), max_size=6 * PAGE)

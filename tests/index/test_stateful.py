@@ -413,7 +413,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(
-    max_examples=2000 if LONG else 120 if grids.everything() else 60,
+    max_examples=2000 if LONG else 120 if grids.everything() else 40,
     stateful_step_count=60 if LONG else 40,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, *((Phase.shrink,) if LONG else ())),

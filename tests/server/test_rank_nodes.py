@@ -55,6 +55,7 @@ def until(wanted: Callable[[], object], child: Child) -> None:
 # -- two machines --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.quick(shape=[("--tp", "2")])
 @pytest.mark.parametrize("shape", [("--tp", "2"), ("--pp", "2")], ids=["tp", "pp"])
 def test_ranks_of_two_machines_answer_as_one(

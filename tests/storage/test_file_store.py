@@ -381,6 +381,7 @@ def test_threads_that_write_the_same_keys_leave_one_object_each(opened: Open) ->
     assert all(got(store, n) == body(n, 8 * KIB) for n in range(50))
 
 
+@pytest.mark.full
 def test_readers_never_see_what_is_being_removed(opened: Open) -> None:
     """Another store evicts all the time; what is read is whole or missing."""
     cap = 20 * 64 * KIB

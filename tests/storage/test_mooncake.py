@@ -55,6 +55,7 @@ def check_share(number: int) -> None:
         assert not result.violations and not result.left_out, result
 
 
+@pytest.mark.full
 @apart
 def test_a_store_with_a_segment_says_that_it_forgets():
     master = Master()
@@ -89,6 +90,7 @@ def test_lent_memory_is_not_copied():
     store.close()
 
 
+@pytest.mark.full
 @apart
 def test_more_than_the_buffer_goes_through_it_in_turns():
     store = Master().open("64MB", buffer="150KB")
@@ -318,6 +320,7 @@ sys.exit(7)
     assert (rest, ending.returncode) == ("bye\n", 7)
 
 
+@pytest.mark.full
 @apart
 def test_opening_waits_for_no_master():
     master = Master()

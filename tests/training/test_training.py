@@ -296,6 +296,7 @@ def test_new_rows_of_a_head_move_as_the_known_ones_have() -> None:
     assert (rows[1::2] - wanted).norm() < 0.2 * (head[1:300:2] - wanted).norm()
 
 
+@pytest.mark.full
 def test_training_ends_after_its_minutes(saved: Path, tmp_path: Path) -> None:
     target = open_target(saved, ASKED, CPU)
     began = time.monotonic()
@@ -380,6 +381,7 @@ def test_held_out_accept_length_is_that_of_a_count_by_hand() -> None:
     assert found.accept_length == tokens / steps > 2
 
 
+@pytest.mark.full
 def test_reports_come_every_so_many_steps_and_at_the_end(saved: Path, tmp_path: Path) -> None:
     target, lines = open_target(saved, ASKED, CPU), []
     plan = replace(options(25), predict_every=20)

@@ -126,6 +126,7 @@ def test_pages_from_storage_keep_the_accept_length_after_a_restart(
     second.close()
 
 
+@pytest.mark.full
 def test_a_repetitive_prompt_of_1024_tokens_with_7_drafts_survives_a_restart(
     tmp_path: Path,
 ) -> None:

@@ -67,6 +67,7 @@ def carried(server: LookupServer) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.quick(moment=["within"])
 @pytest.mark.parametrize("moment", ["before", "within"])
 def test_a_kill_between_target_and_draft(tmp_path: Path, moment: str, cold: float) -> None:

@@ -147,6 +147,7 @@ def test_a_transport_survives_peers_that_are_killed_or_frozen(
         assert result.left_out == ("" if transport in ("mooncake", "nixl") else NO_REVOCATION)
 
 
+@pytest.mark.full
 @pytest.mark.quick(transport=["mooncake"])
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
 def test_no_byte_lands_after_a_revocation(transport: str) -> None:
