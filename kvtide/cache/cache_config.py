@@ -85,6 +85,8 @@ class CacheConfig:
     patience            how long requests wait for storage, once one is attached
     fingerprint         digest of the weights and their precision, for keys in storage
     draft_fingerprint   the same of a draft: pages that another draft wrote count as absent
+    any_tensor_ranks    pages that another number of tensor ranks stored are used, too; they may
+                        differ in their last bits
     """
 
     device_size: TierSize
@@ -107,6 +109,7 @@ class CacheConfig:
     patience: FetchPatience = _PATIENT
     fingerprint: bytes = b""
     draft_fingerprint: bytes = b""
+    any_tensor_ranks: bool = True
 
     def __post_init__(self) -> None:
         if self.write_policy not in POLICIES:

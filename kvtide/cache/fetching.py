@@ -33,8 +33,8 @@ from kvtide.durations import DurationHistogram
 from kvtide.index import Import, Index, Outline, Prompt, WantedPages
 from kvtide.index.keys import PageKey
 from kvtide.index.match.match import Bits, Pages, deepest_boundary, read_order
-from kvtide.spec import ALL, ModelMemory, Tier
-from kvtide.transfer.storage_requests import Lookup, Reading, StoredPage
+from kvtide.spec import ALL, ModelMemory, RankShape, Tier
+from kvtide.transfer.storage_requests import Lookup, Reading, SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
 from kvtide.transfer.transfers import BusyTime, Verdict
 
@@ -67,6 +67,7 @@ class Fetch:
     tokens  tokens of the history that were fetched so far
     found   tokens after which the prompt could resume with what storage has
     looks   how many look-ups were made, the first included
+    shapes  of pages that ranks of another shape stored, that shape; ranks may differ in it
     reading_since  when the last read began
     """
 
@@ -82,6 +83,7 @@ class Fetch:
     keys: list[PageKey] = field(default_factory=list)
     asked: Mapping[str, Pages] = field(default_factory=dict)
     lookup: Lookup | None = None
+    shapes: Mapping[WantedPages, RankShape] = field(default_factory=dict)
     leader: Fetch | None = None
     order: Order | None = None
     arriving: Import | None = None
@@ -179,19 +181,19 @@ class Fetches:
     def _look(self, fetch: Fetch, outline: Outline) -> None:
         fetch.stage, fetch.leader = Stage.LOOKING, None
         fetch.asked = {name: np.flatnonzero(~held) for name, held in outline.held.items()}
-        asked, link = fetch.asked, self._link
+        asked = fetch.asked
         computed = self._index.page_keys(fetch.prompt, outline.limit)
         of_pages = fetch.keys = list[PageKey]()
 
-        def keys() -> list[bytes]:
+        def sought() -> list[SoughtPage]:
             of_pages.extend(computed)
             return [
-                link.page_key(of_pages[page].key, anchor)
+                SoughtPage(anchor, of_pages[page].key)
                 for anchor, pages in asked.items()
                 for page in pages.tolist()
             ]
 
-        fetch.lookup = self._link.look(keys, max(0.0, fetch.deadline - self._clock()))
+        fetch.lookup = self._link.look(sought, max(0.0, fetch.deadline - self._clock()))
 
     # -- once per poll ----------------------------------------------------------------------
 
@@ -270,6 +272,10 @@ class Fetches:
         asked = sum(map(len, fetch.asked.values()))
         found = np.array(self._agreement.all_true(lookup.found or [False] * asked), bool)
         there = {name: bits.copy() for name, bits in outline.held.items()}
+        wanted = [
+            WantedPages(name, page) for name, some in fetch.asked.items() for page in some.tolist()
+        ]
+        fetch.shapes = {wanted[number]: shape for number, shape in lookup.shapes.items()}
         at = 0
         for name, pages in fetch.asked.items():
             there[name][pages] |= found[at : at + len(pages)]
@@ -317,7 +323,8 @@ class Fetches:
         speed = self._link.read_speed.bytes_s
         if not fetch.token_s or not speed:
             return True
-        size = sum(self._memory.at_rest.slot_bytes(one.anchor) for one in order.pages)
+        kinds = Counter((one.anchor, fetch.shapes.get(one)) for one in order.pages)
+        size = sum(self._link.read_bytes(*kind) * count for kind, count in kinds.items())
         saved = order.boundary - deepest_boundary(self._memory, outline.limit, outline.held)
         worth = size / speed <= saved * self._memory.page_tokens * fetch.token_s
         if not worth:
@@ -340,7 +347,8 @@ class Fetches:
         pages = []
         for want, taken in zip(order.pages, arriving.taken, strict=True):
             key, after = fetch.keys[want.page]
-            pages.append(StoredPage(want.anchor, key, taken.slot, after=after))
+            shape = fetch.shapes.get(want)
+            pages.append(StoredPage(want.anchor, key, taken.slot, after=after, shape=shape))
         self._coming.update(dict.fromkeys(keys, fetch))
         fetch.reading_since = self._clock()
         free = self._queued() if any(want.anchor in self._hot for want in order.pages) else None
@@ -397,7 +405,7 @@ class Fetches:
         fetch.stage, fetch.outcome = Stage.OVER, outcome
         # The request keeps the fetch for as long as it lives: drop what is large.
         fetch.lookup = fetch.leader = None
-        fetch.asked, fetch.keys = {}, []
+        fetch.asked, fetch.shapes, fetch.keys = {}, {}, []
         self.ended[outcome] += 1
         self._open.remove(fetch)
 

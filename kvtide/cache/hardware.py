@@ -28,6 +28,7 @@ from kvtide.transfer.backends import open_copier
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.host_pages import tails
 from kvtide.transfer.peer.tail_rows import TailRows
+from kvtide.transfer.shapes import OtherShapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +98,25 @@ class Hardware:
 def space(memory: ModelMemory, config: CacheConfig) -> bytes:
     """The prefix of all keys in storage: different weights or pools never share one.
 
-    It is the same with any draft and without one.
+    It is the same with any draft and without one, and for all ranks of any shape.
     """
-    schema = memory.at_rest.without_draft.schema_digest()
+    schema = memory.whole.at_rest.without_draft.schema_digest()
     return hashlib.sha256(config.fingerprint + schema).digest()
 
 
 def formats(memory: ModelMemory, config: CacheConfig) -> dict[str, ObjectFormat]:
     """The storage formats of pages, by pool."""
     return object_formats(memory.at_rest, space(memory, config), config.draft_fingerprint)
+
+
+def other_shapes(host: Arrangement, config: CacheConfig) -> OtherShapes:
+    """The shapes of ranks whose stored pages are found as well."""
+    return OtherShapes(
+        host,
+        space(host.memory, config),
+        config.draft_fingerprint,
+        any_tensor_ranks=config.any_tensor_ranks,
+    )
 
 
 Pages = dict[Tier, dict[str, int]]

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvtide.cache.cache_config import CacheConfig
 from kvtide.cache.fetching import Fetch, Fetches
-from kvtide.cache.hardware import Hardware, formats, space
+from kvtide.cache.hardware import Hardware, formats, other_shapes, space
 from kvtide.cache.inflight import InFlightTransfers
 from kvtide.cache.rank_agreement import Agreement
 from kvtide.cache.store_removals import Removal, Removals
@@ -109,13 +109,14 @@ class Storage:
         host = self._hardware.host
         if not any(host.arrangement.slots.values()):
             raise TierError("storage is reached through a host tier, and there is none; size one")
-        return StoreLink(store, formats(self._index.memory, self._config), host)
+        shapes = other_shapes(host.arrangement, self._config)
+        return StoreLink(store, formats(self._index.memory, self._config), host, shapes)
 
     def attach(self, store: Store | StoreLink) -> None:
         """Store pages in this store from now on, and fetch them from it.
 
         It must have been opened for this cache's `space`, which covers weights, precision, page
-        size, pools and slice. The store attached before is detached. All ranks attach a store, or
+        size and pools. The store attached before is detached. All ranks attach a store, or
         none does.
         """
         self._attach(lambda: store if isinstance(store, StoreLink) else self.link(store))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from kvtide.index import Index, Prompt
 from kvtide.index.keys import PageKey
-from kvtide.storage import Store
 from kvtide.transfer.store_link import StoreLink
 from kvtide.transfer.transfers import Verdict
 
@@ -91,12 +90,7 @@ class Removals:
         return [one for one in self._removals if one.answer is not None]
 
     def _ask(self, removal: Removal) -> None:
-        objects = [key for page in removal.keys for key in self._link.object_keys(*page)]
-
-        def remove(store: Store) -> int:
-            return store.remove(objects)
-
-        removal.answer = self._link.ask(remove)
+        removal.answer = self._link.remove(list(removal.keys))
 
 
 def _verdict(answer: Future[int] | None) -> Verdict:

@@ -35,7 +35,8 @@ _FETCH_OUTCOMES = (
     "fetched", "partly", "late", "nothing", "declined", "no_room", "failed", "discarded",
 )  # fmt: skip
 _STORE_EVENTS = (
-    "read", "written", "known", "missing", "draftless", "corrupt", "refused", "errors", "spared",
+    *("read", "combined", "written", "known", "missing", "draftless", "corrupt", "refused"),
+    *("errors", "spared"),
 )  # fmt: skip
 """Labels have these values from the start: an alert sees a counter's first step only if the
 counter was there before at 0."""

@@ -7,7 +7,8 @@
 | DELETE /admin/storage       | write the queued pages, then detach                | 202, 409      |
 | POST   /admin/storage/clear | remove every page of this model from the store     | 202, 409, 502 |
 
-Every rank has a store for its own part of the pages; responses report the leader's. 202: the work
+Every rank opens the store for its own part of the pages, and clears those of all ranks; responses
+report the leader's counters. 202: the work
 goes on after the timeout; 409: no store is attached. All but PUT take `?timeout_seconds=`; the
 body of PUT may have `timeout_seconds`, for the store that is detached.
 

@@ -10,7 +10,7 @@
 `sizing`    how many pages of every anchor so many bytes hold
 """
 
-from kvtide.spec.memory import ModelMemory, RankSlice, with_draft
+from kvtide.spec.memory import ModelMemory, RankShape, RankSlice, with_draft
 from kvtide.spec.pool import ALL, DType, Encoding, Entry, Field, PoolSpec, Reach, Reuse, SpecError
 from kvtide.spec.tier import EntryMove, PageMove, Slots, Tier
 
@@ -24,6 +24,7 @@ __all__ = [
     "ModelMemory",
     "PageMove",
     "PoolSpec",
+    "RankShape",
     "RankSlice",
     "Reach",
     "Reuse",

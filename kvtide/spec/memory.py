@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtide.spec.pool import ALL, PoolSpec, Reuse, SpecError
 from kvtide.spec.tier import Tier
@@ -29,6 +29,21 @@ class RankSlice:
         return range(self.first_layer, self.end_layer)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class RankShape:
+    """How many ranks divide a model: pipeline stages, and tensor ranks of each of them."""
+
+    stages: int = 1
+    tensor_ranks: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.tensor_ranks
+
+    def __str__(self) -> str:
+        return f"--pp {self.stages} --tp {self.tensor_ranks}"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """The pools of one model, or of one rank's slice of it.
@@ -36,6 +51,7 @@ class ModelMemory:
     holdback  how many tokens past its end a page depends on. A draft's entry at position i is
               computed from token i+1 (EAGLE3, MTP), so a page is whole, and known by its key,
               only together with the next `holdback` tokens. 0 without such a draft.
+    sliced_from  the memory that `part` is a part of; see `whole`
     """
 
     model: str
@@ -44,6 +60,7 @@ class ModelMemory:
     layers: int
     holdback: int = 0
     part: RankSlice | None = None
+    sliced_from: ModelMemory | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = [problem for check in _CHECKS for problem in check(self)]
@@ -137,6 +154,11 @@ class ModelMemory:
     # -- slices -----------------------------------------------------------------------------
 
     @property
+    def whole(self) -> ModelMemory:
+        """The memory of all ranks together, with the pools it had when it was sliced."""
+        return self.sliced_from or self
+
+    @property
     def own_layers(self) -> range:
         """The model's layers in this slice, without a draft's."""
         if self.part is None:
@@ -185,7 +207,24 @@ class ModelMemory:
             self,
             pools=tuple(p for p in owned if p.layers or p.is_anchor or not p.reuse.required),
             part=RankSlice(layers.start, layers.stop, tensor_rank, tensor_ranks),
+            sliced_from=self,
         )
+
+    def ranks(self, shape: RankShape) -> list[ModelMemory]:
+        """The memories of all ranks of a shape, in the order of ranks; one rank has the whole."""
+        if shape.ranks == 1:
+            return [self]
+        columns = [
+            self.stages(shape.stages, tensor_rank, shape.tensor_ranks)
+            for tensor_rank in range(shape.tensor_ranks)
+        ]
+        return [memory for stage in zip(*columns, strict=True) for memory in stage]
+
+    def first_rank(self, shape: RankShape) -> ModelMemory:
+        """The first of `ranks`, without the others."""
+        if shape.ranks == 1:
+            return self
+        return next(self.stages(shape.stages, 0, shape.tensor_ranks))
 
     def stages(
         self, pipeline_ranks: int, tensor_rank: int = 0, tensor_ranks: int = 1

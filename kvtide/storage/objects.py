@@ -15,6 +15,10 @@ An optional sidecar (a draft's KV) is an object of its own: the anchor's is the 
 is a draft or not. The sidecar's fingerprint covers the draft's weights, and its key the tokens
 after the page, on which its last entry depends.
 
+A rank's object has the rows of its slice of the model. The slice is part of the object's
+fingerprint and key, so that one space has the objects of ranks of any shape side by side. The
+objects of a model that one rank serves have no slice in their keys.
+
 An object is believed only if everything in its label is what the reader expects, its own key
 included: a store that mixed up two objects, or wrote half of one, is found out.
 """
@@ -68,9 +72,12 @@ class ObjectFormat:
         self.anchor = spec.follows or pool
         self.pools = tuple(p.name for p in pools)
         self.payload_bytes = sum(p.page_bytes(memory.page_tokens) for p in pools)
+        self._is_slice = memory.part is not None
         self._space = space
+        if self._is_slice:
+            self._space = hashlib.sha256(space + memory.without_draft.schema_digest()).digest()
         if self.is_sidecar:
-            parts = (space, hashlib.sha256(draft_fingerprint).digest(), repr(spec).encode())
+            parts = (self._space, hashlib.sha256(draft_fingerprint).digest(), repr(spec).encode())
             self._space = hashlib.sha256(b"".join(parts)).digest()
         self._table = json.dumps(
             [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in pools],
@@ -86,7 +93,9 @@ class ObjectFormat:
 
     def key(self, page_key: bytes, after: bytes = b"") -> bytes:
         """The key of a page's object. `after`: the packed tokens of the holdback behind it."""
-        return object_key(page_key, self.pool, self._space + after if self.is_sidecar else b"")
+        if self.is_sidecar:
+            return object_key(page_key, self.pool, self._space + after)
+        return object_key(page_key, self.pool, self._space if self._is_slice else b"")
 
     def seal(self, memory: memoryview, key: bytes) -> None:
         """Write the label behind the payload."""

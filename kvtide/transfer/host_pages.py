@@ -16,8 +16,12 @@ import numpy.typing as npt
 
 from kvtide.storage.objects import DIRECT_ALIGN, DIRECT_BYTES, ObjectFormat
 from kvtide.tiers.buffers import Buffers
+from kvtide.tiers.row_copies import expand
+from kvtide.transfer.peer.cpu_copies import copies
+from kvtide.transfer.shapes import PagePart
 
 Bytes = npt.NDArray[np.uint8]
+_FIRST_SLOT = np.zeros(1, np.int64)
 
 
 def tails(formats: Mapping[str, ObjectFormat]) -> dict[str, int]:
@@ -97,3 +101,12 @@ class HostPages:
             start = row.offset + slot * row.stride
             self._data[start : start + row.bytes] = here[at : at + row.bytes]
             at += row.bytes
+
+    def fill(self, part: PagePart, slot: int, source: memoryview) -> None:
+        """Copy what ranks of another shape stored to the rows and heads of a page that it has."""
+        anchor = part.format.anchor
+        runs = expand(part.copies, {anchor: _FIRST_SLOT}, anchor, [0], [slot])
+        here: Bytes = np.frombuffer(source, np.uint8)
+        sources, targets = here.ctypes.data + runs.source, self._data.ctypes.data + runs.target
+        for _ in copies(sources, targets, runs.bytes):
+            pass

@@ -12,12 +12,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvtide.spec import RankShape
+
+
+class SoughtPage(NamedTuple):
+    """One page of one anchor that a store is asked for."""
+
+    anchor: str
+    key: bytes
+
 
 class StoredPage(NamedTuple):
     """One page of one anchor: its key, and its slot on the host.
 
     absent  optional sidecars that are not written
     after   the packed tokens of the holdback behind the page: part of its sidecars' keys
+    shape   the shape whose ranks stored it, if not this one
     """
 
     anchor: str
@@ -25,6 +35,7 @@ class StoredPage(NamedTuple):
     slot: int
     absent: tuple[str, ...] = ()
     after: bytes = b""
+    shape: RankShape | None = None
 
 
 class StorageRequest:
@@ -61,17 +72,21 @@ class StorageRequest:
 
 
 class Lookup(StorageRequest):
-    """For every key, whether the store has it; `found` is None until the store has answered."""
+    """For every page, whether the store has it; `found` is None until the store has answered.
+
+    shapes  those of the found pages that ranks of another shape stored, by their number
+    """
 
     def __init__(
         self,
-        keys: Callable[[], Sequence[bytes]],
+        pages: Callable[[], Sequence[SoughtPage]],
         deadline: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline, clock)
-        self.keys = keys
+        self.pages = pages
         self.found: list[bool] | None = None
+        self.shapes: dict[int, RankShape] = {}
 
     @property
     def over(self) -> bool:

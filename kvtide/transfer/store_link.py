@@ -9,7 +9,8 @@ worker continues. A store whose calls fail repeatedly, or do not return, is left
 (`breaker`). A corrupt object is counted and removed from the store.
 
 A page is an object for its anchor and one for each optional sidecar. It is whole with the anchor's;
-a sidecar whose object is missing or corrupt is absent from it.
+a sidecar whose object is missing or corrupt is absent from it. A page that ranks of another shape
+stored is several objects, each with some of the rows, and whole with all of them (`shapes`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from kvtide.spec import RankShape
 from kvtide.storage.objects import CorruptObjectError, ObjectFormat
 from kvtide.storage.store import MISSING, LingeringError, Store, StoreError
 from kvtide.tiers.buffers import Buffers
 from kvtide.transfer.breaker import Breaker
 from kvtide.transfer.host_pages import BounceBuffers, HostPages
 from kvtide.transfer.read_speed import ReadSpeed
-from kvtide.transfer.storage_requests import Lookup, PageBatch, Paging, Reading, StoredPage, Writing
+from kvtide.transfer.shapes import OtherShapes, PagePart
+from kvtide.transfer.storage_requests import (
+    Lookup,
+    PageBatch,
+    Paging,
+    Reading,
+    SoughtPage,
+    StoredPage,
+    Writing,
+)
 
 T = TypeVar("T")
 
@@ -50,18 +61,21 @@ class _SparedError(StoreError):
 
 
 class PageObject(NamedTuple):
-    """One object of page number `page` of a batch."""
+    """One object of page number `page` of a batch. `part`: how it lies in the host page, if ranks
+    of another shape stored it."""
 
     page: int
     format: ObjectFormat
     slot: int
     key: bytes
+    part: PagePart | None = None
 
 
 class StoreLink:
     """Counters by name, `last_error` for reports, and the measured read speed.
 
     read, written, known    objects: restored, stored, there already
+    combined                objects among those read that ranks of another shape stored
     missing, corrupt        objects that were expected and not there, or not what they should be
     draftless               pages that came without a sidecar's object
     refused                 objects the store would not take
@@ -76,6 +90,7 @@ class StoreLink:
         store: Store,
         formats: Mapping[str, ObjectFormat],
         host: Buffers,
+        shapes: OtherShapes | None = None,
         *,
         batch_bytes: int = BATCH_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -92,6 +107,7 @@ class StoreLink:
             if not formats[name].is_sidecar
         }
         self._host_pages = HostPages(host, formats)
+        self._shapes = shapes
         self._batch_bytes = batch_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -109,9 +125,10 @@ class StoreLink:
         failing = any(self.breakers[call].open for call in ("exists", "read"))
         return not failing and not any(pool.stuck for pool in pools)
 
-    def look(self, keys: Callable[[], Sequence[bytes]], timeout_s: float) -> Lookup:
-        """Ask which objects the store has. The worker computes the keys, too."""
-        lookup = Lookup(keys, self._clock() + timeout_s, self._clock)
+    def look(self, pages: Callable[[], Sequence[SoughtPage]], timeout_s: float) -> Lookup:
+        """Ask which pages the store has, stored by this shape or another. The worker computes their
+        keys, too."""
+        lookup = Lookup(pages, self._clock() + timeout_s, self._clock)
         if not self.available:
             self._count(spared=1)
             lookup.error = _SparedError(f"{self.store.name} does not answer")
@@ -143,14 +160,24 @@ class StoreLink:
         self._writer.put(partial(self._turn, writing, partial(self._write, writing)))
         return writing
 
-    def page_key(self, page_key: bytes, anchor: str) -> bytes:
-        """The key of the object without which a page is not found."""
-        return self._formats[anchor][0].key(page_key)
+    def remove(self, pages: Sequence[tuple[bytes, bytes]]) -> Future[int]:
+        """Remove all objects of these pages, in all anchors, whatever shape stored them.
 
-    def object_keys(self, page_key: bytes, after: bytes) -> list[bytes]:
-        """The keys of all objects of a page, in all anchors."""
-        formats = (one for of_anchor in self._formats.values() for one in of_anchor)
-        return [one.key(page_key, after) for one in formats]
+        A page is its key and the packed tokens of the holdback behind it.
+        """
+        formats = [one for of_anchor in self._formats.values() for one in of_anchor]
+
+        def remove(store: Store) -> int:
+            keys = [one.key(*page) for page in pages for one in formats]
+            if self._shapes is not None:
+                keys += self._shapes.object_keys(pages, store.exists)
+            return store.remove(keys)
+
+        return self.ask(remove)
+
+    def read_bytes(self, anchor: str, shape: RankShape | None) -> int:
+        """The bytes of a page's objects, as this shape or another stored them."""
+        return sum(one.bytes for one, _ in self._parts(anchor, shape))
 
     def ask(self, function: Callable[[Store], T]) -> Future[T]:
         """Run a function of the store on the writer, after the writes submitted so far."""
@@ -190,8 +217,13 @@ class StoreLink:
         if lookup.stopped:
             return False
         try:
-            keys = lookup.keys()
-            lookup.found = self._answers("exists", keys) if keys else []
+            pages = lookup.pages()
+            keys = [self._formats[page.anchor][0].key(page.key) for page in pages]
+            found: list[bool] = self._answers("exists", keys) if keys else []
+            if self._shapes is not None and not all(found):
+                lookup.shapes = self._shapes.find(pages, found, partial(self._answers, "exists"))
+                found = [there or n in lookup.shapes for n, there in enumerate(found)]
+            lookup.found = found
         except BaseException as error:
             lookup.error = self._note(error)
         return False
@@ -232,10 +264,14 @@ class StoreLink:
             for one, target, copied, length in zip(objects, targets, staged, lengths, strict=True):
                 there = self._checked(one, target, length)
                 restored += there
-                if there and copied:
+                if there and one.part is not None:
+                    self._host_pages.fill(one.part, one.slot, target)
+                    self._count(combined=1)
+                elif there and copied:
                     self._host_pages.scatter(one.format.pool, one.slot, target)
                 elif not there and one.format.is_sidecar:
-                    reading.absent[batch.start + one.page] += (one.format.pool,)
+                    absent = {*reading.absent[batch.start + one.page], one.format.pool}
+                    reading.absent[batch.start + one.page] = tuple(absent)
                 elif not there:
                     whole[one.page] = False
             size = sum(length for length in lengths if length > 0)
@@ -293,17 +329,30 @@ class StoreLink:
     def _objects(self, pages: Sequence[StoredPage]) -> list[PageObject]:
         """The objects of these pages, those of sidecars that are not absent included."""
         return [
-            PageObject(number, one, page.slot, one.key(page.key, page.after))
+            PageObject(number, one, page.slot, one.key(page.key, page.after), part)
             for number, page in enumerate(pages)
-            for one in self._formats[page.anchor]
+            for one, part in self._parts(page.anchor, page.shape)
             if one.pool not in page.absent
         ]
+
+    def _parts(
+        self, anchor: str, shape: RankShape | None
+    ) -> list[tuple[ObjectFormat, PagePart | None]]:
+        """The objects of a page: of this shape, or parts of another."""
+        own = self._formats[anchor]
+        if shape is None:
+            return [(one, None) for one in own]
+        assert self._shapes is not None, f"{anchor}: stored with {shape}, which is not looked for"
+        return [(part.format, part) for one in own for part in self._shapes.parts(shape, one.pool)]
 
     def _memory(
         self, objects: Sequence[PageObject], staging: BounceBuffers
     ) -> tuple[list[memoryview], list[bool]]:
         """The memory of each object: its host page, or else the staging buffer."""
-        found = [self._host_pages.in_place(one.format, one.slot) for one in objects]
+        found = [
+            self._host_pages.in_place(one.format, one.slot) if one.part is None else None
+            for one in objects
+        ]
         staged = [place is None for place in found]
         sizes = [
             one.format.bytes for one, place in zip(objects, found, strict=True) if place is None
@@ -353,8 +402,9 @@ class StoreLink:
             self.moved_bytes[way] += size
 
     def _sizes(self, pages: Sequence[StoredPage]) -> list[int]:
-        sizes = {anchor: sum(one.bytes for one in found) for anchor, found in self._formats.items()}
-        return [sizes[page.anchor] for page in pages]
+        kinds = {(page.anchor, page.shape) for page in pages}
+        sizes = {kind: self.read_bytes(*kind) for kind in kinds}
+        return [sizes[page.anchor, page.shape] for page in pages]
 
 
 Turn = Callable[[BounceBuffers], bool]

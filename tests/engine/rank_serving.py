@@ -24,6 +24,7 @@ from kvtide.cache import (
     TieredCache,
     Tokens,
 )
+from kvtide.cache.hardware import formats
 from kvtide.cache.rank_agreement import Agreement, Alone
 from kvtide.engine import Engine, RankTopology, Request, RequestParams, SamplingParams
 from kvtide.engine.oracle import Oracle
@@ -52,6 +53,8 @@ CLOSE = 1e-5
 
 CHUNKS = (37, 1, 1, 20)
 PROMPT = 90
+FIRST, SECOND = slice(0, 6), slice(6, 12)
+"""The turns of all conversations."""
 MAX_STEPS = 20_000
 
 
@@ -305,11 +308,16 @@ def a_rank_whose_loads_come_late_holds_no_other_for_long(grid: Grid, name: str) 
 
 def lives(place: Place, name: str, url: str) -> list[Served]:
     """An engine, and another one that has nothing of it but what was stored."""
-    for half in (slice(0, 6), slice(6, 12)):
-        stand = Stand(place, name)
-        stand.cache.storage.attach(open_store(url, stand.cache.storage.space))
-        served = stand.serve(conversations()[half], at_once=1)
-        stand.end()
+    life(place, name, url, FIRST)
+    return life(place, name, url, SECOND)
+
+
+def life(place: Place, name: str, url: str, half: slice) -> list[Served]:
+    """An engine that has nothing of others but what is stored."""
+    stand = Stand(place, name)
+    stand.cache.storage.attach(open_store(url, stand.cache.storage.space))
+    served = stand.serve(conversations()[half], at_once=1)
+    stand.end()
     return served
 
 
@@ -348,9 +356,39 @@ def a_rank_whose_store_fails_misleads_no_other(grid: Grid, name: str) -> None:
     stand.end()
 
 
-def stores_of_other_slices_are_never_read(grid: Grid, name: str) -> None:
-    spaces = grid.gather(Stand(grid, name).cache.storage.space)
-    assert len({*spaces, grid.expected["space", name]}) == grid.ranks + 1
+def objects_of_all_slices_lie_side_by_side(grid: Grid, name: str) -> None:
+    """In one space, under keys of their own."""
+    cache = Stand(grid, name).cache
+    assert {*grid.gather(cache.storage.space)} == {grid.expected["space", name]}
+    keys = [one.key(bytes(32)) for one in formats(cache.memory, cache.config).values()]
+    assert len({key for some in grid.gather(keys) for key in some}) == grid.ranks * len(keys)
+
+
+# -- other shapes --------------------------------------------------------------------------------
+
+
+def _restores_as_expected(grid: Grid, name: str, served: Sequence[Served]) -> None:
+    expected = grid.expected["lives", name]
+    compare(grid, served, expected)
+    assert [one.by_tier for one in served] == [one.by_tier for one in expected]
+    assert sum(one.by_tier.get(Tier.STORAGE, 0) for one in served) > 0
+
+
+def ranks_find_what_one_rank_stored(grid: Grid, name: str) -> None:
+    url = stored_at(grid, name).replace("/stored/", "/stored-by-one/")
+    if grid.rank == LEADER:
+        life(Solo(grid.folder), name, url, FIRST)
+    grid.same("stored")
+    _restores_as_expected(grid, name, life(grid, name, url, SECOND))
+
+
+def one_rank_finds_what_ranks_stored(grid: Grid, name: str) -> None:
+    url = stored_at(grid, name).replace("/stored/", "/stored-by-ranks/")
+    life(grid, name, url, FIRST)
+    grid.same("stored")
+    if grid.rank == LEADER:
+        _restores_as_expected(grid, name, life(Solo(grid.folder), name, url, SECOND))
+    grid.same("restored")
 
 
 def words_of_any_length_are_heard(grid: Grid, name: str) -> None:
@@ -372,10 +410,10 @@ ON_ONE_ENGINE = (
     a_rank_whose_loads_break_misleads_no_other,
     a_rank_whose_loads_come_late_holds_no_other_for_long,
     a_rank_whose_store_fails_misleads_no_other,
-    stores_of_other_slices_are_never_read,
+    objects_of_all_slices_lie_side_by_side,
     words_of_any_length_are_heard,
 )
-
+ON_STORES = (ranks_find_what_one_rank_stored, one_rank_finds_what_ranks_stored)
 
 COMPARED = {
     "logits": (a_model_says_what_one_rank_says,),
@@ -385,8 +423,12 @@ COMPARED = {
         a_rank_whose_loads_come_late_holds_no_other_for_long,
         a_rank_whose_store_fails_misleads_no_other,
     ),
-    "lives": (an_engine_that_begins_anew_restores_what_one_rank_would,),
-    "space": (stores_of_other_slices_are_never_read,),
+    "lives": (
+        an_engine_that_begins_anew_restores_what_one_rank_would,
+        ranks_find_what_one_rank_stored,
+        one_rank_finds_what_ranks_stored,
+    ),
+    "space": (objects_of_all_slices_lie_side_by_side,),
 }
 """What one rank computes, and the scenarios that compare with it."""
 
@@ -412,10 +454,13 @@ def expected(folder: Path, cases: Collection[tuple[str, str]]) -> dict[Any, Any]
     return {(kind, name): compute[kind](name) for kind, name in sorted(needed)}
 
 
-def scenarios(models: Sequence[str], engines: Sequence[str]) -> dict[str, worlds.Scenario]:
+def scenarios(
+    models: Sequence[str], engines: Sequence[str], stores: Sequence[str]
+) -> dict[str, worlds.Scenario]:
     played = [
         *((scenario, name) for name in models for scenario in ON_MODELS),
         *((scenario, name) for name in engines for scenario in ON_ENGINES),
         *((scenario, name) for name in engines[:1] for scenario in ON_ONE_ENGINE),
+        *((scenario, name) for name in stores for scenario in ON_STORES),
     ]
     return {f"{name}: {one.__name__}": partial(one, name=name) for one, name in played}

@@ -30,11 +30,11 @@ class Shape:
         return f"pp{self.stages}-tp{self.tensor_ranks}"
 
     def scenarios(self) -> dict[str, Scenario]:
-        models, engines = (
+        models, engines, stores = (
             [name for name, shapes in table.items() if self in shapes]
-            for table in (MODELS, ENGINES)
+            for table in (MODELS, ENGINES, STORES)
         )
-        return scenarios(models, engines)
+        return scenarios(models, engines, stores)
 
 
 PP, TP, BOTH = SHAPES = (Shape(2, 1), Shape(1, 2), Shape(2, 2))
@@ -56,6 +56,14 @@ ENGINES = {
     "deepseek_v4 hot:7": (PP, TP),  # The last stage has none.
 }
 """Those that are served as well. The first of a shape is the one that faults are tried with."""
+
+STORES = {
+    "llama": SHAPES,
+    "falcon_h1": SHAPES,
+    "deepseek_v4": SHAPES,
+    "deepseek_v32 hot:24": (PP, TP),
+}
+"""Those whose pages one rank and ranks of a shape find in each other's stores."""
 
 
 def cases(*shapes: Shape) -> list[tuple[object, ...]]:

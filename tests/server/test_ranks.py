@@ -129,6 +129,30 @@ def test_ranks_answer_as_one_go_on_from_storage_and_end_together(
 
 
 @pytest.mark.full
+def test_every_shape_goes_on_from_what_all_others_stored(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """A conversation, each turn of it with a server of another shape."""
+    url = f"file://{tmp_path / 'pages'}?cap=1GB&floor=1MB"
+    flags = [flag for flag in FLAGS if flag != "--deterministic"]
+    turns = [" ".join(PROMPTS) + " and that is that" * 3 * turn for turn in range(5)]
+    plain = Settings(model=str(model_folder), port=0, page_tokens=PAGE, storage="none")
+    server = InProcess(plain)
+    expected = [said(ask(server.client, prompt)) for prompt in turns]
+    server.close()
+    shapes = [(), ("--tp", "2"), ("--pp", "2"), ("--pp", "2", "--tp", "2"), ()]
+    before = 0
+    for shape, prompt, wanted in zip(shapes, turns, expected, strict=True):
+        with ForkedChild((str(model_folder), *flags, *shape, "--storage", url)) as child:
+            answer = ask(child.client(), prompt)
+            assert said(answer) == wanted
+            assert brought(answer) // PAGE == before // PAGE, shape
+            before = answer["usage"]["prompt_tokens"]
+            child.terminate()
+            assert child.exit_code() == 0, child.said
+
+
+@pytest.mark.full
 def test_a_store_is_attached_cleared_and_left_by_all_ranks(
     model_folder: Path, tmp_path: Path, expected: list[list[str]]
 ) -> None:

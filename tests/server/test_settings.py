@@ -660,6 +660,15 @@ def test_pages_computed_another_way_are_kept_apart(model_folder: Path) -> None:
     assert len(spaces) == len(ways)
 
 
+def test_deterministic_servers_read_pages_of_as_many_tensor_ranks_only(model_folder: Path) -> None:
+    """Others differ in their last bits."""
+    for deterministic in (False, True):
+        settings = Settings(model=str(model_folder), storage="none", deterministic=deterministic)
+        cache = open_engine(settings).engine.cache
+        assert cache.config.any_tensor_ranks is not deterministic
+        cache.close()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_a_gpu_tiers_take_what_is_free_and_never_more_than_they_may(ranks):
     gpu, machine = MachineMemory(80 * GB, 60 * GB), MachineMemory(400 * GB, 300 * GB)

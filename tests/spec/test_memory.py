@@ -11,6 +11,7 @@ from kvtide.spec import (
     Field,
     ModelMemory,
     PoolSpec,
+    RankShape,
     Reuse,
     SpecError,
     with_draft,
@@ -139,6 +140,17 @@ def test_stages_add_up_to_the_whole(hybrid, ranks):
 
 def test_uneven_stages_give_the_first_ones_a_layer_more(hybrid):
     assert [len(stage.part.layers) for stage in hybrid.stages(3)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [RankShape(2), RankShape(1, 2), RankShape(2, 4)])
+def test_the_ranks_of_a_shape_are_slices_that_know_their_whole(hybrid, shape):
+    ranks = hybrid.ranks(shape)
+    assert len(ranks) == shape.ranks and ranks[0] == hybrid.first_rank(shape)
+    for number, rank in enumerate(ranks):
+        stage, tensor_rank = divmod(number, shape.tensor_ranks)
+        assert rank == list(hybrid.stages(shape.stages, tensor_rank, shape.tensor_ranks))[stage]
+        assert rank.whole is rank.without_draft.whole is hybrid
+    assert hybrid.whole is hybrid and hybrid.ranks(RankShape()) == [hybrid]
 
 
 def test_a_tensor_rank_keeps_its_heads_and_a_copy_of_what_is_not_by_head(hybrid):

@@ -16,7 +16,7 @@ from kvtide.testing.faulty_store import FaultyStore
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout
 from kvtide.transfer.host_pages import tails
-from kvtide.transfer.storage_requests import StoredPage
+from kvtide.transfer.storage_requests import SoughtPage, StoredPage
 from kvtide.transfer.store_link import StoreLink
 
 SPACE = bytes(range(32))
@@ -110,6 +110,9 @@ class Desk:
 
     def wipe(self) -> None:
         self.host.data.fill_(GUARD_BYTE)
+
+    def sought(self, pages: Sequence[StoredPage]) -> list[SoughtPage]:
+        return [SoughtPage(page.anchor, page.key) for page in pages]
 
     def keys(self, pages: Sequence[StoredPage]) -> list[bytes]:
         return [self.formats[page.anchor].key(page.key) for page in pages]

@@ -37,7 +37,7 @@ def ended(*requests: Lookup | Paging) -> None:
 
 
 def found(desk: Desk, pages: Sequence[StoredPage]) -> list[bool] | None:
-    lookup = desk.link.look(lambda: desk.keys(pages), LONG_S)
+    lookup = desk.link.look(lambda: desk.sought(pages), LONG_S)
     until(lambda: lookup.over)
     return lookup.found
 
@@ -621,7 +621,7 @@ def test_one_reader_that_returns_keeps_the_store_in_use(desks) -> None:
 def test_closing_with_stuck_workers_says_so_and_does_not_hang(desks) -> None:
     desk = desks()
     desk.store.next("exists", Fault.BLOCK)
-    desk.link.look(lambda: desk.keys(desk.pages(1)), LONG_S)
+    desk.link.look(lambda: desk.sought(desk.pages(1)), LONG_S)
     until(lambda: desk.store.waiting == 1)
     assert not desk.link.close(0.05)
     assert desk.store.calls["close"] == 0, "a call is still in it"
@@ -674,7 +674,7 @@ def test_whatever_goes_wrong_pages_that_are_ready_are_right() -> None:
             desk.clock.now += 2 * REST_S
             writing = desk.link.write(sources, LONG_S)
             readings = [desk.link.read(targets, LONG_S), desk.link.read(behind, LONG_S)]
-            lookup = desk.link.look(lambda pages=sources, at=desk: at.keys(pages), LONG_S)
+            lookup = desk.link.look(lambda pages=sources, at=desk: at.sought(pages), LONG_S)
             ended(lookup, writing, *readings)
             for reading in readings:
                 for number, page in enumerate(reading.pages[: reading.ready]):

@@ -116,6 +116,7 @@ def open_engine(settings: Settings, topology: RankTopology | None = None) -> Ser
         shared_host=settings.handoff.receives and settings.handoff.transport == "shm",
         fingerprint=fingerprint,
         draft_fingerprint=choice.fingerprint(fingerprint),
+        any_tensor_ranks=not settings.deterministic,
     )
     cache = TieredCache(model.memory, config, agreement=agreement)
     engine = Engine(
