@@ -37,6 +37,7 @@ SEES: dict[str, set[str]] = {
         *(*_CORE, "layers", "models", "engine", "planner", "bench", "server", "training"),
         "doctor",
     },
+    "integrations": {*_CORE, "models"},
     "testing": {*_CORE},
 }
 """Room → the rooms it may import. Rooms that do not exist yet stand here already."""

@@ -1,0 +1,9 @@
+"""kvtide inside other engines. Each module is imported by its engine's users, none by kvtide.
+
+`transformers`       `PrefixCache`: prefixes of `model.generate` over device, host and a store
+`cache_layers`       what a cache of transformers holds, as pools; its tensors to pages and back
+`engine_versions`    the versions that an integration was tested with, checked before it starts
+`engine_metrics`     counters for Prometheus, in the registry that the engine exports
+
+Importing this package imports no engine. [INTEGRATIONS](../../docs/INTEGRATIONS.md) is the guide.
+"""
