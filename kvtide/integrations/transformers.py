@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -47,6 +48,7 @@ from kvtide.cache import (  # noqa: E402
     Tier,
     TieredCache,
     Tokens,
+    TransferError,
 )
 from kvtide.integrations.cache_layers import (  # noqa: E402
     CacheLayers,
@@ -67,8 +69,13 @@ MAX_ERROR = 0.05
 above."""
 
 _ALONE = ("num_beams", "num_return_sequences")
-_OURS = ("past_key_values", "cache_params", "cache_implementation", "assistant_model")
+_OURS = (
+    *("past_key_values", "cache_params", "cache_implementation", "assistant_model"),
+    *("prompt_lookup_num_tokens", "custom_generate", "use_cache"),
+)
 _DEFAULT_NAMESPACE = Namespace()
+
+log = logging.getLogger("kvtide")
 _PAGES = Tokens(16_384)
 _TWICE = Ratio(2.0)
 
@@ -89,6 +96,7 @@ class PrefixCache:
     page_tokens  the unit of reuse
     device_size  pages beside the model; the least recently useful go when it is full
     host_size    pages in host memory, through which all go to and from the store
+    fetch_s      how long a call waits for the store, at most
     store_s      how long a call waits at its end until its pages are stored
     fingerprint  stands for the weights; None computes it from them
     """
@@ -101,6 +109,7 @@ class PrefixCache:
         page_tokens: int = 64,
         device_size: TierSize = _PAGES,
         host_size: TierSize = _TWICE,
+        fetch_s: float = 10.0,
         store_s: float = 5.0,
         fingerprint: bytes | None = None,
     ) -> None:
@@ -122,7 +131,7 @@ class PrefixCache:
             host_size,
             device=str(model.device),
             tokens_per_checkpoint=min(TOKENS_PER_CHECKPOINT, 8 * page_tokens),
-            patience=FetchPatience("wait_complete", min_tokens=page_tokens),
+            patience=FetchPatience("wait_complete", complete_s=fetch_s, min_tokens=page_tokens),
             fingerprint=fingerprint or model_fingerprint(model),
         )
         self.cache = TieredCache(self._layers.memory, config)
@@ -160,6 +169,10 @@ class PrefixCache:
                 return self._model.generate(input_ids, **options)
             try:
                 return self._generate(lease, input_ids, boundary, options)
+            except TransferError as error:
+                log.warning("a prefix is computed again, since it could not be loaded: %s", error)
+                self._count(len(tokens), {})
+                return self._model.generate(input_ids, **options)
             finally:
                 self.cache.release(lease)
                 self.cache.drain(self._store_s)
@@ -353,6 +366,8 @@ def _check_model(model: Any) -> None:
     kind = type(model).__name__
     if model.training:
         raise UnsupportedModelError(f"{kind} is in training mode; call model.eval() first")
+    if len({weight.device for weight in model.parameters()}) > 1:
+        raise UnsupportedModelError(f"{kind} lies on several devices; load it onto one")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModelError(f"{kind} has an adapter, which may be switched; merge it first")
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():

@@ -17,7 +17,9 @@ from tests.integrations.tiny_models import tiny_model, tokens
 
 
 def main(family: str, url: str, *how: str) -> None:
-    cache = PrefixCache(tiny_model(family), url, page_tokens=16, device_size=Tokens(640))
+    cache = PrefixCache(
+        tiny_model(family), url, page_tokens=16, device_size=Tokens(640), fetch_s=60.0, store_s=60.0
+    )
     output = cache.generate(torch.tensor([tokens(100, 1)]), max_new_tokens=24, do_sample=False)
     print(cache.last.cached_tokens, output[0].tolist(), sep="\n", flush=True)
     if how == ("--kill",):

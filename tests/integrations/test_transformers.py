@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtide.cache import Namespace, Tier, Tokens
+from kvtide.cache import Namespace, Tier, Tokens, TransferError
 from kvtide.integrations.cache_layers import UnsupportedModelError
 from kvtide.integrations.transformers import PrefixCache
 from tests.integrations.tiny_models import tiny_model, tokens
@@ -27,7 +27,7 @@ FAMILIES = [
 
 
 def prefixes(model, storage: str | None = None) -> PrefixCache:
-    return PrefixCache(model, storage, page_tokens=PAGE, device_size=Tokens(640))
+    return PrefixCache(model, storage, page_tokens=PAGE, device_size=Tokens(640), fetch_s=60.0)
 
 
 def plain(model, ids: torch.Tensor) -> list[int]:
@@ -111,6 +111,22 @@ def test_prompts_beyond_the_device_tier_are_computed() -> None:
         for _ in range(2):
             assert reused(cache, ids) == plain(model, ids)
             assert cache.last.cached_tokens == 0
+
+
+def test_a_prefix_that_cannot_be_loaded_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("llama"), prompt((100, 1))
+
+    def fails(lease: object, layer: int) -> None:
+        raise TransferError("the copy failed")
+
+    with prefixes(model) as cache:
+        reused(cache, ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.cache, "wait", fails)
+            assert reused(cache, ids) == plain(model, ids)
+            assert cache.last.cached_tokens == 0
+        assert reused(cache, ids) == plain(model, ids)
+        assert cache.last.cached_tokens == 96
 
 
 @pytest.mark.parametrize(
