@@ -50,7 +50,9 @@ NOT_IN_THE_INDEX = {
 WORDS_WE_DO_NOT_WRITE = re.compile(
     r"(^|_)(manager|helper|helpers|info|util|utils|v2)(_|$)|^_?maybe_", re.IGNORECASE
 )
-NAMED_BY_OTHERS = {"batch_exists_v2", "batch_get_v2", "batch_set_v2"}
+NAMED_BY_OTHERS = {
+    *("batch_exists_v2", "batch_get_v2", "batch_set_v2", "register_mem_host_pool_v2"),
+}
 """Methods that other engines call."""
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60

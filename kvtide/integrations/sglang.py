@@ -77,6 +77,10 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(pool)
         self.registered_pools.setdefault(PoolName.KV, pool)
 
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools.pop(host_pool_name, None)  # Pages of another pool may have another format.
+
     # -- one pool, as the attention layers have it ------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
