@@ -37,6 +37,7 @@ SEES: dict[str, set[str]] = {
         *(*_CORE, "layers", "models", "engine", "planner", "bench", "server", "training"),
         "doctor",
     },
+    "integrations": {*_CORE, "models"},
     "testing": {*_CORE},
 }
 """Room → the rooms it may import. Rooms that do not exist yet stand here already."""
@@ -49,6 +50,10 @@ NOT_IN_THE_INDEX = {
 WORDS_WE_DO_NOT_WRITE = re.compile(
     r"(^|_)(manager|helper|helpers|info|util|utils|v2)(_|$)|^_?maybe_", re.IGNORECASE
 )
+NAMED_BY_OTHERS = {
+    *("batch_exists_v2", "batch_get_v2", "batch_set_v2", "register_mem_host_pool_v2"),
+}
+"""Methods that other engines call."""
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 16
@@ -184,7 +189,7 @@ def test_names_avoid_the_words_we_do_not_write() -> None:
         f"{_name(path)}: {name}"
         for path in MODULES
         for name in (path.stem, *(node.name for node in _definitions(_parse(path))))
-        if WORDS_WE_DO_NOT_WRITE.search(_snake(name))
+        if WORDS_WE_DO_NOT_WRITE.search(_snake(name)) and name not in NAMED_BY_OTHERS
     ]
     assert wrong == []
 

@@ -35,6 +35,9 @@ def main() -> int:
     parser.add_argument("--sizes", default="64KiB,1MiB,4MiB", help="object sizes, by commas")
     parser.add_argument("--bytes", default="256MiB", help="written and read in a turn")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument(
+        "--ratio-of", default="kvtide", help="the store that others are compared to"
+    )
     args = parser.parse_args()
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
     if args.turns < 1 or any(size % ALIGN for size in sizes):
@@ -52,9 +55,11 @@ def main() -> int:
             for store in stores:
                 opened.callback(store.close)
             for case in cases:
-                rows += _rows(case, _measure(case, stores, blocks, folder, args.turns))
+                rates = _measure(case, stores, blocks, folder, args.turns)
+                rows += _rows(case, rates, args.ratio_of)
     print(
-        f"\nGB/s, medians of {args.turns} turns of {format_bytes(total)}; ratio: kvtide's to it\n"
+        f"\nGB/s, medians of {args.turns} turns of {format_bytes(total)}; "
+        f"ratio: that of {args.ratio_of} to it\n"
     )
     print(table(("size", "store", "write + sync", "ratio", "cold read", "ratio"), rows))
     return 0
@@ -107,8 +112,8 @@ def _sync(folder: Path) -> None:
         os.close(file)
 
 
-def _rows(case: StoreCase, rates: Rates) -> list[tuple[str, ...]]:
-    ours = rates["kvtide"]
+def _rows(case: StoreCase, rates: Rates, first: str = "kvtide") -> list[tuple[str, ...]]:
+    ours = rates[first]
     rows = []
     for name, turns in rates.items():
         cells: list[str] = [case.name, name]

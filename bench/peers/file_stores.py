@@ -49,6 +49,7 @@ def open_all(folder: Path, blocks: MemoryBlocks, max_bytes: int) -> list[FileSto
         Disk(folder / "disk", blocks, max_bytes),
         SglangFile(folder / "sglang", blocks),
         SglangFileV2(folder / "sglang-v2", blocks),
+        SglangKvtide(folder / "sglang-kvtide", blocks),
         LMCacheDisk(folder / "lmcache", max_bytes, use_odirect=False),
         LMCacheDisk(folder / "lmcache-direct", max_bytes, use_odirect=True),
     ]
@@ -138,8 +139,10 @@ class SglangFile(_InPlace):
             is_page_first_layout=True,
             model_name="bench",
         )
-        self.store = self.library.HiCacheFile(config, str(folder))
-        self._folder = folder
+        self.store = self._open(config, folder)
+
+    def _open(self, config: Any, folder: Path) -> Any:
+        return self.library.HiCacheFile(config, str(folder))
 
     def write(self, keys: Sequence[bytes]) -> None:
         values = [_tensor(part) for part in self._cut(self.blocks.source, len(keys))]
@@ -177,19 +180,46 @@ class SglangFileV2(SglangFile):
             name=kv, host_indices=torch.arange(len(keys)), keys=[key.hex() for key in keys]
         )
         if not all(call([transfer])[kv]):
-            raise OSError("HiCacheFile failed with an object")
+            raise OSError(f"{self.name} failed with an object")
+
+
+class SglangKvtide(SglangFileV2):
+    """kvtide's backend of HiCache, made by SGLang's factory, with labels and checksums."""
+
+    name = "kvtide inside SGLang"
+
+    def _open(self, config: Any, folder: Path) -> Any:
+        factory: Any = import_module("sglang.srt.mem_cache.storage.backend_factory")
+        config.extra_config = {
+            "backend_name": "kvtide",
+            "module_path": "kvtide.integrations.sglang",
+            "class_name": "KvtideStorage",
+            "interface_v1": 1,
+            "url": f"file://{folder}",
+            "fingerprint": "bench",
+        }
+        return factory.StorageBackendFactory.create_backend("dynamic", config, None)
+
+    def close(self) -> None:
+        self.store.close()
 
 
 class _HostPool:
-    """The part of a host pool that HiCacheFile calls: whole pages, one index each."""
+    """The part of a host pool that storage backends call: whole pages, one index each."""
 
     page_size = 1
+    dtype = torch.uint8
+    layout = "page_first"
 
     def __init__(self, block: torch.Tensor, size: int) -> None:
         self._block, self._size = block, size
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         return self._block[index * self._size : (index + 1) * self._size]
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = [self.get_data_page(int(index)).data_ptr() for index in indices]
+        return pages, [self._size] * len(pages)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros(self._size, dtype=torch.uint8)

@@ -49,7 +49,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-_NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
+NOT_THE_MODEL = {"_name_or_path", "transformers_version"}
 """Fields of a config that say where it was written, not what the model computes."""
 
 
@@ -78,7 +78,7 @@ class Checkpoint:
 
     def fingerprint(self, *, every_byte: bool = False) -> bytes:
         """32 bytes that stand for config and weights, however they are sharded."""
-        described = {k: v for k, v in self.config.items() if k not in _NOT_THE_MODEL}
+        described = {k: v for k, v in self.config.items() if k not in NOT_THE_MODEL}
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         hashed = partial(_digest, self.weights, every_byte=every_byte)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -193,7 +193,11 @@ class GGUFWeights:
 
 
 def _digest(weights: StoredWeights, name: str, *, every_byte: bool) -> bytes:
-    stored = weights.stored(name)
+    return digest_weight(name, weights.stored(name), every_byte=every_byte)
+
+
+def digest_weight(name: str, stored: Stored, *, every_byte: bool = False) -> bytes:
+    """32 bytes that stand for one weight: all of it, or a sample of every row of a large one."""
     digest = hashlib.sha256(f"{name} {stored.form} ".encode())
     whole = every_byte or stored.data.size <= HASHED_WHOLE_BYTES
     digest.update((stored.data if whole else _sample(stored)).data)

@@ -10,12 +10,18 @@
 `redis`, `s3_store`, `mooncake`   servers that people already run
 """
 
-from kvtide.storage.objects import CorruptObjectError, ObjectFormat, object_formats
+from kvtide.storage.objects import (
+    CorruptObjectError,
+    LabelledFormat,
+    ObjectFormat,
+    object_formats,
+)
 from kvtide.storage.store import Removed, Store, StoreError, StoreStatus
 from kvtide.storage.store_registry import open_store
 
 __all__ = [
     "CorruptObjectError",
+    "LabelledFormat",
     "ObjectFormat",
     "Removed",
     "Store",

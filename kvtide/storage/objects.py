@@ -55,47 +55,22 @@ def object_key(page_key: bytes, pool: str, more: bytes = b"") -> bytes:
     return hashlib.sha256(page_key + pool.encode() + more).digest()
 
 
-class ObjectFormat:
-    """The objects of one anchor, or of one optional sidecar, in one space.
+class LabelledFormat:
+    """Objects of one length in one space: how their labels are written and checked.
 
-    pool           the anchor, or the sidecar; `anchor` owns the slots
-    payload_bytes  what a slot holds of it
+    payload_bytes  what the caller keeps in an object
     bytes          the whole object, padding included
+    table          describes the payload; an object with another one is not believed
     """
 
-    def __init__(
-        self, memory: ModelMemory, pool: str, space: bytes, draft_fingerprint: bytes = b""
-    ) -> None:
+    def __init__(self, payload_bytes: int, table: bytes, space: bytes) -> None:
         assert len(space) == SPACE_BYTES
-        spec, pools = memory.pool(pool), memory.object_pools(pool)
-        self.pool = pool
-        self.anchor = spec.follows or pool
-        self.pools = tuple(p.name for p in pools)
-        self.payload_bytes = sum(p.page_bytes(memory.page_tokens) for p in pools)
-        self._is_slice = memory.part is not None
+        self.payload_bytes = payload_bytes
         self._space = space
-        if self._is_slice:
-            self._space = hashlib.sha256(space + memory.without_draft.schema_digest()).digest()
-        if self.is_sidecar:
-            parts = (self._space, hashlib.sha256(draft_fingerprint).digest(), repr(spec).encode())
-            self._space = hashlib.sha256(b"".join(parts)).digest()
-        self._table = json.dumps(
-            [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in pools],
-            separators=(",", ":"),
-        ).encode()
-        self._label_bytes = _FIXED.size + len(self._table) + _CHECKSUM_BYTES
-        align = DIRECT_ALIGN if self.payload_bytes >= DIRECT_BYTES else SMALL_ALIGN
-        self.bytes = -(-(self.payload_bytes + self._label_bytes) // align) * align
-
-    @property
-    def is_sidecar(self) -> bool:
-        return self.pool != self.anchor
-
-    def key(self, page_key: bytes, after: bytes = b"") -> bytes:
-        """The key of a page's object. `after`: the packed tokens of the holdback behind it."""
-        if self.is_sidecar:
-            return object_key(page_key, self.pool, self._space + after)
-        return object_key(page_key, self.pool, self._space if self._is_slice else b"")
+        self._table = table
+        self._label_bytes = _FIXED.size + len(table) + _CHECKSUM_BYTES
+        align = DIRECT_ALIGN if payload_bytes >= DIRECT_BYTES else SMALL_ALIGN
+        self.bytes = -(-(payload_bytes + self._label_bytes) // align) * align
 
     def seal(self, memory: memoryview, key: bytes) -> None:
         """Write the label behind the payload."""
@@ -127,6 +102,44 @@ class ObjectFormat:
     def _fixed(self, key: bytes) -> bytes:
         payload, label = self.payload_bytes, self._label_bytes
         return _FIXED.pack(MAGIC, VERSION, 0, payload, label, self._space, key)
+
+
+class ObjectFormat(LabelledFormat):
+    """The objects of one anchor, or of one optional sidecar, in one space.
+
+    pool           the anchor, or the sidecar; `anchor` owns the slots
+    payload_bytes  what a slot holds of it
+    """
+
+    def __init__(
+        self, memory: ModelMemory, pool: str, space: bytes, draft_fingerprint: bytes = b""
+    ) -> None:
+        spec, pools = memory.pool(pool), memory.object_pools(pool)
+        self.pool = pool
+        self.anchor = spec.follows or pool
+        self.pools = tuple(p.name for p in pools)
+        self._is_slice = memory.part is not None
+        if self._is_slice:
+            space = hashlib.sha256(space + memory.without_draft.schema_digest()).digest()
+        if self.is_sidecar:
+            parts = (space, hashlib.sha256(draft_fingerprint).digest(), repr(spec).encode())
+            space = hashlib.sha256(b"".join(parts)).digest()
+        table = json.dumps(
+            [[p.name, p.row_bytes(memory.page_tokens), list(p.layers)] for p in pools],
+            separators=(",", ":"),
+        )
+        payload_bytes = sum(p.page_bytes(memory.page_tokens) for p in pools)
+        super().__init__(payload_bytes, table.encode(), space)
+
+    @property
+    def is_sidecar(self) -> bool:
+        return self.pool != self.anchor
+
+    def key(self, page_key: bytes, after: bytes = b"") -> bytes:
+        """The key of a page's object. `after`: the packed tokens of the holdback behind it."""
+        if self.is_sidecar:
+            return object_key(page_key, self.pool, self._space + after)
+        return object_key(page_key, self.pool, self._space if self._is_slice else b"")
 
 
 def object_formats(

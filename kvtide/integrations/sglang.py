@@ -1,0 +1,281 @@
+"""kvtide's stores behind SGLang's HiCache: `--hicache-storage-backend dynamic`.
+
+    --hicache-storage-backend-extra-config '{"backend_name": "kvtide",
+      "module_path": "kvtide.integrations.sglang", "class_name": "KvtideStorage",
+      "interface_v1": 1, "url": "file:///var/cache/kvtide?cap=200GB"}'
+
+A page of a pool is one object (`page_objects`). SGLang's page hashes are chained over the tokens
+from the first on, so that they are keys already. A prefix of b pages can be restored if the KV pool
+has all of them and every other pool what its hit policy asks for before b; `batch_exists_v2`
+reports every such b, and the longest as the hit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtide.integrations.engine_versions import require_version
+
+TESTED = ("0.5.18", "0.5.23")
+require_version("sglang", ["sglang"], TESTED)
+
+import torch  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
+from kvtide.storage import StoreError  # noqa: E402
+
+_SETTINGS = {
+    *("backend_name", "module_path", "class_name", "interface_v1", "url", "fingerprint"),
+    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+    *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "tp_lcm_size"),
+}
+"""What the extra config may say; all but `url` and `fingerprint` is SGLang's own."""
+_NOT_THE_SLICE = {"extra_config", "enable_storage_metrics", "model_name", "dp_rank"}
+_OF_THE_RANK = {"tp_rank"}
+"""Not part of an MLA model's space: tensor ranks share its latents."""
+_SHARDED = {"mamba"}
+"""Pools that tensor ranks divide even where they share the KV pool (MLA)."""
+
+log = logging.getLogger("kvtide")
+
+
+class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
+    """One rank's pages. SGLang calls it from its prefetch and its backup thread."""
+
+    def __init__(self, config: HiCacheStorageConfig, options: Mapping[str, Any] | None = None):
+        extra = dict(config.extra_config or {})
+        _check_settings(extra)
+        part = {
+            one.name: getattr(config, one.name)
+            for one in dataclasses.fields(config)
+            if one.name not in _NOT_THE_SLICE | (_OF_THE_RANK if config.is_mla_model else set())
+        }
+        model = f"{config.model_name} {extra.get('fingerprint', '')}"
+        if "fingerprint" not in extra:
+            log.warning(
+                'pages are known by the model\'s name alone (%s); give "fingerprint" in the extra '
+                "config, such as a revision, if its weights may change",
+                config.model_name,
+            )
+        self.objects = PageObjects("sglang", extra["url"], space_of("sglang", model, part))
+        self.registered_pools: dict[str, Any] = {}
+        self._is_mla, self._tp_rank = config.is_mla_model, config.tp_rank
+        self._pools: dict[str, PagePool] = {}
+
+    def register_mem_pool_host(self, pool: Any) -> None:
+        super().register_mem_pool_host(pool)
+        self.registered_pools.setdefault(PoolName.KV, pool)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._pools.pop(host_pool_name, None)  # Pages of another pool may have another format.
+
+    # -- one pool, as the attention layers have it ------------------------------------------
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return _run(self._exists(PoolName.KV, keys))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        return self._get(PoolName.KV, keys, host_indices)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        return self._set(PoolName.KV, keys, host_indices)
+
+    # -- several pools, as hybrids have them ------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: Any = None,
+    ) -> PoolTransferResult:
+        run = self.batch_exists(keys)
+        hits: dict[str, int] = {PoolName.KV: run} if run else {}
+        boundaries = set(range(1, run + 1))
+        for transfer in (pool_transfers or []) if run else []:
+            reach = _reach(transfer)
+            if reach is None:
+                continue
+            valid = _boundaries(self._exists(transfer.name, keys[:run]), reach)
+            if valid:
+                hits[transfer.name] = max(valid)
+            boundaries &= valid
+        found = sorted(boundaries)
+        more = {"restorable_prefix_pages": found} if _REPORTS_BOUNDARIES else {}
+        return PoolTransferResult(found[-1] if found else 0, hits, **more)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        return {
+            one.name: self._get(one.name, one.keys or [], one.host_indices) for one in transfers
+        }
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
+        return {
+            one.name: self._set(one.name, one.keys or [], one.host_indices) for one in transfers
+        }
+
+    # -- the rest of the interface ----------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        return self._exists(PoolName.KV, [key])[0]
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        raise NotImplementedError('pages go by batch_get_v1; set "interface_v1": 1')
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, sizes: Any = None) -> Any:
+        return self.get("")
+
+    def set(self, key: str, value: Any = None, location: Any = None, sizes: Any = None) -> bool:
+        raise NotImplementedError('pages go by batch_set_v1; set "interface_v1": 1')
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, locations: Any = None, sizes: Any = None
+    ) -> bool:
+        return self.set("")
+
+    def clear(self) -> None:
+        self.objects.clear()
+
+    def close(self) -> None:
+        self.objects.close()
+
+    # -- the steps --------------------------------------------------------------------------
+
+    def _exists(self, name: str, keys: Sequence[str]) -> list[bool]:
+        return self.objects.exists(self._pool(name), _names(keys))
+
+    def _get(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        memory = self._memory(name, keys, indices)
+        if memory is None:
+            return [False] * len(keys)
+        return self.objects.read(self._pool(name), _names(keys), memory)
+
+    def _set(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        memory = self._memory(name, keys, indices)
+        if memory is None:
+            return [False] * len(keys)
+        return self.objects.write(self._pool(name), _names(keys), memory)
+
+    def _pool(self, name: str) -> PagePool:
+        """The format of a pool's pages, from its first page in host memory."""
+        known = self._pools.get(name)
+        if known is None:
+            host = self.registered_pools[name]
+            kind = type(host).__name__
+            first = _page_runs(host, torch.arange(_page_tokens(host)), 1)[0]
+            shared = self._is_mla and str(name) not in _SHARDED and not kind.startswith("MHA")
+            described = {
+                "dtype": str(getattr(host, "dtype", "")),
+                "page_tokens": _page_tokens(host),
+                "layout": str(getattr(host, "layout", "")),
+                "runs": [len(run) for run in first],
+                "tp_rank": None if shared else self._tp_rank,
+            }
+            size = sum(described["runs"])  # type: ignore[arg-type]
+            known = self._pools[name] = self.objects.pool(str(name), size, described)
+        return known
+
+    def _memory(
+        self, name: str, keys: Sequence[str], indices: torch.Tensor | None
+    ) -> list[Runs] | None:
+        host = self.registered_pools[name]
+        expected = len(keys) * _page_tokens(host)
+        if indices is None or indices.numel() != expected:
+            found = 0 if indices is None else indices.numel()
+            log.error(
+                "pool %s: %d indices for %d keys; expected %d", name, found, len(keys), expected
+            )
+            return None
+        return _page_runs(host, indices, len(keys)) if keys else []
+
+
+_REPORTS_BOUNDARIES = "restorable_prefix_pages" in {
+    one.name for one in dataclasses.fields(PoolTransferResult)
+}
+
+
+def _reach(transfer: PoolTransfer) -> int | None:
+    """How many pages before a boundary the pool has to have; None: it does not decide."""
+    match str(transfer.hit_policy.value):
+        case "all_pages":
+            return 1 << 62
+        case "trailing_pages":
+            return max(1, len(transfer.keys or []))
+        case "block_groups":
+            return None  # A second form of the KV pages: SGLang does without it.
+    raise ValueError(f"pool {transfer.name}: no such hit policy {transfer.hit_policy}")
+
+
+def _boundaries(there: Sequence[bool], reach: int) -> set[int]:
+    """The rule of kvtide's index: the run that ends at a valid b is at least min(reach, b)."""
+    valid: set[int] = set()
+    run = 0
+    for b, found in enumerate(there, 1):
+        run = run + 1 if found else 0
+        if run >= min(reach, b):
+            valid.add(b)
+    return valid
+
+
+def _run(found: Sequence[bool]) -> int:
+    """How many there are before the first that is missing."""
+    return [*found, False].index(False)
+
+
+def _names(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _page_tokens(host: Any) -> int:
+    return int(getattr(host, "page_size", 1) or 1)
+
+
+def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[Runs]:
+    """The memory of every page, as runs of bytes."""
+    meta = host.get_page_buffer_meta(indices)
+    if meta is None or not meta[0] or len(meta[0]) % pages:
+        raise StoreError(
+            f"{type(host).__name__} does not name the memory of its pages; start SGLang with "
+            "--hicache-mem-layout page_first_direct"
+        )
+    runs = [
+        memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        for address, size in zip(*meta, strict=True)
+    ]
+    count = len(runs) // pages
+    return [runs[at : at + count] for at in range(0, len(runs), count)]
+
+
+def _check_settings(extra: Mapping[str, Any]) -> None:
+    if not isinstance(extra.get("url"), str):
+        raise StoreError(
+            'the extra config names no store; add "url", such as "file:///var/cache/kvtide?cap=200GB"'
+        )
+    if not extra.get("interface_v1"):
+        raise StoreError(
+            'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
+        )
+    if unknown := extra.keys() - _SETTINGS:
+        raise StoreError(
+            f"the extra config has {', '.join(sorted(unknown))}; kvtide knows url and fingerprint, "
+            "and the store's settings belong in its URL"
+        )

@@ -1,0 +1,193 @@
+"""The secondary tier under vLLM's real manager: run by `test_vllm` in vLLM's own environment.
+
+    PYTHONPATH=. python -m tests.integrations.vllm_tier_checks SCRATCH
+
+Prints the name of every check that holds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from kvtide.storage import StoreError
+
+CHUNKS, CHUNK_BYTES, KEYS = 32, 64 << 10, 12
+MAX_S = 60.0
+
+
+def spec(model: str = "model", dtype: str = "bfloat16", rank: int = 0) -> Any:
+    """What the tier reads of an `OffloadingSpec`."""
+    parallel = SimpleNamespace(
+        tp_size=2, pp_size=1, pcp_size=1, dcp_size=1, rank=rank, is_parallelism_agnostic=False
+    )
+    config = SimpleNamespace(
+        groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a", "b"))],
+        parallel=parallel,
+        model=SimpleNamespace(name=model, dtype=dtype),
+        cache=SimpleNamespace(tokens_per_hash=16),
+        canonical_layout=False,
+        kv_cache_layout=None,
+        replicated_layout=False,
+    )
+    return SimpleNamespace(config=config, blocks_per_chunk=1)
+
+
+class World:
+    """A manager with its CPU tier, as a vLLM process has them."""
+
+    def __init__(self, folder: str, offloading: Any = None, **options: str) -> None:
+        self.memory = np.zeros((CHUNKS, CHUNK_BYTES), np.int8)
+        view = memoryview(self.memory)
+        region = MagicMock()
+        region.create_kv_memoryview.return_value = view
+        config = {
+            "type": "KvtideTier",
+            "module_path": "kvtide.integrations.vllm",
+            "url": f"file://{folder}?cap=64MB&floor=0",
+            "fingerprint": "r1",
+        }
+        self.tier = SecondaryTierFactory.create_secondary_tier(
+            {**config, **options}, view, offloading or spec()
+        )
+        primary = CPUPrimaryTierOffloadingManager(num_chunks=CHUNKS, mmap_region=region)
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=[]))
+
+    def store(self, keys: list[Any]) -> None:
+        context = ReqContext(req_id="store")
+        self.manager.on_new_request(context)
+        chunks = self.manager.prepare_store(keys, context).store_spec.chunk_ids
+        for number, chunk in enumerate(chunks):
+            self.memory[chunk] = number + 1
+        self.manager.complete_store(keys, context)
+        self.step()
+        self.manager.on_request_finished(context)
+        self.tier.drain_jobs()
+        self.step()
+
+    def found(self, keys: list[Any]) -> list[bool]:
+        """Which keys are promoted to the CPU tier, once every look-up is answered."""
+        context, deadline = ReqContext(req_id="load"), time.monotonic() + MAX_S
+        self.manager.on_new_request(context)
+        while True:
+            results = [self.manager.lookup(key, context) for key in keys]
+            self.step()
+            if all(one in (LookupResult.HIT, LookupResult.MISS) for one in results):
+                break
+            assert time.monotonic() < deadline, results
+            time.sleep(0.002)
+        hits = [one is LookupResult.HIT for one in results]
+        loaded = [key for key, hit in zip(keys, hits, strict=True) if hit]
+        if loaded:
+            chunks = self.manager.prepare_load(loaded, context).chunk_ids
+            for key, chunk in zip(loaded, chunks, strict=True):
+                assert (self.memory[chunk] == keys.index(key) + 1).all(), "other bytes"
+            self.manager.complete_load(loaded, context)
+        self.manager.on_request_finished(context)
+        return hits
+
+    def close(self) -> None:
+        self.manager.shutdown()
+
+
+def keys(count: int = KEYS) -> list[Any]:
+    return [make_offload_key(bytes([number]) * 32, 0) for number in range(count)]
+
+
+def filled(folder: str) -> None:
+    world = World(folder)
+    world.store(keys())
+    assert world.tier.objects.counts["written"] == KEYS
+    world.close()
+
+
+def check_another_process_promotes_what_was_cascaded(folder: str) -> None:
+    filled(folder)
+    world = World(folder)
+    assert world.found([*keys(), *keys(KEYS + 1)[KEYS:]]) == [True] * KEYS + [False]
+    assert world.tier.objects.counts["read"] == KEYS
+    assert not world.tier.has_pending_work()
+    world.close()
+
+
+def check_other_models_slices_and_dtypes_find_nothing(folder: str) -> None:
+    filled(folder)
+    for other in (spec(model="b"), spec(dtype="float16"), spec(rank=1)):
+        world = World(folder, other)
+        assert world.found(keys()) == [False] * KEYS
+        world.close()
+    world = World(folder, fingerprint="r2")
+    assert world.found(keys()) == [False] * KEYS
+    world.close()
+
+
+def check_a_damaged_chunk_is_a_miss_and_the_others_are_kept(folder: str) -> None:
+    filled(folder)
+    world = World(folder)
+    read = world.tier.objects.store.read
+
+    def damages(names: list[bytes], targets: list[memoryview]) -> list[int]:
+        lengths = read(names, targets)
+        for name, target in zip(names, targets, strict=True):
+            if name == world.tier._pool.key(keys()[5]):
+                target[100] ^= 1
+        return lengths
+
+    world.tier.objects.store.read = damages
+    assert world.found(keys()) == [True] * 5 + [False] + [True] * (KEYS - 6)
+    assert world.tier.objects.counts["corrupt"] == 1
+    world.close()
+
+
+def check_what_was_stored_survives_kill_minus_nine(folder: str) -> None:
+    child = os.fork()
+    if not child:
+        World(folder).store(keys())
+        os.kill(os.getpid(), 9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    world = World(folder)
+    assert world.found(keys()) == [True] * KEYS
+    world.close()
+
+
+def check_a_tier_without_a_store_is_refused(folder: str) -> None:
+    sentence = ""
+    try:
+        World(folder, url="")
+    except StoreError as error:
+        sentence = str(error)
+    assert "the tier names no store" in sentence
+
+
+def main() -> None:
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            folder = Path(sys.argv[1]) / name
+            folder.mkdir()
+            check(str(folder))
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
