@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
@@ -128,6 +128,7 @@ def test_the_host_reads_first_where_other_requests_may_be_in_the_step(why: str) 
 # -- acceptance ---------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), max_size=4)),
