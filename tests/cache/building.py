@@ -145,7 +145,6 @@ class HandLane(HandRunLane):
         self._faulty = FaultyBackend(Reference(), raises=self._raises, halves=self._halves)
         super().__init__(self._faulty)
         self.refusals = 0
-        self._arrived: dict[Ticket, int] = {}
 
     def submit(self, job: Job) -> None:
         if self.refusals:
@@ -153,14 +152,10 @@ class HandLane(HandRunLane):
             raise FaultError("nothing can be submitted")
         super().submit(job)
 
-    def run_legs(self, steps: int) -> None:
-        ticket = self.jobs[0].ticket
-        super().run_legs(steps)
-        self._arrived[ticket] = self._arrived.get(ticket, 0) + steps
-
-    def arrived(self, ticket: Ticket, step: int) -> bool:
-        """Whether this step of the job has been done."""
-        return ticket.done() or step < self._arrived.get(ticket, 0)
+    @staticmethod
+    def arrived(ticket: Ticket, step: int) -> bool:
+        """Whether this step of the job has been done, or never will be."""
+        return step < len(ticket._issued)
 
     def run_halfway(self) -> None:
         """The next job copies half of the pages of its next step, and breaks."""
@@ -426,11 +421,13 @@ class Rig:
     def _misled(self) -> Iterator[str]:
         """Leases that came to read a page after it was in quarantine.
 
-        Behind its windows a lease may see pages that were brought for others; it reads none.
+        Behind its windows a lease may see pages that were brought for others; it reads none. Nor
+        does a lease whose load failed: it is to be released.
         """
         tree = self.cache.index.tree
         homes = [tree.cells[home] for home in tree.homes]
-        for number, lease in self.cache._leases.items():
+        leases = ((n, lease) for n, lease in self.cache._leases.items() if not lease.failed)
+        for number, lease in leases:
             for cell, anchor in zip(homes, self.memory.anchors, strict=True):
                 assert isinstance(cell.slots, PoisonedSlots)
                 reach = anchor.reuse.reach_pages(PAGE)
