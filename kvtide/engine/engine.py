@@ -203,6 +203,8 @@ class Engine:
         step = self._schedule()
         self.computed = step.tokens
         if not step.chunks:
+            if self.scheduler.blocked and not self.scheduler.running:
+                self.handoffs.outgoing.give_way()
             return []
         if self._speculation is not None and not step.launched:
             self._speculation.before(step.chunks)

@@ -1,6 +1,6 @@
 """Bytes in flight: between the device and the host, and between the host and a store.
 
-`transfers`         PLANNED → RESERVED → FLYING → LANDED | FAILED, and all that are not over
+`transfers`         PLANNED → RESERVED → IN_FLIGHT → LANDED | FAILED, and all that are not over
 `copier`            from moves to strided copies, in groups of layers
 `lane`              one direction of the link: a supervised thread, jobs and tickets
 `timeline`          the order of work on the device: streams and events, or nothing

@@ -2,9 +2,9 @@
 
     OFFERED ──slots──▶ RESERVED ──a page lands──▶ STREAMING ──tail──▶ LANDED ──admitted──▶ DECODING
        │                  │                           │                 │
-       ├──────────────────┴── refused, late, lost ────┴─────────────────┴──▶ FAILED
-       ├──────────────────────── the request ends ────────────────────────▶ ABORTED
-       └──── little is missing, or another handoff brings it ─────────────▶ DECLINED
+       │                  ├─── refused, late, lost ───┴─────────────────│──▶ FAILED
+       ├──────────────────┴────── the request ends ───┴─────────────────┴──▶ ABORTED
+       └──── little is missing, or another handoff brought it ─────────────▶ DECLINED
 
 A request waits in the first three states; its first token, which the peer samples before the last
 pages and the tail land, may come there. In the others it is admitted like any request, with the
@@ -34,18 +34,18 @@ class HandoffState(Enum):
 
 
 _S = HandoffState
-_ENDS = (_S.FAILED, _S.ABORTED)
 NEXT: dict[HandoffState, tuple[HandoffState, ...]] = {
-    _S.OFFERED: (_S.RESERVED, _S.DECLINED, *_ENDS),
-    _S.RESERVED: (_S.STREAMING, _S.LANDED, *_ENDS),
-    _S.STREAMING: (_S.LANDED, *_ENDS),
-    _S.LANDED: (_S.DECODING, *_ENDS),
+    _S.OFFERED: (_S.RESERVED, _S.DECLINED, _S.ABORTED),
+    _S.RESERVED: (_S.STREAMING, _S.FAILED, _S.ABORTED),
+    _S.STREAMING: (_S.LANDED, _S.FAILED, _S.ABORTED),
+    _S.LANDED: (_S.DECODING, _S.ABORTED),
     _S.DECODING: (),
     _S.FAILED: (),
     _S.ABORTED: (),
     _S.DECLINED: (),
 }
-"""Which states follow which. A prompt of one page lands without a page before its tail."""
+"""Which states follow which. A handoff brings one page at least: without any it is declined. A peer
+has no part in it before slots were reserved, nor after all has landed."""
 
 WAITING = frozenset({_S.OFFERED, _S.RESERVED, _S.STREAMING})
 """The request waits for its peer."""

@@ -36,13 +36,14 @@ from kvtide.engine.handoff.messages import (
 from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport, ReportKind
 from kvtide.engine.handoff.request_fields import prompt_digest
-from kvtide.engine.request import Finish, Request
+from kvtide.engine.request import Finish, Request, RequestState
 from kvtide.spec import ALL
 from kvtide.tiers.manifest import PAGES, TAIL
 from kvtide.tiers.row_copies import DestinationError
 from kvtide.transfer.peer.page_sender import CANCELLED
 
 ABORTED = "the prefill was aborted"
+GAVE_WAY = "its pages gave way to prompts that decode servers wait for"
 REPLACED = "another reservation took its place"
 Report = Callable[[RankReport], None]
 MAX_EARLY = 1024
@@ -84,6 +85,12 @@ class OutgoingHandoff:
     @property
     def is_over(self) -> bool:
         return self.released and self.request.finish is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """The peer has slots for a prompt that waits for slots here."""
+        queued = self.request.state is RequestState.WAITING and self.request.ready
+        return queued and self.reserve is not None and not (self.failed or self.released)
 
     def is_quiet(self) -> bool:
         """No thread reads pages of a lease that the request no longer has."""
@@ -227,9 +234,26 @@ class OutgoingHandoffs:
             if handoff.unclaimed is None:
                 handoff.unclaimed = now
             elif now - handoff.unclaimed > timeout_s:
-                self._release(room)
-                reason = f"no decode server came for the prompt within {timeout_s:g} s"
-                _remember(self._gone, room, reason)
+                self._drop(room, f"no decode server came for the prompt within {timeout_s:g} s")
+
+    def give_way(self) -> None:
+        """Nothing runs: drop the last computed prompt that no peer has come for, if a prompt that a
+        peer has slots for waits for room here.
+
+        The peer may be without slots until that prompt is computed, and so may never come for the
+        others: each side would wait for the other.
+        """
+        rooms = self._rooms
+        awaited = any(one.is_awaited for one in rooms.values())
+        unclaimed = [r for r, one in rooms.items() if one.lease is not None and one.reserve is None]
+        if awaited and unclaimed and not self._cache.busy:
+            self._drop(unclaimed[-1], GAVE_WAY)
+
+    def _drop(self, room: str, reason: str) -> None:
+        """Give up a computed prompt; a peer that comes for it is told why, and computes it."""
+        self._rooms[room].failed = True
+        self._release(room)
+        _remember(self._gone, room, reason)
 
     def _stop(self, message: StopWriting) -> Request | None:
         room, handoff = message.room, self._rooms.get(message.room)

@@ -21,6 +21,7 @@ from kvtide.engine.handoff.messages import (
     StopWriting,
     Written,
 )
+from kvtide.engine.handoff.outgoing import GAVE_WAY
 from kvtide.engine.request import Finish
 from kvtide.spec import Tier
 from tests.engine.handoff.handing_over import DECODE, expected, family_pair, tokens_of
@@ -364,5 +365,32 @@ def test_a_host_too_small_for_a_prompt_declines_it() -> None:
         fits = HandoffState.DECODING if length < 6 * PAGE else HandoffState.DECLINED
         assert handoff_state(request) is fits
     assert pair.decode.cache.match(pair.decode.cache.prompt(prompt), Tier.DEVICE).tokens
+    pair.settle()
+    pair.close()
+
+
+def test_prompts_that_no_peer_came_for_give_way_to_one_that_a_peer_waits_for() -> None:
+    """The decode side has its only tail row for a prompt that finds no slots on the prefill side,
+    whose slots are held by prompts that wait for that row."""
+    pair = family_pair(
+        FAMILY,
+        prefill_cache={"tokens": 14 * PAGE, "host": 64 * PAGE},
+        decode_cache={"tokens": 32 * PAGE, "host": 64 * PAGE, "tails": 1},
+    )
+    computed = [pair.route(pair.fresh(LENGTH)) for _ in range(2)]
+    for to_prefill, _ in computed:
+        to_prefill()
+    pair.run(lambda: pair.prefill.idle)
+    asked = pair.submit(pair.fresh(LENGTH))
+    pair.run(lambda: bool(pair.sent(Reserve)))
+    requests = [asked, *(to_decode() for _, to_decode in computed)]
+    pair.run(lambda: all(request.finish is not None for request in requests))
+    for request in requests:
+        assert tokens_of(request) == expected(FAMILY, request.params.tokens)
+    first, second = (request.handoff for request in requests[1:])
+    assert first is not None and first.state is HandoffState.DECODING, "the older one is kept"
+    assert second is not None and second.state is HandoffState.FAILED
+    assert second.reason == GAVE_WAY
+    assert pair.prefill.handoffs.outgoing.ended == {"handed_over": 2, "failed": 1}
     pair.settle()
     pair.close()
