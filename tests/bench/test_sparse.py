@@ -90,7 +90,7 @@ def test_rows_are_read_by_swap_ins_of_which_all_miss() -> None:
 
 def test_a_driven_step_has_the_hit_rate_of_its_overlap() -> None:
     shape = SparseShape(tiny(deepseek_v32()), 16, "tiny", None)
-    load = DecodeLoad(context=512, resident=1, most=2, steps=6)
+    load = DecodeLoad(context=512, resident=1, max_hot=2, steps=6)
     bed = shape.bed(CPU, torch.float32, hot=True)
     with sparse_residency.decode_bed(bed, load, 2) as decoding:
         always, never = decoding.measure(2, (1.0, 0.0))

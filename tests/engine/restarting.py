@@ -51,8 +51,8 @@ class Inheritance(Ledger):
     lost = False
 
     def bounds(self, memory: ModelMemory, writing: str, body: bytes) -> tuple[int, int]:
-        least, most = super().bounds(memory, writing, body)
-        return (0 if self.lost or writing == "write_back" else least), most
+        minimum, maximum = super().bounds(memory, writing, body)
+        return (0 if self.lost or writing == "write_back" else minimum), maximum
 
 
 @dataclass(slots=True)
@@ -158,8 +158,13 @@ class StoredCache(WatchedCache):
         now = PAGE * self.naive.boundary(_tokens(match.prompt))
         lease = super().reserve(match, *args, **more)
         if lease is not None and match.slowest is Tier.HOST:
-            least = self.there.get(match.prompt, 0)
-            assert least <= lease.cached_tokens <= now, (least, lease.cached_tokens, now, lease.why)
+            minimum = self.there.get(match.prompt, 0)
+            assert minimum <= lease.cached_tokens <= now, (
+                minimum,
+                lease.cached_tokens,
+                now,
+                lease.why,
+            )
         return lease
 
     def _expected(self, match: Match) -> dict[Tier, int]:

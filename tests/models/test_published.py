@@ -201,8 +201,8 @@ def test_eight_bits_are_the_nearest_with_the_smallest_powers_of_two_as_scales() 
             scale, sizes = float(scales[i, j]), weight[at].abs()
             assert math.frexp(scale)[0] == 0.5
             assert sizes.max() <= 448 * scale and (sizes.max() > 224 * scale or i == j == 1)
-            least = (sizes[..., None] / scale - table).abs().amin(-1)
-            assert torch.equal((codes[at].float().abs() - sizes / scale).abs(), least)
+            distance = (sizes[..., None] / scale - table).abs().amin(-1)
+            assert torch.equal((codes[at].float().abs() - sizes / scale).abs(), distance)
             assert torch.equal(
                 codes[at].float().sign(), torch.where(codes[at].float() == 0, 0, weight[at].sign())
             )

@@ -99,8 +99,8 @@ def divides(memory: ModelMemory, shape: Shape) -> bool:
         return False
 
 
-def slot_counts(memory: ModelMemory, least: int) -> dict[str, int]:
-    return {anchor.name: least + number for number, anchor in enumerate(memory.anchors)}
+def slot_counts(memory: ModelMemory, min_slots: int) -> dict[str, int]:
+    return {anchor.name: min_slots + number for number, anchor in enumerate(memory.anchors)}
 
 
 @st.composite

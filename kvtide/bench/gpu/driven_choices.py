@@ -36,9 +36,9 @@ class DrivenChoices:
         random = torch.Generator().manual_seed(23)
         shape = (layers, batch, count)
 
-        def numbers(least: int) -> Tensor:
-            drawn = torch.randint(least, _LARGEST, shape, generator=random, dtype=torch.int32)
-            return drawn.to(device)
+        def numbers(low: int) -> Tensor:
+            values = torch.randint(low, _LARGEST, shape, generator=random, dtype=torch.int32)
+            return values.to(device)
 
         self._random, self._chosen = numbers(-_LARGEST), numbers(0)
         self._columns = torch.arange(count, dtype=torch.int32, device=device)

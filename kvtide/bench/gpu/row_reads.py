@@ -214,11 +214,11 @@ def measure(
     device: torch.device,
     host: Tensor,
     *,
-    most: int = 2048,
+    max_selected: int = 2048,
     context: int = 65_536,
 ) -> RowResult:
-    """`rows` of this size, by sequences that select up to `most` of them."""
-    count = min(most, rows)
+    """`rows` of this size, by sequences that select up to `max_selected` of them."""
+    count = min(max_selected, rows)
     bed = RowBed(row_bytes, max(1, rows // count), count, context, device, host)
     choices = bed.choices(ROUNDS)
     swap_s = bed.swap_s(choices)
@@ -243,11 +243,11 @@ def read_bytes_s(
     device: torch.device,
     host: Tensor,
     *,
-    most: int = 2048,
+    max_selected: int = 2048,
     context: int = 65_536,
 ) -> float:
     """Speed of the copies alone, of about so many rows."""
-    count = max(1, min(most, rows))
+    count = max(1, min(max_selected, rows))
     bed = RowBed(row_bytes, max(1, round(rows / count)), count, context, device, host)
     copied = row_bytes * bed.sequences * count
     return copied / bed.copy_s(bed.choices(ROUNDS))

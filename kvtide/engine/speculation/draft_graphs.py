@@ -244,9 +244,9 @@ class DraftGraphs:
 
     def fitting(self, rows: Sequence[DraftGraphRow], *, drafting: bool) -> DraftGraph:
         """The smallest graph for these rows, for drafts or an extension alone."""
-        most = max(len(row.inputs.tokens) for row in rows)
+        max_tokens = max(len(row.inputs.tokens) for row in rows)
         longest = max(row.inputs.past + len(row.inputs.tokens) for row in rows)
-        extends = most == 1 and not drafting
+        extends = max_tokens == 1 and not drafting
         length = next(n for n in lengths() if n >= longest + self._limits.drafts)
         requests = next(size for size in self._batches if size >= len(rows))
         if extends:

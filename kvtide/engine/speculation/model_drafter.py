@@ -270,8 +270,8 @@ class ModelDrafter:
         assert self.model is not None and self._graphs is not None, "they are drafted here"
         vocabulary = self.model.vocabulary
         width = self._vocabulary if vocabulary is None else len(vocabulary)
-        most = self._graphs.max_rows - 1
-        drafted = range(1, 1 + 2 * most) if behind else range(most)
+        max_drafts = self._graphs.max_rows - 1
+        drafted = range(1, 1 + 2 * max_drafts) if behind else range(max_drafts)
         inputs = [_sampling_input(request, [0] * count) for count in drafted]
         return sampling_columns(inputs, width).T
 

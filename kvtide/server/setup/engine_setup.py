@@ -161,8 +161,8 @@ def _agree_on_weights(agreement: Agreement, fingerprint: bytes) -> None:
     All ranks refuse alike. All have loaded their weights when it returns.
     """
     number = int.from_bytes(fingerprint[:7], "little")
-    least, most = agreement.all_min([number, -number])
-    if least != -most:
+    minimum, negated_maximum = agreement.all_min([number, -number])
+    if minimum != -negated_maximum:
         raise SettingsError(
             "the nodes have different weights, dtypes or versions of torch; give all of them the "
             "same model"

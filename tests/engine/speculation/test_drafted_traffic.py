@@ -205,10 +205,10 @@ class Run:
 
     def submit(self) -> None:
         """One answer, or several to the same prompt with seeds of their own."""
-        rng, most = self.rng, self.engine.max_sequence_tokens
+        rng, max_tokens = self.rng, self.engine.max_sequence_tokens
         talk = rng.randrange(3)
-        tokens = (self.talks[talk] + self._words(rng.randrange(12)))[: most - 1]
-        answer = min(rng.choice((0, 1, 4, MAX_ANSWER, MAX_ANSWER)), most - len(tokens))
+        tokens = (self.talks[talk] + self._words(rng.randrange(12)))[: max_tokens - 1]
+        answer = min(rng.choice((0, 1, 4, MAX_ANSWER, MAX_ANSWER)), max_tokens - len(tokens))
         asked = RequestParams(
             tokens,
             answer,
