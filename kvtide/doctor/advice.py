@@ -128,8 +128,8 @@ def tier_sizes(facts: MachineFacts, model: ModelFacts) -> TierSizes:
         )
         max_bytes = _bytes_of(model.memory, CPU_MAX_TOKENS)
         sizes = (
-            min(left.share(CPU_DEVICE_FRACTION), max_bytes),
-            min(left.share(CPU_HOST_FRACTION), 2 * max_bytes),
+            min(left.portion(CPU_DEVICE_FRACTION), max_bytes),
+            min(left.portion(CPU_HOST_FRACTION), 2 * max_bytes),
         )
     device_bytes, host_bytes = (_rounded(max(0, size)) for size in sizes)
     fits = min(device_bytes, host_bytes) >= min_bytes

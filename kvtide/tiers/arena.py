@@ -63,9 +63,9 @@ class MachineMemory:
         """The largest arena that leaves FREE_FRACTION alone; 0 or less when there is no room."""
         return self.available_bytes - int(self.total_bytes * FREE_FRACTION)
 
-    def share(self, share: float) -> int:
+    def portion(self, fraction: float) -> int:
         """So much of what is to be had, but not more than an arena may take."""
-        return min(int(share * self.available_bytes), self.max_bytes)
+        return min(int(fraction * self.available_bytes), self.max_bytes)
 
     def within(self, limit: MachineMemory) -> MachineMemory:
         """This memory where a limit binds as well: the smaller of each counts."""

@@ -217,8 +217,8 @@ def test_sweep_tries_as_many_sizes_as_points_around_the_size_given(
     sizes = [point["bytes"] for point in found["points"]]
     assert sizes[-1] == pytest.approx(4 * 400e6, rel=1e-6)
     assert len(sizes) == 3
-    shares = [point["hit_rate_by_tier"]["host"] for point in found["points"]]
-    assert shares[0] <= shares[-1]
+    fractions = [point["hit_rate_by_tier"]["host"] for point in found["points"]]
+    assert fractions[0] <= fractions[-1]
 
 
 def test_sweep_of_a_tier_without_a_size_goes_around_the_footprint(

@@ -53,7 +53,7 @@ def use(folder: Path, cap: int, number: int, seed: int, say: int) -> None:
     # So short that all of it happens all the time.
     file_store.SYNC_EVERY_S = file_store.LOG_USES_EVERY_S = 0.01
     file_store.LONGEST_JOURNAL_BYTES = 8 << 10
-    file_store.DESCRIBED_SHARE = 0
+    file_store.RECORDS_PER_OBJECT = 0
     dice = random.Random(seed)
     store = open_folder(folder, cap, number)
     os.write(say, b"= open\n")

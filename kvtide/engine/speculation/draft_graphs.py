@@ -184,8 +184,8 @@ class DraftGraph:
             if columns is not None:
                 row[:] = columns[:, word]
         (table,) = self._staging.to_device(words)
-        chosen = table.gather(1, accepted.long()[:, None] + self._numbers)
-        self._columns[:, word, : len(rows)] = chosen.T
+        shifted = table.gather(1, accepted.long()[:, None] + self._numbers)
+        self._columns[:, word, : len(rows)] = shifted.T
 
     def _replay(self, captured: Tensor, given: int) -> Tensor:
         used = self._inputs.used

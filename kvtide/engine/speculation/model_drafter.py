@@ -311,8 +311,8 @@ class ModelDrafter:
             logits = self.model.logits(hidden)
             if self._topology.is_logits_rank:
                 tokens = self._sampled(self.model, active, logits)
-        chosen = self._topology.broadcast_logits(tokens).tolist()
-        for each, token in zip(active, chosen, strict=True):
+        drafts = self._topology.broadcast_logits(tokens).tolist()
+        for each, token in zip(active, drafts, strict=True):
             each.drafts.append(token)
 
     def _sampled(self, draft: DraftModel, active: Sequence[_Drafting], logits: Tensor) -> Tensor:
