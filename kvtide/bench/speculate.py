@@ -107,7 +107,7 @@ class WrongDrafter(TokenDrafter):
 @dataclass(frozen=True, slots=True)
 class SpeculationCase:
     """`at_once`: requests that decode together. `goal`: tokens/s with drafts over those without.
-    `draft_tokens`: unless said otherwise, what a server has."""
+    `draft_tokens`: a server's default, unless given."""
 
     name: str
     prompts: tuple[str, ...]

@@ -125,9 +125,9 @@ def test_what_fails_is_named_and_the_rest_runs(
     monkeypatch.setattr(bench_sparse._Bench, "first_token", lambda self, shape: print("still run"))
     args = ["bench", "sparse", "--device", "cpu", "--tiny", "--only", "rows,ttft"]
     assert main(args) == 1
-    said = capsys.readouterr().out
-    assert "no such rows" in said and "still run" in said
-    assert "failed (tracebacks above): 64 rows of 584 B" in said
+    printed = capsys.readouterr().out
+    assert "no such rows" in printed and "still run" in printed
+    assert "failed (tracebacks above): 64 rows of 584 B" in printed
 
 
 @pytest.mark.parametrize(

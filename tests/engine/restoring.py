@@ -487,9 +487,12 @@ def converse(
                 pending.append((turn, engine.submit(ask)))
             engine.step()
             for turn, request in pending:
-                said = tuple(request.output)
-                assert said == turn.answer[: len(said)], (turn.branch, request.number)
-                assert request.finish is None or said == turn.answer, (turn.branch, request.number)
+                output = tuple(request.output)
+                assert output == turn.answer[: len(output)], (turn.branch, request.number)
+                assert request.finish is None or output == turn.answer, (
+                    turn.branch,
+                    request.number,
+                )
             yield [request for _, request in pending]
             pending = [pair for pair in pending if pair[1].finish is None]
 

@@ -72,7 +72,7 @@ class Served:
             time.sleep(0.001)
 
     def right(self, *requests: Request) -> None:
-        """They are through, and said what an engine without a cache says."""
+        """They are through, with the output of an engine without a cache."""
         self.until(lambda: all(request.finish is not None for request in requests))
         for request in requests:
             assert tuple(request.output) == alone(self.family, request.params.tokens, ANSWER)

@@ -112,7 +112,7 @@ class Child:
             self._heard += heard
 
     def kill(self) -> list[tuple[str, str]]:
-        """End it, and what it said."""
+        """End it, and what it wrote."""
         os.kill(self._pid, signal.SIGKILL)
         while heard := os.read(self._hear, 1 << 16):
             self._heard += heard
@@ -164,7 +164,7 @@ class Loop:
         self.kills += 1
         for what, text in child.kill():
             if what == "!":
-                self.violations.append(f"a process said: {text}")
+                self.violations.append(f"a process reports: {text}")
             elif what == "+":
                 self.kept[child.number].add(bytes.fromhex(text))
                 self.acknowledged += 1
@@ -173,7 +173,7 @@ class Loop:
                 self.gone[child.number].add(bytes.fromhex(text))
 
     def verify(self, folder: Path, cap: int, number: int, other: int | None = None) -> None:
-        """Open the folder and look at everything. `other`: someone is still writing there."""
+        """Open the folder and look at everything. `other`: a process that still writes there."""
         store = open_folder(folder, cap, number)
         try:
             kept = list(self.kept[number])

@@ -23,8 +23,8 @@ from tests.storage.test_file_store import KIB, OTHER, SPACE, body, got, key, put
 
 
 def opened(folder: Path, space: bytes = SPACE, **settings: object) -> FileStore:
-    said = {"cap": "100MB", "floor": "0", "threads": "3", "segment": "1MiB"} | settings
-    query = "&".join(f"{name}={value}" for name, value in said.items())
+    options = {"cap": "100MB", "floor": "0", "threads": "3", "segment": "1MiB"} | settings
+    query = "&".join(f"{name}={value}" for name, value in options.items())
     store = open_store(f"file://{folder}?{query}", space)
     assert isinstance(store, FileStore)
     return store
