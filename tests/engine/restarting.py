@@ -114,7 +114,7 @@ class StoredCache(WatchedCache):
         self._lasting = NaiveIndex(self.memory, self.storage.space)
         device = {(Tier.DEVICE, anchor): set[bytes]() for anchor in past.stored}
         self._lasting.readable = self.naive.readable | device
-        self._adopt, self.index.adopt = self.index.adopt, self._adopted  # type: ignore[method-assign]
+        self._adopt, self.index.adopt = self.index.adopt, self._adopted
         self.storage.attach(past.open(self))
 
     def _adopted(self, arriving: Import, count: int, absent: Collection[Any]) -> None:

@@ -135,7 +135,7 @@ def _gone(folder: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, spoil, sentence: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, spoil, sentence: str) -> None:
     folder = _saved(tmp_path / "model", _tiny())
     spoil(folder)
     with pytest.raises(CheckpointError, match=sentence):

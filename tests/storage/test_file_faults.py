@@ -305,7 +305,7 @@ def test_reads_and_writes_that_stop_half_way_are_taken_up_again(
     read, write = os.preadv, os.pwritev
 
     def some(move: object) -> object:
-        return lambda fd, vectors, offset: move(fd, [vectors[0][:4096]], offset)  # type: ignore[operator]
+        return lambda fd, vectors, offset: move(fd, [vectors[0][:4096]], offset)
 
     monkeypatch.setattr(os, "preadv", some(read))
     monkeypatch.setattr(os, "pwritev", some(write))
