@@ -21,6 +21,9 @@ from kvtide.spec import Tier
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+MAX_COLUMNS = 100
+NOT_WRAPPED = {"SCALING.md"}
+"""Documents that are still to be wrapped."""
 
 
 def test_readme_code_runs_as_it_stands() -> None:
@@ -59,6 +62,38 @@ def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         if not target.startswith("http"):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def _too_long(text: str) -> list[int]:
+    """Numbers of the lines of Markdown that are too long.
+
+    Three kinds of lines may have any length, since they cannot be wrapped: rows of tables, lines of
+    a fenced block, which are output or code as it stands, and lines of one word, such as a link.
+    """
+    found, fenced = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        words = re.sub(r"^(\[[^]]+\]:|[-*]|\d+\.)? +", "", line).split()
+        wraps = not fenced and len(words) > 1 and not words[0].startswith("|")
+        if wraps and len(line) > MAX_COLUMNS:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_of_prose_have_at_most_100_columns(document: Path) -> None:
+    if document.name in NOT_WRAPPED:
+        assert _too_long(document.read_text()), f"{document.name} is wrapped: take it off the list"
+    else:
+        assert _too_long(document.read_text()) == []
+
+
+def test_lines_that_are_too_long_are_found() -> None:
+    words, link = "word " * 19 + "words.", f"https://{'a' * 100}"
+    assert len(words) == 101
+    text = [words, words[1:], f"    {words[3:]}", f"| {words} |", link, f"- {link}"]
+    text += [f"[a link]: {link}", f"see {link}", "```", words, "```", words]
+    assert _too_long("\n".join(text)) == [1, 3, 8, 12]
 
 
 def test_invariants_are_all_explained() -> None:
