@@ -64,6 +64,13 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+@pytest.mark.parametrize(
+    "picture", sorted(ROOT.glob("docs/images/*.svg")), ids=lambda path: path.name
+)
+def test_pictures_have_colours_for_light_and_dark_pages(picture: Path) -> None:
+    assert "@media (prefers-color-scheme: dark)" in picture.read_text()
+
+
 def _too_long(text: str) -> list[int]:
     """Numbers of the lines of Markdown that are too long.
 
