@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 from dataclasses import fields
@@ -114,6 +115,56 @@ def test_settings_are_all_explained() -> None:
     for row in fields(Settings):
         if row.name != "model":
             assert f"`{flag(row.name)}" in explained, row.name
+
+
+# -- the maps of modules --------------------------------------------------------------------------
+
+PACKAGE = ROOT / "kvtide"
+
+
+def _code_words(text: str) -> set[str]:
+    """The words of all `code` in a text."""
+    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"\w+", code)}
+
+
+def _maps() -> dict[str, str]:
+    """The sections of ARCHITECTURE by room; one may be about two."""
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    found = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+    return {room: section for title, section in found for room in title.split(" and ")}
+
+
+def _docstrings(path: Path) -> str:
+    """Those of the packages that a module is in, below kvtide."""
+    packages = (each for each in path.parents if PACKAGE in each.parents)
+    sources = ((each / "__init__.py").read_text("utf-8") for each in packages)
+    return "\n".join(ast.get_docstring(ast.parse(source)) or "" for source in sources)
+
+
+def test_every_module_is_named_in_a_map() -> None:
+    """In its room's section of ARCHITECTURE, or in the docstring of a package that it is in. The
+    few modules without a room are in the server's section."""
+    maps = _maps()
+    unnamed = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).parts
+        room = parts[0] if len(parts) > 1 else "server"
+        known = _code_words(f"{maps[room]}\n{_docstrings(path)}")
+        if path.stem != "__init__" and path.stem not in known:
+            unnamed.append(path.relative_to(ROOT).as_posix())
+    assert unnamed == []
+
+
+def test_only_code_of_a_map_names_a_module() -> None:
+    assert _code_words("| `graphs/`, `a/b.py` | sizes, `c: d`") == {
+        "graphs",
+        "a",
+        "b",
+        "py",
+        "c",
+        "d",
+    }
+    assert {"spec", "layers", "models", "server", "cli"} <= _maps().keys()
 
 
 # -- the guide to handoffs ----------------------------------------------------------------------
