@@ -140,7 +140,7 @@ def _read_until(chat: subprocess.Popen[str], wanted: str) -> str:
     assert chat.stdout is not None
     while (line := chat.stdout.readline()) and wanted not in line:
         pass
-    assert line, f"it ended, with {chat.wait(20)}, before it said {wanted!r}"
+    assert line, f"it ended, with {chat.wait(20)}, before it printed {wanted!r}"
     return line
 
 
