@@ -56,6 +56,10 @@ NAMED_BY_OTHERS = {
 """Methods that other engines call."""
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_COLUMNS = 100
+CODE = ("kvtide", "gpu", "bench", "examples")
+"""Folders whose Python code keeps to MAX_COLUMNS, comments to tools included: ruff's E501 does not
+count these."""
 MAX_MODULES = 16
 """In a folder, beside its `__init__.py`."""
 CROWDED = {"models"}
@@ -213,6 +217,18 @@ def _too_long(path: Path) -> Iterator[str]:
 
 def test_modules_and_functions_stay_short() -> None:
     assert [problem for path in MODULES for problem in _too_long(path)] == []
+
+
+def test_lines_of_code_have_at_most_100_columns() -> None:
+    """But for those with a URL, which ruff lets be as long as it is."""
+    paths = sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
+    assert {path.relative_to(ROOT).parts[0] for path in paths} == {*CODE}
+    assert [
+        f"{_name(path)}:{number}: {len(line)} columns"
+        for path in paths
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if len(line) > MAX_COLUMNS and "://" not in line
+    ] == []
 
 
 def test_no_public_class_name_is_defined_twice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import shlex
 from dataclasses import fields
@@ -21,6 +22,9 @@ from kvtide.spec import Tier
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+MAX_COLUMNS = 100
+NOT_WRAPPED = {"SCALING.md"}
+"""Documents that are still to be wrapped."""
 
 
 def test_readme_code_runs_as_it_stands() -> None:
@@ -61,6 +65,45 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+@pytest.mark.parametrize(
+    "picture", sorted(ROOT.glob("docs/images/*.svg")), ids=lambda path: path.name
+)
+def test_pictures_have_colours_for_light_and_dark_pages(picture: Path) -> None:
+    assert "@media (prefers-color-scheme: dark)" in picture.read_text()
+
+
+def _too_long(text: str) -> list[int]:
+    """Numbers of the lines of Markdown that are too long.
+
+    Three kinds of lines may have any length, since they cannot be wrapped: rows of tables, lines of
+    a fenced block, which are output or code as it stands, and lines of one word, such as a link.
+    """
+    found, fenced = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        words = re.sub(r"^(\[[^]]+\]:|[-*]|\d+\.)? +", "", line).split()
+        wraps = not fenced and len(words) > 1 and not words[0].startswith("|")
+        if wraps and len(line) > MAX_COLUMNS:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_of_prose_have_at_most_100_columns(document: Path) -> None:
+    if document.name in NOT_WRAPPED:
+        assert _too_long(document.read_text()), f"{document.name} is wrapped: take it off the list"
+    else:
+        assert _too_long(document.read_text()) == []
+
+
+def test_lines_that_are_too_long_are_found() -> None:
+    words, link = "word " * 19 + "words.", f"https://{'a' * 100}"
+    assert len(words) == 101
+    text = [words, words[1:], f"    {words[3:]}", f"| {words} |", link, f"- {link}"]
+    text += [f"[a link]: {link}", f"see {link}", "```", words, "```", words]
+    assert _too_long("\n".join(text)) == [1, 3, 8, 12]
+
+
 def test_invariants_are_all_explained() -> None:
     explained = (ROOT / "docs" / "INVARIANTS.md").read_text()
     for check in (*INDEX_CHECKS, *CACHE_CHECKS):
@@ -72,6 +115,56 @@ def test_settings_are_all_explained() -> None:
     for row in fields(Settings):
         if row.name != "model":
             assert f"`{flag(row.name)}" in explained, row.name
+
+
+# -- the maps of modules --------------------------------------------------------------------------
+
+PACKAGE = ROOT / "kvtide"
+
+
+def _code_words(text: str) -> set[str]:
+    """The words of all `code` in a text."""
+    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"\w+", code)}
+
+
+def _maps() -> dict[str, str]:
+    """The sections of ARCHITECTURE by room; one may be about two."""
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    found = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.S | re.M)
+    return {room: section for title, section in found for room in title.split(" and ")}
+
+
+def _docstrings(path: Path) -> str:
+    """Those of the packages that a module is in, below kvtide."""
+    packages = (each for each in path.parents if PACKAGE in each.parents)
+    sources = ((each / "__init__.py").read_text("utf-8") for each in packages)
+    return "\n".join(ast.get_docstring(ast.parse(source)) or "" for source in sources)
+
+
+def test_every_module_is_named_in_a_map() -> None:
+    """In its room's section of ARCHITECTURE, or in the docstring of a package that it is in. The
+    few modules without a room are in the server's section."""
+    maps = _maps()
+    unnamed = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).parts
+        room = parts[0] if len(parts) > 1 else "server"
+        known = _code_words(f"{maps[room]}\n{_docstrings(path)}")
+        if path.stem != "__init__" and path.stem not in known:
+            unnamed.append(path.relative_to(ROOT).as_posix())
+    assert unnamed == []
+
+
+def test_only_code_of_a_map_names_a_module() -> None:
+    assert _code_words("| `graphs/`, `a/b.py` | sizes, `c: d`") == {
+        "graphs",
+        "a",
+        "b",
+        "py",
+        "c",
+        "d",
+    }
+    assert {"spec", "layers", "models", "server", "cli"} <= _maps().keys()
 
 
 # -- the guide to handoffs ----------------------------------------------------------------------

@@ -74,22 +74,22 @@ def compressed(tokens: int, ratio: int, width: int) -> Work:
     )
     memory = ModelMemory("v4", PAGE, pools, 1)
     run, channels = step(memory, tokens), width * (2 if overlaps else 1)
-    own, share = ("c_state", "c_open") if overlaps else ("c_open", None)
+    own, overlap = ("c_state", "c_open") if overlaps else ("c_open", None)
     stream = CompressedStream(
         Place(memory.pool("c"), 0),
         Place(memory.pool(own), 0),
-        Place(memory.pool(share), 0) if share else None,
+        Place(memory.pool(overlap), 0) if overlap else None,
         some(ratio, channels, dtype=torch.float32),
         Norm(some(width), 1e-6),
         Rope(torch.ones(ROTARY // 2)),
         torch.bfloat16,
     )
-    products = some(tokens, 2 * channels, dtype=torch.float32)
-    turns = some(tokens, 2, ROTARY // 2, dtype=torch.float32)
+    values_gates = some(tokens, 2 * channels, dtype=torch.float32)
+    cos_sin = some(tokens, 2, ROTARY // 2, dtype=torch.float32)
     moved = tokens * 2 * channels * 4 + tokens // ratio * 600
     moved += 0 if tokens > 64 else tokens * 2 * 3 * channels * 4
     return (
-        lambda: compressor.compress(run, stream, products, turns),
+        lambda: compressor.compress(run, stream, values_gates, cos_sin),
         moved,
         0,
     )

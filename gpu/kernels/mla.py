@@ -83,7 +83,7 @@ def _latent(heads: int, past: int, count: int, sequences: int) -> Timed:
 
 
 def _blocks(
-    kv: KVDType, past: int, count: int, sequences: int, ratio: int = 4, chosen: int | None = 512
+    kv: KVDType, past: int, count: int, sequences: int, ratio: int = 4, selected: int | None = 512
 ) -> Timed:
     entry = packed(512, 64, kv)
     window = PoolSpec("swa", (0,), entry, reuse=Reuse(127))
@@ -94,10 +94,10 @@ def _blocks(
     queries, kept = _some(tokens, 64, 512), _some(tokens, 512)
     seen = (past + count) // ratio
     picked = None
-    if chosen is not None:
-        most = (run.positions + 1) // ratio
-        drawn = torch.rand(tokens, chosen, device=DEVICE) * most[:, None]
-        picked, seen = drawn.int(), chosen
+    if selected is not None:
+        visible = (run.positions + 1) // ratio
+        positions = torch.rand(tokens, selected, device=DEVICE) * visible[:, None]
+        picked, seen = positions.int(), selected
     places = Place(window, 0), Place(entries, 0)
     keys = seen + 128
     moved = tokens * keys * entry.bytes + queries.numel() * 2 * 2
@@ -117,16 +117,16 @@ def _indexer(
     """`part`: all of it, the scores alone, or the top-k alone, by our kernel or by torch."""
     pool = PoolSpec("index", (0,), scaled("index_key", 128, kv), tokens_per_entry=4)
     run = _run(ModelMemory("bench", PAGE, (pool,), layers=1), past, count, sequences)
-    tokens, place, most = sequences * count, Place(pool, 0), (past + count) // 4
+    tokens, place, max_entries = sequences * count, Place(pool, 0), (past + count) // 4
     queries, weights = _some(tokens, 64, 128), _some(tokens, 64)
-    scores = torch.randn(tokens, most, device=DEVICE)
+    scores = torch.randn(tokens, max_entries, device=DEVICE)
     found = torch.empty(tokens, 512, dtype=torch.int32, device=DEVICE)
     pairs = sequences * sum(p // 4 for p in range(past + 1, past + count + 1))
-    read = sequences * most * pool.entry.bytes
+    read = sequences * max_entries * pool.entry.bytes
     work: dict[str, Callable[[], object]] = {
         "whole": lambda: select_entries(run, place, queries, weights, 512),
         "scores": lambda: indexer.score_entries(run, place, queries, weights, scores, 0),
-        "top-k": lambda: indexer._select(run, scores, found, 4, most, 0),
+        "top-k": lambda: indexer._select(run, scores, found, 4, max_entries, 0),
         "torch.topk": lambda: scores.topk(512, sorted=False),
     }
     scored = part in ("whole", "scores")

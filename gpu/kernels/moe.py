@@ -32,7 +32,7 @@ Timed = tuple[Callable[[], object], float, float]
 @dataclass(frozen=True)
 class Shape:
     experts: int
-    chosen: int
+    top_k: int
     inputs: int
     width: int
 
@@ -51,11 +51,11 @@ class Shape:
 
     def routing(self, tokens: int) -> Routing:
         logits = torch.randn(tokens, self.experts, device="cuda")
-        return routes.route(logits, RoutingRule(self.chosen), softmax)
+        return routes.route(logits, RoutingRule(self.top_k), softmax)
 
     def cost(self, tokens: int, routing: Routing) -> tuple[float, float]:
         """Bytes of the weights of used experts, of inputs and outputs; and FLOPs."""
-        touched, pairs = len(routing.experts.unique()), tokens * self.chosen
+        touched, pairs = len(routing.experts.unique()), tokens * self.top_k
         moved = 2 * (touched * 3 * self.inputs * self.width + 2 * tokens * self.inputs)
         moved += 2 * pairs * 2 * (self.width + self.inputs)
         return moved, 2 * pairs * 3 * self.inputs * self.width
@@ -74,19 +74,19 @@ def ours(shape: Shape, tokens: int) -> Timed:
 
 
 def grouped(shape: Shape, tokens: int) -> Timed:
-    """Torch's product of groups, with pairs in order beforehand and shares left out."""
+    """Torch's grouped GEMM, with pairs in order beforehand and routing weights left out."""
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    chosen = routing.experts.flatten().long()
-    source = chosen.sort(stable=True).indices // shape.chosen
-    ends = torch.bincount(chosen, minlength=shape.experts).cumsum(0).to(torch.int32)
+    expert_of_pair = routing.experts.flatten().long()
+    source = expert_of_pair.sort(stable=True).indices // shape.top_k
+    ends = torch.bincount(expert_of_pair, minlength=shape.experts).cumsum(0).to(torch.int32)
     up, down = (stack.weight.transpose(1, 2) for stack in (experts.gate_up, experts.down))
-    product = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+    grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
 
     def run() -> Tensor:
-        gate, value = product(x[source], up, offs=ends).chunk(2, dim=-1)
-        return product(functional.silu(gate) * value, down, offs=ends)
+        gate, value = grouped_mm(x[source], up, offs=ends).chunk(2, dim=-1)
+        return grouped_mm(functional.silu(gate) * value, down, offs=ends)
 
     return run, *shape.cost(tokens, routing)
 
@@ -96,12 +96,12 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
     torch.manual_seed(0)
     experts, routing = shape.weights(), shape.routing(tokens)
     x = torch.randn(tokens, shape.inputs, device="cuda", dtype=torch.bfloat16)
-    own, pairs = experts.group.own, tokens * shape.chosen
+    own, pairs = experts.group.own, tokens * shape.top_k
     tiles = kernels.tiles_for(pairs, shape.experts, x.dtype)
     tiles = replace(tiles, described=tiles.described and described)
     order = kernels.arrange(routing.experts, own, tiles.rows)
     up, down, gating = experts.gate_up, experts.down, experts.gating
-    inner = kernels.project(x, up, order, tiles, shape.chosen, gating)
+    inner = kernels.project(x, up, order, tiles, shape.top_k, gating)
     given = kernels.project(inner, down, order, tiles)
     touched = len(routing.experts.unique())
     area = shape.inputs * shape.width
@@ -109,7 +109,7 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
     return {
         "arrange": (lambda: kernels.arrange(routing.experts, own, tiles.rows), 12.0 * pairs, 0.0),
         "up": (
-            lambda: kernels.project(x, up, order, tiles, shape.chosen, gating),
+            lambda: kernels.project(x, up, order, tiles, shape.top_k, gating),
             4.0 * touched * area,
             4.0 * pairs * area,
         ),
@@ -120,20 +120,20 @@ def part(shape: Shape, tokens: int, name: str, *, described: bool = True) -> Tim
         ),
         "gather": (
             lambda: kernels.gather(given, routing, own, x.dtype),
-            wide + wide / shape.chosen,
+            wide + wide / shape.top_k,
             0.0,
         ),
     }[name]
 
 
-def routed(experts: int, tokens: int, choice: RoutingRule, *, kernel: bool) -> Timed:
+def routed(experts: int, tokens: int, rule: RoutingRule, *, kernel: bool) -> Timed:
     torch.manual_seed(0)
     logits, bias = torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda")
-    moved = 4.0 * tokens * (experts + 2 * choice.count)
+    moved = 4.0 * tokens * (experts + 2 * rule.count)
     if kernel:
-        return lambda: routes.route(logits, choice, sigmoid, bias), moved, 0.0
+        return lambda: routes.route(logits, rule, sigmoid, bias), moved, 0.0
     plain = Deterministic()
-    return lambda: route(plain, logits, choice, sigmoid, bias), moved, 0.0
+    return lambda: route(plain, logits, rule, sigmoid, bias), moved, 0.0
 
 
 def _rows() -> list[tuple[str, Callable[[], Timed]]]:
@@ -157,11 +157,11 @@ def _rows() -> list[tuple[str, Callable[[], Timed]]]:
                     )
                 )
             rows.append((f"{name}, {tokens}: grouped_mm", partial(grouped, shape, tokens)))
-    choice = RoutingRule(8, groups=8, allowed=4, scale=2.5)
+    rule = RoutingRule(8, groups=8, allowed=4, scale=2.5)
     for tokens in (1, 64, 8192):
         for kernel in (True, False):
             label = f"routing {tokens} to 8 of 256{'' if kernel else ', torch'}"
-            rows.append((label, partial(routed, 256, tokens, choice, kernel=kernel)))
+            rows.append((label, partial(routed, 256, tokens, rule, kernel=kernel)))
     return rows
 
 

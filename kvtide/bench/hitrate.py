@@ -55,9 +55,9 @@ class Comparison:
 
 
 def compare(
-    trace: Trace, policies: Sequence[str], shares: Sequence[float], page: int, progress: Progress
+    trace: Trace, policies: Sequence[str], fractions: Sequence[float], page: int, progress: Progress
 ) -> Comparison:
-    """Every policy at every capacity (a share of the footprint), through the real index."""
+    """Every policy at every capacity (a fraction of the footprint), through the real index."""
     known = {"default": DEFAULT_POLICY, **{name: name for name in POLICIES}}
     for name in policies:
         if name not in known:
@@ -66,14 +66,16 @@ def compare(
     longest = max(len(request.prompt) for request in trace)
     uses, limits = _page_uses(trace, page)
     rows = []
-    for share in shares:
-        capacity = max(int(share * footprint), longest + 1024) // 256 * 256
+    for fraction in fractions:
+        capacity = max(int(fraction * footprint), longest + 1024) // 256 * 256
         rates = {
-            name: _replayed(trace, known[name], capacity, page, f"{name} at {share:.1%}", progress)
+            name: _replayed(
+                trace, known[name], capacity, page, f"{name} at {fraction:.1%}", progress
+            )
             for name in policies
         }
         best = optimum(uses, limits, capacity // page) * page / trace.prompt_tokens
-        rows.append(HitRateRow(share, capacity, rates, best))
+        rows.append(HitRateRow(fraction, capacity, rates, best))
     unlimited = optimum(uses, limits, _NEVER) * page / trace.prompt_tokens
     return Comparison(trace.name, trace.requests, footprint, unlimited, tuple(rows))
 

@@ -5,7 +5,7 @@
 Rows are written by the page sender into a receiver of another process. Each round is timed in turns
 with its *limit*: plain copies of as many bytes to memory of the same kind for `shm` (from the GPU
 if there is one), the library's own batch call with the same rows for `mooncake`. `nixl` has no call
-of its own that waits, so it is beside plain copies, too. A share is the median over the rounds.
+of its own that waits, so it is beside plain copies, too. `of limit` is the median over the rounds.
 
     scattered  rows at random places on both sides
     gathered   rows at random places of the source, one after the other in the target
@@ -55,7 +55,7 @@ class PeerSpeed:
     places: str
     bytes_s: float
     limit_bytes_s: float
-    share: float
+    of_limit: float
 
 
 class _Bench:
@@ -163,9 +163,9 @@ def _case(
     limit(batch)
     pairs = [(bench.write(batch), limit(batch)) for _ in range(ROUNDS)]
     ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
-    share = statistics.median(plain / written for written, plain in pairs)
+    of_limit = statistics.median(plain / written for written, plain in pairs)
     total = count * size
-    return PeerSpeed(transport, size, places, total / ours, total / theirs, share)
+    return PeerSpeed(transport, size, places, total / ours, total / theirs, of_limit)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     device = torch.device("cuda") if torch.cuda.is_available() else None
     sizes = [parse_bytes(one) for one in given.rows.split(",")]
-    print(f"{'transport':10} {'row':>10} {'places':10} {'GB/s':>7} {'limit':>7} {'share':>6}")
+    print(f"{'transport':10} {'row':>10} {'places':10} {'GB/s':>7} {'limit':>7} {'of limit':>8}")
     for name in given.transports:
         try:
             found = measure(name, sizes, parse_bytes(given.total), device)
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             continue
         for one in found:
-            speeds = f"{one.bytes_s / 1e9:7.2f} {one.limit_bytes_s / 1e9:7.2f} {one.share:6.0%}"
+            speeds = f"{one.bytes_s / 1e9:7.2f} {one.limit_bytes_s / 1e9:7.2f} {one.of_limit:8.0%}"
             print(f"{name:10} {one.row_bytes:10,} {one.places:10} {speeds}", flush=True)
     return 0
 

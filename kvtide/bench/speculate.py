@@ -38,7 +38,7 @@ from kvtide.spec.families import KVDType
 
 NEVER_BATCH = 64
 ROW_BATCHES = (1, 2, 8)
-MOST_ROW_DRAFTS = 5
+MAX_ROW_DRAFTS = 5
 """`row_costs`: batches, and drafts of a request."""
 ROW_STEPS, ROW_WARM_UP = 24, 3
 _TEXT = (
@@ -107,7 +107,7 @@ class WrongDrafter(TokenDrafter):
 @dataclass(frozen=True, slots=True)
 class SpeculationCase:
     """`at_once`: requests that decode together. `goal`: tokens/s with drafts over those without.
-    `draft_tokens`: unless said otherwise, what a server has."""
+    `draft_tokens`: a server's default, unless given."""
 
     name: str
     prompts: tuple[str, ...]
@@ -292,13 +292,13 @@ def measure(
 
 
 def row_costs(bed: ModelBed, batch: int, steps: int, progress: Progress) -> Iterator[RowCost]:
-    """Engines with 0 to MOST_ROW_DRAFTS drafts for every request, wrong ones, step in turns."""
+    """Engines with 0 to MAX_ROW_DRAFTS drafts for every request, wrong ones, step in turns."""
     case = replace(CASES["never"], prompts=PROSE[:batch], at_once=batch)
     params = [bed.params(text, steps + ROW_WARM_UP + 2) for text in case.prompts]
     page = bed.model.memory.page_tokens
-    longest = max(len(each.tokens) for each in params) + steps + ROW_WARM_UP + MOST_ROW_DRAFTS
+    longest = max(len(each.tokens) for each in params) + steps + ROW_WARM_UP + MAX_ROW_DRAFTS
     tokens = batch * (longest // page + 2) * page
-    counts = (None, *range(1, MOST_ROW_DRAFTS + 1))
+    counts = (None, *range(1, MAX_ROW_DRAFTS + 1))
     engines = [bed.engine(case, tokens, count, fixed_drafts=True) for count in counts]
     seconds: list[list[float]] = [[] for _ in engines]
     try:

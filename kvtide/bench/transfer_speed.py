@@ -1,10 +1,10 @@
 """How fast pages move between device and host, beside plain copies of as many bytes.
 
 Every case is timed in turns with a plain copy, on the wall clock, from the call that submits it to
-its last byte; a share is the median over the turns. Slots are scattered at random on both sides,
+its last byte; a fraction is the median over the turns. Slots are scattered at random on both sides,
 unless a case is contiguous.
 
-There are two shares. `alone` is one copy on an idle link beside one plain copy of the same length.
+There are two fractions. `alone` is one copy on an idle link beside one plain copy as long.
 `back to back` is as many of them as make up two gibibytes, queued at once, beside one plain copy of
 that length: the link's limit.
 """
@@ -75,7 +75,7 @@ class TransferCase:
 
 @dataclass(frozen=True, slots=True)
 class TransferMeasurement:
-    """`alone`: share of a plain copy as long; `back_to_back`: share of the link's limit."""
+    """`alone`: fraction of a plain copy as long; `back_to_back`: fraction of the link's limit."""
 
     case: str
     way: str
@@ -244,13 +244,13 @@ def both_ways(case: TransferCase, link: Link, repetitions: int) -> list[Beside]:
     """
     rig = Rig(case, link, Layout.PAGE_FIRST_DIRECT)
     together = [_both_ways(rig, case, 1, rig.queued) for _ in range(repetitions + 1)]
-    share = statistics.median(together[1:])
+    fraction = statistics.median(together[1:])
     name = f"both directions at once, {case.name}"
-    found = [Beside(name, share, "share", "≥ 95%", share >= 0.95)]
+    found = [Beside(name, fraction, "share", "≥ 95%", fraction >= 0.95)]
     if rig.queued > 1:
         apart = [_both_ways(rig, case, rig.queued, 1) for _ in range(repetitions + 1)]
-        share = statistics.median(apart[1:])
-        found.append(Beside(f"the same in {rig.queued} submissions each way", share, "share"))
+        fraction = statistics.median(apart[1:])
+        found.append(Beside(f"the same in {rig.queued} submissions each way", fraction, "share"))
     rig.close()
     return found
 
@@ -275,7 +275,7 @@ def matmul_beside(case: TransferCase, link: Link, repetitions: int, way: Way = W
     rig = Rig(case, link, Layout.PAGE_FIRST_DIRECT)
     moves = rig.moves(way)
     gemm = link.gemm()
-    shares = []
+    fractions = []
     for _ in range(repetitions + 1):
         before = gemm.time()
         tickets = [rig.copier.copy(way, moves, TIMEOUT_S) for _ in range(8 * rig.queued)]
@@ -284,11 +284,11 @@ def matmul_beside(case: TransferCase, link: Link, repetitions: int, way: Way = W
         tickets[-1].wait(-1)
         link.finish()
         assert running, "the copies ended before the GEMM did; the case is too small"
-        shares.append((before + gemm.time()) / 2 / beside)
+        fractions.append((before + gemm.time()) / 2 / beside)
     rig.close()
-    share = statistics.median(shares[1:])
+    fraction = statistics.median(fractions[1:])
     name = f"8192³ bf16 GEMM beside a {way.name.lower()}, {case.name}"
-    return Beside(name, share, "share", "≥ 97%", share >= 0.97)
+    return Beside(name, fraction, "share", "≥ 97%", fraction >= 0.97)
 
 
 def submission(case: TransferCase, link: Link, repetitions: int) -> list[Beside]:

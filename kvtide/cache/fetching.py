@@ -293,17 +293,17 @@ class Fetches:
 
     def _order(self, outline: Outline, there: Mapping[str, Bits]) -> Order:
         """What to read so that the prompt resumes as deep as possible, usable parts first."""
-        limit, most = outline.limit, self._max_pages()
-        least = deepest_boundary(self._memory, outline.limit, outline.held)
+        limit, max_pages = outline.limit, self._max_pages()
+        min_boundary = deepest_boundary(self._memory, outline.limit, outline.held)
         while True:
             boundary = deepest_boundary(self._memory, limit, there)
-            if boundary <= least:
+            if boundary <= min_boundary:
                 return Order(0, [])
             runs = read_order(self._memory, boundary, outline.held, there)
             counts: Counter[str] = Counter()
             for anchor, pages in runs:
                 counts[anchor] += len(pages)
-            if all(count <= most[anchor] for anchor, count in counts.items()):
+            if all(count <= max_pages[anchor] for anchor, count in counts.items()):
                 wanted = [
                     WantedPages(anchor, page) for anchor, some in runs for page in some.tolist()
                 ]

@@ -186,8 +186,8 @@ def _hot_bytes(memory: ModelMemory, config: CacheConfig) -> int:
             return True
         return _longest(memory, config, beside) <= longest
 
-    most = _longest(memory, config, _sized(memory, config, 0), (Tier.DEVICE,))
-    lengths = range(1, most + 1)
+    max_pages = _longest(memory, config, _sized(memory, config, 0), (Tier.DEVICE,))
+    lengths = range(1, max_pages + 1)
     return needed(lengths[bisect_left(lengths[:-1], True, key=enough)])
 
 

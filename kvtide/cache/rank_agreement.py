@@ -71,12 +71,12 @@ class Ranks:
         padding = [0] * (WIDTH - len(shown))
         count = len(values)
         sent = [count, clock, -count, -clock, *shown, *padding]
-        fewest, earliest, most, latest, *found = self._reduce(sent)
-        if (fewest, earliest) != (-most, -latest):
+        min_count, min_clock, max_count, max_clock, *found = self._reduce(sent)
+        if (min_count, min_clock) != (-max_count, -max_clock):
             raise RanksDivergedError(
                 f"this rank has {count} transfers in flight at step {clock} of its tree, others "
-                f"from {fewest} to {-most} at steps {earliest} to {-latest}: they were not given "
-                "the same calls; restart all ranks"
+                f"from {min_count} to {-max_count} at steps {min_clock} to {-max_clock}: they were "
+                "not given the same calls; restart all ranks"
             )
         return found[: len(shown)]
 

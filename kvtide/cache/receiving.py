@@ -132,7 +132,7 @@ class Receiving:
             reach = memory.pool(anchor).reuse.reach_pages(memory.page_tokens)
             pages = outline.limit if reach is None else min(reach, outline.limit)
             slots, lost = index.capacity(Tier.HOST, anchor), self._quarantined_slots(anchor)
-            if pages > slots - lost or len(missing) > _most(slots) - lost:
+            if pages > slots - lost or len(missing) > _max_slots(slots) - lost:
                 return False
         return True
 
@@ -147,7 +147,7 @@ class Receiving:
         names = [want.anchor for want in wanted]
         return all(
             names.count(name) + self._index.importing_pages(name)
-            <= _most(self._index.capacity(Tier.HOST, name))
+            <= _max_slots(self._index.capacity(Tier.HOST, name))
             for name in set(names)
         )
 
@@ -250,6 +250,6 @@ class Receiving:
                 yield f"abandoned receipt {receipt.epoch} still pins pages"
 
 
-def _most(slots: int) -> float:
+def _max_slots(slots: int) -> float:
     """How many of the host's slots receipts and fetches may have."""
     return max(1, MAX_HOST_FRACTION * slots)

@@ -229,10 +229,10 @@ def _costs(measured: dict[str, Any], ops: Iterable[str]) -> list[str]:
 
 def _run_hitrate(args: argparse.Namespace) -> int:
     policies = args.policies.split(",")
-    shares = _numbers(args.capacities, "--capacities", float)
+    fractions = _numbers(args.capacities, "--capacities", float)
     try:
         results = [
-            hitrate.compare(trace, policies, shares, args.page_tokens, progress)
+            hitrate.compare(trace, policies, fractions, args.page_tokens, progress)
             for trace in _sources(args, "chat")
         ]
     except ValueError as error:

@@ -231,11 +231,11 @@ class _Inputs:
             f"{format_bytes(taken)} of the device, for {self.running:,} running {requests} and "
             f"prompts of up to {self.trace.longest_tokens:,} tokens"
         )
-        least = study.least_bytes(Tier.DEVICE)
-        if size < least:
+        min_bytes = study.min_bytes(Tier.DEVICE)
+        if size < min_bytes:
             raise CommandError(
                 f"--device {format_bytes(size)}: hot buffers take {self.settings['hot buffers']}; "
-                f"use at least {format_bytes(least)}, or fewer hot entries"
+                f"use at least {format_bytes(min_bytes)}, or fewer hot entries"
             )
 
     def _eviction(self) -> str:
@@ -379,7 +379,7 @@ def _compute(inputs: _Inputs, args: argparse.Namespace) -> PlanReport:
         given = getattr(args, inputs.swept.name.lower()) is not None
         size = base.tier_bytes[inputs.swept] if given else 0
         around = size or bytes_for(base.memory, max(1, curve.footprint_pages))
-        sizes = sweep_sizes(base.least_bytes(inputs.swept), around, inputs.points)
+        sizes = sweep_sizes(base.min_bytes(inputs.swept), around, inputs.points)
         points = study.sweep(base, inputs.swept, sizes, _walk)
     return PlanReport(
         base,

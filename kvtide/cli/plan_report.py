@@ -271,12 +271,12 @@ def sweep_chart(plan: PlanReport) -> Curve:
 def _cumulative(plan: PlanReport) -> dict[float, float]:
     """By the size of each tier, the hits of it and of all faster ones; growing sizes only."""
     found: dict[float, float] = {}
-    share = 0.0
+    hit_rate = 0.0
     for tier in plan.report.hit_tokens:
-        share += plan.report.tier_hit_rate(tier)
+        hit_rate += plan.report.tier_hit_rate(tier)
         size = plan.study.tier_bytes[tier] / 1e9
         if not found or size > max(found):
-            found[size] = 100 * share
+            found[size] = 100 * hit_rate
     return found
 
 

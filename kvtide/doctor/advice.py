@@ -115,7 +115,7 @@ def advise(
 def tier_sizes(facts: MachineFacts, model: ModelFacts) -> TierSizes:
     """What a server would take by itself beside a GPU; on a CPU parts of what the weights leave."""
     weights = model.weights_bytes or 0
-    least = bytes_for(model.memory, 1, _tokens_per_checkpoint())
+    min_bytes = bytes_for(model.memory, 1, _tokens_per_checkpoint())
     if facts.gpus:
         gpu = facts.gpus[0].memory
         left = MachineMemory(gpu.total_bytes, max(0, gpu.available_bytes - weights))
@@ -126,14 +126,14 @@ def tier_sizes(facts: MachineFacts, model: ModelFacts) -> TierSizes:
         left = MachineMemory(
             facts.memory.total_bytes, max(0, facts.memory.available_bytes - weights)
         )
-        most = _bytes_of(model.memory, CPU_MAX_TOKENS)
+        max_bytes = _bytes_of(model.memory, CPU_MAX_TOKENS)
         sizes = (
-            min(left.share(CPU_DEVICE_FRACTION), most),
-            min(left.share(CPU_HOST_FRACTION), 2 * most),
+            min(left.portion(CPU_DEVICE_FRACTION), max_bytes),
+            min(left.portion(CPU_HOST_FRACTION), 2 * max_bytes),
         )
     device_bytes, host_bytes = (_rounded(max(0, size)) for size in sizes)
-    fits = min(device_bytes, host_bytes) >= least
-    return TierSizes(max(device_bytes, least), max(host_bytes, least), fits)
+    fits = min(device_bytes, host_bytes) >= min_bytes
+    return TierSizes(max(device_bytes, min_bytes), max(host_bytes, min_bytes), fits)
 
 
 def _tokens_per_checkpoint() -> int:

@@ -98,11 +98,11 @@ def _link(examined: Examined) -> Iterator[Finding]:
         if (rate := examined.measured.rates.get(way)) is not None and rate < MIN_LINK_BYTES_S
     }
     if slow:
-        said = ", ".join(f"{way} {format_bytes(rate)}/s" for way, rate in slow.items())
+        rates = ", ".join(f"{way} {format_bytes(rate)}/s" for way, rate in slow.items())
         yield Finding(
             "slow link",
             Severity.WARNING,
-            f"the link between host and GPU is slow: {said}",
+            f"the link between host and GPU is slow: {rates}",
             "check lanes and generation with nvidia-smi -q -d PCIE; the slot, or another process",
         )
 

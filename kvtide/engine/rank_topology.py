@@ -121,7 +121,7 @@ class RankTopology:
 def open_store(host: str) -> tuple[Store, int]:
     """Where ranks find each other: the leader's end, on this address alone, and its port.
 
-    torch's store asks for no proof: whoever reaches the port can change what is in it.
+    torch's store asks for no proof: any process that reaches the port can change what is in it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:

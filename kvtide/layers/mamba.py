@@ -59,8 +59,8 @@ class Mamba2:
         inner = self.heads * self.head_dim
         gate, inputs, dt = self.project(x).split((inner, inner + 2 * self.shared, self.heads), -1)
         convolved = self.ops.causal_conv(run, self.place, self.conv, inputs, swish)
-        scanning = ScanParams(self.dt_bias, self.decay, self.skip, self.dt_limits)
-        out = self.ops.ssd_scan(run, self.place, scanning, convolved, dt)
+        scan_params = ScanParams(self.dt_bias, self.decay, self.skip, self.dt_limits)
+        out = self.ops.ssd_scan(run, self.place, scan_params, convolved, dt)
         return self.project_out(self._gated(out, gate))
 
     def project(self, x: Tensor) -> Tensor:

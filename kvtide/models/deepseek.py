@@ -152,13 +152,13 @@ class DeepSeekNextToken(NextTokenDraft):
 def rope_of(config: Config) -> Rope:
     """Of the dimensions of queries and keys that are rotated, all of them."""
     dims = config.count("qk_rope_head_dim")
-    turning = rope(rope_parameters(config), dims)
-    if turning.dims != dims:
+    rotary = rope(rope_parameters(config), dims)
+    if rotary.dims != dims:
         raise config.refusal(
             "`partial_rotary_factor` is not 1 beside `qk_rope_head_dim`, which says already how "
             "much of a head is rotated; leave it out"
         )
-    return turning
+    return rotary
 
 
 def rotation_of(config: Config) -> Rotation:

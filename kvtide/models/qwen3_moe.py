@@ -43,8 +43,8 @@ class SparseMLP:
 
 def routing_rule(config: Config) -> RoutingRule:
     """From the fields of Qwen's configs."""
-    chosen = config.count("num_experts_per_tok")
-    return RoutingRule(chosen, renormalised=config.flag("norm_topk_prob"))
+    top_k = config.count("num_experts_per_tok")
+    return RoutingRule(top_k, renormalised=config.flag("norm_topk_prob"))
 
 
 class SparseLayer:

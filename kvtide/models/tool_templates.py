@@ -195,11 +195,11 @@ def _spoken(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _spoken_calls(message: Message) -> Message:
-    said = [str(message["content"])] if message.get("content") else []
+    texts = [str(message["content"])] if message.get("content") else []
     for call in _calls(message):
         function = call["function"]
         arguments = function["arguments"] or "{}"
         named = f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
-        said.append(f"<tool_call>\n{named}\n</tool_call>")
+        texts.append(f"<tool_call>\n{named}\n</tool_call>")
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**kept, "content": "\n".join(said)}
+    return {**kept, "content": "\n".join(texts)}

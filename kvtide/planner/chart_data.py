@@ -80,8 +80,8 @@ class Axis:
 
     def place(self, value: float) -> float:
         low, high = self._scaled(self.low), self._scaled(self.high)
-        share = (self._scaled(value) - low) / (high - low)
-        return self.start + share * (self.end - self.start)
+        fraction = (self._scaled(value) - low) / (high - low)
+        return self.start + fraction * (self.end - self.start)
 
     def _scaled(self, value: float) -> float:
         return math.log10(value) if self.log else value

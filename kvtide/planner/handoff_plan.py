@@ -214,6 +214,6 @@ def _machines(demand: Demand, rates: HandoffRates) -> Machines:
     return Machines(max(prefill, by_link), max(decode, by_link), by_link, both)
 
 
-def _count(busy_s: float, most: float) -> int:
+def _count(busy_s: float, max_busy: float) -> int:
     """Machines for so many busy seconds a second."""
-    return math.ceil(round(busy_s / most, 9))
+    return math.ceil(round(busy_s / max_busy, 9))

@@ -81,7 +81,7 @@ class Study:
         pages = -(-self.trace.longest_tokens // self.memory.page_tokens)
         return hot_bytes(self.memory, self.running, pages)
 
-    def least_bytes(self, tier: Tier) -> int:
+    def min_bytes(self, tier: Tier) -> int:
         """The smallest size of a tier with a page of every pool it has."""
         return self.hot_bytes(tier) + bytes_for(self.memory.kept_in(tier), 1)
 
@@ -170,11 +170,11 @@ class SweepPoint:
     report: Report
 
 
-def sweep_sizes(least_bytes: int, around_bytes: int, points: int) -> list[int]:
+def sweep_sizes(min_bytes: int, around_bytes: int, points: int) -> list[int]:
     """Sizes from 1/64 to 4 times `around_bytes`, evenly spaced by ratio; none below the least."""
     low, high = math.log(around_bytes / 64), math.log(around_bytes * 4)
     step = (high - low) / max(points - 1, 1)
-    return sorted({max(least_bytes, round(math.exp(low + i * step))) for i in range(points)})
+    return sorted({max(min_bytes, round(math.exp(low + i * step))) for i in range(points)})
 
 
 def sweep(study: Study, tier: Tier, sizes: Iterable[int], walk: Walk = quietly) -> list[SweepPoint]:

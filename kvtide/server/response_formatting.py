@@ -214,9 +214,9 @@ class ResponseFormatter:
         usage = {"usage": None} if self._parsed.stream_usage else {}
         return {**self._frame, "object": kind, "choices": choices, **usage}
 
-    def _choice(self, number: int, delta: Delta, said: Json) -> Json:
-        """A choice; `said` is what a chat says in it."""
-        choice: Json = {"index": number, **(said if self._parsed.chat else {"text": delta.text})}
+    def _choice(self, number: int, delta: Delta, fields: Json) -> Json:
+        """A choice; `fields`: of a chat's message in it."""
+        choice: Json = {"index": number, **(fields if self._parsed.chat else {"text": delta.text})}
         choice["logprobs"] = self._logprobs(number, delta)
         choice["finish_reason"] = self._finish_reason(number, delta)
         if self._parsed.token_ids:
@@ -275,13 +275,13 @@ class ResponseFormatter:
 
 def message(events: Sequence[OutputEvent]) -> Json:
     """A whole answer. `content` is null where there are calls and no text."""
-    said = piece(events)
+    fields = piece(events)
     calls = [
         {key: call[key] for key in ("id", "type", "function")}
-        for call in said.get("tool_calls", [])
+        for call in fields.get("tool_calls", [])
     ]
-    text: str | None = said.pop("content", "") or (None if calls else "")
-    whole: Json = {"role": "assistant", "content": text, **said}
+    text: str | None = fields.pop("content", "") or (None if calls else "")
+    whole: Json = {"role": "assistant", "content": text, **fields}
     return whole | {"tool_calls": calls} if calls else whole
 
 

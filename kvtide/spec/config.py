@@ -27,8 +27,8 @@ class Config:
         """The first of these fields that is present and not null."""
         return next((v for v in map(self.values.get, names) if v is not None), None)
 
-    def count(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def count(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`."""
         value = self.find(*names)
         if value is None and default is not None:
             return default
@@ -37,9 +37,9 @@ class Config:
             raise self.refusal(
                 f"config.json has no {known}; add it, with the value the checkpoint was made with"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             name = next(n for n in names if self.values.get(n) is not None)
-            raise self.refusal(f"`{name}` is {value!r}; use a whole number of at least {least}")
+            raise self.refusal(f"`{name}` is {value!r}; use a whole number of at least {minimum}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:

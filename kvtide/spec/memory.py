@@ -238,10 +238,10 @@ class ModelMemory:
                 f"{self.model}: {self.layers} layers over {pipeline_ranks} pipeline ranks; "
                 f"use 1 to {self.layers}"
             )
-        share, extra = divmod(self.layers, pipeline_ranks)
+        per_stage, extra = divmod(self.layers, pipeline_ranks)
         start = 0
         for stage in range(pipeline_ranks):
-            stop = start + share + (stage < extra)
+            stop = start + per_stage + (stage < extra)
             last = stage == pipeline_ranks - 1
             layers = range(start, self.end_layer if last else stop)
             yield self.slice(layers, tensor_rank, tensor_ranks)

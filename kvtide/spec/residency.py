@@ -64,28 +64,28 @@ def served_hot(memory: ModelMemory, entries: int, queries: int = 1) -> ModelMemo
     `queries` is how many tokens of a sequence a decode step has at most (`step_queries`): their
     selections share the hot buffer. A draft is added afterwards, and stays on the device.
     """
-    chosen = [pool for pool in memory.pools if pool.selected is not None]
-    if not chosen:
+    selecting = [pool for pool in memory.pools if pool.selected is not None]
+    if not selecting:
         raise SpecError(
             f"{memory.model}: attention reads all entries of all its pools, so none can stay on "
             "the host; use --resident all"
         )
-    for pool in chosen:
-        least = queries * (pool.selected or 0)
-        if entries < least:
+    for pool in selecting:
+        min_entries = queries * (pool.selected or 0)
+        if entries < min_entries:
             drafts = f", and drafts make {queries} queries of a step" if queries > 1 else ""
             raise SpecError(
                 f"{memory.model}: a hot buffer of {entries:,} entries, where a query selects up to "
-                f"{pool.selected:,} of {pool.name}{drafts}; use --resident hot:{least}"
+                f"{pool.selected:,} of {pool.name}{drafts}; use --resident hot:{min_entries}"
             )
-    names = {pool.name for pool in chosen}
+    names = {pool.name for pool in selecting}
     heirs = {name: _heir(memory, name) for name in names if memory.pool(name).is_anchor}
     staying = [
         replace(pool, follows=_followed(pool, heirs))
         for pool in memory.pools
         if pool.name not in names
     ]
-    hot = [replace(pool, follows=None, hot=entries) for pool in chosen]
+    hot = [replace(pool, follows=None, hot=entries) for pool in selecting]
     return replace(memory, pools=(*staying, *hot))
 
 

@@ -21,11 +21,11 @@ def pages_for(
 ) -> dict[str, int]:
     """The most pages per anchor that fit, in the proportion above."""
     _check(memory, tokens_per_checkpoint)
-    least = bytes_for(memory, 1, tokens_per_checkpoint)
-    if total_bytes < least:
+    min_bytes = bytes_for(memory, 1, tokens_per_checkpoint)
+    if total_bytes < min_bytes:
         raise SpecError(
             f"{memory.model}: {total_bytes:,} bytes do not hold a page and what one request needs "
-            f"to run; use at least {least:,}"
+            f"to run; use at least {min_bytes:,}"
         )
     fits, beyond = 1, _beyond(memory, total_bytes, tokens_per_checkpoint)
     while beyond - fits > 1:

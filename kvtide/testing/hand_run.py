@@ -13,7 +13,7 @@ from kvtide.transfer.timeline import Event, HostTimeline, Timeline
 
 
 class HandRunTimeline(HostTimeline):
-    """A device that works when told to; a fence is the number of the first work behind it."""
+    """A device that works when a test calls it; a fence is the number of the work behind it."""
 
     def __init__(self) -> None:
         self.queued = 0

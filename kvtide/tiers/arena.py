@@ -63,9 +63,9 @@ class MachineMemory:
         """The largest arena that leaves FREE_FRACTION alone; 0 or less when there is no room."""
         return self.available_bytes - int(self.total_bytes * FREE_FRACTION)
 
-    def share(self, share: float) -> int:
+    def portion(self, fraction: float) -> int:
         """So much of what is to be had, but not more than an arena may take."""
-        return min(int(share * self.available_bytes), self.max_bytes)
+        return min(int(fraction * self.available_bytes), self.max_bytes)
 
     def within(self, limit: MachineMemory) -> MachineMemory:
         """This memory where a limit binds as well: the smaller of each counts."""
@@ -196,8 +196,8 @@ def device_arena(
         return Arena(torch.empty(total_bytes, dtype=torch.uint8, device=device))
     except torch.OutOfMemoryError as error:
         raise TierError(
-            f"device memory: {_at_least(total_bytes)} wanted, and {device} had no such run left "
-            f"of {_at_most(memory.available_bytes)}; use a smaller device size"
+            f"device memory: {_rounded_up(total_bytes)} wanted, and {device} had no such run left "
+            f"of {_rounded_down(memory.available_bytes)}; use a smaller device size"
         ) from error
 
 
@@ -265,7 +265,7 @@ def _on_a_border(mapping: mmap.mmap, total_bytes: int) -> tuple[torch.Tensor, bo
 
 def _not_mapped(tier: str, total_bytes: int, error: OSError) -> TierError:
     return TierError(
-        f"{tier} memory: {_at_least(total_bytes)} wanted, and the kernel did not map them "
+        f"{tier} memory: {_rounded_up(total_bytes)} wanted, and the kernel did not map them "
         f"({error.strerror}); use a smaller {tier} size, or raise the limit on virtual memory"
     )
 
@@ -300,7 +300,7 @@ def _pin(data: torch.Tensor, cudart: Cudart) -> Callable[[], None]:
     code = int(cudart.cudaHostRegister(data.data_ptr(), data.numel(), REGISTER_PORTABLE_MAPPED))
     if code:
         raise TierError(
-            f"host memory: {_at_least(data.numel())} wanted pinned, and CUDA refused with error "
+            f"host memory: {_rounded_up(data.numel())} wanted pinned, and CUDA refused with error "
             f"{code}; use a smaller host size, or unpinned host memory"
         )
     return partial(_unpin, cudart, data.data_ptr())
@@ -383,12 +383,12 @@ def _refuse_beyond(tier: str, wanted_bytes: int, owner: str, memory: MachineMemo
     if wanted_bytes <= max(0, memory.max_bytes):
         return
     if memory.max_bytes > 0:
-        remedy = f"use a {tier} size of at most {_at_most(memory.max_bytes)}"
+        remedy = f"use a {tier} size of at most {_rounded_down(memory.max_bytes)}"
     else:
         remedy = f"free memory there first: {FREE_FRACTION:.0%} of it stay free, and less is"
     raise TierError(
-        f"{tier} memory: {_at_least(wanted_bytes)} wanted, {owner} has "
-        f"{_at_most(memory.total_bytes)} of which {_at_most(memory.available_bytes)} are "
+        f"{tier} memory: {_rounded_up(wanted_bytes)} wanted, {owner} has "
+        f"{_rounded_down(memory.total_bytes)} of which {_rounded_down(memory.available_bytes)} are "
         f"available; {remedy}"
     )
 
@@ -397,12 +397,12 @@ def _refuse_beyond(tier: str, wanted_bytes: int, owner: str, memory: MachineMemo
 # remedy fits and a refusal never reads as if it did.
 
 
-def _at_least(count: int) -> str:
+def _rounded_up(count: int) -> str:
     unit, name = _unit(count)
     return f"{-(-count * 10 // unit) / 10:.1f} {name}" if unit > 1 else f"{count} bytes"
 
 
-def _at_most(count: int) -> str:
+def _rounded_down(count: int) -> str:
     unit, name = _unit(count)
     return f"{count * 10 // unit / 10:.1f} {name}" if unit > 1 else f"{count} bytes"
 

@@ -222,12 +222,12 @@ class MemoryManifest:
     def from_json(cls, values: object) -> MemoryManifest:
         """What `to_json` gave, by a peer that need not be of this version."""
         read = _Reader("manifest", values)
-        ranks = read.count("tensor_ranks", least=1)
+        ranks = read.count("tensor_ranks", minimum=1)
         return cls(
             read.hex("fingerprint"),
             read.hex("draft_fingerprint"),
-            read.count("page_tokens", least=1),
-            read.count("tensor_rank", most=ranks - 1),
+            read.count("page_tokens", minimum=1),
+            read.count("tensor_rank", maximum=ranks - 1),
             ranks,
             tuple(read.each("areas", _read_area)),
         )
@@ -313,8 +313,8 @@ def _read_pool(values: object) -> list[RowPlace]:
         read.count("row_bytes"),
         read.count("entries"),
         read.count("entry_bytes"),
-        read.count("tokens_per_entry", least=1),
-        None if read.get("tail_entries") is None else read.count("tail_entries", least=1),
+        read.count("tokens_per_entry", minimum=1),
+        None if read.get("tail_entries") is None else read.count("tail_entries", minimum=1),
         read.one_of("encoding", {encoding.value: encoding for encoding in Encoding}),
         tuple(read.each("fields", _read_field)),
     )
@@ -337,7 +337,7 @@ def _read_pool(values: object) -> list[RowPlace]:
 def _read_field(values: object) -> FieldPlace:
     name = _Reader("manifest, field", values).text("name")
     read = _Reader(f"manifest, field {name}", values)
-    shape, units = tuple(read.counts("shape", least=1)), read.count("units", least=1)
+    shape, units = tuple(read.counts("shape", minimum=1)), read.count("units", minimum=1)
     sharded = read.flag("sharded")
     if not shape or shape[0] % units or (units > 1 and not sharded):
         raise read.refusal(f"a shape of {shape} does not divide into {units} units")
@@ -365,11 +365,11 @@ class _Reader:
             raise self.refusal(f"`{name}` is missing")
         return self._values[name]
 
-    def count(self, name: str, least: int = 0, most: int | None = None) -> int:
-        return self._counted(name, self.get(name), least, most)
+    def count(self, name: str, minimum: int = 0, maximum: int | None = None) -> int:
+        return self._counted(name, self.get(name), minimum, maximum)
 
-    def counts(self, name: str, least: int = 0) -> list[int]:
-        return [self._counted(name, value, least, None) for value in self._list(name)]
+    def counts(self, name: str, minimum: int = 0) -> list[int]:
+        return [self._counted(name, value, minimum, None) for value in self._list(name)]
 
     def text(self, name: str) -> str:
         value = self.get(name)
@@ -405,8 +405,8 @@ class _Reader:
             raise self.refusal(f"`{name}` is {value!r}, not a list")
         return value
 
-    def _counted(self, name: str, value: object, least: int, most: int | None) -> int:
-        most = MAX_NUMBER if most is None else most
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.refusal(f"`{name}` is {value!r}, not a number from {least} to {most}")
+    def _counted(self, name: str, value: object, minimum: int, maximum: int | None) -> int:
+        maximum = MAX_NUMBER if maximum is None else maximum
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.refusal(f"`{name}` is {value!r}, not a number from {minimum} to {maximum}")
         return value

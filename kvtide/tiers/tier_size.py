@@ -131,10 +131,10 @@ def _ratio_bytes(size: Ratio, device_bytes: int | None, min_bytes: int) -> int:
     assert device_bytes > 0, f"a device tier of {device_bytes} bytes"
     total_bytes = round(size.times * device_bytes)
     if total_bytes < min_bytes:
-        least = math.ceil(1000 * min_bytes / device_bytes) / 1000
+        min_ratio = math.ceil(1000 * min_bytes / device_bytes) / 1000
         raise TierError(
             f"a tier of {size.times:g} times the device tier's {device_bytes:,} bytes does not "
             f"hold what one request needs to run ({min_bytes:,} bytes); "
-            f"use a ratio of at least {least:.3f}"
+            f"use a ratio of at least {min_ratio:.3f}"
         )
     return total_bytes

@@ -227,8 +227,8 @@ def _fitted(shape: DraftShape, asked: ShapeRequest) -> DraftShape:
     left = limit - shape.bytes + per_unit * shape.intermediate
     width = left // per_unit // MLP_STEP * MLP_STEP
     if asked.intermediate is not None or width < MLP_STEP:
-        least = shape.bytes - per_unit * (shape.intermediate - MLP_STEP)
-        needed = shape.bytes if asked.intermediate is not None else least
+        min_bytes = shape.bytes - per_unit * (shape.intermediate - MLP_STEP)
+        needed = shape.bytes if asked.intermediate is not None else min_bytes
         raise TrainingError(
             f"a draft of {shape.predicted:,} tokens takes {needed:,} bytes, and {limit:,} were "
             "asked for; use a smaller --draft-vocab or --intermediate, or a larger --max-size"

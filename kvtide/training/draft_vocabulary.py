@@ -57,8 +57,8 @@ def extended_vocabulary(
 
 
 def _counts(answered: Iterable[Answered], target_tokens: int) -> Tensor:
-    said = [torch.tensor(one.answer, dtype=torch.long) for one in answered]
-    return torch.bincount(torch.cat(said), minlength=target_tokens)
+    answers = [torch.tensor(one.answer, dtype=torch.long) for one in answered]
+    return torch.bincount(torch.cat(answers), minlength=target_tokens)
 
 
 def _covering(tokens: Tensor, counts: Tensor) -> DraftVocabulary:

@@ -51,7 +51,7 @@ class ProgressReport:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A prompt and what the target said."""
+    """A prompt and the target's answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]

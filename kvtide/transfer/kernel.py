@@ -27,10 +27,12 @@ CHUNKS_AT_ONCE = 16
 CTAS = 8
 """CTAs that saturate the link."""
 WARPS = 16
+# Counts and slots are not specialized on: one compilation serves any number of pages.
+_ANY_COUNTS = ["chunk_count", "work_count"]
+_ANY_SLOTS = ["source_slot", "target_slot", "chunk_count"]
 
 
-# Counts are not specialized on: one compilation serves any number of pages.
-@triton.jit(do_not_specialize=["chunk_count", "work_count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_COUNTS)  # type: ignore[untyped-decorator]
 def _copy_chunks(  # type: ignore[no-untyped-def]
     chunks,  # int64 (n, 5): source, source stride, target, target stride, words
     source_index,
@@ -54,7 +56,7 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
         _copy_rows(chunk, source_slot, target_slot, valid, column, WORD, ALIGN)
 
 
-@triton.jit(do_not_specialize=["source_slot", "target_slot", "chunk_count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_ANY_SLOTS)  # type: ignore[untyped-decorator]
 def _copy_page(  # type: ignore[no-untyped-def]
     chunks,
     source_slot,

@@ -206,3 +206,17 @@ def test_the_chart_has_a_bar_for_every_tier() -> None:
     bars = picture.findall("{http://www.w3.org/2000/svg}rect")[1:]
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert len(widths) == 3 and widths[0] == pytest.approx(3 * widths[1], rel=1e-2)
+
+
+def test_every_colour_of_the_chart_has_a_light_and_a_dark_value() -> None:
+    names = ["recompute", "storage", "host", "device", *"abcdef"]
+    picture = ElementTree.fromstring(plot.draw("times", [("a", dict.fromkeys(names, 1.0))]))
+    style = picture.find("{http://www.w3.org/2000/svg}style")
+    assert style is not None and style.text is not None
+    light, _, dark = style.text.partition("@media (prefers-color-scheme: dark)")
+    shapes = picture.findall("{http://www.w3.org/2000/svg}rect")
+    classes = {"ground", *(shape.attrib["class"] for shape in shapes)}
+    assert len(classes) == 6
+    for selector in ("text ", *(f".{name} " for name in classes)):
+        assert f"{selector}{{ fill: #" in light and f"{selector}{{ fill: #" in dark, selector
+    assert all("fill" not in element.attrib for element in picture.iter())

@@ -161,8 +161,8 @@ def test_every_part_has_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {name: len(rows) for name, rows in numbers.items()} == {
         "ways": 8, "landing": 2, "turn": 6, "decode": 4, "threshold": 5, "failed": 0,
     }  # fmt: skip
-    said = capsys.readouterr().out
-    assert "no goal applies" in said and ", yes" not in said and ", no |" not in said
+    printed = capsys.readouterr().out
+    assert "no goal applies" in printed and ", yes" not in printed and ", no |" not in printed
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ def best_by_trying(paths: list[Path], capacity: int) -> int:
     """The most hits over every choice of what to keep after each request."""
 
     @cache
-    def most(number: int, held: frozenset[int]) -> int:
+    def max_hits(number: int, held: frozenset[int]) -> int:
         if number == len(paths):
             return 0
         path = paths[number]
@@ -30,9 +30,9 @@ def best_by_trying(paths: list[Path], capacity: int) -> int:
         others = sorted(held - set(path))
         room = capacity - len(path)
         keeps = [k for n in range(min(room, len(others)) + 1) for k in combinations(others, n)]
-        return hits + max(most(number + 1, frozenset(path) | set(keep)) for keep in keeps)
+        return hits + max(max_hits(number + 1, frozenset(path) | set(keep)) for keep in keeps)
 
-    return most(0, frozenset())
+    return max_hits(0, frozenset())
 
 
 @settings(max_examples=150, deadline=None)

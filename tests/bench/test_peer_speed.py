@@ -18,7 +18,7 @@ def test_every_case_is_measured_beside_its_limit(monkeypatch: pytest.MonkeyPatch
         (256 << 10, "scattered"),
         (256 << 10, "gathered"),
     ]
-    assert all(one.bytes_s > 0 and one.limit_bytes_s > 0 and one.share > 0 for one in found)
+    assert all(one.bytes_s > 0 and one.limit_bytes_s > 0 and one.of_limit > 0 for one in found)
 
 
 def test_the_command_names_what_is_missing_and_goes_on(

@@ -90,7 +90,7 @@ def test_rows_are_read_by_swap_ins_of_which_all_miss() -> None:
 
 def test_a_driven_step_has_the_hit_rate_of_its_overlap() -> None:
     shape = SparseShape(tiny(deepseek_v32()), 16, "tiny", None)
-    load = DecodeLoad(context=512, resident=1, most=2, steps=6)
+    load = DecodeLoad(context=512, resident=1, max_hot=2, steps=6)
     bed = shape.bed(CPU, torch.float32, hot=True)
     with sparse_residency.decode_bed(bed, load, 2) as decoding:
         always, never = decoding.measure(2, (1.0, 0.0))
@@ -125,9 +125,9 @@ def test_what_fails_is_named_and_the_rest_runs(
     monkeypatch.setattr(bench_sparse._Bench, "first_token", lambda self, shape: print("still run"))
     args = ["bench", "sparse", "--device", "cpu", "--tiny", "--only", "rows,ttft"]
     assert main(args) == 1
-    said = capsys.readouterr().out
-    assert "no such rows" in said and "still run" in said
-    assert "failed (tracebacks above): 64 rows of 584 B" in said
+    printed = capsys.readouterr().out
+    assert "no such rows" in printed and "still run" in printed
+    assert "failed (tracebacks above): 64 rows of 584 B" in printed
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ class Stand:
 
     def _expected(self, lease: Lease, pool: str, layer: int, page: int) -> torch.Tensor:
         """Different for every rank, pool, layer and prefix."""
-        said = lease.prompt.body[: (page + 1) * PAGE * 4]
-        digest = hashlib.shake_256(repr((self.world.rank, pool, layer)).encode() + said)
+        tokens = lease.prompt.body[: (page + 1) * PAGE * 4]
+        digest = hashlib.shake_256(repr((self.world.rank, pool, layer)).encode() + tokens)
         size = self.memory.pool(pool).row_bytes(PAGE)
         return torch.frombuffer(bytearray(digest.digest(size)), dtype=torch.uint8)

@@ -332,12 +332,12 @@ def a_store_that_one_rank_cannot_attach_is_attached_by_none(world: World) -> Non
     another = FaultyStore(open_store(_url(), storing.cache.storage.space))
     if world.odd_one:
         another.next("lend", Fault.RAISE)
-    said = ""
+    refusal = ""
     try:
         storing.cache.storage.attach(another)
     except StoreError as error:
-        said = str(error)
-    assert ("another rank" in said) != world.odd_one and said
+        refusal = str(error)
+    assert ("another rank" in refusal) != world.odd_one and refusal
     assert another.calls["close"] == (not world.odd_one)
     prompt = storing.stand.keep(TEXT)
     storing.settle()

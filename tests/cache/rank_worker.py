@@ -251,12 +251,12 @@ def _diverging(world: World, timeout_s: float) -> Stand:
 
 
 def _expect_divergence(stand: Stand, within_s: float = 30.0) -> None:
-    began, said = time.monotonic(), "nothing"
+    began, refusal = time.monotonic(), "nothing"
     try:
         stand.cache.poll()
     except RanksDivergedError as error:
-        said = str(error)
-    assert said.endswith("restart all ranks"), said
+        refusal = str(error)
+    assert refusal.endswith("restart all ranks"), refusal
     assert time.monotonic() - began < within_s
 
 
@@ -331,11 +331,13 @@ class RandomRun:
             time.sleep(0.002)
 
     def _prompt(self) -> Prompt:
-        """Most go on from what was said before, or from a part of it."""
+        """Most go on from an earlier prompt, or from a part of it."""
         rng = self._rng
-        said = rng.choice(self._seen[-16:])[:32]
-        said = said[: rng.choice((len(said), len(said), rng.randrange(len(said) + 1)))]
-        self._seen.append(said + [rng.randrange(3) for _ in range(rng.randrange(1, 9))])
+        earlier = rng.choice(self._seen[-16:])[:32]
+        earlier = earlier[
+            : rng.choice((len(earlier), len(earlier), rng.randrange(len(earlier) + 1)))
+        ]
+        self._seen.append(earlier + [rng.randrange(3) for _ in range(rng.randrange(1, 9))])
         return self.stand.prompt(self._seen[-1])
 
     def begin(self) -> None:

@@ -307,10 +307,10 @@ def reasons(rig: Rig, tokens: list[int], slowest: Tier = Tier.HOST) -> set[tuple
     before = rig.cache.stats().misses
     lease = rig.started(tokens, slowest=slowest)
     after = rig.cache.stats().misses
-    said = {(stop.pool, stop.reason) for stop in lease.why}
-    assert said == {miss for miss in after if after[miss] == before.get(miss, 0) + 1}
+    stops = {(stop.pool, stop.reason) for stop in lease.why}
+    assert stops == {miss for miss in after if after[miss] == before.get(miss, 0) + 1}
     rig.cache.release(lease)
-    return said
+    return stops
 
 
 def test_a_prompt_that_was_never_seen_says_so(build):
@@ -575,5 +575,5 @@ def test_what_does_not_fit_together_is_named(build, monkeypatch):
             for owner, changes in damage.items():
                 for name, value in changes.items():
                     broken.setattr(owners[owner], name, value)
-            assert any(sentence in said for said in rig.cache.validate()), sentence
+            assert any(sentence in violation for violation in rig.cache.validate()), sentence
         assert rig.cache.validate() == []

@@ -170,9 +170,9 @@ class Traffic:
 
     def _more(self, lease: Lease) -> list[int]:
         """What the model says: often the rest of a document, which others have computed too."""
-        chance, said = self.chance, lease.prompt.head + lease.prompt.body
+        chance, tokens = self.chance, lease.prompt.head + lease.prompt.body
         packed = [pack(document) for document in self.documents]
-        rests = [rest[len(said) :] for rest in packed if rest.startswith(said)]
+        rests = [rest[len(tokens) :] for rest in packed if rest.startswith(tokens)]
         if rests and chance.random() < 0.7:
             return np.frombuffer(chance.choice(rests), np.int32).tolist()
         return [chance.randrange(3)] * (2 * PAGE)

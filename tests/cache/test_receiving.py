@@ -254,11 +254,11 @@ def test_without_a_free_tail_row_nothing_is_taken(build: Build) -> None:
 
 def test_what_a_host_can_never_hold_is_known(build: Build) -> None:
     rig, window = build(host=16, tails=1), build(WINDOW, host={"kv": 40, "swa": 2}, tails=1)
-    most = int(16 * MAX_HOST_FRACTION)
-    assert rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, most)))
-    assert not rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, most + 1)))
+    max_pages = int(16 * MAX_HOST_FRACTION)
+    assert rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, max_pages)))
+    assert not rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, max_pages + 1)))
     rig.remember(text(1, 5))
-    assert rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, most + 5)))
+    assert rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, max_pages + 5)))
     assert not rig.cache.receiving.can_ever_fit(rig.cache.prompt(text(1, 17)))
     assert not window.cache.receiving.can_ever_fit(window.cache.prompt(text(1, 6))), "its window"
     assert not build(tails=0).cache.receiving.can_ever_fit(rig.cache.prompt(text(1, 1)))

@@ -19,7 +19,7 @@ from tests.grids import everything
 OWNERS = [Namespace(cache_salt=salt) for salt in ("", "b", "c")]
 DEVICE, FRACTION, SHARE = 24, 0.5, 0.5
 TOTAL = int(FRACTION * DEVICE)
-MOST = int(SHARE * TOTAL)
+MAX_SHARED_PAGES = int(SHARE * TOTAL)
 
 names = st.integers(0, 7)
 owners = st.sampled_from(OWNERS)
@@ -64,7 +64,7 @@ class SessionTraffic(RuleBasedStateMachine):
             self.rig.cache.release(lease)
         found = self.rig.cache.match(prompt).tokens // PAGE
         self.sessions.keep(name, prompt, 0, ttl)
-        self._kept(name, min(found, MOST))
+        self._kept(name, min(found, MAX_SHARED_PAGES))
 
     def _kept(self, name: str, pages: int) -> None:
         """A namespace that pins most loses its oldest session, until all are within bounds."""
@@ -73,9 +73,9 @@ class SessionTraffic(RuleBasedStateMachine):
             held = dict.fromkeys(OWNERS, 0)
             for each, count in self.pins.items():
                 held[self.owner[each]] += count
-            most = max(held.values())
+            max_held = max(held.values())
             loser = next(
-                n for n, count in self.pins.items() if count and held[self.owner[n]] == most
+                n for n, count in self.pins.items() if count and held[self.owner[n]] == max_held
             )
             self.pins[loser] = 0
 
@@ -137,7 +137,7 @@ class SessionTraffic(RuleBasedStateMachine):
     def what_is_pinned_is_what_the_rules_say(self) -> None:
         states = {state.name: state.pinned_tokens // PAGE for state in self.sessions.states()}
         assert states == self.pins
-        assert sum(states.values()) <= TOTAL and all(n <= MOST for n in states.values())
+        assert sum(states.values()) <= TOTAL and all(n <= MAX_SHARED_PAGES for n in states.values())
 
     def teardown(self) -> None:
         self.rig.cache.prefetches.end_all()

@@ -140,7 +140,7 @@ def _read_until(chat: subprocess.Popen[str], wanted: str) -> str:
     assert chat.stdout is not None
     while (line := chat.stdout.readline()) and wanted not in line:
         pass
-    assert line, f"it ended, with {chat.wait(20)}, before it said {wanted!r}"
+    assert line, f"it ended, with {chat.wait(20)}, before it printed {wanted!r}"
     return line
 
 
@@ -271,7 +271,7 @@ def _send(handler: BaseHTTPRequestHandler, status: int, body: str, **headers: st
     handler.wfile.write(body.encode())
 
 
-def _said(text: str, finish: str | None = None) -> str:
+def _delta(text: str, finish: str | None = None) -> str:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
@@ -295,7 +295,7 @@ ERROR = f"data: {json.dumps({'error': {'message': 'the engine has stopped'}})}\n
 
 
 def test_a_full_server_is_asked_again(say: Say, capsys) -> None:
-    with Scripted(full, answer(_said("Hi.", "stop"), DONE)) as server:
+    with Scripted(full, answer(_delta("Hi.", "stop"), DONE)) as server:
         began = time.monotonic()
         assert say(["hi"], "--url", server.url) == 0
     assert time.monotonic() - began >= 1
@@ -306,13 +306,13 @@ def test_a_full_server_is_asked_again(say: Say, capsys) -> None:
 @pytest.mark.parametrize(
     ("cut", "reason"),
     [
-        (answer(_said("So far"), ERROR), "the engine has stopped"),
-        (answer(_said("So far")), "the connection was closed"),
-        (answer(_said("So far"), "data: {oh\n\n"), "'{oh' is no chunk of a response"),
+        (answer(_delta("So far"), ERROR), "the engine has stopped"),
+        (answer(_delta("So far")), "the connection was closed"),
+        (answer(_delta("So far"), "data: {oh\n\n"), "'{oh' is no chunk of a response"),
     ],
 )
 def test_an_answer_that_was_cut_is_kept(cut: Handler, reason: str, say: Say, capsys) -> None:
-    with Scripted(cut, answer(_said("Yes", "stop"), DONE)) as server:
+    with Scripted(cut, answer(_delta("Yes", "stop"), DONE)) as server:
         assert say(["hi", "go on"], "--url", server.url) == 1
     printed = capsys.readouterr().out
     assert f"ended the response early: {reason}; the text so far is kept" in printed
@@ -321,20 +321,20 @@ def test_an_answer_that_was_cut_is_kept(cut: Handler, reason: str, say: Say, cap
 
 def test_comments_that_keep_a_stream_alive_are_no_text(say: Say, capsys) -> None:
     alive = ": keep-alive\n\n"
-    with Scripted(answer(alive, _said("Hi "), alive, _said("you.", "stop"), DONE)) as server:
+    with Scripted(answer(alive, _delta("Hi "), alive, _delta("you.", "stop"), DONE)) as server:
         assert say(["hi"], "--url", server.url) == 0
     assert "Hi you.\n" in capsys.readouterr().out
 
 
 def test_a_turn_without_an_answer_did_not_happen(say: Say, capsys) -> None:
-    with Scripted(lost, answer(_said("Yes", "stop"), DONE)) as server:
+    with Scripted(lost, answer(_delta("Yes", "stop"), DONE)) as server:
         assert say(["hi", "hello"], "--url", server.url) == 1
     assert "this turn is forgotten" in capsys.readouterr().out
     assert [m["content"] for m in server.asked[1]["messages"]] == ["hello"]
 
 
 def test_an_answer_does_not_steer_the_terminal(say: Say, capsys) -> None:
-    with Scripted(answer(_said("a\x1b[2Jb\x07\tc\n", "stop"), DONE)) as server:
+    with Scripted(answer(_delta("a\x1b[2Jb\x07\tc\n", "stop"), DONE)) as server:
         assert say(["hi"], "--url", server.url) == 0
     assert "a[2Jb\tc\n" in capsys.readouterr().out
 
@@ -343,7 +343,7 @@ def test_an_answer_does_not_steer_the_terminal(say: Say, capsys) -> None:
 
 
 def test_in_a_terminal_lines_are_typed_and_notes_are_dim() -> None:
-    with Scripted(answer(_said("Hi.", "stop"), DONE)) as server:
+    with Scripted(answer(_delta("Hi.", "stop"), DONE)) as server:
         ours, theirs = pty.openpty()
         chat = subprocess.Popen(
             [*CHAT, "--url", server.url], stdin=theirs, stdout=theirs, stderr=theirs

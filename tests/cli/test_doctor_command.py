@@ -28,14 +28,14 @@ def model(tmp_path: Path) -> Path:
     return save(tmp_path / "tiny")
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def advised(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["doctor", *words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_the_machine_alone(quick: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = said(capsys, "--folder", str(tmp_path))
+    found = advised(capsys, "--folder", str(tmp_path))
     assert found["model"] is None and found["layouts"] == []
     assert {"copy", "disk_read", "gemm"} <= {*found["measured"]}
     assert found["command"][:2] == ["kvtide", "serve"]
@@ -45,7 +45,7 @@ def test_the_machine_alone(quick: None, capsys: pytest.CaptureFixture[str], tmp_
 def test_a_models_settings_are_recommended_with_reasons(
     quick: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
 ) -> None:
-    found = said(capsys, str(model), "--folder", str(tmp_path / "pages"))
+    found = advised(capsys, str(model), "--folder", str(tmp_path / "pages"))
     assert found["model"] == "tiny"
     names = ["device", "page_tokens", "device_bytes", "host_bytes"]
     assert list(found["settings"]) == [*names, "host_layout", "io_backend", "storage"]
@@ -90,7 +90,7 @@ def test_the_command_starts_a_server(
     from tests.server.serving import Child
 
     began = time.monotonic()
-    found = said(capsys, str(model), "--folder", str(tmp_path / "pages"))
+    found = advised(capsys, str(model), "--folder", str(tmp_path / "pages"))
     assert time.monotonic() - began < 30
     program, verb, *words = found["command"]
     assert (program, verb) == ("kvtide", "serve")

@@ -36,26 +36,26 @@ def test_a_draft_is_trained_measured_and_published(
     unseen.write_text("Why is the sea salty?\n\nList three\ntrees.\n")
     words = ["draft", "train", str(model), "--text", str(chat), "--out", str(out)]
     assert main([*words, "--held-out", str(unseen), *FEW]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"generated 72 tokens in 6 answers to 3 prompts", said)
-    assert re.search(r"100 tokens cover \d+\.\d% of the answers", said)
-    assert re.search(r"step 8: loss \d+\.\d+, top-1 by draft [\d.]+ [\d.]+ [\d.]+", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"generated 72 tokens in 6 answers to 3 prompts", printed)
+    assert re.search(r"100 tokens cover \d+\.\d% of the answers", printed)
+    assert re.search(r"step 8: loss \d+\.\d+, top-1 by draft [\d.]+ [\d.]+ [\d.]+", printed)
     size = (out / "model.safetensors").stat().st_size
-    assert f"{out}: {size:,} bytes, " in said
-    assert "tokens per step, 3 drafts" in said
-    assert re.search(r"\| unseen +\| +2 \| +\d+ \| +\d\.\d\d \|", said)
+    assert f"{out}: {size:,} bytes, " in printed
+    assert "tokens per step, 3 drafts" in printed
+    assert re.search(r"\| unseen +\| +2 \| +\d+ \| +\d\.\d\d \|", printed)
     assert open_draft(out).config.count("draft_vocab_size") == 100
 
     assert main([*words, "--resume", *FEW]) == 0
-    said = capsys.readouterr().out
-    assert "answers.safetensors has 72 tokens" in said and "goes on from the draft" in said
+    printed = capsys.readouterr().out
+    assert "answers.safetensors has 72 tokens" in printed and "goes on from the draft" in printed
 
     other = tmp_path / "other"
     words[words.index("--out") + 1] = str(other)
     more = ["--resume", str(out), "--draft-vocab", "120", "--lm-head", "fp8"]
     assert main([*words, *FEW, *more]) == 0
-    said = capsys.readouterr().out
-    assert f"goes on from the draft in {out}, of 100 tokens" in said
+    printed = capsys.readouterr().out
+    assert f"goes on from the draft in {out}, of 100 tokens" in printed
     assert open_draft(other).config.count("draft_vocab_size") == 120
     assert open_draft(out).config.count("draft_vocab_size") == 100
     evaluate = ["draft", "evaluate", str(model), "--text", str(unseen), "--draft", str(other)]
@@ -71,8 +71,8 @@ def test_answers_of_several_processes_are_trained_on(
         words = ["draft", "answer", str(model), "--text", str(chat), "--out", str(file)]
         assert main([*words, "--part", f"{part}/2", *plan]) == 0
         prompts = 3 - part
-        said = f"{12 * 2 * prompts} tokens in {2 * prompts} answers to {prompts} prompts"
-        assert said in capsys.readouterr().out
+        line = f"{12 * 2 * prompts} tokens in {2 * prompts} answers to {prompts} prompts"
+        assert line in capsys.readouterr().out
     out = tmp_path / "draft"
     words = ["draft", "train", str(model), "--text", str(chat), "--out", str(out), *FEW]
     assert main([*words, "--answered", *map(str, files)]) == 0

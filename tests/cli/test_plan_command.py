@@ -45,10 +45,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     assert sorted(Path().rglob("*")) == before
-    said = str(err)
-    assert said.startswith("kvtide plan: ")
-    assert len(said.splitlines()) == 1
-    return said
+    sentence = str(err)
+    assert sentence.startswith("kvtide plan: ")
+    assert len(sentence.splitlines()) == 1
+    return sentence
 
 
 # -- what is printed ------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_trace_without_a_whole_page_finds_nothing_and_says_so(
 # -- residency ------------------------------------------------------------------------------
 
 
-def test_a_residency_is_a_setting_and_its_hot_buffers_are_said(
+def test_a_residency_is_a_setting_and_its_hot_buffers_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")
@@ -217,8 +217,8 @@ def test_sweep_tries_as_many_sizes_as_points_around_the_size_given(
     sizes = [point["bytes"] for point in found["points"]]
     assert sizes[-1] == pytest.approx(4 * 400e6, rel=1e-6)
     assert len(sizes) == 3
-    shares = [point["hit_rate_by_tier"]["host"] for point in found["points"]]
-    assert shares[0] <= shares[-1]
+    fractions = [point["hit_rate_by_tier"]["host"] for point in found["points"]]
+    assert fractions[0] <= fractions[-1]
 
 
 def test_sweep_of_a_tier_without_a_size_goes_around_the_footprint(
@@ -282,8 +282,8 @@ def test_broken_line_of_a_trace_is_named_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("t.jsonl").write_text('{"tokens": [1, 2, 3]}\n{"tokens": "abc"}\n')
-    said = refusal(capsys, "--trace", "t.jsonl", "--out", "made", "--json")
-    assert "t.jsonl, line 2: tokens must be a list of integers" in said
+    sentence = refusal(capsys, "--trace", "t.jsonl", "--out", "made", "--json")
+    assert "t.jsonl, line 2: tokens must be a list of integers" in sentence
 
 
 @pytest.mark.usefixtures("_plots")
@@ -346,13 +346,13 @@ def test_machines_of_both_roles_are_planned(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.usefixtures("_plots")
 def test_tables_of_machines_are_printed_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    said = plan(capsys, *SMALL, "--handoff", "--requests-per-second", "500")
-    assert "| prefill machines" in said and "requests are handed over" in said
+    printed = plan(capsys, *SMALL, "--handoff", "--requests-per-second", "500")
+    assert "| prefill machines" in printed and "requests are handed over" in printed
     assert "prefill machines" in Path("kvtide-plan/plan.html").read_text()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (("--busy", "0.5"), "add --handoff"),
         (("--requests-per-second", "5"), "add --handoff"),
@@ -361,6 +361,6 @@ def test_tables_of_machines_are_printed_and_drawn(capsys: pytest.CaptureFixture[
     ],
 )
 def test_bad_machines_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
 ) -> None:
-    assert said in refusal(capsys, *SMALL, *arguments)
+    assert sentence in refusal(capsys, *SMALL, *arguments)

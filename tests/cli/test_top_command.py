@@ -121,6 +121,6 @@ def test_numbers_are_short() -> None:
     ]
 
 
-def test_a_bar_is_as_long_as_it_is_told() -> None:
+def test_a_bar_is_as_long_as_asked() -> None:
     assert bar([("green", 1), ("blue", 1)], 4, 8).plain == "████────"
     assert bar([], 0, 3).plain == "───"

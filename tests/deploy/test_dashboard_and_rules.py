@@ -94,17 +94,17 @@ def queries() -> dict[str, str]:
 def test_every_series_of_the_dashboard_exists(found: Samples) -> None:
     assert len(queries()) > 30
     wrong = {name: list(problems(query, found)) for name, query in queries().items()}
-    assert {name: said for name, said in wrong.items() if said} == {}
+    assert {name: sentence for name, sentence in wrong.items() if sentence} == {}
 
 
 def test_every_series_of_the_rules_exists(found: Samples) -> None:
     assert len(rules()) > 10
     wrong = {rule["alert"]: list(problems(rule["expr"], found)) for rule in rules()}
-    assert {name: said for name, said in wrong.items() if said} == {}
+    assert {name: sentence for name, sentence in wrong.items() if sentence} == {}
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "sentence"),
     [
         ("kvtide_requests_walking", "there is no series kvtide_requests_walking"),
         ("rate(kvtide_requests[5m])", "there is no series kvtide_requests"),
@@ -120,8 +120,8 @@ def test_every_series_of_the_rules_exists(found: Samples) -> None:
         ("1 > 0", "it reads no series"),
     ],
 )
-def test_a_wrong_name_is_caught(found: Samples, expression: str, said: str) -> None:
-    assert said in "; ".join(problems(expression, found))
+def test_a_wrong_name_is_caught(found: Samples, expression: str, sentence: str) -> None:
+    assert sentence in "; ".join(problems(expression, found))
 
 
 def test_the_reader_finds_series_in_every_part_of_an_expression() -> None:

@@ -76,7 +76,7 @@ def instructions() -> list[tuple[str, str]]:
     """Every instruction and its argument; continued lines are one."""
     lines = [line for line in CONTAINER.read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
-    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]  # type: ignore[misc]
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
 def of(kind: str) -> list[str]:

@@ -57,7 +57,7 @@ def test_pages_are_not_stored_where_fetching_does_not_pay() -> None:
     assert accepted(examined(model=qwen(), free_bytes=100).advice).storage == "none"
 
 
-def test_without_rates_a_store_is_recommended_and_said_to_be_uncompared() -> None:
+def test_without_rates_a_store_is_recommended_as_uncompared() -> None:
     measured = Measured({name: rate for name, rate in RATES.items() if name != "gemm"})
     advice = advise(facts(), measured, qwen(), Path("/pages"), GB)
     (storage,) = (one for one in advice.choices if one.setting == "storage")

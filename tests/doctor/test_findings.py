@@ -75,7 +75,7 @@ def test_a_disk_that_is_slower_than_computing_is_found_by_the_planners_arithmeti
     assert (slow.name, slow.severity) == ("slow disk", WARNING)
 
 
-def test_a_description_without_weights_is_said_to_be_one() -> None:
+def test_a_description_without_weights_is_reported_as_one() -> None:
     (one,) = findings(examined(model=qwen(weights_bytes=None)))
     assert (one.name, one.severity) == ("weights not known", NOTE)
 
@@ -85,7 +85,7 @@ def test_a_slow_link_is_found() -> None:
     assert slow.name == "slow link" and "load 3.00 GB/s" in slow.what and "backup" not in slow.what
 
 
-def test_what_could_not_be_measured_is_said_but_not_twice_without_a_gpu() -> None:
+def test_what_could_not_be_measured_is_reported_but_not_twice_without_a_gpu() -> None:
     (one,) = findings(examined(unmeasured={"load": "it took more than 60 s"}))
     assert one.what == "load was not measured: it took more than 60 s"
     on_cpu = examined(facts(**ON_CPU), unmeasured={"load": "no GPU", "disk_read": "read-only"})

@@ -38,7 +38,7 @@ def test_the_command_names_the_device(
     device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if device.type == "cpu" and torch.cuda.is_available():
-        pytest.skip("a machine with a GPU is told to use it")
+        pytest.skip("a machine with a GPU is advised to use it")
     main(["doctor", "qwen3-8b", "--folder", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)
     kind = device.type

@@ -36,7 +36,7 @@ def test_everything_that_a_cpu_has_is_measured(small: None, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [], "the disk is left as it was"
 
 
-def test_what_cannot_be_measured_is_said_and_the_rest_is_measured(
+def test_what_cannot_be_measured_is_reported_and_the_rest_is_measured(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(device: torch.device) -> float:

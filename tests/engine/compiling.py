@@ -116,8 +116,8 @@ def main(name: str) -> None:
         mock.patch.object(family_registry, "choose", return_value=TritonOps()),
         mock.patch.object(JITFunction, "_do_compile", noted),
         mock.patch.object(graph_capture, "_EagerCapture", Rehearsed),
-        mock.patch.object(torch, "mm", _product),
-        mock.patch.object(torch, "bmm", _products),
+        mock.patch.object(torch, "mm", _mm),
+        mock.patch.object(torch, "bmm", _bmm),
         mock.patch.object(torch.nn.functional, "linear", _linear),
     ):
         model = build(config, saved.weights, page_tokens=64, dtype=torch.bfloat16)
@@ -133,12 +133,12 @@ def main(name: str) -> None:
     print(json.dumps({"prepared": prepared, "later": ASKED[prepared:]}))
 
 
-def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Numbers are of no interest, and take their time."""
     return a.new_zeros((len(a), b.shape[1]), dtype=out_dtype or a.dtype)
 
 
-def _products(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def _bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return a.new_zeros((len(a), a.shape[1], b.shape[2])) if out is None else out.zero_()
 
 

@@ -51,8 +51,8 @@ class Inheritance(Ledger):
     lost = False
 
     def bounds(self, memory: ModelMemory, writing: str, body: bytes) -> tuple[int, int]:
-        least, most = super().bounds(memory, writing, body)
-        return (0 if self.lost or writing == "write_back" else least), most
+        minimum, maximum = super().bounds(memory, writing, body)
+        return (0 if self.lost or writing == "write_back" else minimum), maximum
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class StoredCache(WatchedCache):
         self._lasting = NaiveIndex(self.memory, self.storage.space)
         device = {(Tier.DEVICE, anchor): set[bytes]() for anchor in past.stored}
         self._lasting.readable = self.naive.readable | device
-        self._adopt, self.index.adopt = self.index.adopt, self._adopted  # type: ignore[method-assign]
+        self._adopt, self.index.adopt = self.index.adopt, self._adopted
         self.storage.attach(past.open(self))
 
     def _adopted(self, arriving: Import, count: int, absent: Collection[Any]) -> None:
@@ -158,8 +158,13 @@ class StoredCache(WatchedCache):
         now = PAGE * self.naive.boundary(_tokens(match.prompt))
         lease = super().reserve(match, *args, **more)
         if lease is not None and match.slowest is Tier.HOST:
-            least = self.there.get(match.prompt, 0)
-            assert least <= lease.cached_tokens <= now, (least, lease.cached_tokens, now, lease.why)
+            minimum = self.there.get(match.prompt, 0)
+            assert minimum <= lease.cached_tokens <= now, (
+                minimum,
+                lease.cached_tokens,
+                now,
+                lease.why,
+            )
         return lease
 
     def _expected(self, match: Match) -> dict[Tier, int]:

@@ -297,15 +297,15 @@ class Ledger:
         where a conversation ends, and if there was room where it parts from others. Of windows and
         states, what a request needs to go on may be found before it has gone on.
         """
-        stops, most = self._stops(memory), self.common(body)
+        stops, maximum = self._stops(memory), self.common(body)
         if any(pool.reuse.stride is not None for pool in memory.pools):
-            most = self._deepest(body, self.ends)
+            maximum = self._deepest(body, self.ends)
         if writing == "write_through_selective":
-            return self._deepest(body, self.leased), most
+            return self._deepest(body, self.leased), maximum
         if writing == "write_back" and stops is not self.pages:
             kept = (lambda after: after != 1) if self.partings else (lambda after: not after)
             stops = {stop for stop in stops if kept(self.pages[stop])}
-        return self._deepest(body, stops), most
+        return self._deepest(body, stops), maximum
 
     def common(self, body: bytes) -> int:
         """All whole pages that a prompt has in common with anything that was computed."""
@@ -487,9 +487,12 @@ def converse(
                 pending.append((turn, engine.submit(ask)))
             engine.step()
             for turn, request in pending:
-                said = tuple(request.output)
-                assert said == turn.answer[: len(said)], (turn.branch, request.number)
-                assert request.finish is None or said == turn.answer, (turn.branch, request.number)
+                output = tuple(request.output)
+                assert output == turn.answer[: len(output)], (turn.branch, request.number)
+                assert request.finish is None or output == turn.answer, (
+                    turn.branch,
+                    request.number,
+                )
             yield [request for _, request in pending]
             pending = [pair for pair in pending if pair[1].finish is None]
 

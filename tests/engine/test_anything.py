@@ -99,12 +99,12 @@ class Run:
         return tuple(self.rng.randrange(1, VOCABULARY) for _ in range(count))
 
     def submit(self) -> None:
-        rng, most = self.rng, self.engine.max_sequence_tokens
+        rng, max_tokens = self.rng, self.engine.max_sequence_tokens
         talk = rng.randrange(3)
-        tokens = (self.talks[talk] + self._words(rng.randrange(20)))[:most]
+        tokens = (self.talks[talk] + self._words(rng.randrange(20)))[:max_tokens]
         ask = RequestParams(
             tokens,
-            min(rng.choice((0, 1, 3, 8, MAX_ANSWER)), most - len(tokens)),
+            min(rng.choice((0, 1, 3, 8, MAX_ANSWER)), max_tokens - len(tokens)),
             SHOWN,
             recompute=rng.random() < 0.1,
             score=rng.choice((*[None] * 6, 0, 2)),

@@ -341,7 +341,7 @@ def test_nothing_leaks(requests: int) -> None:
     )
     cache = TieredCache(memory, config)
     engine = Engine(Idle(memory), cache, chunk_tokens=256, max_running=16)
-    asked = ended = aborted = most = 0
+    asked = ended = aborted = max_running = 0
     memories = []
     tracemalloc.start()
     while asked < requests or not engine.idle:
@@ -356,7 +356,7 @@ def test_nothing_leaks(requests: int) -> None:
                 memories.append(tracemalloc.get_traced_memory()[0])
         ended += sum(update.finish is not None for update in engine.step())
         running = engine.scheduler.running
-        most = max(most, len(running))
+        max_running = max(max_running, len(running))
         assert cache.index.hot_rows[0] == len(running) <= 12
         if running and rng.random() < 0.1:
             engine.abort(rng.choice(running))
@@ -366,7 +366,7 @@ def test_nothing_leaks(requests: int) -> None:
         if rng.random() < 0.05:
             assert cache.validate() == []
     tracemalloc.stop()
-    assert ended + aborted == requests and aborted and most == 12
+    assert ended + aborted == requests and aborted and max_running == 12
     assert memories[-1] - memories[1] < FLAT_BYTES, memories
     gc.collect()
     known = engine._runner._hot

@@ -145,12 +145,12 @@ def check_first_of_groups(family: str, past: Past, served: Sequence[Request]) ->
     """The first request finds all that was computed before the restart, and in storage."""
     memory = model_of(family).memory
     histories = all(anchor.reuse.reach is ALL for anchor in memory.anchors)
-    said = {turn.branch: turn for turn in script(family)[BEFORE][0]}
+    earlier = {turn.branch: turn for turn in script(family)[BEFORE][0]}
     now = script(family)[AFTER][0]
     for group in range(len(ROOTS)):
         turn = next(turn for turn in now if turn.branch // BRANCHES == group)
         request = next(request for request in served if request.params.tokens == turn.tokens)
-        last = said[turn.branch]
+        last = earlier[turn.branch]
         # The last generated token was never computed.
         computed = (len(last.tokens) + len(last.answer) - 1) // PAGE * PAGE
         assert request.by_tier.keys() == {Tier.STORAGE}

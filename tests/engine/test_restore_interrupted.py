@@ -63,9 +63,9 @@ class Injuries:
 
     def __call__(self, requests: list[Request]) -> None:
         possible = list(self._possible(requests))
-        least = min((self.done[injury] for injury, _ in possible), default=0)
-        if possible and self._stand.rng.random() < (0.3 if least else 0.9):
-            rarest = [pair for pair in possible if self.done[pair[0]] == least]
+        fewest = min((self.done[injury] for injury, _ in possible), default=0)
+        if possible and self._stand.rng.random() < (0.3 if fewest else 0.9):
+            rarest = [pair for pair in possible if self.done[pair[0]] == fewest]
             injury, request = self._stand.rng.choice(rarest)
             self.done[injury] += 1
             self._injure(injury[0], request)

@@ -120,10 +120,10 @@ def test_company_changes_nothing_however_wide_the_rows():
     try:
         alone = [sample_all(logits[n : n + 1], [inputs[n]])[0] for n in range(5)]
         assert sample_all(logits, inputs) == alone
-        said = [7, 70_000, 0, 3, 9]
+        tokens = [7, 70_000, 0, 3, 9]
         staging = Staging(logits.device)
-        scores = [score(logits[n : n + 1], said[n : n + 1], 2, staging)[0] for n in range(5)]
-        assert score(logits, said, 2, staging) == scores
+        scores = [score(logits[n : n + 1], tokens[n : n + 1], 2, staging)[0] for n in range(5)]
+        assert score(logits, tokens, 2, staging) == scores
     finally:
         torch.set_num_threads(threads)
 
@@ -626,9 +626,9 @@ def test_a_device_chooses_what_the_cpu_chooses(device: torch.device):
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
         if ours.token == theirs.token:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)
-    said = [n * 17 for n in range(63)]
-    here = score(logits, said, 1, Staging(logits.device))
-    there = score(logits.to(device), said, 1, Staging(device))
+    tokens = [n * 17 for n in range(63)]
+    here = score(logits, tokens, 1, Staging(logits.device))
+    there = score(logits.to(device), tokens, 1, Staging(device))
     for ours, theirs in zip(there, here, strict=True):
         assert ours.token == theirs.token
         assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-5)

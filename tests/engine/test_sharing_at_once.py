@@ -78,8 +78,8 @@ class Served:
         for request in self.requests:
             assert request.prefix_waits <= MAX_PREFIX_WAITS
             if request.params.score is None and request.output:
-                said = alone(self.family, request.params.tokens, request.params.max_tokens)
-                assert tuple(request.output) == said[: len(request.output)]
+                output = alone(self.family, request.params.tokens, request.params.max_tokens)
+                assert tuple(request.output) == output[: len(request.output)]
 
     @property
     def found(self) -> list[int]:

@@ -146,7 +146,7 @@ def test_no_more_is_held_back_than_might_become_a_stop_string(
 ) -> None:
     came, stopped = streamed(tokens, stops)
     for count in range(1, len(came) - 1):
-        said = decoded(b"".join(tokens[:count]))
-        held = said.removeprefix("".join(came[:count]))
+        whole = decoded(b"".join(tokens[:count]))
+        held = whole.removeprefix("".join(came[:count]))
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     assert stopped is None or stopped in stops

@@ -72,7 +72,7 @@ class Served:
             time.sleep(0.001)
 
     def right(self, *requests: Request) -> None:
-        """They are through, and said what an engine without a cache says."""
+        """They are through, with the output of an engine without a cache."""
         self.until(lambda: all(request.finish is not None for request in requests))
         for request in requests:
             assert tuple(request.output) == alone(self.family, request.params.tokens, ANSWER)
@@ -261,11 +261,11 @@ def test_fetches_take_no_more_than_half_of_the_host(opened: Opener) -> None:
     host = 32
     served = opened("llama", stored(), sizes=(Tokens(1024), Tokens(host * PAGE)), gates=("read",))
     requests = [served.submit(prompt) for prompt in PROMPTS]
-    imports, most = served.cache.index.imports, 0
+    imports, max_taken = served.cache.index.imports, 0
     for _ in range(50):
         served.steps(1)
-        most = max(most, sum(len(one.taken) for one in imports.values()))
-    assert PAGES < most <= host // 2
+        max_taken = max(max_taken, sum(len(one.taken) for one in imports.values()))
+    assert PAGES < max_taken <= host // 2
     served.store.gate.set()
     served.right(*requests)
     found = [request.by_tier.get(Tier.STORAGE, 0) for request in requests]

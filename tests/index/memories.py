@@ -18,7 +18,7 @@ def _memory(name: str, *pools: PoolSpec) -> ModelMemory:
 def _pool(name: str, reach: object = ALL, **more: object) -> PoolSpec:
     stride = more.pop("stride", None)
     required = more.pop("required", True)
-    return PoolSpec(name, (0,), _ENTRY, reuse=Reuse(reach, stride, required), **more)  # type: ignore[arg-type]
+    return PoolSpec(name, (0,), _ENTRY, reuse=Reuse(reach, stride, required), **more)
 
 
 FULL = _memory("full", _pool("kv"))

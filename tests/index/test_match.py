@@ -208,11 +208,11 @@ def test_why_says_when_pools_cannot_agree() -> None:
 
 @given(st.lists(st.integers(0, 1), max_size=24), st.lists(st.integers(0, 1), max_size=24))
 def test_shared_pages_counts_whole_equal_pages(run: list[int], body: list[int]) -> None:
-    most = min(len(run), len(body)) // 2
+    max_pages = min(len(run), len(body)) // 2
     as_bytes = [b"".join(t.to_bytes(4, "little") for t in text) for text in (run, [7, *body])]
-    equal = [run[2 * p : 2 * p + 2] == body[2 * p : 2 * p + 2] for p in range(most)]
-    expected = equal.index(False) if False in equal else most
-    assert shared_pages(*as_bytes, 4, most, 8) == expected
+    equal = [run[2 * p : 2 * p + 2] == body[2 * p : 2 * p + 2] for p in range(max_pages)]
+    expected = equal.index(False) if False in equal else max_pages
+    assert shared_pages(*as_bytes, 4, max_pages, 8) == expected
 
 
 # -- what others have yet to compute --------------------------------------------------------

@@ -11,7 +11,7 @@ from kvtide.layers.backend.arithmetic import (
     TILE_ROWS,
     Batched,
     Deterministic,
-    product_rows_stand_alone,
+    gemm_rows_stand_alone,
     rows_stand_alone,
 )
 from kvtide.layers.backend.kernel_args import AttentionParams, ExpertGroup, Routing
@@ -26,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_no_later_product_has_torch_take_another_library() -> None:
+def test_no_later_gemm_has_torch_take_another_library() -> None:
     Deterministic()
     before = torch._C._get_mkldnn_enabled()
     for dtype in (torch.bfloat16, torch.float16):
@@ -47,22 +47,22 @@ def shows_the_place(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x, weight) + torch.arange(len(x))[:, None] * 1e-3
 
 
-@pytest.mark.parametrize("product", [shows_the_company, shows_the_place])
-def test_a_gemm_whose_rows_depend_on_each_other_is_found_out(product) -> None:
-    assert not product_rows_stand_alone(product, random(24, 40), TILE_ROWS)
-    assert product_rows_stand_alone(product, random(24, 40), 1)
+@pytest.mark.parametrize("gemm", [shows_the_company, shows_the_place])
+def test_a_gemm_whose_rows_depend_on_each_other_is_found_out(gemm) -> None:
+    assert not gemm_rows_stand_alone(gemm, random(24, 40), TILE_ROWS)
+    assert gemm_rows_stand_alone(gemm, random(24, 40), 1)
 
 
-@pytest.mark.parametrize("product", [functional.linear, shows_the_company, shows_the_place])
-def test_rows_are_the_same_bits_in_any_company(product) -> None:
+@pytest.mark.parametrize("gemm", [functional.linear, shows_the_company, shows_the_place])
+def test_rows_are_the_same_bits_in_any_company(gemm) -> None:
     """Where the machine's GEMM cannot do it, tiles have one row."""
-    arithmetic = Deterministic(product)
+    arithmetic = Deterministic(gemm)
     x, weight, bias = random(50, 40), random(24, 40), random(24)
     whole = arithmetic.linear(x, weight, bias)
     assert torch.allclose(whole, functional.linear(x, weight, bias), atol=1e-4)
     for start, end in ((0, 1), (3, 20), (49, 50), (16, 48)):
         assert torch.equal(arithmetic.linear(x[start:end], weight, bias), whole[start:end])
-    assert arithmetic.tile_rows(weight) == (TILE_ROWS if product is functional.linear else 1)
+    assert arithmetic.tile_rows(weight) == (TILE_ROWS if gemm is functional.linear else 1)
 
 
 def test_a_linear_layer_of_no_rows_has_no_rows() -> None:

@@ -32,7 +32,7 @@ def test_what_was_saved_in_bf16_has_one_half() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
-def test_the_result_is_that_of_a_product_in_fp32(
+def test_the_result_is_that_of_a_matmul_in_fp32(
     dtype: torch.dtype, saved: torch.dtype, device: torch.device
 ) -> None:
     x, weight = randn(48, 256, seed=1).to(dtype), randn(64, 256, seed=2).to(saved).float()

@@ -29,7 +29,7 @@ RAGGED = scaled("latent", 300, KVDType.FP8)
 VECTORS = {"packed": PACKED, "index": INDEX, "short": SHORT, "ragged": RAGGED}
 every_vector = pytest.mark.parametrize("name", VECTORS)
 
-FP32_MOST = float(torch.finfo(torch.float32).max)
+FP32_MAX = float(torch.finfo(torch.float32).max)
 
 
 # -- the slow encoder --------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_what_comes_out_is_near_what_went_in_and_finite(name: str, device: torch
 def test_infinities_saturate_and_a_nan_stays_alone(name: str, device: torch.device) -> None:
     entry, logical = VECTORS[name], width_of(VECTORS[name])
     values = torch.ones(3, logical, device=device)
-    values[0, 3], values[1, 3], values[2, 3] = math.inf, -FP32_MOST, math.nan
+    values[0, 3], values[1, 3], values[2, 3] = math.inf, -FP32_MAX, math.nan
     back = unpack(entry, pack(entry, values))
     assert back[0, 3] == -back[1, 3] == 448 * 2.0**119
     assert back[2, 3].isnan()
@@ -272,9 +272,9 @@ def test_scales_in_fp32_keep_bytes_when_packed_again(name: str, device: torch.de
 def test_a_scale_in_fp32_comes_back_from_the_largest_value_it_stands_for() -> None:
     """Of every significand there is, which is all that matters to a quotient."""
     largest = torch.arange(127 << 23, 128 << 23, dtype=torch.int32).view(torch.float32)
-    most = torch.tensor(448.0)
-    scale = largest / most
-    assert torch.equal(scale * most / most, scale)
+    maximum = torch.tensor(448.0)
+    scale = largest / maximum
+    assert torch.equal(scale * maximum / maximum, scale)
 
 
 # -- entries of several fields -----------------------------------------------------------------

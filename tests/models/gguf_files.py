@@ -226,5 +226,5 @@ def random_blocks(form: Scalar, blocks: int, seed: int) -> bytes:
 def scalar_values(form: Scalar, data: bytes) -> np.ndarray:
     """Every element of these blocks, one after another."""
     blocks = [data[at : at + form.bytes] for at in range(0, len(data), form.bytes)]
-    values = [form.element(block, i) for block in blocks for i in range(form.elements)]  # type: ignore[operator]
+    values = [form.element(block, i) for block in blocks for i in range(form.elements)]
     return np.array(values, np.float32)

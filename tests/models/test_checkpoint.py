@@ -119,7 +119,7 @@ def _gone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "sentence"),
     [
         (_no_config, r"no config.json here; put the model's there"),
         (_broken_config, r"config.json: not readable as JSON \(.*\); download it again"),
@@ -135,10 +135,10 @@ def _gone(folder: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, spoil, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, spoil, sentence: str) -> None:
     folder = _saved(tmp_path / "model", _tiny())
     spoil(folder)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=sentence):
         open_checkpoint(folder)
 
 

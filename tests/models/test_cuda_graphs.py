@@ -91,7 +91,7 @@ class GraphPlayer(Player):
     """`sizes`, `kinds`: of the graphs that were replayed; `loading`: as if a prefix were on its
     way."""
 
-    def __init__(self, model: Model, most: int, verify_rows: int) -> None:
+    def __init__(self, model: Model, max_requests: int, verify_rows: int) -> None:
         super().__init__(model)
         self.loading, self.sizes, self.kinds = False, [], []
         forward, where = model.forward, graph_capture(torch.device("cpu"))
@@ -102,7 +102,7 @@ class GraphPlayer(Player):
 
         model.forward = watched
         self._graphs = StepGraphs(
-            model, self.buffers.view, where, most, 16, verify_rows=verify_rows
+            model, self.buffers.view, where, max_requests, 16, verify_rows=verify_rows
         )
 
     def _logits(self, step: Step) -> Tensor:
@@ -152,14 +152,18 @@ def played(player: Player, steps: Steps) -> Tensor:
 
 
 def compared(
-    name: str, most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch, verify_rows: int = 0
+    name: str,
+    max_requests: int,
+    steps: Steps,
+    monkeypatch: pytest.MonkeyPatch,
+    verify_rows: int = 0,
 ) -> GraphPlayer:
     """Graphs that give the logits of eager steps."""
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8, 16))
     monkeypatch.setattr(step_graphs, "TOKENS_PER_PREFILL", 8)
     monkeypatch.setattr(step_graphs, "MIN_LENGTH", 64)
     wanted = played(Player(in_torch(name)), steps)
-    player = GraphPlayer(by_kernels(name, monkeypatch), most, verify_rows)
+    player = GraphPlayer(by_kernels(name, monkeypatch), max_requests, verify_rows)
     assert float((played(player, steps) - wanted).abs().max()) <= CLOSE
     return player
 
@@ -178,9 +182,9 @@ def test_captured_steps_give_the_same_logits(name: str, monkeypatch: pytest.Monk
     assert sizes == [(16, 3, 3), (8, 3, 1), (16, 3, 3), (2, 2, 0), (8, 3, 1)]
 
 
-@pytest.mark.quick(most=[2])
+@pytest.mark.quick(max_requests=[2])
 @pytest.mark.parametrize(
-    ("most", "steps"),
+    ("max_requests", "steps"),
     [
         (1, [((0, 6),), ((0, 1),)]),
         (2, [((0, 5),), ((0, 1), (1, 9)), ((0, 1), (1, 7)), ((0, 1), (1, 6))]),
@@ -189,10 +193,10 @@ def test_captured_steps_give_the_same_logits(name: str, monkeypatch: pytest.Monk
     ],
 )
 def test_full_steps_and_few_sequences(
-    most: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
+    max_requests: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One token left over or none, and no more sequences than there may be."""
-    assert len(compared("gemma2", most, steps, monkeypatch).sizes) == len(steps)
+    assert len(compared("gemma2", max_requests, steps, monkeypatch).sizes) == len(steps)
 
 
 @pytest.mark.quick(name=["lfm2"])

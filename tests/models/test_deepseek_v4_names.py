@@ -112,10 +112,10 @@ def test_what_is_not_there_is_named_as_it_would_be_stored(tmp_path: Path) -> Non
     tensors = saved(tmp_path / "saved")
     publish(tmp_path / "lab", tensors)
     asked = "model.layers.9.attn.norm.weight"
-    for folder, said in (("saved", asked), ("lab", "layers.9.attn.kv_norm.weight")):
+    for folder, named in (("saved", asked), ("lab", "layers.9.attn.kv_norm.weight")):
         weights = DeepSeekV4Weights(open_checkpoint(tmp_path / folder).weights)
         assert not weights.has(asked)
-        with pytest.raises(CheckpointError, match=f"no tensor {said},"):
+        with pytest.raises(CheckpointError, match=f"no tensor {named},"):
             weights.get(asked)
 
 

@@ -98,7 +98,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("head", "said"),
+    ("head", "sentence"),
     [
         (b"GGML" + struct.pack("<IQQ", 3, 0, 0), "not a GGUF file; pass a .gguf file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1; use a little-endian file"),
@@ -106,10 +106,10 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(tmp_path: Path) -> N
         (b"", "not a GGUF file"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, head: bytes, said: str) -> None:
+def test_other_files_are_refused(tmp_path: Path, head: bytes, sentence: str) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(head)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=sentence):
         GGUF(path)
 
 
@@ -190,8 +190,8 @@ def _metadata(kind: str) -> dict[str, object]:
     if kind == "gemma3":
         settings["attention.sliding_window"] = 16
     tokens = {f"tokenizer.ggml.{role}_token_id": i for i, role in enumerate(("padding", "bos"))}
-    said = {f"{kind}.{key}": value for key, value in settings.items()}
-    return {"general.architecture": kind, "tokenizer.ggml.eos_token_id": 2, **tokens, **said}
+    named = {f"{kind}.{key}": value for key, value in settings.items()}
+    return {"general.architecture": kind, "tokenizer.ggml.eos_token_id": 2, **tokens, **named}
 
 
 def _converted(path: Path, kind: str, state: dict[str, Tensor], **more: object) -> Path:
@@ -327,7 +327,7 @@ _EMBEDDING = {"token_embd.weight": f32(torch.zeros(61, 32))}
 
 
 @pytest.mark.parametrize(
-    ("more", "tensors", "said"),
+    ("more", "tensors", "sentence"),
     [
         ({"general.architecture": "rwkv7"}, {}, "architecture rwkv7 is not read.*safetensors"),
         ({}, {"blk.0.ffn_gate_exps.weight": f32(torch.zeros(2))}, "ffn_gate_exps.weight has no pl"),
@@ -338,11 +338,11 @@ _EMBEDDING = {"token_embd.weight": f32(torch.zeros(61, 32))}
     ],
 )
 def test_what_a_row_does_not_know_is_refused(
-    tmp_path: Path, more: dict[str, object], tensors: dict[str, Raw], said: str
+    tmp_path: Path, more: dict[str, object], tensors: dict[str, Raw], sentence: str
 ) -> None:
     metadata = {**_metadata("llama"), **more}
     path = write(tmp_path / "m.gguf", metadata, {**_EMBEDDING, **tensors})
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=sentence):
         open_checkpoint(path)
 
 

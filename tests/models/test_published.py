@@ -123,7 +123,7 @@ def test_the_low_nibble_comes_first_and_its_highest_bit_is_the_sign(tmp_path: Pa
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("method", [V4, None], ids=["said", "not said"])
+@pytest.mark.parametrize("method", [V4, None], ids=["named", "not named"])
 def test_one_checkpoint_holds_all_forms(tmp_path: Path, shards: int, method: object) -> None:
     """The tensors show which; what is not quantised comes back as it was stored."""
     powers, four = exponents(1, 2), exponents(16, 2)
@@ -201,8 +201,8 @@ def test_eight_bits_are_the_nearest_with_the_smallest_powers_of_two_as_scales() 
             scale, sizes = float(scales[i, j]), weight[at].abs()
             assert math.frexp(scale)[0] == 0.5
             assert sizes.max() <= 448 * scale and (sizes.max() > 224 * scale or i == j == 1)
-            least = (sizes[..., None] / scale - table).abs().amin(-1)
-            assert torch.equal((codes[at].float().abs() - sizes / scale).abs(), least)
+            distance = (sizes[..., None] / scale - table).abs().amin(-1)
+            assert torch.equal((codes[at].float().abs() - sizes / scale).abs(), distance)
             assert torch.equal(
                 codes[at].float().sign(), torch.where(codes[at].float() == 0, 0, weight[at].sign())
             )
@@ -276,7 +276,7 @@ def _four_by_odd(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "sentence"),
     [
         (_no_scale, rf"in torch.float8_e4m3fn and has no scales .* or {NAME}.scale\).*; download"),
         (_few_scales, r"\[200, 150\] .* scales \[1, 2\] .* each block of 128 × 128; use the conf"),
@@ -289,7 +289,7 @@ def _four_by_odd(tensors: dict[str, Tensor]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_scales_that_do_not_fit_are_refused(
-    tmp_path: Path, spoil: Callable[[dict[str, Tensor]], None], said: str
+    tmp_path: Path, spoil: Callable[[dict[str, Tensor]], None], sentence: str
 ) -> None:
     tensors = {
         f"{NAME}.weight": torch.zeros(200, 150).to(torch.float8_e4m3fn),
@@ -297,7 +297,7 @@ def test_scales_that_do_not_fit_are_refused(
     }
     assert not write(tmp_path / "good", tensors, V4).weights.get(f"{NAME}.weight").any()
     spoil(tensors)
-    with pytest.raises(CheckpointError, match=f"{NAME}.weight.*{said}"):
+    with pytest.raises(CheckpointError, match=f"{NAME}.weight.*{sentence}"):
         write(tmp_path / "bad", tensors, V4).weights.get(f"{NAME}.weight")
 
 

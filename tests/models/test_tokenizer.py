@@ -310,7 +310,7 @@ def test_a_model_stops_at_every_token_that_ends_a_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "sentence"),
     [
         ({"tokenizer.ggml.model": "t5"}, "a tokenizer of kind t5 is not read.*tokenizer.json"),
         ({"tokenizer.ggml.model": "gpt2"}, "cuts words by the rule default.*tokenizer.json"),
@@ -327,9 +327,9 @@ def test_a_model_stops_at_every_token_that_ends_a_turn(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_vocabulary_is_refused(
-    tmp_path: Path, more: dict[str, object], said: str
+    tmp_path: Path, more: dict[str, object], sentence: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=sentence):
         _pieces(tmp_path, **more)
 
 

@@ -85,10 +85,10 @@ def test_curve_of_a_trace_without_reuse_is_flat(given_prompts: list[list[int]]) 
 # -- against the index ----------------------------------------------------------------------
 
 
-def assert_index_agrees(trace: traces.Trace, shares: tuple[float, ...]) -> None:
+def assert_index_agrees(trace: traces.Trace, fractions: tuple[float, ...]) -> None:
     curve = hit_curve(trace, FULL.page_tokens)
-    for share in shares:
-        pages = max(curve.longest_pages, int(share * curve.footprint_pages))
+    for fraction in fractions:
+        pages = max(curve.longest_pages, int(fraction * curve.footprint_pages))
         setup = Setup(FULL, {Tier.DEVICE: {"kv": pages}}, eviction="lru")
         replayed = replay(setup, trace).hit_rate
         # The index evicts in batches, and gives up slots for the page being filled.

@@ -99,10 +99,10 @@ def test_hot_buffers_of_running_requests_take_from_the_pages_of_the_device() -> 
     assert one.hot_bytes(Tier.DEVICE) == hot_bytes(HOT.memory, 1, pages)
     assert one.hot_bytes(Tier.HOST) == ASKED.hot_bytes(Tier.DEVICE) == 0
     assert many.hot_bytes(Tier.DEVICE) == hot_bytes(HOT.memory, 8, pages)
-    assert many.least_bytes(Tier.DEVICE) - many.hot_bytes(Tier.DEVICE) == bytes_for(
+    assert many.min_bytes(Tier.DEVICE) - many.hot_bytes(Tier.DEVICE) == bytes_for(
         HOT.memory.in_device_pages, 1
     )
-    small = {**HOT.tier_bytes, Tier.DEVICE: many.least_bytes(Tier.DEVICE)}
+    small = {**HOT.tier_bytes, Tier.DEVICE: many.min_bytes(Tier.DEVICE)}
     slots = replace(many, tier_bytes=small).setup().capacity_pages
     assert slots[Tier.DEVICE] == {"kv": 1, "swa": 3}
     assert set(slots[Tier.HOST]) == {"kv", "swa", "c4"}

@@ -66,8 +66,10 @@ def complete(url: str, tokens: Sequence[int], count: int = ANSWER) -> Json:
 
 def scored(answer: Json) -> Scored:
     (choice,) = answer["choices"]
-    said = choice["logprobs"]
-    return list(zip(choice["token_ids"], said["token_logprobs"], said["top_logprobs"], strict=True))
+    logprobs = choice["logprobs"]
+    return list(
+        zip(choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    )
 
 
 def computed(engine: Engine, tokens: Sequence[int]) -> Scored:
@@ -115,8 +117,8 @@ class Talks:
                 self._heard(number, answer)
 
     def _heard(self, number: int, answer: Json) -> None:
-        said, prompt = scored(answer), self._branches[number]
-        assert said == computed(self._alone, prompt), (self._family, number)
+        tokens, prompt = scored(answer), self._branches[number]
+        assert tokens == computed(self._alone, prompt), (self._family, number)
         usage = answer["usage"]
         found = Counter(usage["cached_tokens_details"])
         outcomes = {fetch["outcome"] for fetch in usage["storage_fetches"]}
@@ -127,8 +129,8 @@ class Talks:
         self.found += found
         self.fetches.update(outcomes)
         # The last generated token was never computed.
-        self._known[number] = (len(prompt) + len(said) - 1) // PAGE * PAGE
-        self._branches[number] = prompt + [token for token, *_ in said] + self.text(9)
+        self._known[number] = (len(prompt) + len(tokens) - 1) // PAGE * PAGE
+        self._branches[number] = prompt + [token for token, *_ in tokens] + self.text(9)
 
     def close(self) -> None:
         self._alone.cache.close()

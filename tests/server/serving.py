@@ -144,7 +144,7 @@ class InProcess:
 
     def settled(self) -> dict[str, Any]:
         """The cache's report once nothing runs, waits or moves; it must have nothing against it."""
-        report = self.until(lambda said: not any(_going_on(said)))
+        report = self.until(lambda found: not any(_going_on(found)))
         assert report["violations"] == []
         for pools in report["tiers"].values():
             for pool in pools.values():

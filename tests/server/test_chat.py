@@ -32,14 +32,14 @@ def test_an_answer_has_the_shape_of_openais(client: Client) -> None:
 
 def test_a_conversation_is_what_its_template_makes_of_it(client: Client) -> None:
     rendered = "<|system|>hat<|end|><|user|>the cat<|end|><|assistant|>"
-    said = client.complete(rendered, **GREEDY)["choices"][0]["text"]
+    text = client.complete(rendered, **GREEDY)["choices"][0]["text"]
     system = {"role": "system", "content": "hat"}
-    assert content(client.chat(system, "the cat", **GREEDY)) == said
+    assert content(client.chat(system, "the cat", **GREEDY)) == text
     parts = {"role": "user", "content": [{"type": "text", "text": t} for t in ("the ", "cat")]}
-    assert content(client.chat(system, parts, **GREEDY)) == said
+    assert content(client.chat(system, parts, **GREEDY)) == text
     shouted = client.complete(rendered.replace("<|ass", "!<|ass"), **GREEDY)["choices"][0]["text"]
     options = {"chat_template_kwargs": {"shout": True}}
-    assert content(client.chat(system, "the cat", **GREEDY, **options)) == shouted != said
+    assert content(client.chat(system, "the cat", **GREEDY, **options)) == shouted != text
 
 
 def test_a_stream_begins_with_the_role_and_says_the_same(client: Client) -> None:

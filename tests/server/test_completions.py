@@ -80,8 +80,8 @@ def test_sixteen_tokens_come_by_default(client: Client) -> None:
 def test_a_text_is_as_good_as_its_tokens(server: InProcess, client: Client) -> None:
     assert server.engine.tokenizer is not None
     ids = server.engine.tokenizer.encode(PROMPT)
-    said = only(client.complete(PROMPT, **GREEDY))["text"]
-    assert only(client.complete(ids, **GREEDY))["text"] == said
+    text = only(client.complete(PROMPT, **GREEDY))["text"]
+    assert only(client.complete(ids, **GREEDY))["text"] == text
     assert client.complete(ids, **GREEDY)["usage"]["prompt_tokens"] == len(ids)
 
 
@@ -122,11 +122,11 @@ def test_token_ids_are_returned_when_asked_for(server: InProcess, client: Client
 
 
 def test_echo_puts_the_prompt_before_the_answer(client: Client) -> None:
-    said = only(client.complete(PROMPT, **GREEDY))["text"]
-    assert only(client.complete(PROMPT, **GREEDY, echo=True))["text"] == PROMPT + said
+    text = only(client.complete(PROMPT, **GREEDY))["text"]
+    assert only(client.complete(PROMPT, **GREEDY, echo=True))["text"] == PROMPT + text
     assert only(client.complete(PROMPT, max_tokens=0, echo=True))["text"] == PROMPT
     chunks = client.stream(PATH, prompt=PROMPT, **GREEDY, echo=True)
-    assert joined(chunks) == PROMPT + said
+    assert joined(chunks) == PROMPT + text
 
 
 def test_no_tokens_may_be_asked_for(client: Client) -> None:
@@ -332,16 +332,16 @@ def test_offsets_say_where_tokens_begin(client: Client, echo: bool) -> None:
 def test_echo_scores_the_prompt_as_generating_it_would(exact: Client) -> None:
     """Bit for bit: what was generated one by one is scored in one go."""
     prompt = fresh_ids(2)
-    said = only(
+    answer = only(
         exact.complete(prompt, max_tokens=50, seed=1, logprobs=2, ignore_eos=True,
                        return_token_ids=True)
     )  # fmt: skip
-    whole = [*prompt, *said["token_ids"]]
+    whole = [*prompt, *answer["token_ids"]]
     scored = only(exact.complete(whole, max_tokens=0, echo=True, logprobs=2))["logprobs"]
     assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
     assert len(scored["tokens"]) == len(whole)
     for name in ("token_logprobs", "top_logprobs", "tokens"):
-        assert scored[name][len(prompt) :] == said["logprobs"][name]
+        assert scored[name][len(prompt) :] == answer["logprobs"][name]
     longer = only(exact.complete(whole, max_tokens=3, echo=True, logprobs=2, temperature=0))
     assert longer["logprobs"]["token_logprobs"][: len(whole)] == scored["token_logprobs"]
     assert len(longer["logprobs"]["tokens"]) == len(whole) + 3

@@ -93,8 +93,8 @@ def test_a_stream_of_a_chat(ai: openai.OpenAI) -> None:
     chunks = list(
         ai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     )
-    said = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(said) == whole.choices[0].message.content
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None and whole.usage is not None
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens

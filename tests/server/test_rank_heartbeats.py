@@ -17,7 +17,7 @@ import pytest
 from kvtide.server.ranks.step_watch import StepClock, StepWatch, StuckStep
 from tests.processes import freeze
 from tests.server.serving import ForkedChild
-from tests.server.test_ranks import FLAGS, PROMPTS, ask, expected, gone, said, workers
+from tests.server.test_ranks import FLAGS, PROMPTS, ask, expected, gone, texts_of, workers
 
 __all__ = ["expected"]
 
@@ -97,7 +97,7 @@ def test_workers_of_a_frozen_leader_end_by_themselves(model_folder: Path) -> Non
 
 
 def _has_ended(pid: int) -> bool:
-    """Nobody has read how it ended: its parent is frozen."""
+    """How it ended is not read: its parent is frozen."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_thaws_in_time_is_not_missed(
             freeze(process)
             time.sleep(1.0)
             os.kill(process, signal.SIGCONT)
-            assert said(ask(client, PROMPTS[0])) == expected[0]
+            assert texts_of(ask(client, PROMPTS[0])) == expected[0]
         child.terminate()
         assert child.exit_code() == 0, child.said
 
@@ -127,7 +127,7 @@ def test_a_long_step_is_no_silence(
         hold.touch()
         threading.Timer(2 * SILENCE_S, hold.unlink).start()
         began = time.monotonic()
-        assert said(ask(client, PROMPTS[0])) == expected[0]
+        assert texts_of(ask(client, PROMPTS[0])) == expected[0]
         assert time.monotonic() - began > SILENCE_S
         child.terminate()
         assert child.exit_code() == 0, child.said

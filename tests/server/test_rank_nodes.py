@@ -30,7 +30,7 @@ from kvtide.server.settings import Settings
 from tests.processes import free_port
 from tests.server.namespaces import NodeChild, two_namespaces
 from tests.server.serving import Child, ForkedChild
-from tests.server.test_ranks import FLAGS, PROMPTS, ask, expected, said
+from tests.server.test_ranks import FLAGS, PROMPTS, ask, expected, texts_of
 
 __all__ = ["expected"]
 
@@ -72,7 +72,7 @@ def test_ranks_of_two_machines_answer_as_one(
         ):
             client = leader.client()
             for prompt, wanted in zip(PROMPTS, expected[: len(PROMPTS)], strict=True):
-                assert said(first.inside(lambda prompt=prompt: ask(client, prompt))) == wanted
+                assert texts_of(first.inside(lambda prompt=prompt: ask(client, prompt))) == wanted
             leader.terminate()
             assert leader.exit_code() == 0, leader.said
             assert node.exit_code() == 0, node.said
@@ -118,7 +118,7 @@ def test_only_a_node_that_knows_the_secret_and_the_settings_is_taken(
         assert leader.process.poll() is None, leader.said
         with ForkedChild(others, SECRET) as node:
             client = leader.client()
-            assert said(ask(client, PROMPTS[0])) == expected[0]
+            assert texts_of(ask(client, PROMPTS[0])) == expected[0]
             # A signal to any node drains all.
             node.terminate()
             assert leader.exit_code() == 0, leader.said
@@ -234,12 +234,12 @@ def test_a_node_has_its_own_part_of_the_ranks() -> None:
     assert alone.place.secret != RankNodes.of(Settings(tp=2), {}).place.secret
 
 
-def test_settings_of_a_node_that_need_not_agree_are_not_told() -> None:
+def test_settings_of_a_node_that_need_not_agree_are_not_sent() -> None:
     ours = shared_settings(replace(NODES, api_key="k", storage="redis://:password@host"))
     assert not ours.keys() & {"api_key", "admin_key", "storage", "model", "node"}
     assert difference(ours, shared_settings(replace(NODES, node=1, model="/elsewhere"))) is None
-    said = difference(ours, shared_settings(replace(NODES, tp=1, nodes=1)))
-    assert said is not None and said.startswith("--tp is 1 there and 2 here;")
+    sentence = difference(ours, shared_settings(replace(NODES, tp=1, nodes=1)))
+    assert sentence is not None and sentence.startswith("--tp is 1 there and 2 here;")
 
 
 def test_an_address_has_an_interface() -> None:

@@ -37,7 +37,7 @@ def ask(client: Client, prompt: str, **fields: object) -> Json:
     )
 
 
-def said(answer: Json) -> list[str]:
+def texts_of(answer: Json) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
@@ -52,7 +52,9 @@ def expected(model_folder: Path) -> Iterator[list[list[str]]]:
         model=str(model_folder), port=0, page_tokens=PAGE, storage="none", deterministic=True
     )
     server = InProcess(settings)
-    yield [said(ask(server.client, prompt, **form)) for form in ({}, FORM) for prompt in PROMPTS]
+    yield [
+        texts_of(ask(server.client, prompt, **form)) for form in ({}, FORM) for prompt in PROMPTS
+    ]
     server.close()
 
 
@@ -117,12 +119,12 @@ def test_ranks_answer_as_one_go_on_from_storage_and_end_together(
         with start(arguments) as child:
             client = child.client()
             worker = workers(child)[0]
-            answers = [ask(client, prompt, stop=["never said"]) for prompt in PROMPTS]
-            assert [said(answer) for answer in answers] == free
+            answers = [ask(client, prompt, stop=["never written"]) for prompt in PROMPTS]
+            assert [texts_of(answer) for answer in answers] == free
             assert all((brought(answer) > 0) == (life == 1) for answer in answers)
             again = [ask(client, prompt) for prompt in PROMPTS]
-            assert [said(answer) for answer in again] == free
-            assert [said(ask(client, prompt, **FORM)) for prompt in PROMPTS] == constrained
+            assert [texts_of(answer) for answer in again] == free
+            assert [texts_of(ask(client, prompt, **FORM)) for prompt in PROMPTS] == constrained
             assert client.get("/health").status == 200
             assert client.get("/admin/cache").json()["violations"] == []
             end(child, worker)
@@ -138,18 +140,18 @@ def test_every_shape_goes_on_from_what_all_others_stored(
     turns = [" ".join(PROMPTS) + " and that is that" * 3 * turn for turn in range(5)]
     plain = Settings(model=str(model_folder), port=0, page_tokens=PAGE, storage="none")
     server = InProcess(plain)
-    expected = [said(ask(server.client, prompt)) for prompt in turns]
+    expected = [texts_of(ask(server.client, prompt)) for prompt in turns]
     server.close()
     shapes = [(), ("--tp", "2"), ("--pp", "2"), ("--pp", "2", "--tp", "2"), ()]
     before = 0
     for shape, prompt, wanted in zip(shapes, turns, expected, strict=True):
         with ForkedChild((str(model_folder), *flags, *shape, "--storage", url)) as child:
             answer = ask(child.client(), prompt)
-            assert said(answer) == wanted
+            assert texts_of(answer) == wanted
             assert brought(answer) // PAGE == before // PAGE, shape
             before = answer["usage"]["prompt_tokens"]
             child.terminate()
-            assert child.exit_code() == 0, child.said
+            assert child.exit_code() == 0, child.texts_of
 
 
 @pytest.mark.full
@@ -164,17 +166,17 @@ def test_a_store_is_attached_cleared_and_left_by_all_ranks(
         assert refused.status == 400
         reply = client.send("PUT", "/admin/storage", f'{{"url": "{url}"}}'.encode())
         assert reply.status == 200 and reply.json()["attached"]
-        assert said(ask(client, PROMPTS[0])) == expected[0]
+        assert texts_of(ask(client, PROMPTS[0])) == expected[0]
         dropped = {}
         deadline = time.monotonic() + 60
         while not dropped.get("host") or client.get("/admin/storage").json()["waiting_pages"]:
             assert time.monotonic() < deadline
             dropped = client.post("/admin/flush?tier=all").json()["dropped_pages"]
         answer = ask(client, PROMPTS[0])
-        assert said(answer) == expected[0] and brought(answer) > 0
+        assert texts_of(answer) == expected[0] and brought(answer) > 0
         assert client.post("/admin/storage/clear").json()["over"]
         assert client.send("DELETE", "/admin/storage").json() == {"attached": False}
-        assert said(ask(client, PROMPTS[1])) == expected[1]
+        assert texts_of(ask(client, PROMPTS[1])) == expected[1]
         body = b'{"prompt": "the cat", "max_tokens": 3000, "stream": true}'
         client.open("POST", "/v1/completions", body)
         time.sleep(0.3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.server.serving import PAGE, Child
-from tests.server.test_ranks import PROMPTS, ask, said
+from tests.server.test_ranks import PROMPTS, ask, texts_of
 
 
 def answered(folder: Path, device: torch.device, *flags: str) -> list[list[str]]:
@@ -19,7 +19,7 @@ def answered(folder: Path, device: torch.device, *flags: str) -> list[list[str]]
     arguments = (str(folder), "--port", "0", *computed, "--storage", "none", *flags)
     with Child(arguments, patience_s=300.0) as child:
         client = child.client()
-        found = [said(ask(client, prompt)) for prompt in PROMPTS * 2]
+        found = [texts_of(ask(client, prompt)) for prompt in PROMPTS * 2]
         child.terminate()
         assert child.exit_code() == 0, child.said
         assert "Traceback" not in child.said

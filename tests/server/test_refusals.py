@@ -315,9 +315,9 @@ def status(client: Client, path: str, authorization: bytes | None) -> int:
     headers = {} if authorization is None else {"Authorization": authorization}
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
-    said = answer.read()
+    body = answer.read()
     connection.close()
-    assert answer.status != 401 or json.loads(said)["error"]["message"].startswith("this needs the")
+    assert answer.status != 401 or json.loads(body)["error"]["message"].startswith("this needs the")
     return answer.status
 
 

@@ -39,7 +39,7 @@ def test_answers_are_those_of_a_server_with_resident_pools(
         {"resident": f"hot:{4 * TOPK}", "speculate": "ngram", "draft_tokens": 3},
     ):
         server = serve(model=folder, **SIZES, **chosen)
-        said = []
+        logprobs = []
         for _ in range(2):
             with ThreadPoolExecutor(3) as clients:
                 made = clients.map(
@@ -48,12 +48,12 @@ def test_answers_are_those_of_a_server_with_resident_pools(
                     ),
                     PROMPTS,
                 )
-                said += [answer["choices"][0]["logprobs"] for answer in made]
+                logprobs += [answer["choices"][0]["logprobs"] for answer in made]
         report = server.settled()
         assert report["violations"] == []
         hot = {pool["name"] for pool in report["pools"] if pool["hot"]}
         assert hot == (set() if chosen["resident"] == "all" else {"kv"})
-        answers.append(said)
+        answers.append(logprobs)
     assert answers[0] == answers[1] == answers[2]
 
 

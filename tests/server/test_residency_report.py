@@ -52,7 +52,7 @@ def test_metrics_and_report_agree_on_hits_and_misses(sparse: Any) -> None:
     assert found["kvtide_hot_rows", frozenset({("state", "capacity")})] == 2
 
 
-def test_without_hot_pools_nothing_is_said_of_them(server: Any, client: Any) -> None:
+def test_without_hot_pools_nothing_is_reported_of_them(server: Any, client: Any) -> None:
     assert {(p["home"], p["hot"]) for p in server.settled()["pools"]} == {("device", None)}
     assert not [name for name, _ in scraped(client) if "hot" in name]
 

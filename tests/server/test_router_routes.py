@@ -104,7 +104,7 @@ def test_a_probe_for_grpc_gets_400_and_leaves_no_traceback(
     assert caplog.records == []
 
 
-def test_roles_and_handoff_addresses_are_told(serve: Callable[..., InProcess]) -> None:
+def test_roles_and_handoff_addresses_are_answered(serve: Callable[..., InProcess]) -> None:
     found = serve(role="prefill").client.get("/server_info").json()
     port = found["handoff"]["port"]
     assert (found["role"], found["disaggregation_mode"]) == ("prefill", "prefill")
@@ -137,7 +137,9 @@ def test_loads_count_requests_and_their_tokens(serve: Callable[..., InProcess]) 
     prompts = [[n] * 40 for n in range(5, 8)]
     body = {"max_tokens": 2000, "ignore_eos": True, "stream": True}
     opened = [server.client.start("/v1/completions", prompt=each, **body) for each in prompts]
-    server.until(lambda said: said["requests"]["running"] == 2 and said["requests"]["waiting"] == 1)
+    server.until(
+        lambda report: report["requests"]["running"] == 2 and report["requests"]["waiting"] == 1
+    )
     found = server.client.get("/loads").json()
     (load,) = found["loads"]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (2, 1)
@@ -214,7 +216,7 @@ def test_the_prefill_side_opens_rooms_that_the_decode_side_reads() -> None:
         else:
             assert asked == replace(opened, side=HandoffSide.DECODE)
     rooms = {each.room for each in first if each is not None}
-    assert len(rooms) == 2 and all(len(room) == 32 for room in rooms), "nobody guesses them"
+    assert len(rooms) == 2 and all(len(room) == 32 for room in rooms), "they cannot be guessed"
 
 
 def test_only_a_prefill_server_that_was_asked_first_answers_with_rooms() -> None:

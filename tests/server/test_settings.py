@@ -67,8 +67,8 @@ def variant(model_folder: Path, tmp_path: Path) -> Callable[..., Path]:
     def made(files: dict[str, str] | None = None, **config: object) -> Path:
         folder = tmp_path / "variant"
         shutil.copytree(model_folder, folder)
-        said = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**said, **config}))
+        config_json = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config_json, **config}))
         for name, text in (files or {}).items():
             (folder / name).write_text(text)
         return folder
@@ -577,9 +577,9 @@ def test_pages_are_stored_in_the_cache_directory_by_default(
     stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache?"))
-    said, stats = stored()
+    sentence, stats = stored()
     folder = tmp_path / "a cache?" / "kvtide" / "pages"
-    assert said == f"pages are stored in file://{folder}, up to 20GB; --storage changes that"
+    assert sentence == f"pages are stored in file://{folder}, up to 20GB; --storage changes that"
     assert stats is not None and stats.state == "attached"
     assert folder.stat().st_mode & 0o777 == 0o700, "others have no business there"
     assert stored(storage="none") == ("pages are not stored", None)
@@ -601,9 +601,9 @@ def test_without_its_usual_folder_a_server_serves_on(
     stored: Stored, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", place)
-    said, stats = stored()
-    assert said.startswith(f"pages are not stored: {place}/kvtide/pages cannot be made (")
-    assert said.endswith("; name another folder with --storage")
+    sentence, stats = stored()
+    assert sentence.startswith(f"pages are not stored: {place}/kvtide/pages cannot be made (")
+    assert sentence.endswith("; name another folder with --storage")
     assert stats is None
 
 
@@ -676,8 +676,8 @@ def test_beside_a_gpu_tiers_take_what_is_free_and_never_more_than_they_may(ranks
     assert gpu_sizes(given, gpu, machine) == (Bytes(48 * GB), Bytes(150 * GB // ranks))
     full = MachineMemory(80 * GB, 14 * GB)
     assert gpu_sizes(given, full, machine)[0] == Bytes(full.max_bytes) != Bytes(int(11.2 * GB))
-    said = replace(given, device_tokens=1000, host_ratio=3.0)
-    assert gpu_sizes(said, gpu, machine) == (Tokens(1000), Ratio(3.0))
+    explicit = replace(given, device_tokens=1000, host_ratio=3.0)
+    assert gpu_sizes(explicit, gpu, machine) == (Tokens(1000), Ratio(3.0))
 
 
 def test_ranks_that_share_a_gpu_divide_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def ask(client: Client, body: dict[str, Any], **fields: Any) -> Any:
     return client.complete(REPETITIVE, **{"max_tokens": ANSWER, **body, **fields})
 
 
-def said(answer: Any) -> Any:
+def choices_of(answer: Any) -> Any:
     """All that a client may not be able to tell apart."""
     return answer["choices"], answer["usage"]["completion_tokens"]
 
@@ -82,7 +82,7 @@ def plain(model_folder: Path) -> Iterator[list[Any]]:
 def test_ngram_changes_no_answer(serve: Serve, plain: list[Any], drafts: int) -> None:
     server = serve(speculate="ngram", draft_tokens=drafts, deterministic=True)
     for body, expected in zip(BODIES, plain, strict=True):
-        assert said(ask(server.client, body)) == said(expected)
+        assert choices_of(ask(server.client, body)) == choices_of(expected)
     lengths = server.engine.accept_lengths
     assert lengths is not None and lengths.accepted and lengths.rejected
     server.settled()
@@ -97,7 +97,7 @@ def test_a_draft_model_changes_no_answer(
     assert "draft" in server.engine.cache.memory.draft_sidecars[0]
     for _ in range(2):  # The second time from cached pages.
         for body, expected in zip(BODIES, plain, strict=True):
-            assert said(ask(server.client, body)) == said(expected)
+            assert choices_of(ask(server.client, body)) == choices_of(expected)
     lengths = server.engine.accept_lengths
     assert lengths is not None and lengths.rejected
     server.settled()
@@ -260,7 +260,7 @@ def test_a_checkpoint_with_a_next_token_layer_drafts_without_flags(
             first, again, off = (
                 client.complete(5 * REPETITIVE, **asked, speculate=on) for on in (True, True, False)
             )
-            assert said(off) == said(first) == said(again)
+            assert choices_of(off) == choices_of(first) == choices_of(again)
             assert drafts_of(off) == (0, 0)
             counted += [drafts_of(first), drafts_of(again)]
         accepted, rejected = (sum(each) for each in zip(*counted, strict=True))
@@ -333,9 +333,9 @@ def test_a_draft_beside_the_weights_is_found(
     assert speculation(model=str(model), speculate="none") == "speculation: none"
     assert speculation(model=str(model), speculate="ngram").startswith("speculation: ngram")
     shutil.copy(model / "model.safetensors", place / "model.safetensors")
-    said = speculation(model=str(model))
-    assert said.startswith("speculation: none; the draft beside the weights is not used: ")
-    assert "fc.weight" in said
+    sentence = speculation(model=str(model))
+    assert sentence.startswith("speculation: none; the draft beside the weights is not used: ")
+    assert "fc.weight" in sentence
 
 
 @pytest.mark.parametrize(
@@ -398,6 +398,6 @@ def test_ranks_draft(
         client = server.client()
         assert f"speculation: {drafts}" in server.said
         answer = ask(client, {"temperature": 0})
-        assert said(answer) == said(plain[0])
+        assert choices_of(answer) == choices_of(plain[0])
         counted = answer["usage"]["completion_tokens_details"]
         assert sum(counted.values()) > 0

@@ -236,10 +236,10 @@ def test_a_client_that_goes_while_a_store_is_attached_leaves_one_that_answers(
         apply(command, rank)
 
     monkeypatch.setattr(engine_commands.AttachStore, "apply", slowly)
-    said = json.dumps({"url": url}).encode()
-    head = f"PUT {ROUTE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(said)}\r\n\r\n".encode()
+    body = json.dumps({"url": url}).encode()
+    head = f"PUT {ROUTE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection((server.address, server.port), timeout=10) as raw:
-        raw.sendall(head + said)
+        raw.sendall(head + body)
         assert at_it.wait(10), "the engine is not asked"
     time.sleep(0.2)
     busy.set()

@@ -92,13 +92,13 @@ def test_an_answer_matches_its_regex(client: Client, regex: str) -> None:
 
 def test_an_answer_is_one_of_its_choices(client: Client) -> None:
     texts = ["yes", 'no "really"', "maybe\n", "世界", "ye", "<|end|>"]
-    said = {
+    answers = {
         client.chat("?", choice=texts, seed=seed, temperature=2.0)["choices"][0]["message"][
             "content"
         ]
         for seed in range(12)
     }
-    assert said <= {*texts} and len(said) > 2
+    assert answers <= {*texts} and len(answers) > 2
 
 
 def test_json_objects_and_plain_text(client: Client) -> None:
@@ -353,8 +353,8 @@ def test_the_default_model_streams_several_constrained_answers(smollm2: InProces
         0
     ]["message"]["content"] in {"yes", "no"}
     date = r"(19|20)\d\d-(0\d|1[0-2])-[0-3]\d"
-    said = smollm2.client.complete("Today is ", regex=date, temperature=0)["choices"][0]["text"]
-    assert re.fullmatch(date, said)
+    text = smollm2.client.complete("Today is ", regex=date, temperature=0)["choices"][0]["text"]
+    assert re.fullmatch(date, text)
 
 
 @pytest.mark.full

@@ -90,11 +90,11 @@ def test_windows_without_a_history_fill_the_tier() -> None:
 
 
 def test_a_tier_too_small_for_a_page_of_every_pool_names_the_least() -> None:
-    least = bytes_for(MEMORIES["state beside history"], 1)
-    assert least == 1600 + 3 * 11200
+    min_bytes = bytes_for(MEMORIES["state beside history"], 1)
+    assert min_bytes == 1600 + 3 * 11200
     with pytest.raises(SpecError, match=r"35,199 bytes do not hold .* use at least 35,200"):
-        pages_for(MEMORIES["state beside history"], least - 1)
-    assert pages_for(MEMORIES["state beside history"], least) == {"kv": 1, "state": 3}
+        pages_for(MEMORIES["state beside history"], min_bytes - 1)
+    assert pages_for(MEMORIES["state beside history"], min_bytes) == {"kv": 1, "state": 3}
 
 
 def test_memory_without_a_byte_is_refused() -> None:

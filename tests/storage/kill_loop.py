@@ -53,7 +53,7 @@ def use(folder: Path, cap: int, number: int, seed: int, say: int) -> None:
     # So short that all of it happens all the time.
     file_store.SYNC_EVERY_S = file_store.LOG_USES_EVERY_S = 0.01
     file_store.LONGEST_JOURNAL_BYTES = 8 << 10
-    file_store.DESCRIBED_SHARE = 0
+    file_store.RECORDS_PER_OBJECT = 0
     dice = random.Random(seed)
     store = open_folder(folder, cap, number)
     os.write(say, b"= open\n")
@@ -112,7 +112,7 @@ class Child:
             self._heard += heard
 
     def kill(self) -> list[tuple[str, str]]:
-        """End it, and what it said."""
+        """End it, and what it wrote."""
         os.kill(self._pid, signal.SIGKILL)
         while heard := os.read(self._hear, 1 << 16):
             self._heard += heard
@@ -164,7 +164,7 @@ class Loop:
         self.kills += 1
         for what, text in child.kill():
             if what == "!":
-                self.violations.append(f"a process said: {text}")
+                self.violations.append(f"a process reports: {text}")
             elif what == "+":
                 self.kept[child.number].add(bytes.fromhex(text))
                 self.acknowledged += 1
@@ -173,7 +173,7 @@ class Loop:
                 self.gone[child.number].add(bytes.fromhex(text))
 
     def verify(self, folder: Path, cap: int, number: int, other: int | None = None) -> None:
-        """Open the folder and look at everything. `other`: someone is still writing there."""
+        """Open the folder and look at everything. `other`: a process that still writes there."""
         store = open_folder(folder, cap, number)
         try:
             kept = list(self.kept[number])

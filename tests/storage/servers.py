@@ -50,8 +50,8 @@ class Server:
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                said = (self.folder / "log").read_text("utf-8", "replace")[-2000:]
-                raise AssertionError(f"{self._command[0]} does not listen; it said:\n{said}")
+                log = (self.folder / "log").read_text("utf-8", "replace")[-2000:]
+                raise AssertionError(f"{self._command[0]} does not listen; its log:\n{log}")
             time.sleep(0.02)
 
     def _listens(self) -> bool:

@@ -23,8 +23,8 @@ from tests.storage.test_file_store import KIB, OTHER, SPACE, body, got, key, put
 
 
 def opened(folder: Path, space: bytes = SPACE, **settings: object) -> FileStore:
-    said = {"cap": "100MB", "floor": "0", "threads": "3", "segment": "1MiB"} | settings
-    query = "&".join(f"{name}={value}" for name, value in said.items())
+    options = {"cap": "100MB", "floor": "0", "threads": "3", "segment": "1MiB"} | settings
+    query = "&".join(f"{name}={value}" for name, value in options.items())
     store = open_store(f"file://{folder}?{query}", space)
     assert isinstance(store, FileStore)
     return store
@@ -305,7 +305,7 @@ def test_reads_and_writes_that_stop_half_way_are_taken_up_again(
     read, write = os.preadv, os.pwritev
 
     def some(move: object) -> object:
-        return lambda fd, vectors, offset: move(fd, [vectors[0][:4096]], offset)  # type: ignore[operator]
+        return lambda fd, vectors, offset: move(fd, [vectors[0][:4096]], offset)
 
     monkeypatch.setattr(os, "preadv", some(read))
     monkeypatch.setattr(os, "pwritev", some(write))

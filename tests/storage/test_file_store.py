@@ -33,8 +33,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     stores: list[Store] = []
 
     def open_it(space: bytes = SPACE, **settings: object) -> Store:
-        said = {"cap": "100MB", "floor": "0", "threads": "3", "segment": "1MiB"} | settings
-        query = "&".join(f"{name}={value}" for name, value in said.items())
+        options = {"cap": "100MB", "floor": "0", "threads": "3", "segment": "1MiB"} | settings
+        query = "&".join(f"{name}={value}" for name, value in options.items())
         stores.append(open_store(f"file://{tmp_path}/store?{query}", space))
         return stores[-1]
 
@@ -419,7 +419,7 @@ def test_defaults_leave_half_of_the_disk_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "sentence"),
     [
         ("file://host/x", "whole path"),
         ("file:x", "whole path"),
@@ -428,8 +428,8 @@ def test_defaults_leave_half_of_the_disk_alone(tmp_path: Path) -> None:
         ("file:///proc/nothing/here", "cannot be used"),
     ],
 )
-def test_bad_urls_are_refused_in_a_sentence(url: str, said: str) -> None:
-    with pytest.raises(StoreError, match=said):
+def test_bad_urls_are_refused_in_a_sentence(url: str, sentence: str) -> None:
+    with pytest.raises(StoreError, match=sentence):
         open_store(url, SPACE)
 
 

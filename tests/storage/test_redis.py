@@ -399,8 +399,8 @@ def test_passwords_are_used_and_never_shown(tmp_path, open_here):
     try:
         host = f"127.0.0.1:{server.port}/0"
         for wrong in (f"redis://{host}", f"redis://:wrong@{host}", f"redis://me:s3cret@{host}"):
-            said = _refusal(wrong)
-            assert "password" in said and "wrong@" not in said and "s3cret" not in said
+            refusal = _refusal(wrong)
+            assert "password" in refusal and "wrong@" not in refusal and "s3cret" not in refusal
         for right in (f"redis://:s3cret%2Fword@{host}", f"redis://default:s3cret%2Fword@{host}"):
             store = open_here(right)
             assert store.exists(new_keys(1)) == [False]

@@ -72,13 +72,13 @@ def test_slices_cover_a_batch_once_and_weigh_about_the_same():
     chance = random.Random(7)
     for _ in range(300):
         weights = [chance.randint(0, 100) for _ in range(chance.randint(1, 50))]
-        most, least = chance.randint(1, 8), chance.randint(1, 200)
-        found = batch_slices(weights, most, least)
-        assert [n for share in found for n in range(share.start, share.stop)] == list(
+        max_batch, min_weight = chance.randint(1, 8), chance.randint(1, 200)
+        found = batch_slices(weights, max_batch, min_weight)
+        assert [n for part in found for n in range(part.start, part.stop)] == list(
             range(len(weights))
         )
-        assert 1 <= len(found) <= most
-        assert all(share.start < share.stop for share in found)
+        assert 1 <= len(found) <= max_batch
+        assert all(part.start < part.stop for part in found)
         fair = sum(weights) / len(found)
-        assert all(sum(weights[share]) <= fair + 200 for share in found)
+        assert all(sum(weights[part]) <= fair + 200 for part in found)
     assert len(batch_slices([1] * 100, 4, 1000)) == 1

@@ -144,8 +144,8 @@ def _rank(
         size = area.base + arrangement.bytes + GUARD
         regions[area.region] = rng.integers(0, 256, size, np.uint8)
     # As peers get them.
-    told = MemoryManifest.from_json(json.loads(json.dumps(manifest.to_json())))
-    return Rank(memory, tensor, told, list(areas), regions)
+    received = MemoryManifest.from_json(json.loads(json.dumps(manifest.to_json())))
+    return Rank(memory, tensor, received, list(areas), regions)
 
 
 @dataclass

@@ -359,8 +359,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def limit(group: Path, most: str, current: int) -> None:
-    write(group / "memory.max", f"{most}\n")
+def limit(group: Path, maximum: str, current: int) -> None:
+    write(group / "memory.max", f"{maximum}\n")
     write(group / "memory.current", f"{current}\n")
 
 

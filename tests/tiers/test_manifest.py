@@ -138,7 +138,7 @@ def test_a_row_has_one_place_in_an_area() -> None:
 
 
 def test_json_grows_with_layers_by_two_numbers() -> None:
-    """What all rows of a pool have in common is said once."""
+    """What all rows of a pool have in common is written once."""
     sizes = []
     for layers in (8, 72):
         memory = family("llama", PAGE_TOKENS, num_hidden_layers=layers)

@@ -99,8 +99,8 @@ def divides(memory: ModelMemory, shape: Shape) -> bool:
         return False
 
 
-def slot_counts(memory: ModelMemory, least: int) -> dict[str, int]:
-    return {anchor.name: least + number for number, anchor in enumerate(memory.anchors)}
+def slot_counts(memory: ModelMemory, min_slots: int) -> dict[str, int]:
+    return {anchor.name: min_slots + number for number, anchor in enumerate(memory.anchors)}
 
 
 @st.composite
@@ -425,7 +425,7 @@ def changed(manifest: MemoryManifest, **values: object) -> MemoryManifest:
     """With other values in the shape of every row of kv."""
 
     def row(one: RowPlace) -> RowPlace:
-        return replace(one, shape=replace(one.shape, **values)) if one.pool == "kv" else one  # type: ignore[arg-type]
+        return replace(one, shape=replace(one.shape, **values)) if one.pool == "kv" else one
 
     areas = (replace(area, rows=tuple(map(row, area.rows))) for area in manifest.areas)
     return replace(manifest, areas=tuple(areas))

@@ -75,8 +75,8 @@ def test_first_answers_are_greedy_and_the_others_sampled(
     for one in answered[::3]:
         ids = torch.tensor([one.tokens])
         with torch.no_grad():
-            said = model(ids, use_cache=False).logits[0].argmax(-1)
-        assert tuple(said[len(one.prompt) - 1 : -1].tolist()) == one.answer
+            greedy = model(ids, use_cache=False).logits[0].argmax(-1)
+        assert tuple(greedy[len(one.prompt) - 1 : -1].tolist()) == one.answer
     sampled = [one.answer for number, one in enumerate(answered) if number % 3]
     assert len(set(sampled)) == len(sampled)
     again = generate(target.model, prompts(4), PLAN, frozenset(), silent)
@@ -141,28 +141,28 @@ def test_hidden_states_are_those_of_transformers(
         assert torch.allclose(found.captured[first:end], torch.cat(wanted, -1), atol=2e-5)
         assert torch.allclose(found.last[first:end], last, atol=2e-5)
         with torch.no_grad():
-            said = oracle("llama")(found.tokens[None, first:end], use_cache=False).logits[0]
-        assert torch.allclose(logits[first:end], said, atol=2e-5)
+            expected = oracle("llama")(found.tokens[None, first:end], use_cache=False).logits[0]
+        assert torch.allclose(logits[first:end], expected, atol=2e-5)
     late = target_states(target.model, (0, 1, 2), answered, silent, until=0.0)
     assert len(late) == len(answered), "all that fit into one step"
     assert torch.equal(late.states, found.states)
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens_of_answers() -> None:
-    said = [Answered((9, 9, 9, 9), (5, 5, 5, 2, 2, 7)), Answered((9,), (5, 7, 1))]
-    found = choose_vocabulary(said, 3, 11)
+    answered = [Answered((9, 9, 9, 9), (5, 5, 5, 2, 2, 7)), Answered((9,), (5, 7, 1))]
+    found = choose_vocabulary(answered, 3, 11)
     assert found is not None
     assert found.tokens.tolist() == [2, 5, 7]
     assert found.coverage == 8 / 9
     assert found.d2t.tolist() == [2, 4, 5]
     assert found.t2d.nonzero().squeeze(1).tolist() == [2, 5, 7]
-    assert choose_vocabulary(said, None, 11) is None
-    padded = choose_vocabulary(said, 6, 11)
+    assert choose_vocabulary(answered, None, 11) is None
+    padded = choose_vocabulary(answered, 6, 11)
     assert padded is not None and padded.tokens.tolist() == [0, 1, 2, 3, 5, 7]
-    more = extended_vocabulary(said, torch.tensor([4, 7]), 4, 11)
+    more = extended_vocabulary(answered, torch.tensor([4, 7]), 4, 11)
     assert more.tokens.tolist() == [2, 4, 5, 7] and more.coverage == 8 / 9
     assert more.d2t.tolist() == [2, 3, 3, 4]
-    same = extended_vocabulary(said, torch.tensor([4, 7]), 2, 11)
+    same = extended_vocabulary(answered, torch.tensor([4, 7]), 2, 11)
     assert same.tokens.tolist() == [4, 7] and same.coverage == 2 / 9
 
 
@@ -337,15 +337,15 @@ def test_the_loss_is_that_of_a_count_by_hand(
         ahead = [torch.tensor([*known_tokens[1 + s :], *[0] * (1 + s)]) for s in (0, 1)]
         with torch.no_grad():
             hidden = draft(states.captured[None, span], [model.embedding(a)[None] for a in ahead])
-            said = [draft.logits(step)[0].log_softmax(-1) for step in hidden]
+            log_probs = [draft.logits(step)[0].log_softmax(-1) for step in hidden]
         for step in (0, 1):
             for predicted in range(max(prompted, 2 + step), length):
                 row, best = predicted - 2 - step, int(logits[predicted - 1].argmax())
                 rows[step] += 1
-                hits[step] += int(tokens[said[step][row].argmax()]) == best
+                hits[step] += int(tokens[log_probs[step][row].argmax()]) == best
                 if best in tokens:
                     share = logits[predicted - 1][tokens].softmax(-1)
-                    wanted[step] -= float((share * said[step][row]).sum())
+                    wanted[step] -= float((share * log_probs[step][row]).sum())
                     counts[step] += 1
     assert min(counts) > 0 and (known is None) == (counts == rows)
     by_hand = wanted[0] / counts[0] + 0.8 * wanted[1] / counts[1]

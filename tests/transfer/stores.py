@@ -27,7 +27,7 @@ GUARD_BYTE = 0xA5
 def _pool(name: str, layers: tuple[int, ...], size: int, reach: object = ALL, **more: Any):
     required = more.pop("required", True)
     entry = Entry((Field("x", (size,), DType.UINT8),))
-    return PoolSpec(name, layers, entry, reuse=Reuse(reach, None, required), **more)  # type: ignore[arg-type]
+    return PoolSpec(name, layers, entry, reuse=Reuse(reach, None, required), **more)
 
 
 LARGE = ModelMemory(

@@ -147,7 +147,7 @@ def measured(way: Way, *direct_wins: bool) -> list[LinkMeasurement]:
 
 
 @pytest.mark.parametrize(
-    ("wins", "least"),
+    ("wins", "shortest"),
     [
         ((True, True, True, True), LENGTHS_BYTES[0]),
         ((False, False, True, True), LENGTHS_BYTES[2]),
@@ -158,12 +158,12 @@ def measured(way: Way, *direct_wins: bool) -> list[LinkMeasurement]:
     ids=["always", "from the third on", "one early win", "not the longest", "not measured"],
 )
 def test_the_copy_engine_takes_over_where_it_wins_from_then_on(
-    wins: tuple[bool, ...], least: int
+    wins: tuple[bool, ...], shortest: int
 ) -> None:
     results = measured(Way.LOAD, *wins)
     others = measured(Way.BACKUP, *(not one for one in wins))
-    assert shortest_direct(results + others, Way.LOAD) == least
-    assert shortest_direct(others + results[::-1], Way.LOAD) == least
+    assert shortest_direct(results + others, Way.LOAD) == shortest
+    assert shortest_direct(others + results[::-1], Way.LOAD) == shortest
 
 
 @pytest.mark.parametrize(("direct_bytes_s", "wins"), [(1.2, True), (0.86, True), (0.84, False)])
@@ -223,6 +223,6 @@ def test_both_backends_are_timed_on_a_real_device(device: torch.device) -> None:
     assert isinstance(chosen, Auto)
     assert set(chosen.min_direct_bytes) == set(Way)
     assert all(
-        least in (*LENGTHS_BYTES, 2 * LENGTHS_BYTES[-1])
-        for least in chosen.min_direct_bytes.values()
+        shortest in (*LENGTHS_BYTES, 2 * LENGTHS_BYTES[-1])
+        for shortest in chosen.min_direct_bytes.values()
     )

@@ -332,11 +332,11 @@ GROUPED = dict(whole_and_slices())
 def test_groups_cover_the_layers_in_order_and_none_twice(name: str) -> None:
     memory = GROUPED[name]
     layers = range(memory.end_layer) if memory.part is None else memory.part.layers
-    for most in (1, 2, 5, MAX_GROUPS, 1000):
-        groups = layer_groups(memory, most)
+    for max_groups in (1, 2, 5, MAX_GROUPS, 1000):
+        groups = layer_groups(memory, max_groups)
         assert [layer for group in groups for layer in group] == list(layers)
         assert all(len(group) for group in groups)
-        assert len(groups) <= most
+        assert len(groups) <= max_groups
 
 
 def history_bytes(memory: ModelMemory) -> Callable[[int], int]:

@@ -17,8 +17,8 @@ KINDS = (Reading, Writing)
 def _request(kind: type[Paging], pages: int, per_batch: int = 1) -> Paging:
     clock = Clock()
     stored = [(str(n)) for n in range(pages)]
-    most = per_batch * FORMAT.bytes
-    return kind(stored, [FORMAT.bytes] * pages, most, clock.now + 10, clock)  # type: ignore[arg-type]
+    max_bytes = per_batch * FORMAT.bytes
+    return kind(stored, [FORMAT.bytes] * pages, max_bytes, clock.now + 10, clock)
 
 
 def _claimed(request: Paging) -> PageBatch:

@@ -245,22 +245,22 @@ def test_the_kernel_copies_like_a_naive_expansion(
     assert_copies(Kernel(device), job, device)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("ctas", [1, 3])
 @pytest.mark.parametrize("beside", [-16, 0, 16, CHUNK_BYTES + 16])
 def test_the_kernel_copies_pieces_longer_than_a_chunk(
-    beside: int, programs: int, device: torch.device
+    beside: int, ctas: int, device: torch.device
 ) -> None:
     size = CHUNK_BYTES + beside
     long, short = Piece(0, size + 16, 0, size, size), Piece(65536, 32, 65536, 48, 16)
     one = Sketch(((long, short), (), (replaced(long, 131072),)), (5, 0, 6, 2, 1), (1, 2, 3, 0, 9))
-    assert_copies(Kernel(device, programs), [one], device)
+    assert_copies(Kernel(device, ctas), [one], device)
 
 
 def replaced(piece: Piece, offset: int) -> Piece:
     return Piece(offset, piece.source_stride, offset, piece.target_stride, piece.bytes)
 
 
-def test_the_kernel_copies_more_chunks_than_its_programs_take_at_once(
+def test_the_kernel_copies_more_chunks_than_its_ctas_take_at_once(
     device: torch.device,
 ) -> None:
     slots = range(SLOTS)

@@ -36,11 +36,11 @@ class DrivenChoices:
         random = torch.Generator().manual_seed(23)
         shape = (layers, batch, count)
 
-        def numbers(least: int) -> Tensor:
-            drawn = torch.randint(least, _LARGEST, shape, generator=random, dtype=torch.int32)
-            return drawn.to(device)
+        def numbers(low: int) -> Tensor:
+            values = torch.randint(low, _LARGEST, shape, generator=random, dtype=torch.int32)
+            return values.to(device)
 
-        self._random, self._chosen = numbers(-_LARGEST), numbers(0)
+        self._random, self._selected = numbers(-_LARGEST), numbers(0)
         self._columns = torch.arange(count, dtype=torch.int32, device=device)
         self._threshold = torch.zeros(1, dtype=torch.int32, device=device)
         self._driven = torch.zeros(1, dtype=torch.bool, device=device)
@@ -58,31 +58,31 @@ class DrivenChoices:
         """What attention reads in the layer of this number. Prefills read their own selection."""
         if run.batch.bounds.longest > 1:
             return own
-        chosen = run.shared(self, lambda: self._next(run))[number]
+        selected = run.shared(self, lambda: self._next(run))[number]
         if own[0].dtype is not torch.bool:
-            return [torch.where(self._driven, chosen, own[0])]
-        return masks(run, own, chosen) if bool(self._driven) else own
+            return [torch.where(self._driven, selected, own[0])]
+        return masks(run, own, selected) if bool(self._driven) else own
 
     def _next(self, run: ForwardPass) -> Tensor:
         """(layers, tokens, count) entries, -1 beyond those of a sequence."""
         tokens = len(run.positions)
-        random, chosen = self._random[:, :tokens], self._chosen[:, :tokens]
+        random, selected = self._random[:, :tokens], self._selected[:, :tokens]
         random.mul_(_FACTOR).add_(_STEP)
         past = run.batch.rows[:, 2].index_select(0, run.batch.owners.long())[:, None] // self._ratio
         # A power of two, so that parts stay while a sequence grows.
         each = torch.exp2(torch.log2((past // self._count).clamp(min=2).float()).floor()).int()
-        other = (chosen + 1 + ((random >> 3) & 0xFFFFF) % (each - 1)) % each
-        chosen.copy_(torch.where(random > self._threshold, other, chosen % each))
-        entries = self._columns * each + chosen
+        other = (selected + 1 + ((random >> 3) & 0xFFFFF) % (each - 1)) % each
+        selected.copy_(torch.where(random > self._threshold, other, selected % each))
+        entries = self._columns * each + selected
         return torch.where(entries < past, entries, -1)
 
 
-def masks(run: ForwardPass, own: Selection, chosen: Tensor) -> Selection:
+def masks(run: ForwardPass, own: Selection, selected: Tensor) -> Selection:
     """Entries (tokens, count) as the reference takes them: (queries, entries) by sequence."""
     found = []
     for rows, mask in zip(run.sequences, own, strict=True):
         entries = torch.arange(mask.shape[1], device=mask.device)
-        found.append((chosen[rows.start : rows.end, :, None] == entries).any(1))
+        found.append((selected[rows.start : rows.end, :, None] == entries).any(1))
     return found
 
 

@@ -138,15 +138,15 @@ class RowBed:
 
         return repeated_s(swap, self.device) / len(choices)
 
-    def _selection(self, run: ForwardPass, chosen: Tensor) -> list[Tensor]:
+    def _selection(self, run: ForwardPass, selected: Tensor) -> list[Tensor]:
         if self.ops.uses_kernels:
-            return [chosen]
+            return [selected]
         entries = torch.arange(self.context + 1)
-        return [torch.isin(entries, chosen[rows.start])[None] for rows in run.sequences]
+        return [torch.isin(entries, selected[rows.start])[None] for rows in run.sequences]
 
     def copy_s(self, choices: Sequence[Tensor]) -> float:
         """Seconds of the copies of a swap-in, without its plan."""
-        moves = [self._move(chosen) for chosen in choices]
+        moves = [self._move(selected) for selected in choices]
 
         def copy() -> None:
             for move in moves:
@@ -154,10 +154,10 @@ class RowBed:
 
         return repeated_s(copy, self.device) / len(choices)
 
-    def _move(self, chosen: Tensor) -> Callable[[], object]:
+    def _move(self, selected: Tensor) -> Callable[[], object]:
         run = self.run()
         host = torch.stack([rows.slots[host_table("rows")] for rows in run.sequences])
-        entries = chosen.long()
+        entries = selected.long()
         sources = (host.gather(1, entries // PAGE) * PAGE + entries % PAGE).flatten().int()
         if not self.ops.uses_kernels:
             size = self.pool.entry.bytes
@@ -168,7 +168,7 @@ class RowBed:
         targets = (targets + torch.arange(self.count, device=self.device)).flatten().int()
         # The kernels' module is there only where Triton is.
         call = import_module("kvtide.layers.kernels.swap_in")._Call(
-            run, Place(self.pool, 0), self.hot, chosen, torch.empty_like(chosen)
+            run, Place(self.pool, 0), self.hot, selected, torch.empty_like(selected)
         )
         scratch = call.scratch
         scratch.sources[: len(sources)] = sources
@@ -214,11 +214,11 @@ def measure(
     device: torch.device,
     host: Tensor,
     *,
-    most: int = 2048,
+    max_selected: int = 2048,
     context: int = 65_536,
 ) -> RowResult:
-    """`rows` of this size, by sequences that select up to `most` of them."""
-    count = min(most, rows)
+    """`rows` of this size, by sequences that select up to `max_selected` of them."""
+    count = min(max_selected, rows)
     bed = RowBed(row_bytes, max(1, rows // count), count, context, device, host)
     choices = bed.choices(ROUNDS)
     swap_s = bed.swap_s(choices)
@@ -243,11 +243,11 @@ def read_bytes_s(
     device: torch.device,
     host: Tensor,
     *,
-    most: int = 2048,
+    max_selected: int = 2048,
     context: int = 65_536,
 ) -> float:
     """Speed of the copies alone, of about so many rows."""
-    count = max(1, min(most, rows))
+    count = max(1, min(max_selected, rows))
     bed = RowBed(row_bytes, max(1, round(rows / count)), count, context, device, host)
     copied = row_bytes * bed.sequences * count
     return copied / bed.copy_s(bed.choices(ROUNDS))

@@ -59,13 +59,13 @@ class SparseShape:
 class DecodeLoad:
     """`resident`: contexts that fit the device tier if all their pages are there.
 
-    most   hot contexts, at the most
-    steps  that are timed, after as many to warm up
+    max_hot  hot contexts, at the most
+    steps    that are timed, after as many to warm up
     """
 
     context: int = 131_072
     resident: int = 16
-    most: int = 128
+    max_hot: int = 128
     host_bytes: int = 80 << 30
     steps: int = 32
     host_layout: Layout = Layout.PAGE_FIRST_DIRECT
@@ -92,8 +92,8 @@ class DecodeLoad:
         """How many hot ones fit the device bytes of the resident ones, and the host."""
         budget = self.device_bytes(resident, self.resident)
         each = self.longest(hot) * hot.history_bytes_per_token()
-        most = max(1, min(self.most, int(self.host_bytes // each)))
-        fitting = (n for n in range(most, 0, -1) if self.device_bytes(hot, n) <= budget)
+        max_hot = max(1, min(self.max_hot, int(self.host_bytes // each)))
+        fitting = (n for n in range(max_hot, 0, -1) if self.device_bytes(hot, n) <= budget)
         return next(fitting, 1)
 
 

@@ -284,12 +284,12 @@ class Sessions:
 
     def _max_boundary(self, share: float) -> int:
         """The page up to which one session may pin; pools that reach less far back fit anyway."""
-        most = {name: int(share * pages) for name, pages in self._max_pages.items()}
+        limits = {name: int(share * pages) for name, pages in self._max_pages.items()}
         return min(
             [1 << 60]
             + [
                 pages
-                for name, pages in most.items()
+                for name, pages in limits.items()
                 if (reach := self._reaches[name]) is None or reach > pages
             ]
         )
@@ -336,11 +336,11 @@ class Sessions:
         """The namespace that pins most of an anchor unpins its least recently used session; of
         several such namespaces, the one whose session was used least recently."""
         pinned = self._pinned[anchor]
-        most = max(pinned.values())
+        max_pinned = max(pinned.values())
         loser = next(
             session
             for session in self._sessions.values()
-            if pinned[session.owner] == most
+            if pinned[session.owner] == max_pinned
             and session.lease is not None
             and self._pages(session.lease, anchor)
         )

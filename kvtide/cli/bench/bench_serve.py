@@ -342,8 +342,8 @@ def _phase_table(result: Json) -> str:
         for row in ROWS
     ]
     hits = [
-        (f"prompt from {tier}", f"{share:.1%}", f"{off['hits'].get(tier, 0.0):.1%}", "–")
-        for tier, share in on["hits"].items()
+        (f"prompt from {tier}", f"{fraction:.1%}", f"{off['hits'].get(tier, 0.0):.1%}", "–")
+        for tier, fraction in on["hits"].items()
     ]
     drafts = _draft_rows(on, off) if on["drafts"] is not None else []
     return table(("all turns", "cache on", "cache off", "on/off"), [*rows, *hits, *drafts])

@@ -45,7 +45,7 @@ class SparseSizes:
     load: DecodeLoad
     row_bytes: tuple[int, ...] = (584, 656, 1152)
     rows: tuple[int, ...] = (512, 2048, 8192)
-    most_rows: int = 2048
+    max_selected: int = 2048
     row_context: int = 65_536
     host_block: int = 1 << 29
     spread: tuple[int, int, int] = (80, 102, 8 << 30)
@@ -82,12 +82,12 @@ def _tiny() -> SparseSizes:
         SparseShape(shapes.tiny(shape), 16, f"tiny {shape.name}", None)
         for shape in (shapes.deepseek_v32(), shapes.deepseek_v4_flash())
     )
-    load = DecodeLoad(context=512, resident=2, most=3, host_bytes=1 << 30, steps=2)
+    load = DecodeLoad(context=512, resident=2, max_hot=3, host_bytes=1 << 30, steps=2)
     return SparseSizes(
         *(v32, v4, v32, load),
         row_bytes=(584,),
         rows=(64,),
-        most_rows=32,
+        max_selected=32,
         row_context=1024,
         host_block=1 << 22,
         spread=(2, 16, 1 << 22),
@@ -209,7 +209,7 @@ class _Bench:
             for row_bytes in sizes.row_bytes:
                 for rows in sizes.rows:
                     with self._report.guarded(f"{rows:,} rows of {row_bytes:,} B"):
-                        self._rows(row_bytes, rows, host, sizes.most_rows, sizes.row_context)
+                        self._rows(row_bytes, rows, host, sizes.max_selected, sizes.row_context)
         contexts, each, wide = sizes.spread
         row_bytes = sizes.row_bytes[len(sizes.row_bytes) // 2]
         with (
@@ -218,9 +218,11 @@ class _Bench:
         ):
             self._rows(row_bytes, contexts * each, host, each, sizes.load.context)
 
-    def _rows(self, row_bytes: int, rows: int, host: torch.Tensor, most: int, context: int) -> None:
+    def _rows(
+        self, row_bytes: int, rows: int, host: torch.Tensor, max_selected: int, context: int
+    ) -> None:
         given = (row_bytes, rows, self._device, host)
-        found = row_reads.measure(*given, most=most, context=context)
+        found = row_reads.measure(*given, max_selected=max_selected, context=context)
         goal = "–"
         if found.of_limit is not None:
             reached = against_goal(found.of_limit, row_reads.GOAL, "%")
@@ -230,7 +232,7 @@ class _Bench:
             f"memcpy {found.memcpy_bytes_s / 1e9:.1f} GB/s; swap-in with plan {whole:.1f} GB/s, "
             f"{found.swap_s * 1e6:.0f} µs; without misses {found.floor_s * 1e6:.0f} µs"
         )
-        contexts = max(1, rows // most)
+        contexts = max(1, rows // max_selected)
         case = f"{rows:,} rows of {row_bytes:,} B, {contexts} contexts of {context:,}"
         measured = f"{found.copy_gb_s:.1f} GB/s, {found.copy_s * 1e6:.0f} µs"
         row = ("rows", "–", case, measured, beside, "0.0%", goal)
@@ -371,7 +373,7 @@ class _Bench:
         rows = max(1, round(found.layer_misses))
         bytes_s = row_reads.read_bytes_s(
             *(row_bytes, rows, self._device, host),
-            most=self._sizes.most_rows,
+            max_selected=self._sizes.max_selected,
             context=self._sizes.row_context,
         )
         read_s = found.missing_bytes / bytes_s

@@ -50,9 +50,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "tokens": args.tokens,
             "limit_gb_s": {way.name.lower(): link.limit_bytes_s(way) / 1e9 for way in Way},
             "both_ways_gb_s": link.both_ways_bytes_s() / 1e9,
-            "goals": _shares(transfer_speed.measure(goals, link, args.repetitions, progress)),
+            "goals": _as_json(transfer_speed.measure(goals, link, args.repetitions, progress)),
             "beside": [asdict(one) for one in _beside(goals, link, args.repetitions)],
-            "cells": _shares(transfer_speed.measure(cells, link, args.repetitions, progress)),
+            "cells": _as_json(transfer_speed.measure(cells, link, args.repetitions, progress)),
         }
     finally:
         link.close()
@@ -70,7 +70,7 @@ def _beside(
     return found + transfer_speed.submission(v4, link, repetitions)
 
 
-def _shares(found: list[transfer_speed.TransferMeasurement]) -> list[dict[str, Any]]:
+def _as_json(found: list[transfer_speed.TransferMeasurement]) -> list[dict[str, Any]]:
     return [one.as_json() for one in found]
 
 
@@ -93,15 +93,15 @@ def _report(result: dict[str, Any]) -> str:
     parts = [
         f"\n{result['device']}, torch {result['torch']}; plain copies in GB/s: {limit}, "
         f"both ways at once {result['both_ways_gb_s']:.1f}\n",
-        _share_table(result["goals"], f"{result['tokens']:,} tokens"),
+        _copy_table(result["goals"], f"{result['tokens']:,} tokens"),
         _beside_table(result["beside"]),
     ]
     if result["cells"]:
-        parts.append(_share_table(result["cells"], "every cell"))
+        parts.append(_copy_table(result["cells"], "every cell"))
     return "\n\n".join(parts)
 
 
-def _share_table(rows: list[dict[str, Any]], title: str) -> str:
+def _copy_table(rows: list[dict[str, Any]], title: str) -> str:
     header = (title, "way", "host layout", "backend", "bytes", "legs", "GB/s", "alone",
               "back to back", "goal")  # fmt: skip
     cells = [

@@ -184,8 +184,8 @@ class DraftGraph:
             if columns is not None:
                 row[:] = columns[:, word]
         (table,) = self._staging.to_device(words)
-        chosen = table.gather(1, accepted.long()[:, None] + self._numbers)
-        self._columns[:, word, : len(rows)] = chosen.T
+        shifted = table.gather(1, accepted.long()[:, None] + self._numbers)
+        self._columns[:, word, : len(rows)] = shifted.T
 
     def _replay(self, captured: Tensor, given: int) -> Tensor:
         used = self._inputs.used
@@ -244,9 +244,9 @@ class DraftGraphs:
 
     def fitting(self, rows: Sequence[DraftGraphRow], *, drafting: bool) -> DraftGraph:
         """The smallest graph for these rows, for drafts or an extension alone."""
-        most = max(len(row.inputs.tokens) for row in rows)
+        max_tokens = max(len(row.inputs.tokens) for row in rows)
         longest = max(row.inputs.past + len(row.inputs.tokens) for row in rows)
-        extends = most == 1 and not drafting
+        extends = max_tokens == 1 and not drafting
         length = next(n for n in lengths() if n >= longest + self._limits.drafts)
         requests = next(size for size in self._batches if size >= len(rows))
         if extends:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from kvtide.engine.request import Request
 
-MEMORY = 0.9
+EWMA_DECAY = 0.9
 """The weight of what is known already, per verified draft."""
 TRIAL_TOKENS = 32
 """A request for which no draft pays gets one again after so many tokens."""
@@ -49,7 +49,7 @@ class _Estimate:
         """Drafts behind the first rejected one say nothing."""
         outcomes = [1.0] * accepted + [0.0] * (accepted < drafts)
         for outcome in outcomes:
-            self.chance += (1 - MEMORY) * (outcome - self.chance)
+            self.chance += (1 - EWMA_DECAY) * (outcome - self.chance)
 
 
 class DraftLength:

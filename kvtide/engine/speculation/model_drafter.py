@@ -270,8 +270,8 @@ class ModelDrafter:
         assert self.model is not None and self._graphs is not None, "they are drafted here"
         vocabulary = self.model.vocabulary
         width = self._vocabulary if vocabulary is None else len(vocabulary)
-        most = self._graphs.max_rows - 1
-        drafted = range(1, 1 + 2 * most) if behind else range(most)
+        max_drafts = self._graphs.max_rows - 1
+        drafted = range(1, 1 + 2 * max_drafts) if behind else range(max_drafts)
         inputs = [_sampling_input(request, [0] * count) for count in drafted]
         return sampling_columns(inputs, width).T
 
@@ -311,8 +311,8 @@ class ModelDrafter:
             logits = self.model.logits(hidden)
             if self._topology.is_logits_rank:
                 tokens = self._sampled(self.model, active, logits)
-        chosen = self._topology.broadcast_logits(tokens).tolist()
-        for each, token in zip(active, chosen, strict=True):
+        drafts = self._topology.broadcast_logits(tokens).tolist()
+        for each, token in zip(active, drafts, strict=True):
             each.drafts.append(token)
 
     def _sampled(self, draft: DraftModel, active: Sequence[_Drafting], logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 SIZES = (4, 2)
 """How many tokens must recur; the first size that does decides."""
 NGRAM_DRAFTS = 7
-"""Drafts of a request in a step, unless said otherwise: quotes are long, and drafts cost little."""
+"""Drafts of a request in a step, by default: quotes are long, and drafts cost little."""
 _FEW = 32
 """So many new tokens are hashed one by one, more of them with numpy."""
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1

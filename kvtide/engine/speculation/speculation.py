@@ -107,8 +107,8 @@ class Speculation:
         `sampled` has the token after the chunk's last one, and one after every draft, or after the
         first ones.
         """
-        count, most = 0, min(len(chunk.drafts), len(sampled) - 1)
-        while count < most and sampled[count].token == chunk.drafts[count]:
+        count, max_accepted = 0, min(len(chunk.drafts), len(sampled) - 1)
+        while count < max_accepted and sampled[count].token == chunk.drafts[count]:
             count += 1
         return sampled[: count + 1]
 

@@ -124,15 +124,15 @@ class Matcher:
 
         The page after `beyond` is compared first: prompts that diverge earlier cost almost nothing.
         """
-        most = min(self._limit(prompt), len(other.body) // self._page_bytes)
-        if most <= beyond or isinstance(prompt.namespace, Hidden):
+        max_pages = min(self._limit(prompt), len(other.body) // self._page_bytes)
+        if max_pages <= beyond or isinstance(prompt.namespace, Hidden):
             return 0
         next_page = slice(beyond * self._page_bytes, (beyond + 1) * self._page_bytes)
         if prompt.body[next_page] != other.body[next_page]:
             return 0
         if (prompt.namespace, prompt.head) != (other.namespace, other.head):
             return 0
-        pages = shared_pages(other.body, prompt.body, 0, most, self._page_bytes)
+        pages = shared_pages(other.body, prompt.body, 0, max_pages, self._page_bytes)
         return pages if pages > beyond else 0
 
     def _descend(self, prompt: Prompt, limit: int) -> tuple[list[Node], int]:
@@ -184,8 +184,8 @@ class Matcher:
 
     def shared(self, node: Node, body: bytes, at: int, end: int) -> int:
         """How many of the node's pages the prompt has at page `at`, counting up to page `end`."""
-        most = min(node.pages, end - at)
-        return shared_pages(node.tokens, body, at * self._page_bytes, most, self._page_bytes)
+        max_pages = min(node.pages, end - at)
+        return shared_pages(node.tokens, body, at * self._page_bytes, max_pages, self._page_bytes)
 
     def pages_by_tier(self, hit: Hit) -> dict[Tier, int]:
         """The pages up to the boundary by the fastest tier that has them.
@@ -255,11 +255,11 @@ def _overlap(a: range, b: range) -> int:
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
-def shared_pages(run: bytes, body: bytes, offset: int, most: int, page_bytes: int) -> int:
-    """How many of the first `most` pages of `run` stand in `body` at `offset`."""
-    count = most * page_bytes
+def shared_pages(run: bytes, body: bytes, offset: int, max_pages: int, page_bytes: int) -> int:
+    """How many of the first `max_pages` pages of `run` stand in `body` at `offset`."""
+    count = max_pages * page_bytes
     if body.startswith(run[:count], offset):
-        return most
+        return max_pages
     ours = np.frombuffer(run, np.uint32, count // 4)
     theirs = np.frombuffer(body, np.uint32, count // 4, offset)
     return int((ours != theirs).argmax()) * 4 // page_bytes

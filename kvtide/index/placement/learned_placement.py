@@ -47,7 +47,7 @@ _FIRST_PRICE = 1.0
 _MIN_PRICE = 0.25
 _PRICE_STEP = 0.02
 _FORGET_AFTER = 4096
-_FIT_SHARE = 8
+_FIT_DIVISOR = 8
 _FIT_AFTER = 256
 
 Floats = npt.NDArray[np.float64]
@@ -88,7 +88,7 @@ class CostBased(Placement):
 
     def _fit(self) -> None:
         """Turn counts into rates; often at first, then ever more rarely."""
-        self._next_fit = self._requests + min(self._requests // _FIT_SHARE + 1, _FIT_AFTER)
+        self._next_fit = self._requests + min(self._requests // _FIT_DIVISOR + 1, _FIT_AFTER)
         if self._requests // _FORGET_AFTER < self._next_fit // _FORGET_AFTER:
             self._parted /= 2
             self._seen /= 2

@@ -87,13 +87,13 @@ class Batched(Arithmetic):
 
 class Deterministic(Arithmetic):
     """Verifies at construction what `rowwise` relies on, and each shape of weights at its first
-    use; `product` is the GEMM that it verifies."""
+    use; `gemm` is the GEMM that it verifies."""
 
     query_block = 1
 
-    def __init__(self, product: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
+    def __init__(self, gemm: Callable[[Tensor, Tensor], Tensor] = functional.linear) -> None:
         _settle()
-        self._product = product
+        self._gemm = gemm
         self._tile_rows: dict[object, int] = {}
         self._rows_together = _all_rows_stand_alone(torch.get_num_threads())
 
@@ -102,15 +102,15 @@ class Deterministic(Arithmetic):
         # A copy, so that all tiles are aligned alike and the last one is whole.
         padded = x.new_zeros((-(-len(x) // tile) * tile, x.shape[1]))
         padded[: len(x)] = x
-        tiles = [self._product(rows, weight) for rows in padded.split(tile)]
-        product = (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)]
-        return product if bias is None else product + bias
+        tiles = [self._gemm(rows, weight) for rows in padded.split(tile)]
+        out = (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)]
+        return out if bias is None else out + bias
 
     def tile_rows(self, weight: Tensor) -> int:
         """How many rows a tile has with weights of this shape."""
         kind = (weight.shape, weight.stride(), weight.dtype, weight.device)
         if kind not in self._tile_rows:
-            whole = product_rows_stand_alone(self._product, weight, TILE_ROWS)
+            whole = gemm_rows_stand_alone(self._gemm, weight, TILE_ROWS)
             self._tile_rows[kind] = TILE_ROWS if whole else 1
         return self._tile_rows[kind]
 
@@ -138,8 +138,8 @@ def _settle() -> None:
             functional.linear(torch.ones(16, 64, dtype=dtype), torch.ones(48, 64, dtype=dtype))
 
 
-def product_rows_stand_alone(
-    product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int
+def gemm_rows_stand_alone(
+    gemm: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int
 ) -> bool:
     """Whether a row of a GEMM of so many rows does not depend on its place and the other rows.
 
@@ -152,14 +152,14 @@ def product_rows_stand_alone(
         return values.to(weight.device, weight.dtype)
 
     ours = some(rows)
-    expected = product(ours, weight)
-    if not torch.equal(product(ours.flip(0), weight).flip(0), expected):
+    expected = gemm(ours, weight)
+    if not torch.equal(gemm(ours.flip(0), weight).flip(0), expected):
         return False
     for trial in range(4):
         row, elsewhere = trial * 5 % rows, (trial * 7 + 3) % rows
         strangers = some(rows)
         strangers[elsewhere] = ours[row]
-        if not torch.equal(product(strangers, weight)[elsewhere], expected[row]):
+        if not torch.equal(gemm(strangers, weight)[elsewhere], expected[row]):
             return False
     return True
 

@@ -24,9 +24,9 @@ def sm_count(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def power_of_two(least: int) -> int:
-    """The smallest power of two that is at least `least`."""
-    return 1 << max(0, least - 1).bit_length()
+def power_of_two(minimum: int) -> int:
+    """The smallest power of two that is at least `minimum`."""
+    return 1 << max(0, minimum - 1).bit_length()
 
 
 def divided_up(total: int, each: int) -> int:

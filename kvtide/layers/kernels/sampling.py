@@ -88,14 +88,14 @@ def sample_candidates(values: Tensor, tokens: Tensor, facts: Tensor, columns: Te
     columns  (6, rows): how each row is sampled, as `engine.sampler.Limits`
     """
     rows, count = values.shape
-    places = torch.empty((rows, 1), dtype=torch.int64, device=values.device)
+    sampled = torch.empty((rows, 1), dtype=torch.int64, device=values.device)
     _sample_candidates[(rows,)](
-        *(values.contiguous(), tokens.contiguous(), facts, columns, places, rows),
+        *(values.contiguous(), tokens.contiguous(), facts, columns, sampled, rows),
         COUNT=count,
         BLOCK=power_of_two(count),
         num_warps=4,
     )
-    return places
+    return sampled
 
 
 def mask_logits(logits: Tensor, words: Tensor, rows: Tensor) -> None:
@@ -207,7 +207,7 @@ def _sample_row(  # type: ignore[no-untyped-def]
 
 @kernel("rows")  # type: ignore[untyped-decorator]
 def _sample_candidates(  # type: ignore[no-untyped-def]
-    logits, tokens, facts, settings, chosen, rows,
+    logits, tokens, facts, settings, sampled, rows,
     COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Samples one row; `beyond` says whether tokens after the candidates are allowed too."""
@@ -235,7 +235,7 @@ def _sample_candidates(  # type: ignore[no-untyped-def]
     score = logit.to(tl.float64) * scale + _gumbel_noise(word, token)
     score = tl.where(allowed, score, float("-inf"))
     index = tl.min(tl.where(score == tl.max(score, 0), candidate, COUNT - 1), 0)
-    tl.store(chosen + row, tl.where(undecided | (beyond > 0), -1, index).to(tl.int64))
+    tl.store(sampled + row, tl.where(undecided | (beyond > 0), -1, index).to(tl.int64))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -294,11 +294,11 @@ def _move_entries(  # type: ignore[no-untyped-def]
     ARENA_STRIDE: tl.constexpr, HOST_STRIDE: tl.constexpr, WORDS: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The first LOADERS programs load misses, the others write new entries out."""
-    program, column = tl.program_id(0), tl.arange(0, BLOCK)
-    if program < LOADERS:
+    """The first LOADERS CTAs load misses, the others write new entries out."""
+    cta, column = tl.program_id(0), tl.arange(0, BLOCK)
+    if cta < LOADERS:
         words = tl.load(misses + layer) * WORDS
-        for at in range(program * BLOCK, words, LOADERS * BLOCK):
+        for at in range(cta * BLOCK, words, LOADERS * BLOCK):
             number, word, valid = (at + column) // WORDS, (at + column) % WORDS, at + column < words
             source = tl.load(sources + number, mask=valid, other=-1)
             target = tl.load(targets + number, mask=valid, other=0)
@@ -308,7 +308,7 @@ def _move_entries(  # type: ignore[no-untyped-def]
             tl.store(arena + target, tl.load(host + source, mask=mask), mask=mask)
     else:
         words, writers = tokens * WORDS, tl.num_programs(0) - LOADERS
-        for at in range((program - LOADERS) * BLOCK, words, writers * BLOCK):
+        for at in range((cta - LOADERS) * BLOCK, words, writers * BLOCK):
             token, word, valid = (at + column) // WORDS, (at + column) % WORDS, at + column < words
             sequence = tl.load(owners + token, mask=valid, other=0)
             start = tl.load(rows + 3 * sequence, mask=valid, other=0)

@@ -3,8 +3,8 @@
 `plan_rows`  grid (sequences,): a CTA has one sequence, with all slots of its hot row in one tile
 Torch reference: `layers/reference/swap_in.py`, `plan`. `swap_in` launches it.
 
-A CTA marks the chosen entries in `marks`, finds the marks of what is hot, and counts the rest: the
-misses. It frees the least recently used slots that hold no choice, gives them to misses and new
+A CTA marks the selected entries in `marks`, finds the marks of what is hot, and counts the rest:
+the misses. It frees the least recently used slots that hold no choice, gives them to misses and new
 entries, and locates all choices. Then it takes the marks away.
 """
 
@@ -69,7 +69,7 @@ def _mark_choices(  # type: ignore[no-untyped-def]
     selected, marks, first, choices, total,
     WANTED: tl.constexpr, ONE_TILE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Marks every chosen entry as wanted by one of its choices, or takes all marks away."""
+    """Marks every selected entry as wanted by one of its choices, or takes all marks away."""
     for at in range(0, choices, BLOCK_C):
         position, entry, valid = _choices(selected, first, at, choices, total, ONE_TILE, BLOCK_C)
         tl.store(marks + entry, -2 - position if WANTED else position * 0 - 1, mask=valid)

@@ -155,10 +155,10 @@ def _means(run: ForwardPass, stream: CompressedStream, blocks: Blocks, rows: Row
             run.write_state(stream.own, rows, means.fields(-1))
         return means
     begun = _recalled(stream.overlap, nothing, rows, run) if is_open else nothing
-    shares = blocks.half(slice(0, stream.width)).mean(begun)
-    begun = _recalled(stream.own, shares.shifted(nothing), rows, run)
+    overlap_means = blocks.half(slice(0, stream.width)).mean(begun)
+    begun = _recalled(stream.own, overlap_means.shifted(nothing), rows, run)
     means = blocks.half(slice(stream.width, None)).mean(begun)
-    _remember(run, stream, shares, means, rows)
+    _remember(run, stream, overlap_means, means, rows)
     return means
 
 
@@ -168,17 +168,17 @@ def _recalled(place: Place, means: Mean, rows: Rows, run: ForwardPass) -> Mean:
 
 
 def _remember(
-    run: ForwardPass, stream: CompressedStream, shares: Mean, means: Mean, rows: Rows
+    run: ForwardPass, stream: CompressedStream, overlap_means: Mean, means: Mean, rows: Rows
 ) -> None:
     """After the step's last token, and after each page that it completes."""
     assert stream.overlap is not None
     per_page = run.step.page_tokens // stream.ratio
     first = rows.past // stream.ratio
     ends = torch.arange(first // per_page, rows.total // stream.ratio // per_page) + 1
-    at = (ends * per_page - 1 - first).to(shares.peak.device)
-    run.write_page_states(stream.own, rows, {n: v[at] for n, v in shares._asdict().items()})
+    at = (ends * per_page - 1 - first).to(overlap_means.peak.device)
+    run.write_page_states(stream.own, rows, {n: v[at] for n, v in overlap_means._asdict().items()})
     if rows.total % stream.ratio:
         run.write_state(stream.own, rows, means.fields(-1))
-        run.write_state(stream.overlap, rows, shares.fields(-1))
+        run.write_state(stream.overlap, rows, overlap_means.fields(-1))
     elif rows.total % run.step.page_tokens:
-        run.write_state(stream.own, rows, shares.fields(-1))
+        run.write_state(stream.own, rows, overlap_means.fields(-1))

@@ -118,17 +118,17 @@ def _delta_chunk(tokens: DeltaInput, state: Tensor) -> tuple[Tensor, Tensor]:
     between = decay_between(tokens.log_decay.mT)
     from_before, to_end = between[..., 0].mT, between[..., -1, 1:].mT
     between, strength = between[..., 1:], tokens.strength[..., None]
-    seen = strength * _products(tokens.key, tokens.key, between)
+    seen = strength * _decayed_matmul(tokens.key, tokens.key, between)
     first = strength * (tokens.value - (tokens.key * from_before) @ state)
     # Only the part below the diagonal is read; the diagonal counts as ones.
     written = torch.linalg.solve_triangular(seen, first, upper=False, unitriangular=True)
     output = (tokens.query * from_before) @ state
-    output = output + _products(tokens.query, tokens.key, between) @ written
+    output = output + _decayed_matmul(tokens.query, tokens.key, between) @ written
     state = from_before[:, -1, :, None] * state + (tokens.key * to_end).mT @ written
     return output, state
 
 
-def _products(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
+def _decayed_matmul(rows: Tensor, columns: Tensor, between: Tensor) -> Tensor:
     """Σ over channels of row · column · the decay from the column's token to the row's."""
     if between.shape[1] == 1:
         return (rows @ columns.mT) * between[:, 0]

@@ -84,13 +84,13 @@ def select(
     )
     for start in range(0, len(queries), block):
         rows = slice(start, start + block)
-        most = limits[rows][-1]
-        seen = numbers[:most] < visible[rows, None]
-        if most > count:
-            scores = _scores(queries[rows].float(), weights[rows].float(), keys[:most])
+        limit = limits[rows][-1]
+        seen = numbers[:limit] < visible[rows, None]
+        if limit > count:
+            scores = _scores(queries[rows].float(), weights[rows].float(), keys[:limit])
             best = top_k(scores.masked_fill(~seen, -torch.inf), count)
             seen &= torch.zeros_like(seen).scatter_(1, best, True)
-        selected[rows, :most] = seen
+        selected[rows, :limit] = seen
     return selected
 
 

@@ -38,9 +38,9 @@ def mix(group: ExpertGroup, x: Tensor, routing: Routing, expert: Expert) -> Tens
     out = torch.zeros_like(x, dtype=torch.float32)
     for number in routing.experts.unique().tolist():
         if number in group.own:
-            chosen = routing.experts == number
-            rows = torch.nonzero(chosen.any(-1)).squeeze(1)
-            weights = (routing.weights * chosen).sum(-1, keepdim=True)[rows]
+            routed = routing.experts == number
+            rows = torch.nonzero(routed.any(-1)).squeeze(1)
+            weights = (routing.weights * routed).sum(-1, keepdim=True)[rows]
             out[rows] += expert(number - group.own.start, x[rows]) * weights
     return group.ranks.all_reduce(out).to(x.dtype)
 

@@ -29,8 +29,8 @@ def route(
     scores = arithmetic.rowwise(score, logits.float())
     if fixed is None:
         return route_scores(arithmetic, scores, rule, bias).beside(experts, beside)
-    chosen = fixed.table[fixed.tokens]
-    return weigh(arithmetic, scores, chosen, rule).beside(experts, beside)
+    experts_of_token = fixed.table[fixed.tokens]
+    return weigh(arithmetic, scores, experts_of_token, rule).beside(experts, beside)
 
 
 def route_by_top_softmax(arithmetic: Arithmetic, logits: Tensor, count: int) -> Routing:

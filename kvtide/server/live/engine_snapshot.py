@@ -100,7 +100,7 @@ class EngineSnapshots:
         return not self._surveyed
 
     def forget(self) -> None:
-        """Nobody watches: let go of the tree."""
+        """The last viewer has gone: let go of the tree."""
         self._survey = None
 
     def _advance(self, engine: Engine, until: float) -> None:
@@ -117,20 +117,20 @@ class EngineSnapshots:
 
 
 class StoreStatusPoll:
-    """What the store said last of what it holds. It is asked now and then, and not waited for."""
+    """The store's latest report of what it holds, asked for now and then, and not waited for."""
 
     def __init__(self) -> None:
         self._last: Json = {}
-        self._asking: Future[StoreStatus] | None = None
+        self._pending: Future[StoreStatus] | None = None
         self._asked = -STATUS_EVERY_S
 
     def latest(self, engine: Engine, now: float) -> Json:
-        if self._asking is not None and self._asking.done():
-            if not self._asking.cancelled() and self._asking.exception() is None:
-                self._last = asdict(self._asking.result())
-            self._asking = None
-        if self._asking is None and now - self._asked >= STATUS_EVERY_S:
-            self._asking, self._asked = engine.cache.storage.ask(_status_of), now
+        if self._pending is not None and self._pending.done():
+            if not self._pending.cancelled() and self._pending.exception() is None:
+                self._last = asdict(self._pending.result())
+            self._pending = None
+        if self._pending is None and now - self._asked >= STATUS_EVERY_S:
+            self._pending, self._asked = engine.cache.storage.ask(_status_of), now
         return self._last
 
 

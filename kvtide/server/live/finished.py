@@ -1,7 +1,7 @@
 """What finished requests leave for viewers: TTFT by origin, misses, and what the cache saved.
 
 The event loop notes each request as it ends, which costs microseconds. Nothing else is kept up
-while nobody watches.
+without a viewer.
 """
 
 from __future__ import annotations

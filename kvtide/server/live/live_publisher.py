@@ -1,4 +1,4 @@
-"""One snapshot per interval for all viewers, encoded once; nothing while nobody watches.
+"""One snapshot per interval for all viewers, encoded once; nothing without a viewer.
 
     engine thread ──take──▶ snapshot ──rates, texts, JSON──▶ frame ──▶ every viewer
 

@@ -1,4 +1,4 @@
-"""Which network interface an address is on: gloo and NCCL are told interfaces, not addresses."""
+"""Which network interface an address is on: gloo and NCCL take interfaces, not addresses."""
 
 from __future__ import annotations
 

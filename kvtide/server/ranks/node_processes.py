@@ -30,7 +30,7 @@ class NodeProcesses:
         self._workers = WorkerProcesses(nodes.ranks, settings, nodes.place, self._note_exit)
 
     def run(self) -> int:
-        """The exit code: 0 if all ranks have ended as the leader told them to."""
+        """The exit code: 0 if all ranks have ended as the leader asked."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
         while not self._workers.wait(_POLL_S):

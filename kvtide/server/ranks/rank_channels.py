@@ -149,7 +149,7 @@ class LeaderChannel:
 
     @property
     def hello(self) -> Message:
-        """What the leader said."""
+        """The leader's hello."""
         return self._channel.hello
 
     def report_stuck(self, step: StuckStep) -> None:

@@ -98,16 +98,16 @@ class RankProcesses:
 
     def _await(self, ranks: _OtherRanks) -> None:
         """Wait until every rank has a channel."""
-        deadline, said = time.monotonic() + JOIN_S, self._settings.nodes == 1
+        deadline, logged = time.monotonic() + JOIN_S, self._settings.nodes == 1
         while missing := ranks.channels.missing(_POLL_S):
             if self.lost is not None:
                 raise WorkerLostError(self.lost)
             place, which = self._settings.rendezvous, ", ".join(map(str, missing))
             if time.monotonic() > deadline:
                 raise WorkerLostError(f"rank {which} has not come within {JOIN_S:.0f} s")
-            if not said:
+            if not logged:
                 log.info("waiting for rank %s at %s", which, place)
-                said = True
+                logged = True
 
     def settle(self) -> None:
         """After an error, wait until a lost worker is noticed, if one is the cause."""

@@ -161,8 +161,8 @@ def _agree_on_weights(agreement: Agreement, fingerprint: bytes) -> None:
     All ranks refuse alike. All have loaded their weights when it returns.
     """
     number = int.from_bytes(fingerprint[:7], "little")
-    least, most = agreement.all_min([number, -number])
-    if least != -most:
+    minimum, negated_maximum = agreement.all_min([number, -number])
+    if minimum != -negated_maximum:
         raise SettingsError(
             "the nodes have different weights, dtypes or versions of torch; give all of them the "
             "same model"
@@ -287,9 +287,9 @@ def gpu_sizes(
     share a GPU."""
     device_size, host_size = settings.device_size, settings.host_size
     if device_size is None:
-        device_size = Bytes(max(1, gpu.share(GPU_FRACTION) // ranks_per_gpu(settings)))
+        device_size = Bytes(max(1, gpu.portion(GPU_FRACTION) // ranks_per_gpu(settings)))
     if isinstance(host_size, Ratio) and settings.host_ratio is None:
-        host_size = Bytes(max(1, machine.share(HOST_FRACTION) // settings.node_ranks))
+        host_size = Bytes(max(1, machine.portion(HOST_FRACTION) // settings.node_ranks))
     return device_size, host_size
 
 

@@ -106,7 +106,7 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def mtp_layers(config: Mapping[str, object]) -> int:
     """How many layers for multi-token prediction the model has, of those known here."""
     fields, family = _family(Config(str(config.get("model_type")), config))
-    return 0 if family.mtp is None else fields.count(*_MTP_LAYERS, default=0, least=0)
+    return 0 if family.mtp is None else fields.count(*_MTP_LAYERS, default=0, minimum=0)
 
 
 def declare_eagle3(

@@ -54,7 +54,7 @@ def windowed_above(config: Config) -> list[LayerKind]:
     """qwen2, qwen3: layers from `max_window_layers` on, and only with `use_sliding_window`."""
     if not config.flag("use_sliding_window") or config.find("sliding_window") is None:
         return all_full(config)
-    first = config.count("max_window_layers", least=0)
+    first = config.count("max_window_layers", minimum=0)
     return [
         LayerKind.WINDOW if layer >= first else LayerKind.FULL
         for layer in range(layer_count(config))
@@ -111,7 +111,7 @@ def _indexed(config: Config) -> tuple[int, ...]:
     modes = config.per_layer(layers, "indexer_types", "index_topk_pattern")
     if modes is None:
         period = config.count("index_topk_freq", default=1)
-        skipped = config.count("index_skip_topk_offset", default=2, least=0)
+        skipped = config.count("index_skip_topk_offset", default=2, minimum=0)
         return tuple(i for i in range(layers) if max(i - skipped + 1, 0) % period == 0)
     known = {"F": True, "full": True, "S": False, "shared": False}
     if odd := [mode for mode in modes if str(mode) not in known]:

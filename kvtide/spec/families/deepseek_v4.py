@@ -25,7 +25,7 @@ _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 def deepseek_v4(config: Config, choices: Choices) -> list[PoolSpec]:
     """Windows everywhere; most layers also keep one entry for every `ratio` tokens.
 
-    The history anchor keeps no bytes itself: it is the books that the compressed pools share.
+    The history anchor keeps no bytes itself: the compressed pools follow its slots.
     """
     ratios = _v4_ratios(config)
     head_dim = config.count("head_dim")
@@ -84,8 +84,8 @@ def _v4_means(name: str, layers: tuple[int, ...], width: int, overlaps: bool) ->
     )
     if not overlaps:
         return [open_block]
-    share = replace(open_block, name=f"{name}_state", reuse=Reuse(reach=1))
-    return [share, open_block]
+    state = replace(open_block, name=f"{name}_state", reuse=Reuse(reach=1))
+    return [state, open_block]
 
 
 def _v4_rates(config: Config) -> dict[str, int]:
@@ -119,11 +119,11 @@ def _v4_ratios(config: Config) -> list[int]:
 
 def rotary_dims(config: Config) -> int:
     """Of a head: as published, or from the fraction that `transformers` saves."""
-    head_dim, share = config.count("head_dim"), config.find("partial_rotary_factor")
-    if config.find("qk_rope_head_dim") is not None or not isinstance(share, float):
+    head_dim, fraction = config.count("head_dim"), config.find("partial_rotary_factor")
+    if config.find("qk_rope_head_dim") is not None or not isinstance(fraction, float):
         rope = config.count("qk_rope_head_dim")
     else:
-        rope = int(head_dim * share)
+        rope = int(head_dim * fraction)
     if not 0 < rope < head_dim:
         raise config.refusal(f"{rope} rotary dimensions of {head_dim}; use fewer than `head_dim`")
     return rope

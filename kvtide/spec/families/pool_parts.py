@@ -96,7 +96,7 @@ def _head_dim(config: Config, heads: int) -> int:
 
 def latent_entry(config: Config, kv: KVDType) -> Entry:
     """MLA: one latent and one rotary key for all heads, so every tensor rank keeps both."""
-    rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
+    rank, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", minimum=0)
     rotary = [Field("rope", (rope,), kv.unpacked)] if rope else []
     return scaled("latent", rank, kv, *rotary)
 

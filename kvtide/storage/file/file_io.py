@@ -208,8 +208,8 @@ class Mover:
 
     def _piece_bytes(self, ranges: Sequence[FileRange]) -> int:
         """Large enough to be fast, small enough that all threads end together."""
-        share = sum(each.count for each in ranges) // (self._workers.count * PIECES_PER_THREAD)
-        return min(max(share // BLOCK_BYTES * BLOCK_BYTES, MIN_PIECE_BYTES), PIECE_BYTES)
+        even_bytes = sum(each.count for each in ranges) // (self._workers.count * PIECES_PER_THREAD)
+        return min(max(even_bytes // BLOCK_BYTES * BLOCK_BYTES, MIN_PIECE_BYTES), PIECE_BYTES)
 
     def _each(
         self, pieces: list[_Piece], count: int, move: Callable[[_Piece, Outcomes], None]

@@ -20,7 +20,7 @@ CAP_FRACTION = 0.5
 MAX_FLOOR_BYTES = 10 * 10**9
 FLOOR_FRACTION = 0.05
 THREADS = 8
-SEGMENT_SHARE = 16
+SEGMENT_DIVISOR = 16
 MIN_SEGMENT_BYTES = 16 << 20
 MAX_SEGMENT_BYTES = 1 << 30
 
@@ -49,7 +49,7 @@ class FileSettings:
         if cap < BLOCK_BYTES:
             raise StoreError(f"storage {url}: a cap of {cap} bytes holds nothing; write cap=200GB")
         floor = min(MAX_FLOOR_BYTES, int(folder.size_bytes() * FLOOR_FRACTION))
-        segment = min(max(cap // SEGMENT_SHARE, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
+        segment = min(max(cap // SEGMENT_DIVISOR, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
         segment = max(url.bytes("segment", segment) // BLOCK_BYTES, 1) * BLOCK_BYTES
         return cls(
             cap, url.bytes("floor", floor), url.count("threads", THREADS), _sync(url), segment

@@ -25,7 +25,7 @@ from kvtide.storage.url import StoreURL
 SYNC_EVERY_S = 1.0
 LOG_USES_EVERY_S = 60.0
 LONGEST_JOURNAL_BYTES = 64 << 20
-DESCRIBED_SHARE = 2
+RECORDS_PER_OBJECT = 2
 """A journal is renewed when it exceeds both: these bytes, and so many records per object."""
 
 
@@ -216,7 +216,7 @@ class FileStore:
             self._state.writer.delete_empty(range(len(self._state.catalog.segments)))
 
     def _renew(self) -> None:
-        described = len(self._state.catalog.table) * RECORD_BYTES * DESCRIBED_SHARE
+        described = len(self._state.catalog.table) * RECORD_BYTES * RECORDS_PER_OBJECT
         if self._state.writer.journal.bytes > max(LONGEST_JOURNAL_BYTES, described):
             with self._state.lock:
                 self._state.writer.renew_journal()

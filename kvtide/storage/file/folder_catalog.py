@@ -25,7 +25,7 @@ from kvtide.storage.file.object_table import NONE, ObjectPlaces, ObjectTable, Ro
 from kvtide.storage.file.segments import blocks_of
 
 MIN_QUEUED = 64
-QUEUED_SHARE = 16
+QUEUE_DIVISOR = 16
 """Eviction queues 1/16 of all objects at a time."""
 WINDOW = 256
 
@@ -313,7 +313,7 @@ class Catalog:
         count = 0
         while blocks > 0 and count < min(len(table), max_rows):
             if not len(self._queue[0]):
-                oldest = table.oldest(count + max(MIN_QUEUED, len(table) // QUEUED_SHARE))
+                oldest = table.oldest(count + max(MIN_QUEUED, len(table) // QUEUE_DIVISOR))
                 oldest = oldest[~np.isin(oldest, np.concatenate(chosen))]
                 self._queue = (oldest, table.used[oldest].copy())
             rows, stamps = self._queue[0][:WINDOW], self._queue[1][:WINDOW]

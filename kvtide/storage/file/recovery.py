@@ -38,7 +38,7 @@ from kvtide.storage.file.segments import BLOCK_BYTES, delete, lock, punch
 
 LAST_REMOVALS = 4096
 """So many of a journal's last removals may lack their holes when its process ended."""
-MERGED_SHARE = 4
+MERGE_DIVISOR = 4
 MAX_FINISHED = 8
 
 
@@ -87,7 +87,7 @@ def _is_due(finished: list[_Finished], recent: list[_Finished]) -> bool:
     """A long journal is not rewritten for a few short ones."""
     new = sum(len(each.records) for each in recent)
     old = sum(len(each.records) for each in finished) - new
-    return bool(recent) and (new * MERGED_SHARE > old or len(finished) > MAX_FINISHED)
+    return bool(recent) and (new * MERGE_DIVISOR > old or len(finished) > MAX_FINISHED)
 
 
 def _finished(folder: Folder) -> tuple[list[_Finished], set[int] | None]:

@@ -38,7 +38,7 @@ REGEXES = (
 ANSWER = 30 if everything() else 12
 
 
-def said(request: Request) -> str:
+def text_of(request: Request) -> str:
     return b"".join(_letters(str(one.token)) for one in request.output).decode()
 
 
@@ -50,7 +50,7 @@ def check_texts(requests: list[Request]) -> int:
         if grammar is None or not request.output:
             continue
         assert request.finish is not Finish.ERROR
-        whole, regex = said(request), re.compile(grammar.text)
+        whole, regex = text_of(request), re.compile(grammar.text)
         stops = request.params.stop_ids or request.params.stop
         if request.finish is Finish.STOP and not stops:
             assert regex.fullmatch(whole)
@@ -223,13 +223,13 @@ def test_a_request_ends_where_its_grammar_does_or_at_a_stop_id() -> None:
         ],
     )
     for request in (forced, stopped):
-        assert (said(request), request.finish) == ("abcdef", Finish.STOP)
+        assert (text_of(request), request.finish) == ("abcdef", Finish.STOP)
     assert [one.token for one in open_end.output] == [0x01, stop]
     assert open_end.finish is Finish.STOP and open_end.text is not None
     (cut,) = answers(engine, [replace(plain, max_tokens=2)])
-    assert (said(cut), cut.finish) == ("abcd", Finish.LENGTH)
+    assert (text_of(cut), cut.finish) == ("abcd", Finish.LENGTH)
     (exact,) = answers(engine, [replace(plain, max_tokens=3)])
-    assert (said(exact), exact.finish) == ("abcdef", Finish.STOP)
+    assert (text_of(exact), exact.finish) == ("abcdef", Finish.STOP)
 
 
 def test_a_text_that_no_token_continues_ends_in_an_error_and_nothing_else_does() -> None:
@@ -238,7 +238,7 @@ def test_a_text_that_no_token_continues_ends_in_an_error_and_nothing_else_does()
     beside = asked(1, REGEXES[1], SamplingParams())
     (wanted,) = answers(engine_of(), [beside])
     failed, good = answers(engine, [wrong, beside])
-    assert failed.finish is Finish.ERROR and said(failed) == "abcd"
+    assert failed.finish is Finish.ERROR and text_of(failed) == "abcd"
     assert (good.output, good.finish) == (wanted.output, wanted.finish)
 
 
@@ -278,7 +278,7 @@ def test_the_token_that_a_prefill_server_samples_obeys_the_grammar(
 
 def test_one_token_may_be_all_of_a_handed_answer(handing: Pair) -> None:
     request = handing.answer(text(Random(90), 60), 9, grammar=Grammar("regex", "ab"))
-    assert (said(request), request.finish) == ("ab", Finish.STOP)
+    assert (text_of(request), request.finish) == ("ab", Finish.STOP)
     stop = frozenset({0x77})
     biased = SamplingParams(logit_bias=((0x77, 100.0),))
     options = {"grammar": Grammar("regex", "(ab)*"), "stop_ids": stop, "sampling": biased}

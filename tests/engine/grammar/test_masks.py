@@ -37,11 +37,11 @@ def words(regex: str) -> set[str]:
     return {text for text in EVERY_TEXT if re.fullmatch(regex, text)}
 
 
-def oracle(language: set[str], said: str) -> set[int]:
+def oracle(language: set[str], written: str) -> set[int]:
     prefixes = {word[:n] for word in language for n in range(len(word) + 1)}
     tokens = {t for t, each in enumerate(SPELT) if each and t not in SPECIAL}
-    found = {t for t in tokens if said + SPELT[t].decode() in prefixes}
-    return found | ({STOP} if said in language else set())
+    found = {t for t in tokens if written + SPELT[t].decode() in prefixes}
+    return found | ({STOP} if written in language else set())
 
 
 @pytest.mark.parametrize("kind", ["regex", "choice"])
@@ -54,18 +54,18 @@ def test_a_mask_has_what_some_continuation_has(regex: str, kind: str) -> None:
         grammar = Grammar("lark", f"start: TEXT\nTEXT: {listed}")
     seen = set()
     for _ in range(12):
-        walk, said = Walk(VOCABULARY, grammar, [STOP], PADDED), ""
+        walk, written = Walk(VOCABULARY, grammar, [STOP], PADDED), ""
         while True:
             (allowed,) = walk.allowed()
-            assert allowed == oracle(language, said), said
-            seen.add(said)
+            assert allowed == oracle(language, written), written
+            seen.add(written)
             if not (going_on := sorted(allowed - {STOP})):
                 assert walk.matcher.complete
                 break
             token = rng.choice(going_on)
             assert walk.matcher.consume(token)
-            said += SPELT[token].decode()
-            assert walk.matcher.complete == (oracle(language, said) == {STOP}), said
+            written += SPELT[token].decode()
+            assert walk.matcher.complete == (oracle(language, written) == {STOP}), written
     assert len(seen) > 1
 
 
@@ -75,24 +75,24 @@ def test_rows_behind_drafts_have_the_masks_of_the_text_with_them(regex: str) -> 
     language, rng = words(regex), random.Random(regex)
     refused = 0
     for _ in range(40):
-        walk, said = Walk(VOCABULARY, Grammar("regex", regex), [STOP], PADDED), ""
+        walk, written = Walk(VOCABULARY, Grammar("regex", regex), [STOP], PADDED), ""
         for _ in range(rng.randrange(3)):
-            if going_on := sorted(oracle(language, said) - {STOP}):
+            if going_on := sorted(oracle(language, written) - {STOP}):
                 token = rng.choice(going_on)
                 assert walk.matcher.consume(token)
-                said += SPELT[token].decode()
+                written += SPELT[token].decode()
         drafts = [rng.randrange(len(SPELT)) for _ in range(rng.randrange(1, 5))]
-        if rng.random() < 0.7 and (going_on := sorted(oracle(language, said) - {STOP})):
+        if rng.random() < 0.7 and (going_on := sorted(oracle(language, written) - {STOP})):
             drafts[0] = rng.choice(going_on)
-        rows, text, run = walk.allowed(drafts), said, 0
+        rows, text, run = walk.allowed(drafts), written, 0
         for row, draft in zip(rows, drafts, strict=False):
-            assert row == oracle(language, text), (said, drafts)
+            assert row == oracle(language, text), (written, drafts)
             if draft not in row or draft == STOP:
                 refused += 1
                 break
             text, run = text + SPELT[draft].decode(), run + 1
         assert step_masks.cut_drafts(walk.matcher, tuple(drafts)) == tuple(drafts[:run])
-        assert walk.allowed() == [oracle(language, said)], "drafts leave no trace"
+        assert walk.allowed() == [oracle(language, written)], "drafts leave no trace"
     assert refused > 5
 
 

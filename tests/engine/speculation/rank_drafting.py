@@ -30,7 +30,7 @@ ASKED = (text(5, 2 * PAGE), text(6, PAGE + 7), text(7, 5) * 6)
 SAMPLING = SamplingParams(logprobs=1)
 DRAFTERS = ("ngram", "eagle3", "mtp")
 
-Said = list[list[tuple[int, float]]]
+Outputs = list[list[tuple[int, float]]]
 
 
 def drafting(place: Place, kind: str) -> tuple[Decoder, DraftModel | None, tuple[int, ...]]:
@@ -58,7 +58,7 @@ def drafting(place: Place, kind: str) -> tuple[Decoder, DraftModel | None, tuple
     return target, None, ()
 
 
-def served(place: Place, kind: str) -> tuple[Said, Seen]:
+def served(place: Place, kind: str) -> tuple[Outputs, Seen]:
     """Answers cold, from the device and from the host, and all drafts."""
     target, draft, captures = drafting(place, kind)
     sizes = Tokens(640), Tokens(2560)
@@ -80,33 +80,33 @@ def served(place: Place, kind: str) -> tuple[Said, Seen]:
     )
     guard = engine.accept_guard
     assert (None if guard is None else guard.pools) == (None if kind == "ngram" else ("draft",))
-    said: Said = []
+    outputs: Outputs = []
     for number in range(3):
         requests = [engine.submit(RequestParams(one, ANSWER, SAMPLING)) for one in ASKED]
         while not engine.idle:
             engine.step()
-        said += [_said(request) for request in requests]
+        outputs += [_output(request) for request in requests]
         assert cache.drain(20) and cache.validate() == []
         if number == 1:
             cache.flush(Tier.DEVICE)
     assert sum(one.by_tier.get(Tier.HOST, 0) for one in requests) > 0
     assert drafter.seen, "nothing was drafted"
     cache.close()
-    return said, drafter.seen
+    return outputs, drafter.seen
 
 
-def _said(request: Request) -> list[tuple[int, float]]:
+def _output(request: Request) -> list[tuple[int, float]]:
     return [(one.token, one.logprob) for one in request.output]
 
 
 def every_rank_accepts_the_same(grid: Grid, kind: str) -> None:
-    said, seen = served(grid, kind)
-    grid.same(([[token for token, _ in each] for each in said], sorted(seen.items())))
+    outputs, seen = served(grid, kind)
+    grid.same(([[token for token, _ in each] for each in outputs], sorted(seen.items())))
     expected, expected_drafts = grid.expected[kind]
     if grid.exact:
-        assert said == expected and seen == expected_drafts
+        assert outputs == expected and seen == expected_drafts
     else:
-        assert [[t for t, _ in one] for one in said] == [[t for t, _ in one] for one in expected]
+        assert [[t for t, _ in one] for one in outputs] == [[t for t, _ in one] for one in expected]
 
 
 def expected(folder: Path) -> dict[str, object]:

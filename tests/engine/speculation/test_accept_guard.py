@@ -78,10 +78,10 @@ def test_the_warning_names_origin_means_pools_and_prefix(
     for _ in range(100):
         traffic.request(PrefixOrigin.COMPUTED, 0.75)
         traffic.request(PrefixOrigin.STORAGE, 0.3)
-    (said,) = caplog.messages
-    assert said.startswith("prefixes from storage accept 1.")
-    assert "computed ones 4." in said and "pools (draft, draft_swa)" in said
-    assert "a restored prefix of 4 tokens (request " in said
+    (message,) = caplog.messages
+    assert message.startswith("prefixes from storage accept 1.")
+    assert "computed ones 4." in message and "pools (draft, draft_swa)" in message
+    assert "a restored prefix of 4 tokens (request " in message
     assert {origin.value: n for origin, n in traffic.guard.alarms.items()} == {
         "device": 0,
         "host": 0,

@@ -48,9 +48,9 @@ def cold() -> float:
 
 def test_answers_are_right_and_most_drafts_are_accepted(cold: float) -> None:
     right = [
-        said == wanted
+        token == wanted
         for one in WALKS
-        for said, wanted in zip(alone(one.prompt, ANSWER), one.answer, strict=False)
+        for token, wanted in zip(alone(one.prompt, ANSWER), one.answer, strict=False)
     ]
     assert sum(right) >= 0.98 * len(right)
     assert cold >= 2.5

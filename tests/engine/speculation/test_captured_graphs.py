@@ -35,7 +35,7 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
     how = {"page_tokens": PAGE, "kv_dtype": KVDType.FP32, "draft": source}
     target = build(checkpoint.config, checkpoint.weights, **how)
     drafts, seen, kinds = source.build(target), Seen(), []
-    said = []
+    outputs = []
     for graphs in (False, True):
         cache = TieredCache(target.memory, CacheConfig(Tokens(256), host_size=None, device="cpu"))
         inner = ModelDrafter(drafts, drafts.captures, cache, target.vocabulary)
@@ -58,10 +58,10 @@ def test_graphs_verify_and_draft_as_eager_steps_do(
             engine.step()
             overlapped.add(engine.overlap_state)
         assert (OverlapState.LAUNCHED in overlapped) == graphs
-        said.append([[one.token for one in request.output] for request in requests])
+        outputs.append([[one.token for one in request.output] for request in requests])
         kinds.append({kind for kind, count in engine.steps_by_kind.items() if count})
         cache.close()
-    assert said[0] == said[1] and [len(one) for one in said[0]] == [ANSWER] * 2
+    assert outputs[0] == outputs[1] and [len(one) for one in outputs[0]] == [ANSWER] * 2
     assert kinds[0] == {"eager"} and "verify_graph" in kinds[1]
     assert drafter.compared >= 4 and drafter.behind >= 2
     assert engine.accept_lengths is not None and engine.accept_lengths.accepted >= 4

@@ -149,8 +149,8 @@ class Churn:
 
     def _abort(self, request: Request) -> None:
         self._server.engine.abort(request)
-        said = tuple(one.token for one in request.output)
-        assert said == alone(request.params.tokens, ANSWER)[: len(said)]
+        output = tuple(one.token for one in request.output)
+        assert output == alone(request.params.tokens, ANSWER)[: len(output)]
         self._open.remove(request)
 
     def _end(self, request: Request) -> None:

@@ -94,7 +94,7 @@ def test_running_states_are_drafted_for_up_to_the_end_of_their_page() -> None:
     """A state is written where a step ends, wherever acceptance of the step before ended."""
     at = Desk(RECURRENT, pages=64)
     assert not at.scheduler.launches_ahead, "the host reads before the next step"
-    most = 0
+    max_drafts = 0
     request = at.queue(1, answer=30)
     for length in range(PAGE + 2, 3 * PAGE + 2):
         while request.length < length:
@@ -108,8 +108,8 @@ def test_running_states_are_drafted_for_up_to_the_end_of_their_page() -> None:
         last = length + 1 + len(chunk.drafts) + len(behind.drafts)
         assert last <= end or not behind.drafts
         assert len(at.cache.page_table(request.held, "state")) <= end // PAGE + 1
-        most, request.drafts = max(most, len(behind.drafts)), ()
-    assert most > 0
+        max_drafts, request.drafts = max(max_drafts, len(behind.drafts)), ()
+    assert max_drafts > 0
     at.end()
 
 

@@ -143,20 +143,20 @@ def test_drafts_are_the_same_from_every_tier(pair: Pair) -> None:
 def test_drafts_are_the_same_after_a_restart(pair: Pair, tmp_path: Path) -> None:
     """From a folder; with other draft weights the folder has the target's pages alone."""
     (asked,) = prompts(4, 3 * PAGE + 2)
-    store, seen, said = f"file://{tmp_path}/store?cap=64MB&floor=0", Seen(), []
+    store, seen, outputs = f"file://{tmp_path}/store?cap=64MB&floor=0", Seen(), []
     for draft in (b"first", b"first", b"second"):
         bed = Bed(pair, 3, 64, seen if draft == b"first" else {}, store, draft)
         (request,) = bed.serve(asked)
-        said.append(request.output)
-        assert bool(request.prompt.fetched) == (len(said) > 1)
-        if len(said) == 2:
+        outputs.append(request.output)
+        assert bool(request.prompt.fetched) == (len(outputs) > 1)
+        if len(outputs) == 2:
             assert bed.drafter.compared > 0, "drafts of before the restart"
         if draft == b"second":
             lengths = bed.engine.accept_lengths
             assert lengths is not None and lengths.steps[PrefixOrigin.STORAGE]
             assert not bed.carried(asked)
         bed.cache.close()
-    assert said[0] == said[1] == said[2]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize("pair", ["eagle3-llama", "deepseek_v3-mtp"], indirect=True)

@@ -205,10 +205,10 @@ class Run:
 
     def submit(self) -> None:
         """One answer, or several to the same prompt with seeds of their own."""
-        rng, most = self.rng, self.engine.max_sequence_tokens
+        rng, max_tokens = self.rng, self.engine.max_sequence_tokens
         talk = rng.randrange(3)
-        tokens = (self.talks[talk] + self._words(rng.randrange(12)))[: most - 1]
-        answer = min(rng.choice((0, 1, 4, MAX_ANSWER, MAX_ANSWER)), most - len(tokens))
+        tokens = (self.talks[talk] + self._words(rng.randrange(12)))[: max_tokens - 1]
+        answer = min(rng.choice((0, 1, 4, MAX_ANSWER, MAX_ANSWER)), max_tokens - len(tokens))
         asked = RequestParams(
             tokens,
             answer,
@@ -224,22 +224,22 @@ class Run:
         for _ in range(rng.choice((1, 1, 2, 3))):
             own = replace(asked, sampling=replace(sampler, seed=rng.randrange(99)))
             wanted = alone(self.name, self.target, own)
-            said = [one.token for one in wanted.output]
-            stopped = self._stopped(own, said)
+            output = [one.token for one in wanted.output]
+            stopped = self._stopped(own, output)
             if stopped is not own:
                 wanted = alone(self.name, self.target, stopped)
             request = self.engine.submit(stopped)
-            self.drafter.answers[request] = said
+            self.drafter.answers[request] = output
             self.requests.append((talk, request, wanted))
 
-    def _stopped(self, asked: RequestParams, said: list[int]) -> RequestParams:
+    def _stopped(self, asked: RequestParams, output: list[int]) -> RequestParams:
         """Often with a stop that the answer has somewhere, at a token or across two of them."""
         chance = self.rng.random()
-        if len(said) < 3 or chance < 0.5:
+        if len(output) < 3 or chance < 0.5:
             return asked
         if chance < 0.7:
-            return replace(asked, stop_ids=frozenset([self.rng.choice(said)]))
-        text = b"".join(_letters(str(token)) for token in said).decode()
+            return replace(asked, stop_ids=frozenset([self.rng.choice(output)]))
+        text = b"".join(_letters(str(token)) for token in output).decode()
         at = self.rng.randrange(1, len(text) - 2)
         return replace(asked, stop=(text[at : at + self.rng.randint(1, 4)], "never"))
 

@@ -13,7 +13,7 @@ from kvtide.engine import Engine, RequestParams
 from kvtide.engine.speculation.drafter import DraftWish, TokenDrafter
 from kvtide.spec import ModelMemory, Tier
 
-PAGE, SAID = 16, 7
+PAGE, TOKEN = 16, 7
 """`Idle` says nothing but this token."""
 
 
@@ -27,7 +27,7 @@ class GuessingDrafter(TokenDrafter):
         return [tuple(self._guess() for _ in range(wish.limit)) for wish in wishes]
 
     def _guess(self) -> int:
-        return SAID if self._random.random() < 0.8 else SAID + 1
+        return TOKEN if self._random.random() < 0.8 else TOKEN + 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_nothing_leaks(name: str, requests: int) -> None:
             asked += 1
         updates = engine.step()
         ended += sum(update.finish is not None for update in updates)
-        assert all(update.sampled is None or update.sampled.token == SAID for update in updates)
+        assert all(update.sampled is None or update.sampled.token == TOKEN for update in updates)
         running = engine.scheduler.running
         if running and rng.random() < 0.1:
             engine.abort(rng.choice(running))

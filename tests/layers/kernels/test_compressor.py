@@ -133,8 +133,8 @@ class Compressing:
             )
             write = self.by_kernel if by_kernel else self.plain
             # As part of a wider GEMM.
-            products = functional.pad(self.project(torch.cat(inputs)), (4, 8))[:, 4:-8]
-            write(products, run)
+            values_gates = functional.pad(self.project(torch.cat(inputs)), (4, 8))[:, 4:-8]
+            write(values_gates, run)
             after.append(block.clone())
         return tuple(after)
 

@@ -65,10 +65,10 @@ def asked_again(
 ) -> Tensor:
     """What is chosen: every time the same, by the same scores."""
     batch, given = filled.run.batch, (filled.run, place, queries, weights)
-    most = (batch.bounds.max_past + batch.bounds.longest) // place.pool.tokens_per_entry
+    max_entries = (batch.bounds.max_past + batch.bounds.longest) // place.pool.tokens_per_entry
 
     def scored() -> Tensor:
-        scores = torch.full((filled.tokens, most), -torch.inf, device=filled.device)
+        scores = torch.full((filled.tokens, max_entries), -torch.inf, device=filled.device)
         indexer.score_entries(*given, scores, 0)
         return scores
 

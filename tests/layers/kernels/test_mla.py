@@ -38,13 +38,13 @@ class Blocks:
 
     heads: int
     dim: int
-    turning: int
+    rotated: int
     window: int
     ratio: int = 0
     chosen: int | None = None
 
     def memory(self, kv: KVDType) -> ModelMemory:
-        entry = packed(self.dim, self.turning, kv)
+        entry = packed(self.dim, self.rotated, kv)
         pools = [PoolSpec("swa", (0,), entry, reuse=Reuse(self.window - 1))]
         if self.ratio:
             pools.append(PoolSpec("blocks", (0,), entry, tokens_per_entry=self.ratio))
@@ -167,11 +167,11 @@ class Latents:
 
     heads: int
     rank: int
-    turning: int
+    rotated: int
     chosen: int | None = None
 
     def memory(self, kv: KVDType) -> ModelMemory:
-        rope = Field("rope", (self.turning,), kv.unpacked)
+        rope = Field("rope", (self.rotated,), kv.unpacked)
         pool = PoolSpec("kv", (0,), scaled("latent", self.rank, kv, rope))
         return ModelMemory("test", PAGE, (pool,), layers=1)
 
@@ -198,11 +198,11 @@ def both_latent(
     kv: KVDType = KVDType.FP32,
     idle: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    memory, how = case.memory(kv), AttentionParams((case.rank + case.turning) ** -0.5)
+    memory, how = case.memory(kv), AttentionParams((case.rank + case.rotated) ** -0.5)
     filled = Filled(memory, step, device, dtype, idle)
     place = Place(memory.pools[0], 0)
     latents, ropes = (written(filled, place, name)[0] for name in ("latent", "rope"))
-    queries = filled.some(filled.tokens, case.heads, case.rank + case.turning)
+    queries = filled.some(filled.tokens, case.heads, case.rank + case.rotated)
     visible = (filled.run.positions + 1).tolist()
     chosen = None if case.chosen is None else some_of(visible, case.chosen, device)
     found = same_again(lambda: mla_attention(filled.run, place, queries, how, chosen))

@@ -98,10 +98,10 @@ def test_rejected_entries_leave_their_slots(rejected: int, device: torch.device)
 @pytest.mark.parametrize("sequences", [63, 64, 65])
 def test_sequences_that_cross_a_page_at_once(sequences: int, device: torch.device) -> None:
     world = HotWorld(pool(4, selected=2, hot=16, layers=1), PAGE, sequences, 3, device)
-    everyone: list[Chunk] = [(n, PAGE - 1) for n in range(sequences)]
-    played(world, everyone, "random")
+    every_sequence: list[Chunk] = [(n, PAGE - 1) for n in range(sequences)]
+    played(world, every_sequence, "random")
     for _ in range(2):
-        played(world, [(n, 1) for n, _ in everyone], "random")
+        played(world, [(n, 1) for n, _ in every_sequence], "random")
 
 
 def test_choices_of_several_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

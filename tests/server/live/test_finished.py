@@ -31,7 +31,7 @@ def test_tokens_before_the_first_prefill_wait_for_its_rate() -> None:
     assert saved.seconds == pytest.approx(0.5)
 
 
-def test_a_tick_was_no_later_than_what_is_said() -> None:
+def test_a_tick_was_no_later_than_reported() -> None:
     now = 0.0
     ticks = TickTimes(lambda: now)
     assert ticks.time_of(3) is None

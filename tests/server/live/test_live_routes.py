@@ -1,4 +1,4 @@
-"""The live page's stream: what a frame says, who may read it, and what it costs nobody."""
+"""The live page's stream: what a frame says, who may read it, and that it costs nothing unread."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_viewers_get_the_same_frames_and_a_snapshot_is_taken_once(
     assert len(taken) < 60
 
 
-def test_nothing_is_computed_while_nobody_watches(watched: Any) -> None:
+def test_nothing_is_computed_without_a_viewer(watched: Any) -> None:
     server = watched()
     frame(server)
     publisher = server.app.live.publisher

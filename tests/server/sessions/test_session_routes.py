@@ -1,4 +1,4 @@
-"""Sessions over HTTP: how they end, what is said of them, what changed in their prompts."""
+"""Sessions over HTTP: how they end, how they are reported, what changed in their prompts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SYSTEM = "You are an agent.\nUse tools.\n"
 Json = dict[str, Any]
 
 
-def said(role: str, content: object) -> Json:
+def turn(role: str, content: object) -> Json:
     return {"role": role, "content": content}
 
 
@@ -35,76 +35,76 @@ def parts(*texts: str) -> list[Json]:
     [
         (
             "billing-header",
-            [said("system", f"{HEADER}\n{SYSTEM}"), said("user", HEADER)],
-            [said("system", SYSTEM), said("user", HEADER)],
+            [turn("system", f"{HEADER}\n{SYSTEM}"), turn("user", HEADER)],
+            [turn("system", SYSTEM), turn("user", HEADER)],
         ),
         (
             "billing-header",
-            [said("system", parts(HEADER, SYSTEM)), said("user", "hi")],
-            [said("system", parts(SYSTEM)), said("user", "hi")],
+            [turn("system", parts(HEADER, SYSTEM)), turn("user", "hi")],
+            [turn("system", parts(SYSTEM)), turn("user", "hi")],
         ),
         (  # Blocks that were joined without a line break.
             "billing-header",
-            [said("system", HEADER + SYSTEM)],
-            [said("system", SYSTEM)],
+            [turn("system", HEADER + SYSTEM)],
+            [turn("system", SYSTEM)],
         ),
         (
             "dates",
-            [said("system", f"Today's date is 2026-11-17.\n{SYSTEM}"), said("user", "hi")],
-            [said("system", f"{SYSTEM}Today's date is 2026-11-17."), said("user", "hi")],
+            [turn("system", f"Today's date is 2026-11-17.\n{SYSTEM}"), turn("user", "hi")],
+            [turn("system", f"{SYSTEM}Today's date is 2026-11-17."), turn("user", "hi")],
         ),
         (
             "dates",
-            [said("system", parts("Date: 2026-11-17", SYSTEM)), said("user", "hi")],
-            [said("system", parts(SYSTEM, "\nDate: 2026-11-17")), said("user", "hi")],
+            [turn("system", parts("Date: 2026-11-17", SYSTEM)), turn("user", "hi")],
+            [turn("system", parts(SYSTEM, "\nDate: 2026-11-17")), turn("user", "hi")],
         ),
         (  # A time changes with every request: behind the history with it.
             "dates",
-            [said("system", f"- Current time: 12:31\n{SYSTEM}"), said("user", "hi")],
-            [said("system", SYSTEM), said("user", "hi\n- Current time: 12:31")],
+            [turn("system", f"- Current time: 12:31\n{SYSTEM}"), turn("user", "hi")],
+            [turn("system", SYSTEM), turn("user", "hi\n- Current time: 12:31")],
         ),
         (  # There is no message of the caller's behind which it could stand.
             "dates",
-            [said("system", f"Current date: 2026-11-17 12:31\n{SYSTEM}"), said("assistant", "ho")],
-            [said("system", f"{SYSTEM}Current date: 2026-11-17 12:31"), said("assistant", "ho")],
+            [turn("system", f"Current date: 2026-11-17 12:31\n{SYSTEM}"), turn("assistant", "ho")],
+            [turn("system", f"{SYSTEM}Current date: 2026-11-17 12:31"), turn("assistant", "ho")],
         ),
         (
             "dates",
-            [said("developer", f"Today is 17 May\n{SYSTEM}"), said("system", "More."),
-             said("user", "hi")],
-            [said("developer", SYSTEM), said("system", "More.\nToday is 17 May"),
-             said("user", "hi")],
+            [turn("developer", f"Today is 17 May\n{SYSTEM}"), turn("system", "More."),
+             turn("user", "hi")],
+            [turn("developer", SYSTEM), turn("system", "More.\nToday is 17 May"),
+             turn("user", "hi")],
         ),
         (  # What a user says of dates stays where it is, and so does a line that has none.
             "dates",
-            [said("system", "Dates are ISO.\nToday is fine"), said("user", "Date: 2026-11-17")],
-            [said("system", "Dates are ISO.\nToday is fine"), said("user", "Date: 2026-11-17")],
+            [turn("system", "Dates are ISO.\nToday is fine"), turn("user", "Date: 2026-11-17")],
+            [turn("system", "Dates are ISO.\nToday is fine"), turn("user", "Date: 2026-11-17")],
         ),
         (
             r"regex:(?i)request[- ]id: \w+",
-            [said("system", f"Request-ID: a81\n{SYSTEM}"), said("user", "request id: 7\nhi"),
-             said("user", "request id: 9")],
-            [said("system", SYSTEM), said("user", "hi"), said("user", "request id: 9")],
+            [turn("system", f"Request-ID: a81\n{SYSTEM}"), turn("user", "request id: 7\nhi"),
+             turn("user", "request id: 9")],
+            [turn("system", SYSTEM), turn("user", "hi"), turn("user", "request id: 9")],
         ),
         (
             "billing-header, dates, regex:#",
-            [said("system", f"# noise\n{HEADER}\nDate: 2026-11-17\n{SYSTEM}"), said("user", "hi")],
-            [said("system", f"{SYSTEM}Date: 2026-11-17"), said("user", "hi")],
+            [turn("system", f"# noise\n{HEADER}\nDate: 2026-11-17\n{SYSTEM}"), turn("user", "hi")],
+            [turn("system", f"{SYSTEM}Date: 2026-11-17"), turn("user", "hi")],
         ),
-        ("dates", [said("user", "hi")], [said("user", "hi")]),
-        ("dates,regex:x", [said("system", None), said("user", [])],
-         [said("system", None), said("user", [])]),
+        ("dates", [turn("user", "hi")], [turn("user", "hi")]),
+        ("dates,regex:x", [turn("system", None), turn("user", [])],
+         [turn("system", None), turn("user", [])]),
     ],
 )  # fmt: skip
 def test_the_front_of_a_conversation(rules: str, before: list[Json], after: list[Json]) -> None:
-    given = [dict(message) for message in before]
+    given = [dict(turn) for turn in before]
     assert stabilized(before, parse_rules(rules)) == after
     assert before == given, "the caller's messages are its own"
     assert stabilized(after, parse_rules("billing-header")) == after
 
 
 def test_without_rules_nothing_changes() -> None:
-    messages = [said("system", f"{HEADER}\nDate: 2026-11-17"), said("user", "hi")]
+    messages = [turn("system", f"{HEADER}\nDate: 2026-11-17"), turn("user", "hi")]
     assert stabilized(messages, NO_RULES) == messages
 
 
@@ -112,7 +112,7 @@ def test_two_requests_of_two_days_begin_alike() -> None:
     def asked(day: int) -> list[Json]:
         system = f"{HEADER[:-6]}{day}a;\nToday's date: 2026-11-{day}\n{SYSTEM}"
         return list(
-            stabilized([said("system", system), said("user", "hi")],
+            stabilized([turn("system", system), turn("user", "hi")],
                        parse_rules("billing-header,dates"))
         )  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_long_texts_and_lines_are_left_alone() -> None:
     behind = "y\n" * (MAX_TEXT // 2) + "z\nDate: 2026-11-17"
     searched = "y\n" * (MAX_SEARCHED // 2) + "z\n"
     for text in (long_line, behind, searched):
-        assert stabilized([said("system", text)], rules) == [said("system", text)]
+        assert stabilized([turn("system", text)], rules) == [turn("system", text)]
 
 
 @pytest.mark.parametrize("pattern", [r".*x.*y", r"[a-z]*a[a-z]*!", r"(?i)A*A*b"])
@@ -134,7 +134,7 @@ def test_texts_that_are_made_to_take_long_do_not(pattern: str) -> None:
     line = "a" * (MAX_LINE - 1) + "\n"
     text = line * (MAX_SEARCHED // len(line))
     began = time.monotonic()
-    stabilized([said("system", text), said("user", text)], parse_rules(f"dates,regex:{pattern}"))
+    stabilized([turn("system", text), turn("user", text)], parse_rules(f"dates,regex:{pattern}"))
     assert time.monotonic() - began < 20.0, "exponential time would not end at all"
 
 

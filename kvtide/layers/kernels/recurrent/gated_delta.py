@@ -192,8 +192,8 @@ def _inverse(  # type: ignore[no-untyped-def]
     for level in tl.static_range(1, 6):
         if (2 << level) <= BLOCK_T:
             couples = (row >> level != column >> level) & (row >> level + 1 == column >> level + 1)
-            product = tl.dot(tl.where(couples, system, 0.0), solved, input_precision=PRECISION)
-            solved -= tl.dot(solved, product, input_precision=PRECISION)
+            coupled = tl.dot(tl.where(couples, system, 0.0), solved, input_precision=PRECISION)
+            solved -= tl.dot(solved, coupled, input_precision=PRECISION)
     return solved
 
 
