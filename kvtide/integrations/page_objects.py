@@ -139,7 +139,7 @@ class PageObjects:
         if lengths is None:
             return [False] * len(keys)
         done = [
-            length == pool.format.bytes and self._is_whole(pool, one, key)
+            length >= 0 and self._is_whole(pool, one, key, length)
             for key, one, length in zip(keys, staged, lengths, strict=True)
         ]
         for runs, one, good in zip(memory, staged, done, strict=True):
@@ -149,8 +149,10 @@ class PageObjects:
         self._count("read", sum(done), pool.format.payload_bytes)
         return done
 
-    def _is_whole(self, pool: PagePool, staged: memoryview, key: bytes) -> bool:
+    def _is_whole(self, pool: PagePool, staged: memoryview, key: bytes, length: int) -> bool:
         try:
+            if length != pool.format.bytes:
+                raise CorruptObjectError(f"{length} bytes, not {pool.format.bytes}")
             pool.format.check(staged, key)
         except CorruptObjectError as error:
             self.last_error = f"{self.store.name}: a page of {pool.name} is dropped: {error}"
