@@ -32,6 +32,11 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolTransferResult,
 )
 
+from kvtide.integrations.engine_settings import (  # noqa: E402
+    fingerprint_of,
+    refuse_unknown,
+    require_store,
+)
 from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
 from kvtide.storage import StoreError  # noqa: E402
 
@@ -41,6 +46,7 @@ _SETTINGS = {
     *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "tp_lcm_size"),
 }
 """What the extra config may say; all but `url` and `fingerprint` is SGLang's own."""
+_WHERE = "the extra config"
 _NOT_THE_SLICE = {"extra_config", "enable_storage_metrics", "model_name", "dp_rank"}
 _OF_THE_RANK = {"tp_rank"}
 """Not part of an MLA model's space: tensor ranks share its latents."""
@@ -55,20 +61,20 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, config: HiCacheStorageConfig, options: Mapping[str, Any] | None = None):
         extra = dict(config.extra_config or {})
-        _check_settings(extra)
+        url = require_store(extra, _WHERE)
+        refuse_unknown(extra, _SETTINGS, _WHERE)
+        if not extra.get("interface_v1"):
+            raise StoreError(
+                'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
+            )
         part = {
             one.name: getattr(config, one.name)
             for one in dataclasses.fields(config)
             if one.name not in _NOT_THE_SLICE | (_OF_THE_RANK if config.is_mla_model else set())
         }
-        model = f"{config.model_name} {extra.get('fingerprint', '')}"
-        if "fingerprint" not in extra:
-            log.warning(
-                'pages are known by the model\'s name alone (%s); give "fingerprint" in the extra '
-                "config, such as a revision, if its weights may change",
-                config.model_name,
-            )
-        self.objects = PageObjects("sglang", extra["url"], space_of("sglang", model, part))
+        fingerprint = fingerprint_of(extra, _WHERE, f"the model's name ({config.model_name})")
+        space = space_of("sglang", f"{config.model_name} {fingerprint}", part)
+        self.objects = PageObjects("sglang", url, space)
         self.registered_pools: dict[str, Any] = {}
         self._is_mla, self._tp_rank = config.is_mla_model, config.tp_rank
         self._pools: dict[str, PagePool] = {}
@@ -263,19 +269,3 @@ def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[Runs]:
     ]
     count = len(runs) // pages
     return [runs[at : at + count] for at in range(0, len(runs), count)]
-
-
-def _check_settings(extra: Mapping[str, Any]) -> None:
-    if not isinstance(extra.get("url"), str):
-        raise StoreError(
-            'the extra config names no store; add "url", such as "file:///var/cache/kvtide?cap=200GB"'
-        )
-    if not extra.get("interface_v1"):
-        raise StoreError(
-            'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
-        )
-    if unknown := extra.keys() - _SETTINGS:
-        raise StoreError(
-            f"the extra config has {', '.join(sorted(unknown))}; kvtide knows url and fingerprint, "
-            "and the store's settings belong in its URL"
-        )
