@@ -48,10 +48,14 @@ _SETTINGS = {
 """What the extra config may say; all but `url` and `fingerprint` is SGLang's own."""
 _WHERE = "the extra config"
 _NOT_THE_SLICE = {"extra_config", "enable_storage_metrics", "model_name", "dp_rank"}
-_OF_THE_RANK = {"tp_rank"}
-"""Not part of an MLA model's space: tensor ranks share its latents."""
-_SHARDED = {"mamba"}
-"""Pools that tensor ranks divide even where they share the KV pool (MLA)."""
+_OF_TENSOR_RANKS = {"tp_rank", "tp_size", "tp_lcm_size"}
+"""Not part of the space of an MLA model, whose latents are the same on every tensor rank."""
+_REPLICATED = {
+    *("MLATokenToKVPoolHost", "DSAIndexerPoolHost"),
+    *("DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool"),
+}
+"""Classes of pools, beside the KV pool itself, that an MLA model has alike on all tensor ranks. It
+may have others (Mamba states, heads of a draft) of which each rank has a part."""
 
 log = logging.getLogger("kvtide")
 
@@ -67,16 +71,16 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
             raise StoreError(
                 'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
             )
-        part = {
-            one.name: getattr(config, one.name)
-            for one in dataclasses.fields(config)
-            if one.name not in _NOT_THE_SLICE | (_OF_THE_RANK if config.is_mla_model else set())
-        }
+        left_out = _NOT_THE_SLICE | (_OF_TENSOR_RANKS if config.is_mla_model else set())
+        if getattr(config, "dcp_size", 1) > 1:
+            left_out -= {"tp_size"}  # As SGLang's own file backend does it.
+        names = {one.name for one in dataclasses.fields(config)} - left_out
+        part = {name: getattr(config, name) for name in names}
         fingerprint = fingerprint_of(extra, _WHERE, f"the model's name ({config.model_name})")
         space = space_of("sglang", f"{config.model_name} {fingerprint}", part)
         self.objects = PageObjects("sglang", url, space)
         self.registered_pools: dict[str, Any] = {}
-        self._is_mla, self._tp_rank = config.is_mla_model, config.tp_rank
+        self._is_mla, self._tensor_rank = config.is_mla_model, [config.tp_rank, config.tp_size]
         self._pools: dict[str, PagePool] = {}
 
     def register_mem_pool_host(self, pool: Any) -> None:
@@ -186,17 +190,17 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
         known = self._pools.get(name)
         if known is None:
             host = self.registered_pools[name]
-            kind = type(host).__name__
             first = _page_runs(host, torch.arange(_page_tokens(host)), 1)[0]
-            shared = self._is_mla and str(name) not in _SHARDED and not kind.startswith("MHA")
+            kinds = {kind.__name__ for kind in type(host).__mro__}
+            replicated = self._is_mla and (name == PoolName.KV or bool(kinds & _REPLICATED))
             described = {
                 "dtype": str(getattr(host, "dtype", "")),
                 "page_tokens": _page_tokens(host),
                 "layout": str(getattr(host, "layout", "")),
                 "runs": [len(run) for run in first],
-                "tp_rank": None if shared else self._tp_rank,
+                "tensor_rank": None if replicated else self._tensor_rank,
             }
-            size = sum(described["runs"])  # type: ignore[arg-type]
+            size = sum(map(len, first))
             known = self._pools[name] = self.objects.pool(str(name), size, described)
         return known
 
