@@ -51,7 +51,7 @@ _NOT_THE_SLICE = {"extra_config", "enable_storage_metrics", "model_name", "dp_ra
 _OF_TENSOR_RANKS = {"tp_rank", "tp_size", "tp_lcm_size"}
 """Not part of the space of an MLA model, whose latents are the same on every tensor rank."""
 _REPLICATED = {
-    *("MLATokenToKVPoolHost", "DSAIndexerPoolHost"),
+    *("MLATokenToKVPoolHost", "DSAIndexerPoolHost", "LogicalHostPool"),
     *("DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool"),
 }
 """Classes of pools, beside the KV pool itself, that an MLA model has alike on all tensor ranks. It
@@ -260,8 +260,10 @@ def _page_tokens(host: Any) -> int:
 
 
 def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[Runs]:
-    """The memory of every page, as runs of bytes."""
+    """The memory of every page, as runs of bytes: none, if an anchor has no bytes of its own."""
     meta = host.get_page_buffer_meta(indices)
+    if meta is None and getattr(host, "size_per_token", None) == 0:
+        return [()] * pages
     if meta is None or not meta[0] or len(meta[0]) % pages:
         raise StoreError(
             f"{type(host).__name__} does not name the memory of its pages; start SGLang with "

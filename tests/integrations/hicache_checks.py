@@ -55,6 +55,15 @@ class AsymmetricMHATokenToKVPoolHost(HostPool):
     """A draft's heads, which tensor ranks divide."""
 
 
+class LogicalHostPool(HostPool):
+    """The anchor of DeepSeek-V4's pools, without bytes."""
+
+    size_per_token = 0
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+
 def backend(folder: str, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
     options = {
         "backend_name": "kvtide",
@@ -187,6 +196,14 @@ def check_the_classes_of_pools_that_ranks_share_are_sglangs(folder: str) -> None
     backend(folder)
     shared = sys.modules["kvtide.integrations.sglang"]._REPLICATED
     assert shared <= defined, shared - defined
+
+
+def check_an_anchor_without_bytes_has_pages_that_are_found(folder: str) -> None:
+    one = backend(folder, is_mla_model=True)
+    one.registered_pools[PoolName.KV] = LogicalHostPool(2 * PAGES, 0)
+    assert one.batch_exists(keys()) == 0
+    assert one.batch_set_v1(keys(), at(0, PAGES)) == [True] * PAGES
+    assert one.batch_exists([*keys(), "f" * 64]) == PAGES
 
 
 def check_bad_calls_and_settings_are_refused(folder: str) -> None:

@@ -95,6 +95,15 @@ class MambaPoolHost(HostPool):
     """States, which tensor ranks divide."""
 
 
+class LogicalHostPool(HostPool):
+    """The anchor of DeepSeek-V4's pools, without bytes."""
+
+    size_per_token = 0
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> None:
+        return None
+
+
 _SGLANG: dict[str, dict[str, Any]] = {
     "sglang": {},
     "sglang.srt": {},

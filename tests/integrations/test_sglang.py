@@ -23,6 +23,7 @@ from tests.integrations.stand_ins import (
     AsymmetricMHATokenToKVPoolHost,
     HiCacheStorageConfig,
     HostPool,
+    LogicalHostPool,
     MambaPoolHost,
     MLATokenToKVPoolHost,
     PoolName,
@@ -124,6 +125,15 @@ def test_ranks_of_a_context_parallel_group_read_what_its_first_ones_wrote(sglang
     assert reader.batch_exists(KEYS) == 2
 
 
+def test_an_anchor_without_bytes_has_pages_that_are_found(sglang: Any) -> None:
+    """DeepSeek-V4: the KV pool numbers pages, and other pools have their bytes."""
+    one = backend(sglang, LogicalHostPool(), is_mla_model=True)
+    assert one.batch_exists(KEYS) == 0
+    assert one.batch_set_v1(KEYS, torch.arange(2)) == [True, True]
+    assert one.batch_exists([*KEYS, "c" * 64]) == 2
+    assert one.batch_get_v1(KEYS, torch.arange(2)) == [True, True]
+
+
 def test_a_pool_that_does_not_name_its_memory_is_refused(
     sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +175,7 @@ def test_every_check_holds_under_the_real_factory(version: str, tmp_path: Path) 
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == CHECKS and len(CHECKS) == 8
+    assert done.stdout.split() == CHECKS and len(CHECKS) == 9
 
 
 def test_the_backend_without_sglang_is_a_sentence() -> None:
