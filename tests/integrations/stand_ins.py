@@ -5,12 +5,14 @@ They have the names, fields and calls of the tested versions, and nothing behind
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -118,7 +120,101 @@ _SGLANG: dict[str, dict[str, Any]] = {
 }
 
 
-_ENGINES = {"sglang": (_SGLANG, "0.5.23")}
+# -- LMCache ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ObjectKey:
+    chunk_hash: bytes
+    model_name: str = "model"
+    kv_rank: int = 1 << 24
+    object_group_id: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryLayoutDesc:
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+
+
+class MemoryObj:
+    def __init__(self, layout: MemoryLayoutDesc, seed: int) -> None:
+        size = sum(prod(s) * d.itemsize for s, d in zip(layout.shapes, layout.dtypes, strict=True))
+        self.data: Bytes = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+        self._layout = layout
+
+    def get_shapes(self) -> list[torch.Size]:
+        return self._layout.shapes
+
+    def get_dtypes(self) -> list[torch.dtype]:
+        return self._layout.dtypes
+
+    @property
+    def byte_array(self) -> memoryview:
+        return self.data.data
+
+
+class Bitmap(list[bool]):
+    def __init__(self, size: int) -> None:
+        super().__init__([False] * size)
+
+    def set(self, index: int) -> None:
+        self[index] = True
+
+
+class L2StoreResult(int):
+    def __new__(cls, success: bool, bytes_transferred: int) -> L2StoreResult:
+        return super().__new__(cls, bytes_transferred if success else -1)
+
+
+class L2AdapterInterface:
+    """Remembers what it is notified of, in place of LMCache's accounts and listeners."""
+
+    def __init__(self, max_capacity_bytes: int = 0) -> None:
+        self.max_capacity_bytes = max_capacity_bytes
+        self.notified: list[tuple[str, list[ObjectKey]]] = []
+        self.listener: Callable[[], None] = lambda: None
+
+    def _notify_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        self.notified.append(("stored", keys))
+        self.listener()
+
+    def _notify_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self.notified.append(("accessed", keys))
+        self.listener()
+
+    def _notify_keys_deleted(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        self.notified.append(("deleted", keys))
+
+
+class EventNotifier:
+    def __init__(self) -> None:
+        self._file = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._file
+
+    def notify(self) -> None:
+        os.eventfd_write(self._file, 1)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+_LMCACHE: dict[str, dict[str, Any]] = {
+    "lmcache": {},
+    "lmcache.lmcache_native": {"Bitmap": Bitmap},
+    "lmcache.v1": {},
+    "lmcache.v1.distributed": {},
+    "lmcache.v1.distributed.api": {"MemoryLayoutDesc": MemoryLayoutDesc, "ObjectKey": ObjectKey},
+    "lmcache.v1.distributed.internal_api": {"L2StoreResult": L2StoreResult},
+    "lmcache.v1.distributed.l2_adapters": {},
+    "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface": L2AdapterInterface},
+    "lmcache.v1.platform": {"create_event_notifier": EventNotifier},
+}
+
+_ENGINES = {"sglang": (_SGLANG, "0.5.23"), "lmcache": (_LMCACHE, "0.5.6")}
 
 
 @contextmanager
