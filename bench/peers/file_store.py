@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument(
         "--ratio-of", default="kvtide", help="the store that others are compared to"
     )
+    parser.add_argument("--stores", default="", help="only those whose names contain this text")
     args = parser.parse_args()
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
     if args.turns < 1 or any(size % ALIGN for size in sizes):
@@ -54,6 +55,9 @@ def main() -> int:
             stores = open_all(folder, blocks, max_bytes)
             for store in stores:
                 opened.callback(store.close)
+            stores = [store for store in stores if args.stores in store.name]
+            if args.ratio_of not in (store.name for store in stores):
+                parser.error(f"--ratio-of {args.ratio_of!r} is not among the stores")
             for case in cases:
                 rates = _measure(case, stores, blocks, folder, args.turns)
                 rows += _rows(case, rates, args.ratio_of)

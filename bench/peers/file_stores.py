@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import gpu_stubs
 import torch
+from lmcache_adapters import LMCacheAdapter, specs
 
 from kvtide.bench.storage_drivers import RawDisk
 from kvtide.bench.store_speed import MemoryBlocks, Ours
@@ -52,6 +53,7 @@ def open_all(folder: Path, blocks: MemoryBlocks, max_bytes: int) -> list[FileSto
         SglangKvtide(folder / "sglang-kvtide", blocks),
         LMCacheDisk(folder / "lmcache", max_bytes, use_odirect=False),
         LMCacheDisk(folder / "lmcache-direct", max_bytes, use_odirect=True),
+        *(LMCacheAdapter(name, spec, blocks) for name, spec in specs(folder).items()),
     ]
 
 

@@ -98,6 +98,10 @@ class PageObjects:
     def pool(self, name: str, page_bytes: int, described: Mapping[str, object]) -> PagePool:
         return PagePool(name, page_bytes, described, self._space)
 
+    def pages_at_once(self, pool: PagePool) -> int:
+        """How many go in one call: as many as staging memory holds."""
+        return max(1, self._batch_bytes // pool.format.bytes)
+
     def exists(self, pool: PagePool, pages: Sequence[bytes]) -> list[bool]:
         """For every page: is there an object? Nothing, if the store does not answer."""
         keys = [pool.key(page) for page in pages]
@@ -120,6 +124,17 @@ class PageObjects:
             done += self._write(pool, keys, memory[batch])
         return done
 
+    def remove(self, pool: PagePool, pages: Sequence[bytes]) -> None:
+        """Remove pages. Those that a store keeps, because it fails, will be found."""
+        keys = [pool.key(page) for page in pages]
+        self._call("remove", lambda: self.store.remove(keys), 0)
+
+    def give_up(self, pages: int, error: Exception) -> None:
+        """Count pages of which a plug-in neither read nor wrote any, because of an error."""
+        self.last_error = str(error)
+        log.warning("%d pages are given up: %s", pages, error, exc_info=error)
+        self._count("failed", pages)
+
     def clear(self) -> Removed:
         """Remove all pages of this model and slice."""
         return self.store.clear()
@@ -130,7 +145,7 @@ class PageObjects:
     # -- the steps --------------------------------------------------------------------------
 
     def _batches(self, pool: PagePool, pages: int) -> Iterator[slice]:
-        count = max(1, self._batch_bytes // pool.format.bytes)
+        count = self.pages_at_once(pool)
         return (slice(at, at + count) for at in range(0, pages, count))
 
     def _read(self, pool: PagePool, keys: list[bytes], memory: Sequence[Runs]) -> list[bool]:
@@ -139,7 +154,7 @@ class PageObjects:
         if lengths is None:
             return [False] * len(keys)
         done = [
-            length == pool.format.bytes and self._is_whole(pool, one, key)
+            length >= 0 and self._is_whole(pool, one, key, length)
             for key, one, length in zip(keys, staged, lengths, strict=True)
         ]
         for runs, one, good in zip(memory, staged, done, strict=True):
@@ -149,8 +164,10 @@ class PageObjects:
         self._count("read", sum(done), pool.format.payload_bytes)
         return done
 
-    def _is_whole(self, pool: PagePool, staged: memoryview, key: bytes) -> bool:
+    def _is_whole(self, pool: PagePool, staged: memoryview, key: bytes, length: int) -> bool:
         try:
+            if length != pool.format.bytes:
+                raise CorruptObjectError(f"{length} bytes, not {pool.format.bytes}")
             pool.format.check(staged, key)
         except CorruptObjectError as error:
             self.last_error = f"{self.store.name}: a page of {pool.name} is dropped: {error}"

