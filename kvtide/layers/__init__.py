@@ -18,10 +18,11 @@ Layers
 `moe`               routers and experts
 `hyper_connections` residual streams around a sublayer
 
-The operations that layers call, in three folders
+The operations that layers call, in four folders
 `backend`    the operations, and which implementation of them runs
 `reference`  each operation as a torch reference
 `kernels`    each operation as a Triton kernel, under the file name of its reference
+`native`     operations as C++ kernels, for a CPU
 """
 
 from kvtide.layers.backend.arithmetic import Arithmetic, Batched, Deterministic

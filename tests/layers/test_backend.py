@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from kvtide.layers import choose
 from kvtide.layers.backend.arithmetic import Batched, Deterministic
 from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.native.build import library
+from kvtide.layers.native.native_ops import NativeOps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(("deterministic", "arithmetic"), [(False, Batched), (True, Deterministic)])
-def test_a_cpu_runs_the_torch_references(deterministic: bool, arithmetic: type) -> None:
-    ops = choose(deterministic, CPU)
+def test_a_deterministic_model_on_a_cpu_runs_the_torch_references() -> None:
+    ops = choose(True, CPU)
     assert type(ops) is TorchOps and not ops.uses_kernels
-    assert type(ops.arithmetic) is arithmetic
+    assert type(ops.arithmetic) is Deterministic
+
+
+def test_a_cpu_runs_native_kernels_where_they_load() -> None:
+    """`native/test_build.py` has the machines where they do not."""
+    ops = choose(False, CPU)
+    assert type(ops) is (TorchOps if library() is None else NativeOps)
+    assert isinstance(ops.arithmetic, Batched) and not ops.uses_kernels
 
 
 def test_a_cuda_device_runs_the_kernels() -> None:

@@ -9,18 +9,26 @@ import torch
 from kvtide.layers.backend.arithmetic import Batched, Deterministic
 from kvtide.layers.backend.ops import Ops
 from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.native.build import library
+from kvtide.layers.native.c_functions import Functions
+from kvtide.layers.native.native_ops import NativeOps
 
 
 def choose(deterministic: bool, device: torch.device) -> Ops:
-    """Torch references on a CPU, Triton kernels on a CUDA device.
+    """Native kernels or torch references on a CPU, Triton kernels on a CUDA device.
 
     A deterministic model runs the references on every device; its entries are written by a kernel
     where there is one, with the same bytes.
     """
-    if device.type != "cuda":
-        return TorchOps(Deterministic() if deterministic else Batched())
-    # By name, for Triton is installed only where there is such a device.
-    triton_ops = import_module("kvtide.layers.backend.triton_ops")
-    made: Ops
-    made = triton_ops.WrittenByKernel(Deterministic()) if deterministic else triton_ops.TritonOps()
-    return made
+    if device.type == "cuda":
+        # By name, for Triton is installed only where there is such a device.
+        triton_ops = import_module("kvtide.layers.backend.triton_ops")
+        made: Ops
+        made = (
+            triton_ops.WrittenByKernel(Deterministic()) if deterministic else triton_ops.TritonOps()
+        )
+        return made
+    if deterministic:
+        return TorchOps(Deterministic())
+    native = library()
+    return TorchOps(Batched()) if native is None else NativeOps(Functions.of(native))

@@ -81,14 +81,16 @@ class Ops(ABC):
         """Every group of x (tokens, groups, in) times its own weights (groups, out, in)."""
 
     @abstractmethod
-    def rope(
-        self, x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False
-    ) -> Tensor:
+    def rope(self, x: Tensor, cos_sin: Tensor, eps: float | None = None) -> Tensor:
         """Rotates neighbouring pairs of the last dimensions of x (tokens, heads, dim).
 
         x may be written over. `eps` is that of an RMS norm over each head that comes before; None:
-        there is none. `back` rotates the other way.
+        there is none.
         """
+
+    @abstractmethod
+    def rope_back(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Undoes `rope`; x may be written over."""
 
     # -- attention -------------------------------------------------------------------------------
 

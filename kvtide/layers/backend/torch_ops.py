@@ -81,12 +81,13 @@ class TorchOps(Ops):
         linear = self.arithmetic.linear
         return torch.stack([linear(x[:, i], weight) for i, weight in enumerate(weights)], dim=1)
 
-    def rope(
-        self, x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False
-    ) -> Tensor:
+    def rope(self, x: Tensor, cos_sin: Tensor, eps: float | None = None) -> Tensor:
         if eps is not None:
             x = self.rms_norm(x, Norm(torch.ones((), device=x.device), eps))
-        return rotate_interleaved(x, inverse_rotation(cos_sin) if back else cos_sin)
+        return rotate_interleaved(x, cos_sin)
+
+    def rope_back(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        return rotate_interleaved(x, inverse_rotation(cos_sin))
 
     # -- attention -------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from kvtide.layers.kernels.recurrent.causal_conv import causal_conv
 from kvtide.layers.kernels.recurrent.gated_delta import gated_delta
 from kvtide.layers.kernels.recurrent.gated_norm import gated_norm
 from kvtide.layers.kernels.recurrent.ssd_scan import ssd_scan
-from kvtide.layers.kernels.rope import norm_rope_write, rope
+from kvtide.layers.kernels.rope import norm_rope_write, rope, rope_back
 from kvtide.layers.kernels.swap_in import swap_in
 from kvtide.layers.packing import Fields
 
@@ -89,10 +89,11 @@ class TritonOps(WrittenByKernel):
         torch.bmm(x.transpose(0, 1), weights.mT, out=result.transpose(0, 1))
         return result
 
-    def rope(
-        self, x: Tensor, cos_sin: Tensor, eps: float | None = None, *, back: bool = False
-    ) -> Tensor:
-        return rope(x, cos_sin, eps, back=back)
+    def rope(self, x: Tensor, cos_sin: Tensor, eps: float | None = None) -> Tensor:
+        return rope(x, cos_sin, eps)
+
+    def rope_back(self, x: Tensor, cos_sin: Tensor) -> Tensor:
+        return rope_back(x, cos_sin)
 
     # -- attention -------------------------------------------------------------------------------
 

@@ -1,0 +1,229 @@
+"""Two CPU engines over one random Llama: vLLM in process, kvtide behind HTTP, turn by turn.
+
+Weights are random, of SmolLM2-135M's shape, in fp32. Both engines cache prefixes, decode greedily
+and get token ids. A decode rate is that of 32 further tokens of prompts that are cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+VLLM = "0.32.0"
+VOCABULARY = 49152
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROWS = (
+    "new prompt of 1,024 tokens, s",
+    "64 new tokens after 1,024 cached, s",
+    "decode, one sequence, tok/s",
+    "decode, eight sequences, tok/s",
+)
+CONTEXT, ADDED, DECODED = 1024, 64, 32
+Tokens = list[int]
+Generate = Callable[[Sequence[Tokens], int], None]
+"""Answers prompts together, each with so many tokens, whatever they are."""
+
+
+def measure(generate: Generate, repetitions: int) -> list[float]:
+    """One figure for each of ROWS: the median of so many."""
+    seeds = iter(range(1 << 30))
+
+    def prompt(tokens: int) -> Tokens:
+        return random.Random(next(seeds)).choices(range(10, VOCABULARY), k=tokens)
+
+    def seconds(prompts: Sequence[Tokens], tokens: int) -> float:
+        began = time.perf_counter()
+        generate(prompts, tokens)
+        return time.perf_counter() - began
+
+    generate([prompt(CONTEXT)], 4)
+    contexts = [prompt(CONTEXT) for _ in range(max(8, repetitions))]
+    new = [seconds([each], 1) for each in contexts]
+    added = [seconds([each + prompt(ADDED)], 1) for each in contexts[:repetitions]]
+    rates = []
+    for count in (1, 8):
+        some, found = contexts[:count], []
+        for _ in range(repetitions):
+            begin, whole = seconds(some, 1), seconds(some, 1 + DECODED)
+            found.append(count * DECODED / (whole - begin))
+        rates.append(statistics.median(found))
+    return [statistics.median(new), statistics.median(added), *rates]
+
+
+# -- the engines ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def kvtide(folder: Path) -> Iterator[Generate]:
+    """`kvtide serve` in a process of its own, asked over HTTP."""
+    # Without storage: pages of an earlier run would be found there.
+    given = ("--port", "0", "--storage", "none")
+    command = [sys.executable, "-m", "kvtide.cli.main", "serve", str(folder), *given]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    try:
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if line.startswith("listening on "):
+                break
+        else:
+            raise SystemExit("kvtide serve does not start:\n" + "".join(lines))
+        url = lines[-1].split()[-1].rstrip("/") + "/v1/completions"
+
+        def ask(prompt: Tokens, tokens: int) -> None:
+            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+            sent = urllib.request.Request(
+                url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(sent) as answer:
+                used = json.load(answer)["usage"]["completion_tokens"]
+            assert used == tokens, f"{used} tokens of {tokens}"
+
+        with ThreadPoolExecutor(8) as clients:
+
+            def generate(prompts: Sequence[Tokens], tokens: int) -> None:
+                list(clients.map(lambda prompt: ask(prompt, tokens), prompts))
+
+            yield generate
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def vllm_figures(folder: Path, repetitions: int) -> list[float]:
+    """Measured by this file in vLLM's environment."""
+    # The tests' folder of installed engines.
+    from tests.integrations.engines import vllm
+
+    command = [str(vllm(VLLM)), __file__, "--in-vllm", str(folder)]
+    environment = {
+        **os.environ,
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    given = [*command, "--repetitions", str(repetitions)]
+    done = subprocess.run(given, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    figures: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def run_in_vllm(folder: Path, repetitions: int) -> None:
+    from vllm import LLM, SamplingParams
+
+    engine: Any = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        max_model_len=4096,
+    )
+
+    def generate(prompts: Sequence[Tokens], tokens: int) -> None:
+        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = engine.generate(given, how, use_tqdm=False)
+        assert all(len(each.outputs[0].token_ids) == tokens for each in answers)
+
+    print(json.dumps(measure(generate, repetitions)))
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def write_model(folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    generator, weights = torch.Generator().manual_seed(0), {}
+
+    def add(name: str, *shape: int) -> None:
+        made = torch.randn(shape, generator=generator) * 0.04
+        weights[f"model.{name}.weight"] = made if len(shape) > 1 else torch.ones(shape)
+
+    hidden, inner, kv = 576, 1536, 192
+    add("embed_tokens", VOCABULARY, hidden)
+    add("norm", hidden)
+    for layer in range(30):
+        base = f"layers.{layer}"
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            add(f"{base}.self_attn.{name}_proj", rows, hidden)
+        for name in ("gate", "up"):
+            add(f"{base}.mlp.{name}_proj", inner, hidden)
+        add(f"{base}.mlp.down_proj", hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            add(f"{base}.{name}", hidden)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def shown(figures: Sequence[Sequence[float]]) -> Iterator[str]:
+    """Lines of a table: figures by engine and turn, and the ratio of medians."""
+    yield f"| | vllm-cpu {VLLM} | kvtide | kvtide ahead by |"
+    yield "|---|---|---|---|"
+    for row, name in enumerate(ROWS):
+        theirs, ours = ([turn[row] for turn in figures[number::2]] for number in (0, 1))
+        ratio = statistics.median(ours) / statistics.median(theirs)
+        ahead = 1 / ratio if name.endswith(", s") else ratio
+        cells = (" ".join(f"{each:.3g}" for each in some) for some in (theirs, ours))
+        yield f"| {name} | {' | '.join(cells)} | {ahead:.2f}× |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=2, help="runs of each engine (2)")
+    parser.add_argument("--repetitions", type=int, default=3, help="in a run (3)")
+    parser.add_argument("--in-vllm", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.in_vllm is not None:
+        return run_in_vllm(given.in_vllm, given.repetitions)
+    figures = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_model(folder)
+        for _ in range(given.turns):
+            figures.append(vllm_figures(folder, given.repetitions))
+            with kvtide(folder) as generate:
+                figures.append(measure(generate, given.repetitions))
+    print("\n".join(shown(figures)))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The C functions of the native kernels, and the structures that they take."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""As `vectors.h` numbers them."""
+
+
+class Kept(Structure):
+    """A vector of every token, in pages and of the step: `attention.cpp` has its fields."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("pages", "fresh")),
+        *((name, c_int64) for name in ("slot_stride", "entry_stride", "fresh_stride")),
+        *((name, c_int32) for name in ("page_type", "fresh_type", "dim", "unused")),
+    ]
+
+
+class AttentionCall(Structure):
+    """One call of attention: `attention.cpp` has its fields."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("out", "queries", "rows", "slots", "sinks")),
+        *((name, Kept) for name in ("key", "key_rest", "value")),
+        *((name, c_int64) for name in ("table_width", "sequences")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "page_tokens", "window")),
+        *((name, c_int32) for name in ("threads", "unused")),
+        *((name, c_float) for name in ("scale", "cap")),
+    ]
+
+
+class HeadsCall(Structure):
+    """One call of `kvtide_heads`: `rows.cpp` has its fields."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("queries", "keys", "by_head", "cos_sin")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "key_pages", "value_pages")),
+        *((name, c_void_p) for name in ("rows", "owners", "slots")),
+        *((name, c_int64) for name in ("token_stride", "slot_stride", "entry_stride")),
+        *((name, c_int64) for name in ("table_width", "tokens")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "dim", "pairs", "page_tokens")),
+        ("threads", c_int32),
+        *((name, c_float) for name in ("query_eps", "key_eps", "key_gain")),
+    ]
+
+
+class States(Structure):
+    """Running states of a step's sequences: `recurrent.cpp` has its fields."""
+
+    _fields_: ClassVar = [
+        ("pages", c_void_p),
+        ("slot_stride", c_int64),
+        *((name, c_void_p) for name in ("before", "after", "rows")),
+        ("sequences", c_int64),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """The library's functions, with the types of their arguments."""
+
+    attention: Any
+    linear: Any
+    rms_norm: Any
+    gated: Any
+    heads: Any
+    delta: Any
+    scan: Any
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> Functions:
+        p, n, i, f = c_void_p, c_int64, c_int, c_float
+        return cls(
+            attention=_typed(library.kvtide_attention, c_int, POINTER(AttentionCall)),
+            linear=_typed(library.kvtide_linear, None, p, p, p, p, n, n, n, n, i),
+            rms_norm=_typed(library.kvtide_rms_norm, None, p, p, p, p, p, n, n, n, f, i),
+            gated=_typed(library.kvtide_gated, None, p, p, p, n, n, n, n, i, i),
+            heads=_typed(library.kvtide_heads, None, POINTER(HeadsCall)),
+            delta=_typed(library.kvtide_delta, None, p, p, p, p, POINTER(States), *[n] * 5, i),
+            scan=_typed(library.kvtide_scan, None, p, p, p, p, POINTER(States), *[n] * 4, i),
+        )
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, list(arguments)
+    return function

@@ -1,0 +1,461 @@
+"""The operations of layers by native kernels where they have one, else by the torch references.
+
+A kernel takes fp32. Keys and values may also lie in pages in 16 bits. Pools in eight bits, pools
+that live on the host, and entries of several tokens go to the references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtide.layers.backend.arithmetic import Batched
+from kvtide.layers.backend.kernel_args import (
+    AttentionParams,
+    ConvWeights,
+    DeltaGates,
+    Norm,
+    QKVParams,
+    ScanParams,
+)
+from kvtide.layers.backend.ops import Selection
+from kvtide.layers.backend.torch_ops import TorchOps
+from kvtide.layers.elementwise import Activation, gelu_tanh, swish
+from kvtide.layers.forward import ForwardPass, Place
+from kvtide.layers.native.c_functions import (
+    TYPES,
+    AttentionCall,
+    Functions,
+    HeadsCall,
+    Kept,
+    States,
+)
+from kvtide.layers.packing import Fields
+from kvtide.spec import Encoding
+
+FEW_ROWS = 16
+"""More rows go to torch's GEMM, which divides its work better."""
+SHORT_TOKENS = 4
+"""New tokens of a sequence that recurrences take one by one."""
+_GATINGS: dict[Activation, int] = {swish: 0, gelu_tanh: 1}
+
+
+class NativeArithmetic(Batched):
+    """Batched; few rows are multiplied by the native kernel."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._linear = functions.linear
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shape = x.shape
+        if (
+            shape[0] > FEW_ROWS
+            or x.dtype is not torch.float32
+            or weight.dtype is not torch.float32
+            or len(shape) != 2
+            or not (x.is_contiguous() and weight.is_contiguous())
+            or shape[0] == 0
+        ):
+            return functional.linear(x, weight, bias)
+        outputs, inputs = weight.shape
+        assert shape[1] == inputs, f"{shape[1]} inputs for a weight of {inputs}"
+        out = x.new_empty(shape[0], outputs)
+        self._linear(
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            shape[0],
+            outputs,
+            inputs,
+            inputs,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class _Layer:
+    """What every call for one place has alike: filled once, copied and completed for a call.
+
+    The first call's new keys and values stand for those of all calls: dtypes and strides of heads
+    do not change.
+    """
+
+    def __init__(self, place: Place, view: Mapping[str, Tensor]) -> None:
+        self.place, self.at = place, _whereabouts(view)
+        self.how: QKVParams | None = None
+        self.heads: HeadsCall | None = None
+        self.attention: AttentionCall | None = None
+        pool = place.pool
+        self.readable = (
+            pool.hot is None
+            and pool.tokens_per_entry == 1
+            and pool.entry.encoding is Encoding.PLAIN
+            and all(field.dtype in TYPES for field in view.values())
+        )
+
+
+def _whereabouts(view: Mapping[str, Tensor]) -> tuple[object, ...]:
+    """Addresses, not tensors: a model must keep no pages."""
+    field = next(iter(view.values()))
+    return field.data_ptr(), *field.stride()[:2], field.dtype
+
+
+class NativeOps(TorchOps):
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(NativeArithmetic(functions))
+        self._functions = functions
+        self._layers: dict[int, _Layer] = {}
+
+    # -- single rows -----------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if not _is_plain(x) or norm.weight.shape != x.shape[-1:]:
+            return super().rms_norm(x, norm)
+        return self._normed(x.contiguous(), None, norm)[1]
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if not (_is_plain(x) and _is_plain(y)) or norm.weight.shape != x.shape[-1:]:
+            return super().add_rms_norm(x, y, norm)
+        return self._normed(x.contiguous(), y.contiguous(), norm)
+
+    def _normed(self, x: Tensor, y: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        width, out = x.shape[-1], torch.empty_like(x)
+        total = x if y is None else torch.empty_like(x)
+        self._functions.rms_norm(
+            out.data_ptr(),
+            total.data_ptr(),
+            x.data_ptr(),
+            None if y is None else y.data_ptr(),
+            norm.weight.data_ptr(),
+            x.numel() // width,
+            width,
+            width,
+            norm.eps,
+            torch.get_num_threads(),
+        )
+        return total, out
+
+    def gated(
+        self, gate: Tensor, up: Tensor, activation: Activation, limit: float | None = None
+    ) -> Tensor:
+        kind = _GATINGS.get(activation)
+        if kind is None or limit is not None or not (_has_rows(gate) and _has_rows(up)):
+            return super().gated(gate, up, activation, limit)
+        out = gate.new_empty(gate.shape)
+        self._functions.gated(
+            out.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            gate.shape[0],
+            gate.shape[1],
+            gate.stride(0),
+            up.stride(0),
+            kind,
+            torch.get_num_threads(),
+        )
+        return out
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def qkv_write(
+        self,
+        run: ForwardPass,
+        place: Place,
+        by_head: Tensor,
+        cos_sin: Tensor | None,
+        how: QKVParams,
+    ) -> tuple[Tensor, Fields]:
+        layer, pairs = self._layer(run, place), 0 if cos_sin is None else cos_sin.shape[-1]
+        tokens, all_heads, dim = by_head.shape
+        view = run.step.view(place.pool.name, place.layer)
+        k, v = view["k"], view["v"]
+        whole = _is_plain(by_head) and by_head.stride()[1:] == (dim, 1)
+        same = k.dtype is torch.float32 and k.shape == v.shape
+        if not (layer.readable and whole and same):
+            return super().qkv_write(run, place, by_head, cos_sin, how)
+        if layer.heads is None or layer.how is not how:
+            layer.how, layer.heads = how, _heads(view, by_head, how, run.step.page_tokens)
+        tables = _tables(run, place.anchor)
+        queries = by_head.new_empty(tokens, all_heads - 2 * how.kv_heads, dim)
+        keys = by_head.new_empty(tokens, how.kv_heads, dim)
+        call = HeadsCall.from_buffer_copy(layer.heads)
+        call.queries, call.keys = queries.data_ptr(), keys.data_ptr()
+        call.by_head, call.token_stride = by_head.data_ptr(), by_head.stride(0)
+        call.cos_sin = None if cos_sin is None else cos_sin.data_ptr()
+        call.rows, call.owners, call.slots, call.table_width, _ = tables
+        call.pairs, call.tokens, call.threads = pairs, tokens, torch.get_num_threads()
+        self._functions.heads(call)
+        return queries, {"k": keys, "v": by_head[:, all_heads - how.kv_heads :]}
+
+    def paged_attention(
+        self, run: ForwardPass, place: Place, queries: Tensor, kept: Fields, how: AttentionParams
+    ) -> Tensor:
+        layer, k, v = self._layer(run, place), kept["k"], kept["v"]
+        if not layer.readable or not _fits(queries, k, v):
+            return super().paged_attention(run, place, queries, kept, how)
+        return self._attend(run, layer, queries, (("k", k), ("v", v)), how)
+
+    def mla_attention(
+        self,
+        run: ForwardPass,
+        place: Place,
+        queries: Tensor,
+        kept: Fields,
+        how: AttentionParams,
+        selected: Selection | None,
+    ) -> Tensor:
+        layer, fields = self._layer(run, place), ("latent", "rope", "latent")
+        ours = tuple((name, kept[name].unsqueeze(1)) for name in fields)
+        if selected is not None or not layer.readable or not _fits(queries, *kept.values()):
+            return super().mla_attention(run, place, queries, kept, how, selected)
+        return self._attend(run, layer, queries, ours, how)
+
+    def _layer(self, run: ForwardPass, place: Place) -> _Layer:
+        """A view lies where it is while an engine lives; a model may serve one after another."""
+        view, known = run.step.view(place.pool.name, place.layer), self._layers.get(id(place))
+        if known is None or known.at != _whereabouts(view):
+            known = self._layers[id(place)] = _Layer(place, view)
+        return known
+
+    def _attend(
+        self,
+        run: ForwardPass,
+        layer: _Layer,
+        queries: Tensor,
+        fresh: tuple[tuple[str, Tensor], ...],
+        how: AttentionParams,
+    ) -> Tensor:
+        """`fresh` are the step's own vectors by field: keys, in one or two parts, and values."""
+        if layer.attention is None:
+            view = run.step.view(layer.place.pool.name, layer.place.layer)
+            layer.attention = _attention(view, fresh, queries.shape[1], run.step.page_tokens)
+        wide = queries if queries.dtype is torch.float32 else queries.float()
+        wide = wide.contiguous()
+        out = wide.new_empty(*queries.shape[:2], fresh[-1][1].shape[-1])
+        call = AttentionCall.from_buffer_copy(layer.attention)
+        call.out, call.queries = out.data_ptr(), wide.data_ptr()
+        call.rows, _, call.slots, call.table_width, call.sequences = _tables(
+            run, layer.place.anchor
+        )
+        call.sinks = None if how.sinks is None else how.sinks.data_ptr()
+        call.window, call.scale, call.cap = how.window or 0, how.scale, how.cap or 0.0
+        _point_to(call.key, fresh[0][1])
+        _point_to(call.value, fresh[-1][1])
+        if len(fresh) == 3:
+            _point_to(call.key_rest, fresh[1][1])
+        call.threads = torch.get_num_threads()
+        resident = self._functions.attention(call)
+        assert resident, f"pool {layer.place.pool.name}: tokens are needed and not resident"
+        return out if out.dtype is queries.dtype else out.to(queries.dtype)
+
+    # -- recurrent layers ------------------------------------------------------------------------
+
+    def causal_conv(
+        self,
+        run: ForwardPass,
+        place: Place,
+        conv: ConvWeights,
+        inputs: Tensor,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """In torch, of all sequences together, where each has one new token."""
+        plain = place.pool.hot is None and place.pool.entry.encoding is Encoding.PLAIN
+        if not (plain and conv.kept and run.batch.rows.shape[0] == inputs.shape[0]):
+            return super().causal_conv(run, place, conv, inputs, activation)
+        if run.batch.bounds.longest != 1:
+            return super().causal_conv(run, place, conv, inputs, activation)
+        fresh = conv.rounded(run, place, inputs).float()
+        view, key = run.step.view(place.pool.name, place.layer), ("state rows", place.anchor)
+        read, empty, kept, written = run.shared(key, lambda: _state_rows(run, place))
+        tails = [view[field.name][read, -1].to(fresh.dtype) for field in conv.kept]
+        window = torch.cat([torch.cat(tails, 1), fresh[:, :, None]], 2)
+        if empty is not None:
+            window[empty, :, :-1] = 0
+        sums: Tensor = (window * conv.taps.T).sum(-1)
+        sums = sums if conv.bias is None else sums + conv.bias
+        first = 0
+        for field in conv.kept:
+            part = window[kept, first : first + field.shape[0], 1:]
+            view[field.name][written, -1] = place.packing.pack({field.name: part})[field.name]
+            first += field.shape[0]
+        return sums if activation is None else activation(sums)
+
+    def gated_delta(
+        self, run: ForwardPass, place: Place, convolved: Tensor, gates: DeltaGates
+    ) -> Tensor:
+        if not (_is_short(run) and _is_state(run, place, "delta") and _is_whole(convolved)):
+            return super().gated_delta(run, place, convolved, gates)
+        heads, keys, values = place.field("delta").shape
+        dt = functional.softplus(gates.dt.float() + gates.dt_bias, threshold=80.0)
+        log_decay = gates.decay[:, None] * dt.unflatten(1, (heads, -1))
+        log_decay, strength = log_decay.contiguous(), gates.strength.float().sigmoid().contiguous()
+        out = convolved.new_empty(convolved.shape[0], heads, values)
+        self._functions.delta(
+            out.data_ptr(),
+            convolved.data_ptr(),
+            log_decay.data_ptr(),
+            strength.data_ptr(),
+            _states(run, place, "delta"),
+            heads,
+            (convolved.shape[1] - heads * values) // (2 * keys),
+            keys,
+            values,
+            log_decay.shape[-1],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def ssd_scan(
+        self, run: ForwardPass, place: Place, how: ScanParams, convolved: Tensor, dt: Tensor
+    ) -> Tensor:
+        if not (_is_short(run) and _is_state(run, place, "ssm") and _is_whole(convolved)):
+            return super().ssd_scan(run, place, how, convolved, dt)
+        heads, dim, width = place.field("ssm").shape
+        dt = functional.softplus(dt.float() + how.dt_bias, threshold=80.0).clamp(*how.dt_limits)
+        dt = dt.contiguous()
+        out = convolved.new_empty(convolved.shape[0], heads, dim)
+        self._functions.scan(
+            out.data_ptr(),
+            convolved.data_ptr(),
+            dt.data_ptr(),
+            how.decay.data_ptr(),
+            _states(run, place, "ssm"),
+            heads,
+            (convolved.shape[1] - heads * dim) // (2 * width),
+            dim,
+            width,
+            torch.get_num_threads(),
+        )
+        x = convolved[:, : heads * dim].unflatten(1, (heads, dim))
+        skipped: Tensor = out + x * how.skip
+        return skipped.flatten(1)
+
+
+# -- what calls take -----------------------------------------------------------------------------
+
+
+def _tables(run: ForwardPass, anchor: str) -> tuple[int, int, int, int, int]:
+    """Addresses of rows, owners and slots, the width of the table of slots, and sequences."""
+
+    def found() -> tuple[int, int, int, int, int]:
+        batch, slots = run.batch, run.batch.slots[anchor]
+        assert slots.is_contiguous() and batch.rows.is_contiguous()
+        addresses = batch.rows.data_ptr(), batch.owners.data_ptr(), slots.data_ptr()
+        return *addresses, slots.shape[1], batch.rows.shape[0]
+
+    return run.shared(("native tables", anchor), found)
+
+
+def _heads(
+    view: Mapping[str, Tensor], by_head: Tensor, how: QKVParams, page_tokens: int
+) -> HeadsCall:
+    k, query_norm, key_norm = view["k"], how.query_norm, how.key_norm
+    return HeadsCall(
+        query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+        key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+        key_pages=k.data_ptr(),
+        value_pages=view["v"].data_ptr(),
+        slot_stride=k.stride(0) * k.element_size(),
+        entry_stride=k.stride(1) * k.element_size(),
+        heads=by_head.shape[1] - 2 * how.kv_heads,
+        kv_heads=how.kv_heads,
+        dim=by_head.shape[2],
+        page_tokens=page_tokens,
+        query_eps=0.0 if query_norm is None else query_norm.eps,
+        key_eps=0.0 if key_norm is None else key_norm.eps,
+        key_gain=how.key_gain,
+    )
+
+
+def _attention(
+    view: Mapping[str, Tensor], fresh: tuple[tuple[str, Tensor], ...], heads: int, page_tokens: int
+) -> AttentionCall:
+    fields = [_kept(view[name]) for name, _ in fresh]
+    return AttentionCall(
+        key=fields[0],
+        key_rest=fields[1] if len(fields) == 3 else Kept(),
+        value=fields[-1],
+        heads=heads,
+        kv_heads=fresh[0][1].shape[1],
+        page_tokens=page_tokens,
+    )
+
+
+def _kept(pages: Tensor) -> Kept:
+    """A field of pages (slots, entries, *shape)."""
+    size = pages.element_size()
+    return Kept(
+        pages=pages.data_ptr(),
+        slot_stride=pages.stride(0) * size,
+        entry_stride=pages.stride(1) * size,
+        page_type=TYPES[pages.dtype],
+        dim=pages.shape[-1],
+    )
+
+
+def _point_to(field: Kept, fresh: Tensor) -> None:
+    """To the step's vectors (tokens, heads, dim)."""
+    field.fresh, field.fresh_type = fresh.data_ptr(), TYPES[fresh.dtype]
+    field.fresh_stride = fresh.stride(0) * fresh.element_size()
+
+
+def _is_short(run: ForwardPass) -> bool:
+    """Whether token by token is faster than chunks, which are GEMMs."""
+    return run.batch.bounds.longest <= SHORT_TOKENS
+
+
+def _is_state(run: ForwardPass, place: Place, field: str) -> bool:
+    if place.pool.hot is not None or place.pool.entry.encoding is not Encoding.PLAIN:
+        return False
+    state = run.step.view(place.pool.name, place.layer)[field]
+    return state.dtype is torch.float32 and state[0, 0].is_contiguous()
+
+
+def _state_rows(run: ForwardPass, place: Place) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Slots to read from, the sequences that have none; sequences that have a slot to write to, and
+    these."""
+    before, after = (slots.long() for slots in run.state_slots(place))
+    empty = (before < 0).nonzero().squeeze(1)
+    kept = (after >= 0).nonzero().squeeze(1)
+    return before.clamp(min=0), empty if empty.numel() else None, kept, after[kept]
+
+
+def _is_whole(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_contiguous()
+
+
+def _states(run: ForwardPass, place: Place, field: str) -> States:
+    state, batch = run.step.view(place.pool.name, place.layer)[field], run.batch
+    before, after = run.state_slots(place)
+    assert before.is_contiguous() and after.is_contiguous()
+    return States(
+        state[0, -1].data_ptr(),
+        state.stride(0) * state.element_size(),
+        before.data_ptr(),
+        after.data_ptr(),
+        batch.rows.data_ptr(),
+        batch.rows.shape[0],
+    )
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.numel() > 0
+
+
+def _has_rows(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.dim() == 2 and x.stride(1) == 1 and x.shape[0] > 0
+
+
+def _fits(queries: Tensor, *fresh: Tensor) -> bool:
+    """Whether queries and the step's own keys and values are such as kernels take."""
+    if queries.numel() == 0:
+        return False
+    for each in fresh:
+        inner = (each.shape[2], 1) if each.dim() == 3 else (1,)
+        if each.dtype not in TYPES or each.stride()[1:] != inner:
+            return False
+    return True
