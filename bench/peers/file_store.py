@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,15 +30,17 @@ from kvtide.storage.trial import new_keys
 Rates = dict[str, list[tuple[float, float]]]
 
 
-def main() -> int:
+Opened = Callable[[Path, MemoryBlocks, int], Sequence[FileStore]]
+
+
+def main(open_stores: Opened = open_all, first: str = "kvtide") -> int:
+    """`first` is the store that others are compared to, unless another one is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
     parser.add_argument("--sizes", default="64KiB,1MiB,4MiB", help="object sizes, by commas")
     parser.add_argument("--bytes", default="256MiB", help="written and read in a turn")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument(
-        "--ratio-of", default="kvtide", help="the store that others are compared to"
-    )
+    parser.add_argument("--ratio-of", default=first, help="the store that others are compared to")
     parser.add_argument("--stores", default="", help="only those whose names contain this text")
     args = parser.parse_args()
     sizes = [parse_bytes(text) for text in args.sizes.split(",")]
@@ -52,7 +55,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="file-stores-", dir=args.folder) as name:
         folder = Path(name).resolve()
         with ExitStack() as opened:
-            stores = open_all(folder, blocks, max_bytes)
+            stores = open_stores(folder, blocks, max_bytes)
             for store in stores:
                 opened.callback(store.close)
             stores = [store for store in stores if args.stores in store.name]

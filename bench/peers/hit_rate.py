@@ -34,7 +34,7 @@ def main() -> int:
         measured = index_cost.compare(trace, peers, row.capacity_tokens, page, 1, progress)
         rates = [row.hit_rates[name] for name in OURS] + [one.hit_rate for one in measured]
         rates += [simulated_lru(trace, row.capacity_tokens // page, page), row.optimum]
-        rows.append((f"{row.share:.1%}", *(f"{rate:.4f}" for rate in rates)))
+        rows.append((f"{row.fraction:.1%}", *(f"{rate:.4f}" for rate in rates)))
     header = ("capacity", *OURS, *(name.rpartition(":")[2] for name in peers))
     print(f"\n{trace.name}: token hit rate, page {page}, unlimited {found.unlimited:.4f}\n")
     print(table((*header, "simulated LRU", "offline optimum"), rows))

@@ -1,14 +1,21 @@
 """What KV events cost: the index's own time to make them, and the publisher's beside it.
 
-    python -m kvtide.bench.kv_event_cost
+    python -m kvtide.bench.kv_event_cost             # by request of a workload
+    python -m kvtide.bench.kv_event_cost --steps     # by step of an engine
 
-replays workloads over indexes that are followed. The engine's thread pays for a tuple per event and
-an append to a queue; that is timed call by call and put beside all that the index does for a
-request. The publisher's work (hashing, encoding) runs on a thread of its own; it is timed alone.
+The first replays workloads over indexes that are followed. The engine's thread pays for a tuple per
+event and an append to a queue; that is timed call by call and put beside all that the index does
+for a request. The publisher's work (hashing, encoding) runs on a thread of its own; it is timed
+alone.
+
+That thread shares the interpreter with the engine's. The second command runs an engine whose model
+computes nothing, or waits as for a device, alternately with and without a publisher that has a
+subscriber.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -17,15 +24,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+import zmq
+
 from kvtide.bench.index_cost import contestant
+from kvtide.bench.step_cost import CHUNK, PAGE, VOCABULARY, Idle, idle_cache
+from kvtide.engine import Engine, RequestParams
 from kvtide.index import Event, Index
 from kvtide.index.events import EventFields
+from kvtide.layers import Step
+from kvtide.models.draft import CapturedStates
 from kvtide.planner.traces import Trace
 from kvtide.planner.workloads import parse
 from kvtide.server.kv_events.block_hashes import VllmHashes
 from kvtide.server.kv_events.block_table import BlockTable
-from kvtide.server.kv_events.event_encoding import EventEncoder, encode_batch
+from kvtide.server.kv_events.event_encoding import EventEncoder, TokenPacker, encode_batch
+from kvtide.server.kv_events.kv_event_settings import KVEventSettings
 from kvtide.server.kv_events.kv_groups import kv_groups
+from kvtide.server.kv_events.publisher import Publisher
+from kvtide.spec import ModelMemory
 
 CALIBRATIONS = 10_000
 LONGEST_NS = 20_000
@@ -34,6 +52,9 @@ CONTESTANTS = ("full", "default", "window", "recurrent", "deepseek-v4-default")
 WORKLOADS = ("chat:users=40", "agent:sessions=6", "rag:requests=200")
 CAPACITY_TOKENS = 100_000
 PAGE_TOKENS = 64
+
+ANY_PORT = "tcp://127.0.0.1:0"
+TURNS = 7
 
 Timings = dict[str, list[int]]
 
@@ -122,8 +143,10 @@ def measure(name: str, trace: Trace, capacity_tokens: int, page_tokens: int) -> 
 def _publish(index: Index, events: Sequence[Event]) -> tuple[int, int]:
     """The CPU time of hashing and encoding these events, in batches of 16, and their bytes."""
     hashes = VllmHashes()
-    table = BlockTable(kv_groups(index.memory), hashes, index.page_bytes)
-    encoder = EventEncoder(hashes, index.memory.page_tokens)
+    page_tokens = index.memory.page_tokens
+    groups, pack = kv_groups(index.memory), TokenPacker(page_tokens)
+    table = BlockTable(groups, hashes, page_tokens, pack, _nothing)
+    encoder = EventEncoder(hashes, page_tokens)
     began, sent_bytes = time.thread_time_ns(), 0
     for number, event in enumerate(events, 1):
         table.hear(event)
@@ -132,7 +155,138 @@ def _publish(index: Index, events: Sequence[Event]) -> tuple[int, int]:
     return time.thread_time_ns() - began, sent_bytes
 
 
-def main() -> None:
+# -- by step --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What an engine serves in a turn. With one output token nearly all steps prefill."""
+
+    memory: str
+    output_tokens: int
+    model_ms: float
+    requests: int = 32
+    batch: int = 32
+    prompt_tokens: int = 2048
+
+
+STEP_LOADS = [
+    StepLoad(memory, output_tokens, model_ms)
+    for memory in ("full", "window")
+    for output_tokens in (1, 128)
+    for model_ms in (0.0, 10.0)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEventCost:
+    """Milliseconds per step without a publisher and with one, which has sent so many events.
+
+    ratio      the median of the turns' ratios
+    cpu_ratio  the same of the CPU time of all threads: what a step would take if the engine's
+               thread waited for all that the publisher does
+    """
+
+    load: StepLoad
+    events: int
+    quiet_ms: float
+    published_ms: float
+    ratio: float
+    cpu_ratio: float
+
+
+class _Waiting(Idle):
+    """A model that waits so long, as for a device, and leaves the interpreter to other threads."""
+
+    def __init__(self, memory: ModelMemory, model_ms: float) -> None:
+        super().__init__(memory)
+        self._wait_s = model_ms / 1e3
+
+    def forward(
+        self, step: Step, before: torch.Tensor | None = None, captured: CapturedStates | None = None
+    ) -> torch.Tensor:
+        if self._wait_s:
+            time.sleep(self._wait_s)
+        return super().forward(step, before, captured)
+
+
+class _Serving:
+    """An engine that serves new prompts, and evicts those of earlier turns."""
+
+    def __init__(self, load: StepLoad) -> None:
+        self._load = load
+        max_tokens = 2 * load.batch * (load.prompt_tokens + load.output_tokens + 2 * PAGE)
+        cache, memory = idle_cache(load.memory, max_tokens)
+        model = _Waiting(memory, load.model_ms)
+        self._engine = Engine(model, cache, chunk_tokens=CHUNK, max_running=load.batch)
+        self.index: Index = cache.index
+        self.close = cache.close
+        self._number = 0
+
+    def run(self, settled: Callable[[], bool]) -> tuple[float, float]:
+        """Serve the load; milliseconds per step, and those of the CPU until all is settled."""
+        load, engine, steps = self._load, self._engine, 0
+        for _ in range(load.requests):
+            self._number += 1
+            at = np.arange(load.prompt_tokens) * 31
+            prompt = (at + self._number * 7919) % VOCABULARY
+            prompt[0] = self._number % VOCABULARY
+            engine.submit(RequestParams(tuple(prompt.tolist()), load.output_tokens))
+        began, cpu = time.perf_counter(), time.process_time()
+        while not engine.idle:
+            engine.step()
+            steps += 1
+        took = time.perf_counter() - began
+        while not settled():
+            time.sleep(0.001)
+        return took * 1e3 / steps, (time.process_time() - cpu) * 1e3 / steps
+
+
+def measure_steps(load: StepLoad, turns: int) -> StepEventCost:
+    """Serve a load alternately on an engine without a publisher and on one that has one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # As in `step_cost`.
+    quiet, followed = _Serving(load), _Serving(load)
+    publisher = Publisher(KVEventSettings(ANY_PORT, ANY_PORT), followed.index, lambda: None)
+    times: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    try:
+        publisher.begin(followed.index)
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.subscribe("")
+            subscriber.connect(publisher.endpoint)
+            for turn in range(-1, turns):  # One turn to warm up.
+                order = (quiet, followed) if turn % 2 else (followed, quiet)
+                took = {one: one.run(lambda: not publisher.waiting) for one in order}
+                if turn >= 0:
+                    times.append((took[quiet], took[followed]))
+        events = sum(publisher.counts.events.values())
+    finally:
+        publisher.close()
+        quiet.close()
+        followed.close()
+        torch.set_num_threads(threads)
+    wall, cpu = ([(a[at], b[at]) for a, b in times] for at in range(2))
+    medians = [statistics.median(column) for column in zip(*wall, strict=True)]
+    ratios = [statistics.median(b / a for a, b in column) for column in (wall, cpu)]
+    return StepEventCost(load, events, medians[0], medians[1], *ratios)
+
+
+def print_steps(loads: Sequence[StepLoad], turns: int) -> None:
+    print("| memory | output | model ms | step ms, quiet | published | ratio | CPU ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for load in loads:
+        cost = measure_steps(load, turns)
+        print(
+            f"| {load.memory} | {load.output_tokens} | {load.model_ms:g} | {cost.quiet_ms:.2f} | "
+            f"{cost.published_ms:.2f} | {cost.ratio:.2f} | {cost.cpu_ratio:.2f} |",
+            flush=True,
+        )
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def print_requests() -> None:
     print("| index | workload | events | index µs | events µs | share | publisher µs | bytes |")
     print("|---|---|---|---|---|---|---|---|")
     for name in CONTESTANTS:
@@ -144,6 +298,17 @@ def main() -> None:
                 f"{cost.sent_bytes:,.0f} |",
                 flush=True,
             )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What KV events cost.")
+    parser.add_argument("--steps", action="store_true", help="by step of an engine")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of steps; medians are shown")
+    args = parser.parse_args()
+    if args.steps:
+        print_steps(STEP_LOADS, args.turns)
+    else:
+        print_requests()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What pools are told apart by: layers with equal parts are one pool."""
+    """What distinguishes pools: layers with equal parts are one pool."""
 
     kind: _Kind
     window: int

@@ -54,8 +54,7 @@ class KvtideL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         super().__init__()
         refuse_unknown(params, {"url", "fingerprint"}, _WHERE)
         url = require_store(params, _WHERE)
-        fingerprint = fingerprint_of(params, _WHERE, "their models' names")
-        space = space_of("lmcache", fingerprint, {})
+        space = space_of("lmcache", fingerprint_of(params, _WHERE, "their models' names"), {})
         self.objects = PageObjects("lmcache", url, space, batch_bytes=BATCH_BYTES)
         self._pools: dict[tuple[object, ...], dict[str, PagePool]] = {}
         self._lookups: PageTasks[Bitmap] = self._tasks("look-up", ASKING)
@@ -77,10 +76,8 @@ class KvtideL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
     ) -> int:
         """Nothing is locked: a chunk that the store evicts meanwhile is a miss of the load."""
-        layouts = [group_layout_descs[key.object_group_id] for key in keys]
-        pages = [
-            self._page(k, one.shapes, one.dtypes) for k, one in zip(keys, layouts, strict=True)
-        ]
+        layouts = ((key, group_layout_descs[key.object_group_id]) for key in keys)
+        pages = [self._page(key, layout.shapes, layout.dtypes) for key, layout in layouts]
         return self._lookups.submit(pages, self._exists, _bitmap)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -100,15 +97,14 @@ class KvtideL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         written: list[int] = []
 
         def store(pool: PagePool, pages: list[Page]) -> list[bool]:
-            there = self._exists(pool, pages)
-            new = [page for page, found in zip(pages, there, strict=True) if not found]
-            done = self.objects.write(pool, [one.name for one in new], [one.runs for one in new])
-            if stored := [page.key for page, ok in zip(new, done, strict=True) if ok]:
+            names, memory = [one.name for one in pages], [one.runs for one in pages]
+            before, now = self.objects.add(pool, names, memory)
+            new = [not found and ok for found, ok in zip(before, now, strict=True)]
+            if stored := [page.key for page in itertools.compress(pages, new)]:
                 sizes = [pool.format.payload_bytes] * len(stored)
                 written.append(sum(sizes))
                 self._notify_keys_stored(stored, sizes)
-            kept = set(stored)
-            return [found or page.key in kept for page, found in zip(pages, there, strict=True)]
+            return now
 
         pages = self._pages(keys, objects)
         return self._stores.submit(pages, store, lambda ok: L2StoreResult(all(ok), sum(written)))
@@ -163,11 +159,11 @@ class KvtideL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return PageTasks(name, threads, self.objects, create_event_notifier())
 
     def _pages(self, keys: list[ObjectKey], objects: list[Any]) -> list[Page]:
-        runs = [(memoryview(one.byte_array).cast("B"),) for one in objects]
-        return [
-            self._page(key, one.get_shapes(), one.get_dtypes(), memory)
-            for key, one, memory in zip(keys, objects, runs, strict=True)
-        ]
+        pages = []
+        for key, one in zip(keys, objects, strict=True):
+            runs = (memoryview(one.byte_array).cast("B"),)
+            pages.append(self._page(key, one.get_shapes(), one.get_dtypes(), runs))
+        return pages
 
     def _page(
         self, key: ObjectKey, shapes: Sequence[Any], dtypes: Sequence[Any], runs: Runs = ()
@@ -198,6 +194,7 @@ def _name(key: ObjectKey) -> bytes:
 
 def _bitmap(there: list[bool]) -> Bitmap:
     bitmap = Bitmap(len(there))
-    for number in itertools.compress(itertools.count(), there):
-        bitmap.set(number)
+    for number, found in enumerate(there):
+        if found:
+            bitmap.set(number)
     return bitmap

@@ -88,6 +88,7 @@ class PageObjects:
         self.store: Store = open_store(url, space)
         self.counts: Counter[str] = Counter()
         self.last_error = ""
+        self._news: Counter[str] = Counter()
         self._engine = engine
         self._space = space
         self._batch_bytes = batch_bytes
@@ -124,10 +125,31 @@ class PageObjects:
             done += self._write(pool, keys, memory[batch])
         return done
 
+    def add(
+        self, pool: PagePool, pages: Sequence[bytes], memory: Sequence[Runs]
+    ) -> tuple[list[bool], list[bool]]:
+        """Store those pages that are not there. For each: was it there before, is it now?"""
+        before = self.exists(pool, pages)
+        new = [number for number, found in enumerate(before) if not found]
+        done = self.write(pool, [pages[n] for n in new], [memory[n] for n in new])
+        now = before.copy()
+        for number, ok in zip(new, done, strict=True):
+            now[number] = ok
+        return before, now
+
     def remove(self, pool: PagePool, pages: Sequence[bytes]) -> None:
         """Remove pages. Those that a store keeps, because it fails, will be found."""
         keys = [pool.key(page) for page in pages]
         self._call("remove", lambda: self.store.remove(keys), 0)
+
+    def take_news(self) -> dict[str, int]:
+        """What was counted since the last call: pages by event, and `read_bytes`, `written_bytes`.
+
+        For engines whose metrics are another process's.
+        """
+        with self._lock:
+            news, self._news = self._news, Counter()
+        return {name: count for name, count in news.items() if count}
 
     def give_up(self, pages: int, error: Exception) -> None:
         """Count pages of which a plug-in neither read nor wrote any, because of an error."""
@@ -226,9 +248,17 @@ class PageObjects:
     def _count(self, event: str, pages: int, page_bytes: int = 0) -> None:
         with self._lock:
             self.counts[event] += pages
+            self._news[event] += pages
+            if page_bytes:
+                self._news[f"{event}_bytes"] += pages * page_bytes
         PAGES.labels(self._engine, event).inc(pages)
         if page_bytes:
             BYTES.labels(self._engine, event).inc(pages * page_bytes)
+
+
+def leading(found: Sequence[bool]) -> int:
+    """How many there are before the first that is missing."""
+    return [*found, False].index(False)
 
 
 def _gather(runs: Runs, staged: memoryview) -> None:

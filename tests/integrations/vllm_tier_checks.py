@@ -1,4 +1,6 @@
-"""The secondary tier under vLLM's real manager: run by `test_vllm` in vLLM's own environment.
+"""The secondary tier under vLLM's real manager, and what the connector refuses.
+
+Run by `test_vllm` in vLLM's own environment.
 
     PYTHONPATH=. python -m tests.integrations.vllm_tier_checks SCRATCH
 
@@ -16,6 +18,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     ReqContext,
@@ -28,6 +32,8 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from kvtide.integrations import vllm as plug_in
+from kvtide.integrations import vllm_connector
 from kvtide.storage import StoreError
 
 CHUNKS, CHUNK_BYTES, KEYS = 32, 64 << 10, 12
@@ -171,6 +177,24 @@ def check_what_was_stored_survives_kill_minus_nine(folder: str) -> None:
     world.close()
 
 
+def check_vllm_learns_what_happened_to_chunks(folder: str) -> None:
+    filled(folder)
+    world = World(folder)
+    assert world.found([*keys(), *keys(KEYS + 1)[KEYS:]]) == [True] * KEYS + [False]
+    stats = world.tier.get_stats()
+    assert stats.reduce() == {
+        f"{plug_in.CHUNKS}:('read',)": KEYS,
+        f"{plug_in.BYTES}:('read',)": KEYS * CHUNK_BYTES,
+    }
+    defined = type(world.tier).build_metric_definitions({})
+    assert {name: len(one.labelnames) for name, one in defined.items()} == {
+        plug_in.CHUNKS: 1,
+        plug_in.BYTES: 1,
+    }
+    assert world.tier.get_stats() is None
+    world.close()
+
+
 def check_a_tier_without_a_store_is_refused(folder: str) -> None:
     sentence = ""
     try:
@@ -178,6 +202,45 @@ def check_a_tier_without_a_store_is_refused(folder: str) -> None:
     except StoreError as error:
         sentence = str(error)
     assert "the tier names no store" in sentence
+
+
+def unsupported(*specs: Any, **changed: Any) -> list[str]:
+    """Sentences about a model of these groups, and settings that differ from good ones."""
+    settings = {
+        "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "cache_config": {"prefix_caching_hash_algo": "sha256"},
+    }
+    config = SimpleNamespace(speculative_config=changed.pop("speculative_config", None))
+    for name, values in settings.items():
+        setattr(config, name, SimpleNamespace(**{**values, **changed.pop(name, {})}))
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return list(vllm_connector._unsupported(config, SimpleNamespace(kv_cache_groups=groups)))
+
+
+def check_what_the_connector_does_not_support_is_refused(folder: str) -> None:
+    shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=64)
+    assert unsupported(full) == []
+    found = [
+        *unsupported(full, kv_transfer_config={"kv_load_failure_policy": "fail"}),
+        *unsupported(full, window),
+        *unsupported(window),
+        *unsupported(full, parallel_config={"pipeline_parallel_size": 2}),
+        *unsupported(full, speculative_config="ngram"),
+        *unsupported(full, cache_config={"prefix_caching_hash_algo": "xxhash"}),
+    ]
+    remedies = [
+        *('set "kv_load_failure_policy": "recompute"', "use OffloadingConnector with"),
+        *("use OffloadingConnector with", "use tensor parallelism alone"),
+        *("leave out its config", "use --prefix-caching-hash-algo sha256"),
+    ]
+    assert len(found) == len(remedies)
+    assert all(remedy in sentence for remedy, sentence in zip(remedies, found, strict=True))
 
 
 def main() -> None:

@@ -14,33 +14,35 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtide.index import Namespace
-from kvtide.index.keys import TOKEN_BYTES
+from kvtide.index import DEFAULT_NAMESPACE, Namespace
 
 PICKLE_PROTOCOL = 5
 NONE_HASH = hashlib.sha256(pickle.dumps("vllm-none-hash", PICKLE_PROTOCOL)).digest()
 _NUMBER_BYTES = 8
-
-PublishedHash = int | bytes
+_UINT64, _BIN8 = b"\xcf", b"\xc4"
+"""What begins such a value in msgpack."""
 
 
 class BlockHashes(Protocol):
     """A way to hash blocks."""
 
-    def of(self, parent: bytes | None, tokens: bytes, namespace: Namespace) -> bytes:
-        """The hash of a block of packed tokens after the block with hash `parent`."""
+    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
+        """The hash of a block of tokens after the block with hash `parent`."""
         ...
 
-    def published(self, digest: bytes) -> PublishedHash:
-        """The hash as events have it."""
+    def published(self, digest: bytes) -> bytes:
+        """The hash as events have it, in msgpack."""
         ...
 
 
 def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:
     """What else than tokens a block's hash depends on; `first`: of a prompt."""
+    if namespace == DEFAULT_NAMESPACE:
+        return None
     named = (namespace.adapter, namespace.cache_salt if first else "")
     return tuple(filter(None, named)) or None
 
@@ -48,13 +50,12 @@ def extra_keys(namespace: Namespace, first: bool) -> tuple[str, ...] | None:
 class VllmHashes:
     """See the module."""
 
-    def of(self, parent: bytes | None, tokens: bytes, namespace: Namespace) -> bytes:
-        numbers = tuple(memoryview(tokens).cast("i"))
-        hashed = (parent or NONE_HASH, numbers, extra_keys(namespace, parent is None))
+    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
+        hashed = (parent or NONE_HASH, tokens, extra_keys(namespace, parent is None))
         return hashlib.sha256(pickle.dumps(hashed, PICKLE_PROTOCOL)).digest()
 
-    def published(self, digest: bytes) -> int:
-        return int.from_bytes(digest[-_NUMBER_BYTES:], "big")
+    def published(self, digest: bytes) -> bytes:
+        return _UINT64 + digest[-_NUMBER_BYTES:]
 
 
 class PageKeyHashes:
@@ -66,9 +67,9 @@ class PageKeyHashes:
     def __init__(self, root_key: Callable[[Namespace], bytes]) -> None:
         self._root_key = root_key
 
-    def of(self, parent: bytes | None, tokens: bytes, namespace: Namespace) -> bytes:
-        assert len(tokens) % TOKEN_BYTES == 0
-        return hashlib.sha256((parent or self._root_key(namespace)) + tokens).digest()
+    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
+        packed = struct.pack(f"<{len(tokens)}i", *tokens)
+        return hashlib.sha256((parent or self._root_key(namespace)) + packed).digest()
 
     def published(self, digest: bytes) -> bytes:
-        return digest
+        return _BIN8 + bytes([len(digest)]) + digest

@@ -15,7 +15,8 @@ What it shows keeps two rules that consumers rely on:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from struct import Struct
 from typing import NamedTuple
 
 from kvtide.index import Event, EventKind, Namespace
@@ -24,14 +25,19 @@ from kvtide.server.kv_events.block_hashes import BlockHashes
 from kvtide.server.kv_events.kv_groups import MEDIA, KVGroup
 from kvtide.spec import Tier
 
+PAUSE_PAGES = 16
+RECENT_PAGES = 8192
+"""So many blocks are remembered by their pages' tokens."""
+
 
 class Block:
-    """One page's tokens after `parent`. `held` and `shown` have a bit per cell.
+    """One page's tokens after `parent`, as events have them. `held`, `shown`: a bit per cell.
 
-    below  blocks after it that are shown on the GPU
+    below   blocks after it that are shown on the GPU
+    copies  further pages of this block that a cell holds, by the cell's bit
     """
 
-    __slots__ = ("below", "digest", "held", "namespace", "parent", "shown", "tokens")
+    __slots__ = ("below", "copies", "digest", "held", "namespace", "parent", "shown", "tokens")
 
     def __init__(
         self, digest: bytes, parent: bytes | None, tokens: bytes, namespace: Namespace
@@ -41,6 +47,7 @@ class Block:
         self.tokens = tokens
         self.namespace = namespace
         self.held = self.shown = self.below = 0
+        self.copies: Counter[int] | None = None
 
 
 class BlockCell(NamedTuple):
@@ -69,11 +76,24 @@ Change = Appeared | Left
 
 
 class BlockTable:
-    """See the module. `changes` are those since they were last taken."""
+    """See the module. `changes` are those since they were last taken.
 
-    def __init__(self, groups: Mapping[str, KVGroup], hashes: BlockHashes, page_bytes: int) -> None:
+    pack   writes a block's tokens as events have them
+    pause  is called now and then, so that other threads get the interpreter
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, KVGroup],
+        hashes: BlockHashes,
+        page_tokens: int,
+        pack: Callable[[tuple[int, ...]], bytes],
+        pause: Callable[[], None],
+    ) -> None:
         self._hashes = hashes
-        self._page_bytes = page_bytes
+        self._pack = pack
+        self._pause = pause
+        self._page = Struct(f"<{page_tokens}i")
         self._cells = dict(_cells(groups))
         self.clear()
 
@@ -82,8 +102,8 @@ class BlockTable:
         self.changes: list[Change] = []
         self.pages = 0
         self._slots: dict[CellName, dict[int, Block]] = {name: {} for name in self._cells}
-        self._again: Counter[tuple[bytes, int]] = Counter()
         self._waiting: dict[bytes, dict[bytes, Block]] = {}
+        self._recent: dict[tuple[bytes | None, bytes, Namespace], Block] = {}
 
     def take(self) -> list[Change]:
         taken, self.changes, self.pages = self.changes, [], 0
@@ -92,29 +112,49 @@ class BlockTable:
     def hear(self, event: Event) -> None:
         """Follow the index by one event; all must come, in order."""
         cell = self._cells[event.cell]
-        if event.kind is EventKind.REMOVED:
-            slots = self._slots[event.cell]
-            for slot in reversed(event.slots.tolist()):  # The last pages leave first.
-                self._lose(cell, self.blocks[slots.pop(slot).digest])
-        else:
+        if event.kind is EventKind.STORED:
             self._store(event, cell)
+            return
+        slots, blocks = self._slots[event.cell], self.blocks
+        for number, slot in enumerate(reversed(event.slots.tolist()), 1):  # The last leave first.
+            self._lose(cell, blocks[slots.pop(slot).digest])
+            if not number % PAUSE_PAGES:
+                self._pause()
 
     # -- what is held -----------------------------------------------------------------------
 
     def _store(self, event: Event, cell: BlockCell) -> None:
-        slots, tokens, size = self._slots[event.cell], event.tokens, self._page_bytes
+        slots = self._slots[event.cell]
         parent, namespace = self._origin(event)
-        for number, slot in enumerate(event.slots.tolist()):
-            piece = tokens[number * size : (number + 1) * size]
-            digest = self._hashes.of(parent, piece, namespace)
-            block = self.blocks.get(digest)
-            if block is None:
-                block = self.blocks[digest] = Block(digest, parent, piece, namespace)
-            self._hold(cell, block)
-            # vLLM's hashes do not tell an adapter from a salt of the same name in first blocks.
-            same = block.namespace == namespace
-            slots[slot] = block if same else Block(digest, parent, piece, namespace)
-            parent = digest
+        pieces = self._pieces(event.tokens)
+        for number, (slot, piece) in enumerate(zip(event.slots.tolist(), pieces, strict=True), 1):
+            # vLLM's hashes do not tell an adapter from a salt of the same name in first blocks:
+            # the slot remembers its own.
+            slots[slot] = block = self._block(parent, piece, namespace)
+            parent = block.digest
+            self._hold(cell, self.blocks.setdefault(parent, block))
+            if not number % PAUSE_PAGES:
+                self._pause()
+
+    def _pieces(self, tokens: bytes) -> list[bytes]:
+        size = self._page.size
+        return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+    def _block(self, parent: bytes | None, piece: bytes, namespace: Namespace) -> Block:
+        """The block of these packed tokens.
+
+        A page comes to one medium soon after another, and is then not hashed again.
+        """
+        key = (parent, piece, namespace)
+        block = self._recent.get(key)
+        if block is None:
+            tokens = self._page.unpack(piece)
+            digest = self._hashes.of(parent, tokens, namespace)
+            block = Block(digest, parent, self._pack(tokens), namespace)
+            if len(self._recent) >= RECENT_PAGES:
+                self._recent.clear()
+            self._recent[key] = block
+        return block
 
     def _origin(self, event: Event) -> tuple[bytes | None, Namespace]:
         """The hash of the block before the event's, and whose prompt it is."""
@@ -126,14 +166,14 @@ class BlockTable:
             name, slot = event.above
             above = self._slots[name][slot]
             parent, namespace = above.digest, above.namespace
-        for start in range(0, len(event.between), self._page_bytes):
-            piece = event.between[start : start + self._page_bytes]
-            parent = self._hashes.of(parent, piece, namespace)
+        for piece in self._pieces(event.between):
+            parent = self._block(parent, piece, namespace).digest
         return parent, namespace
 
     def _hold(self, cell: BlockCell, block: Block) -> None:
         if block.held & cell.bit:
-            self._again[block.digest, cell.bit] += 1
+            block.copies = block.copies or Counter()
+            block.copies[cell.bit] += 1
             return
         block.held |= cell.bit
         if not cell.published:
@@ -145,10 +185,9 @@ class BlockTable:
         self._show(cell, block)
 
     def _lose(self, cell: BlockCell, block: Block) -> None:
-        if self._again[block.digest, cell.bit]:
-            self._again[block.digest, cell.bit] -= 1
+        if block.copies and block.copies[cell.bit]:
+            block.copies[cell.bit] -= 1
             return
-        del self._again[block.digest, cell.bit]
         block.held &= ~cell.bit
         if block.shown & cell.bit:
             if cell.ordered and block.below:

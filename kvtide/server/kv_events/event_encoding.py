@@ -2,23 +2,46 @@
 
 Beyond vLLM's fields, a block of a salted prompt has `cache_salt`: Dynamo reads it, and vLLM's own
 decoder skips it. Fields that vLLM leaves out where they are None are left out.
+
+A block's tokens are written once, when it is first seen; hashes are bytes from the start. So an
+event is put together from bytes, and costs the same per block whatever the page size.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
-import numpy as np
 
 from kvtide.server.kv_events.block_hashes import BlockHashes, extra_keys
-from kvtide.server.kv_events.block_table import Appeared, Block, Change, Left
+from kvtide.server.kv_events.block_table import Appeared, Change, Left
 
-WireEvent = dict[str, Any]
-CLEARED: WireEvent = {"type": "AllBlocksCleared"}
 DP_RANK = 0
+_MAX_FIXMAP = 15
+
+
+class WireEvent(NamedTuple):
+    """An event in msgpack."""
+
+    kind: str
+    packed: bytes
+
+
+CLEARED = WireEvent("AllBlocksCleared", msgpack.packb({"type": "AllBlocksCleared"}))
+
+
+class TokenPacker:
+    """Writes a block's tokens as they stand within an array."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._packer = msgpack.Packer()
+        self._header_bytes = len(self._packer.pack([0] * block_tokens)) - block_tokens
+
+    def __call__(self, tokens: tuple[int, ...]) -> bytes:
+        packed: bytes = self._packer.pack(tokens)
+        return packed[self._header_bytes :]
 
 
 class EventEncoder:
@@ -37,11 +60,7 @@ class EventEncoder:
     def _stored(self, change: Appeared) -> WireEvent:
         cell, blocks = change
         first, namespace = blocks[0], blocks[0].namespace
-        event: WireEvent = {
-            "type": "BlockStored",
-            "block_hashes": [self._published(block.digest) for block in blocks],
-            "parent_block_hash": None if first.parent is None else self._published(first.parent),
-            "token_ids": _token_ids(blocks),
+        fields: dict[str, Any] = {
             "block_size": self._block_tokens,
             "lora_id": None,
             "medium": cell.medium,
@@ -50,28 +69,44 @@ class EventEncoder:
             "kv_cache_spec_kind": cell.group.kind,
         }
         if cell.group.window is not None:
-            event["kv_cache_spec_sliding_window"] = cell.group.window
+            fields["kv_cache_spec_sliding_window"] = cell.group.window
         if namespace.adapter or namespace.cache_salt:
-            event["extra_keys"] = [extra_keys(namespace, b.parent is None) for b in blocks]
+            fields["extra_keys"] = [extra_keys(namespace, b.parent is None) for b in blocks]
         if namespace.cache_salt:
-            event["cache_salt"] = namespace.cache_salt
-        return event
+            fields["cache_salt"] = namespace.cache_salt
+        parent = msgpack.packb(None) if first.parent is None else self._published(first.parent)
+        written = {
+            "block_hashes": self._hashes([block.digest for block in blocks]),
+            "parent_block_hash": parent,
+            "token_ids": _array(
+                len(blocks) * self._block_tokens, b"".join([block.tokens for block in blocks])
+            ),
+        }
+        return _event("BlockStored", fields, written)
 
     def _removed(self, change: Left) -> WireEvent:
-        return {
-            "type": "BlockRemoved",
-            "block_hashes": [self._published(digest) for digest in change.digests],
-            "medium": change.cell.medium,
-            "group_idx": change.cell.group.index,
-        }
+        fields = {"medium": change.cell.medium, "group_idx": change.cell.group.index}
+        return _event("BlockRemoved", fields, {"block_hashes": self._hashes(change.digests)})
+
+    def _hashes(self, digests: Sequence[bytes]) -> bytes:
+        return _array(len(digests), b"".join(map(self._published, digests)))
 
 
-def _token_ids(blocks: Sequence[Block]) -> list[int]:
-    joined = b"".join([block.tokens for block in blocks])
-    numbers: list[int] = np.frombuffer(joined, "<i4").tolist()
-    return numbers
+def _event(kind: str, fields: dict[str, Any], written: dict[str, bytes]) -> WireEvent:
+    """A map of these fields; those that are `written` already come last."""
+    count = 1 + len(fields) + len(written)
+    assert count <= _MAX_FIXMAP
+    parts = [bytes([0x80 | count]), msgpack.packb({"type": kind, **fields})[1:]]
+    for name, value in written.items():
+        parts += [msgpack.packb(name), value]
+    return WireEvent(kind, b"".join(parts))
+
+
+def _array(count: int, items: bytes) -> bytes:
+    header: bytes = msgpack.Packer().pack_array_header(count)
+    return header + items
 
 
 def encode_batch(events: Sequence[WireEvent]) -> bytes:
-    packed: bytes = msgpack.packb([time.time(), events, DP_RANK])
-    return packed
+    packed = _array(len(events), b"".join([event.packed for event in events]))
+    return _array(3, msgpack.packb(time.time()) + packed + msgpack.packb(DP_RANK))

@@ -36,6 +36,7 @@ from kvtide.server.kv_events.block_table import Appeared, BlockTable, Change
 from kvtide.server.kv_events.event_encoding import (
     CLEARED,
     EventEncoder,
+    TokenPacker,
     WireEvent,
     encode_batch,
 )
@@ -56,6 +57,7 @@ PUB_BATCHES = 1000
 """A subscriber that is further behind loses batches, and asks for a replay."""
 RETRY_S, CLOSE_S = 1.0, 2.0
 LINGER_MS = 200
+PAUSE_S = 20e-6
 END = (-1).to_bytes(8, "big", signed=True)
 
 log = logging.getLogger("kvtide")
@@ -84,8 +86,10 @@ class Publisher:
     ) -> None:
         self.counts = PublisherCounts()
         hashes = _hashes(settings, index)
-        self._table = BlockTable(kv_groups(index.memory), hashes, index.page_bytes)
-        self._encoder = EventEncoder(hashes, index.memory.page_tokens)
+        page_tokens = index.memory.page_tokens
+        groups, pack = kv_groups(index.memory), TokenPacker(page_tokens)
+        self._table = BlockTable(groups, hashes, page_tokens, pack, _pause)
+        self._encoder = EventEncoder(hashes, page_tokens)
         self._buffer = ReplayBuffer(time.time_ns() // 1000, settings.replay_batches)
         self._topic = settings.topic.encode()
         self._read_anew = read_anew
@@ -174,7 +178,7 @@ class Publisher:
             else:
                 self._heard = event.number
                 self._table.hear(event)
-                time.sleep(0)  # The engine's thread need not wait for the interpreter.
+                _pause()
             if self._table.pages >= BATCH_PAGES:
                 self._publish_changes(self._table.take())
         self._start_anew()
@@ -189,7 +193,7 @@ class Publisher:
         self._heard, self._asked = beginning.number, False
         for event in beginning.events:
             self._table.hear(event)
-            time.sleep(0)
+            _pause()
         self._table.take()
         for batch in self._state(STATE_PAGES):
             self._publish(batch)
@@ -231,7 +235,7 @@ class Publisher:
         self._beacon = b"" if events else payload
         self.counts.batches += 1
         for event in events:
-            self.counts.events[event["type"]] += 1
+            self.counts.events[event.kind] += 1
 
     def _repeat(self) -> None:
         """Send the last number again, with a batch without events."""
@@ -284,6 +288,14 @@ class Publisher:
                 f"{flag} cannot listen on {endpoint} ({error}); choose another address or port"
             ) from None
         return socket
+
+
+def _pause() -> None:
+    """Let the engine's thread have the interpreter, if it waits for it.
+
+    A thread that gives it up for no time mostly has it again before another one wakes.
+    """
+    time.sleep(PAUSE_S)
 
 
 def _hashes(settings: KVEventSettings, index: Index) -> BlockHashes:

@@ -146,6 +146,15 @@ class Consumer:
 # -- what an index has ----------------------------------------------------------------------------
 
 
+def published(hashes: BlockHashes, digest: bytes) -> Any:
+    """A hash as a consumer has it."""
+    return msgpack.unpackb(hashes.published(digest))
+
+
+def unpacked(tokens: bytes) -> tuple[int, ...]:
+    return tuple(memoryview(tokens).cast("i"))
+
+
 def held(index: Index, hashes: BlockHashes | None = None) -> Known:
     """The hashes of all readable pages, by medium and group, hashed from the start each time."""
     hashes, groups = hashes or VllmHashes(), kv_groups(index.memory)
@@ -159,7 +168,7 @@ def held(index: Index, hashes: BlockHashes | None = None) -> Known:
                 continue
             if cell.tier is Tier.DEVICE and group.history and not _closed(node, number):
                 continue
-            found[MEDIA[cell.tier], group.index] |= {hashes.published(name) for name in names}
+            found[MEDIA[cell.tier], group.index] |= {published(hashes, name) for name in names}
     return {where: set(names) for where, names in found.items() if names}
 
 
@@ -177,7 +186,7 @@ def _named(index: Index, hashes: BlockHashes) -> Iterator[tuple[Node, list[bytes
         names: list[bytes] = []
         for start in range(0, len(tokens) - after, size):
             parent = names[-1] if names else None
-            names.append(hashes.of(parent, tokens[start : start + size], namespace))
+            names.append(hashes.of(parent, unpacked(tokens[start : start + size]), namespace))
         yield node, names[node.depth :]
 
 

@@ -42,7 +42,7 @@ class Indexer:
             )
         deadline = time.monotonic() + MAX_S
         while not self._is_up():
-            assert self._process.poll() is None and time.monotonic() < deadline, self.said
+            assert self._process.poll() is None and time.monotonic() < deadline, self.printed
             time.sleep(0.05)
         return self
 
@@ -51,7 +51,7 @@ class Indexer:
         self._process.wait(10)
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return self._log.read_text()
 
     def _is_up(self) -> bool:

@@ -8,12 +8,12 @@ import struct
 import pytest
 
 from kvtide.index import Namespace
-from kvtide.index.keys import pack
 from kvtide.server.kv_events.block_hashes import NONE_HASH, PageKeyHashes, VllmHashes, extra_keys
 from tests.index.building import build
 from tests.index.memories import FULL, PAGE
+from tests.server.kv_events.consuming import published
 
-FIRST, SECOND = list(range(16)), list(range(16, 32))
+FIRST, SECOND = tuple(range(16)), tuple(range(16, 32))
 VECTORS = {
     # namespace: (hash of FIRST, of SECOND after it), computed by vLLM's `hash_block_tokens` with
     # its default `sha256` and `init_none_hash`, and converted by `maybe_convert_block_hash`.
@@ -38,15 +38,15 @@ VECTORS = {
 @pytest.mark.parametrize("namespace", VECTORS, ids=str)
 def test_hashes_are_those_of_vllm(namespace: Namespace) -> None:
     hashes, (digest, first, second) = VllmHashes(), VECTORS[namespace]
-    one = hashes.of(None, pack(FIRST), namespace)
-    two = hashes.of(one, pack(SECOND), namespace)
+    one = hashes.of(None, FIRST, namespace)
+    two = hashes.of(one, SECOND, namespace)
     assert one.hex() == digest
-    assert (hashes.published(one), hashes.published(two)) == (first, second)
+    assert (published(hashes, one), published(hashes, two)) == (first, second)
 
 
 def test_the_largest_token_ids_are_hashed_as_vllm_does() -> None:
-    digest = VllmHashes().of(None, pack([151644, 0, 70000, 2147483647]), Namespace())
-    assert VllmHashes().published(digest) == 15231668173138491958
+    digest = VllmHashes().of(None, (151644, 0, 70000, 2147483647), Namespace())
+    assert published(VllmHashes(), digest) == 15231668173138491958
 
 
 def test_the_hashes_follow_from_the_stated_derivation() -> None:
@@ -57,7 +57,7 @@ def test_the_hashes_follow_from_the_stated_derivation() -> None:
     numbers = b"".join(b"K" + bytes([token]) for token in FIRST)
     frame = b"C\x20" + none + b"\x94(" + numbers + b"t\x94N\x87\x94."
     pickled = b"\x80\x05\x95" + struct.pack("<Q", len(frame)) + frame
-    found = VllmHashes().of(None, pack(FIRST), Namespace())
+    found = VllmHashes().of(None, FIRST, Namespace())
     assert found == hashlib.sha256(pickled).digest()
 
 
@@ -75,6 +75,6 @@ def test_page_keys_are_those_of_the_index(namespace: Namespace) -> None:
     hashes, text = PageKeyHashes(index.root_key), list(range(3 * PAGE))
     parent, found = None, []
     for start in range(0, len(text), PAGE):
-        parent = hashes.of(parent, pack(text[start : start + PAGE]), namespace)
-        found.append(hashes.published(parent))
+        parent = hashes.of(parent, tuple(text[start : start + PAGE]), namespace)
+        found.append(published(hashes, parent))
     assert found == [page.key for page in index.page_keys(index.prompt(text, namespace))]

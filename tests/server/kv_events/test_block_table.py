@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgpack
 import numpy as np
+import pytest
 
 from kvtide.index import Event, EventKind, Namespace
 from kvtide.index.events import CellName
 from kvtide.index.keys import pack
-from kvtide.server.kv_events.block_hashes import VllmHashes
+from kvtide.server.kv_events.block_hashes import BlockHashes, VllmHashes
 from kvtide.server.kv_events.block_table import Appeared, BlockTable
-from kvtide.server.kv_events.event_encoding import EventEncoder, encode_batch
+from kvtide.server.kv_events.event_encoding import (
+    EventEncoder,
+    TokenPacker,
+    WireEvent,
+    encode_batch,
+)
 from kvtide.server.kv_events.kv_groups import KVGroup, kv_groups
 from kvtide.spec import Tier
 from kvtide.spec.catalog import resolve
@@ -26,6 +34,7 @@ from tests.index.memories import (
     TWO_HISTORIES,
     WINDOW,
 )
+from tests.server.kv_events.consuming import published
 
 DEVICE, HOST = CellName(Tier.DEVICE, "kv"), CellName(Tier.HOST, "kv")
 numbers = itertools.count(1)
@@ -44,8 +53,23 @@ def removed(cell: CellName, slots: list[int]) -> Event:
     return Event(next(numbers), EventKind.REMOVED, cell, 0, np.array(slots, np.int32))
 
 
-def table() -> BlockTable:
-    return BlockTable(kv_groups(FULL), VllmHashes(), 4 * PAGE)
+def table(
+    groups: Mapping[str, KVGroup] | None = None,
+    hashes: BlockHashes | None = None,
+    pause: Callable[[], None] = lambda: None,
+) -> BlockTable:
+    chosen = groups or kv_groups(FULL)
+    return BlockTable(chosen, hashes or VllmHashes(), PAGE, TokenPacker(PAGE), pause)
+
+
+class Counted(VllmHashes):
+    """Counts the blocks that are hashed."""
+
+    blocks = 0
+
+    def of(self, parent: bytes | None, tokens: tuple[int, ...], namespace: Namespace) -> bytes:
+        self.blocks += 1
+        return super().of(parent, tokens, namespace)
 
 
 def changes(made: BlockTable) -> list[tuple[str, str, int]]:
@@ -159,12 +183,19 @@ def test_latent_attention_is_named_as_such() -> None:
 # -- encoding -------------------------------------------------------------------------------------
 
 
+def unpacked(events: Sequence[WireEvent]) -> dict[str, Any]:
+    (event,) = events
+    found: dict[str, Any] = msgpack.unpackb(event.packed)
+    assert found["type"] == event.kind
+    return found
+
+
 def test_events_are_written_as_vllm_writes_them() -> None:
     made, hashes = table(), VllmHashes()
     encoder = EventEncoder(hashes, PAGE)
     made.hear(stored(DEVICE, [0, 1], TEXT[: 2 * PAGE]))
-    one, two = (hashes.published(digest) for digest in made.blocks)
-    (event,) = encoder.events(made.take())
+    one, two = (published(hashes, digest) for digest in made.blocks)
+    event = unpacked(encoder.events(made.take()))
     assert event == {
         "type": "BlockStored",
         "block_hashes": [one, two],
@@ -178,18 +209,62 @@ def test_events_are_written_as_vllm_writes_them() -> None:
         "kv_cache_spec_kind": "full_attention",
     }
     made.hear(removed(DEVICE, [1]))
-    (event,) = encoder.events(made.take())
+    event = unpacked(encoder.events(made.take()))
     assert event == {
         "type": "BlockRemoved", "block_hashes": [two], "medium": "GPU", "group_idx": 0,
     }  # fmt: skip
-    at, events, rank = msgpack.unpackb(encode_batch([event]))
-    assert (events, rank) == ([event], 0) and at > 1e9
+
+
+def test_a_batch_has_the_time_its_events_and_the_rank() -> None:
+    made, encoder = table(), EventEncoder(VllmHashes(), PAGE)
+    for first in (0, 20):  # More events than the shortest array of msgpack has.
+        made.hear(stored(DEVICE, [first], [first] * PAGE))
+        made.hear(stored(HOST, list(range(first, first + 18)), [first] * (18 * PAGE)))
+    changes = encoder.events(made.take())
+    at, events, rank = msgpack.unpackb(encode_batch(changes))
+    assert [event["medium"] for event in events] == ["GPU", "CPU"] * 2 and rank == 0 and at > 1e9
+    assert [len(event["block_hashes"]) for event in events] == [1, 18] * 2
+    at, events, rank = msgpack.unpackb(encode_batch(changes * 10))
+    assert len(events) == 40
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 64])
+def test_tokens_of_any_size_and_count_are_written_as_msgpack_does(size: int) -> None:
+    edges = [0, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1]
+    tokens = tuple((edges * 8)[:size])
+    packed = TokenPacker(size)(tokens)
+    assert msgpack.packb(tokens).endswith(packed)
+    assert len(packed) == sum(len(msgpack.packb(token)) for token in tokens)
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def test_a_page_that_comes_to_another_medium_is_not_hashed_again() -> None:
+    hashes = Counted()
+    made = table(hashes=hashes)
+    made.hear(stored(DEVICE, [0, 1, 2], TEXT[: 3 * PAGE]))
+    made.hear(stored(HOST, [0, 1, 2], TEXT[: 3 * PAGE]))
+    assert hashes.blocks == 3
+    made.hear(removed(DEVICE, [0, 1, 2]))
+    made.hear(removed(HOST, [0, 1, 2]))
+    made.hear(stored(DEVICE, [0], TEXT[:PAGE]))
+    assert hashes.blocks == 3
+    assert changes(made)[-1] == ("appeared", "GPU", 1)
+
+
+def test_other_threads_get_the_interpreter_within_a_long_event() -> None:
+    pauses: list[int] = []
+    made = table(pause=lambda: pauses.append(len(made.blocks)))
+    made.hear(stored(DEVICE, list(range(100)), [5] * (100 * PAGE)))
+    made.hear(removed(DEVICE, list(range(100))))
+    assert pauses == [16, 32, 48, 64, 80, 96, 84, 68, 52, 36, 20, 4]
 
 
 def test_a_window_is_written_in_tokens() -> None:
     group = KVGroup(1, "sliding_window", 128, history=False)
-    made = BlockTable({"swa": group}, VllmHashes(), 4 * PAGE)
+    made = table({"swa": group})
     made.hear(stored(CellName(Tier.HOST, "swa"), [0], TEXT[:PAGE]))
-    (event,) = EventEncoder(VllmHashes(), PAGE).events(made.take())
+    event = unpacked(EventEncoder(VllmHashes(), PAGE).events(made.take()))
     assert (event["medium"], event["group_idx"]) == ("CPU", 1)
     assert event["kv_cache_spec_sliding_window"] == 128

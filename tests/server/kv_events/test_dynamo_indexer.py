@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,9 +81,16 @@ def agree(made: Followed, indexer: Indexer, instance: int = 1) -> set[Answer]:
     while (found := [indexer.cached(instance, *prompt) for prompt in prompts]) != wanted:
         made.between_steps()
         wrong = [row for row in zip(prompts, found, wanted, strict=True) if row[1] != row[2]]
-        assert time.monotonic() < deadline, f"{wrong[:3]}\n{indexer.said[-3000:]}"
+        assert time.monotonic() < deadline, f"{wrong[:3]}\n{indexer.printed[-3000:]}"
         time.sleep(0.05)
     return set(wanted)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + MAX_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def follow(indexer: Indexer, made: Followed, instance: int = 1) -> None:
@@ -124,11 +131,10 @@ def test_a_missed_stretch_is_made_up(name: str, batches: int, indexer: Indexer) 
         for _ in range(3):
             before = publisher.counts.batches
             publisher.loses = True
-            for _ in range(5):
+            for sent in range(before, before + 5):
                 made.go(30)
-                time.sleep(0.02)
+                until(lambda sent=sent: publisher.counts.batches > sent)  # type: ignore[misc]
             publisher.loses = False
-            assert publisher.counts.batches > before + 2
             agree(made, indexer)
         assert publisher.counts.replays["buffer" if batches > 2 else "state"] >= 3
     finally:

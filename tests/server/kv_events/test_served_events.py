@@ -56,6 +56,6 @@ def test_an_indexer_knows_which_server_has_a_prompt(
             ]
             if [[device for device, _, _ in rows] for rows in answers] == wanted:
                 break
-            assert time.monotonic() < deadline, indexer.said[-3000:]
+            assert time.monotonic() < deadline, indexer.printed[-3000:]
             time.sleep(0.1)
         assert any(host > device for rows in answers for device, host, _ in rows)
