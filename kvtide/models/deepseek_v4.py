@@ -125,7 +125,7 @@ class CompressedAttention:
         out = self.ops.block_attention(
             run, self.window, kept, stream, entries, queries, self.how, selected
         )
-        return self._out(self.ops.rope(out, cos_sin, back=True))
+        return self._out(self.ops.rope_back(out, cos_sin))
 
     def _values_gates(self, x: Tensor) -> tuple[Tensor, ...]:
         """The input of each compressor."""

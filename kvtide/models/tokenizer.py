@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from kvtide.models.chat import ChatTemplate, Conversation
+from kvtide.models.chat_templates.builtin import builtin_template
 from kvtide.models.checkpoint import Checkpoint
 from kvtide.models.gguf.vocabulary import Vocabulary, build
 from kvtide.models.model_errors import CheckpointError, TemplateError
@@ -122,7 +123,8 @@ class Tokenizer:
         """The text of a conversation."""
         if self.chat is None:
             raise TemplateError(
-                "this model has no chat template; ask for a completion of a text instead"
+                "this model has no chat template; ask for a completion of a text, or serve it with "
+                "--chat-template"
             )
         return self.chat.render(conversation)
 
@@ -131,20 +133,23 @@ class Tokenizer:
         return self.encode(self.render(conversation), add_special=False)
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer that a checkpoint brings; None where it brings none."""
+def load_tokenizer(checkpoint: Checkpoint, template: str | None = None) -> Tokenizer | None:
+    """The tokenizer that a checkpoint brings; None where it brings none.
+
+    template  the chat template, instead of the checkpoint's
+    """
     if checkpoint.gguf is not None:
         vocabulary = Vocabulary.of(checkpoint.gguf.metadata)
-        return None if vocabulary is None else _from_gguf(vocabulary)
+        return None if vocabulary is None else _from_gguf(vocabulary, template)
     if "tokenizer.json" not in checkpoint.tokenizer_files:
         return None
-    return _from_folder(checkpoint)
+    return read_tokenizer(checkpoint.tokenizer_files, checkpoint.config, template)
 
 
 # -- GGUF --------------------------------------------------------------------------------------
 
 
-def _from_gguf(vocabulary: Vocabulary) -> Tokenizer:
+def _from_gguf(vocabulary: Vocabulary, template: str | None) -> Tokenizer:
     tokens = vocabulary.tokens
     spelling = Spelling(
         token=lambda i: tokens[i] if 0 <= i < len(tokens) else None,
@@ -154,20 +159,22 @@ def _from_gguf(vocabulary: Vocabulary) -> Tokenizer:
     )
     roles = {role: vocabulary.named(role) for role in ("bos", "eos")}
     names = {f"{role}_token": tokens[i] for role, i in roles.items() if i is not None}
-    template = vocabulary.metadata.text("tokenizer.chat_template", "")
+    source = template or vocabulary.metadata.text("tokenizer.chat_template", "")
     return Tokenizer(
         build(vocabulary),
         spelling,
         SpecialTokens(roles["bos"], roles["eos"], vocabulary.stop_ids()),
-        ChatTemplate(template, names) if template else None,
+        ChatTemplate(source, names) if source else None,
     )
 
 
 # -- folders -----------------------------------------------------------------------------------
 
 
-def _from_folder(checkpoint: Checkpoint) -> Tokenizer:
-    files = checkpoint.tokenizer_files
+def read_tokenizer(
+    files: Mapping[str, Path], config: Mapping[str, object], template: str | None = None
+) -> Tokenizer:
+    """The tokenizer of a folder's files, by name, and of its model's config."""
     core = _core(files["tokenizer.json"])
     settings, generation = (
         read_json(files[name]) if name in files else {}
@@ -178,13 +185,14 @@ def _from_folder(checkpoint: Checkpoint) -> Tokenizer:
         core.token_to_id(names[role]) if role in names else None
         for role in ("bos_token", "eos_token")
     )
-    stops = {eos_id, *_ids(generation), *_ids(checkpoint.config)}
-    template = _template(files.get("chat_template.jinja"), settings)
+    stops = {eos_id, *_ids(generation), *_ids(config)}
+    source = template or _template(files.get("chat_template.jinja"), settings)
+    source = source or builtin_template(config.get("model_type"))
     return Tokenizer(
         core,
         _spelling(core, files["tokenizer.json"]),
         SpecialTokens(bos_id, eos_id, frozenset(i for i in stops if i is not None)),
-        None if template is None else ChatTemplate(template, names),
+        ChatTemplate(source, names) if source else None,
     )
 
 

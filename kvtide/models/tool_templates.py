@@ -2,7 +2,7 @@
 
 Templates differ: some want a call's arguments as an object and some as text, some take one call a
 message, and some know no tools at all. Those get the tools described in the system message, and
-calls and results as text, in Hermes' form.
+calls and results as text, in Hermes' form. Most do not know the role developer either.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtide.models.chat import ChatTemplate, Conversation, Message
+from kvtide.models.developer_role import without_developer
 from kvtide.models.model_errors import TemplateError
 
 _NAME, _KEY = "probe_function", "probe_key"
@@ -46,6 +47,9 @@ class ToolTemplate:
         self._wants_text = self._wants_arguments_as_text()
         self._one_call = self.renders_tools and self._refuses_two_calls()
         self._has_system = self._shows([{"role": "system", "content": _NAME}, _ASKED])
+        # A template that writes any role would write one that the model has never seen.
+        developed = self._shows([{"role": "developer", "content": _NAME}, _ASKED])
+        self._has_developer = "developer" in chat.source and developed
 
     def prepare(self, conversation: Conversation, *, describe: bool = True) -> Conversation:
         """The conversation as this template takes it.
@@ -53,6 +57,8 @@ class ToolTemplate:
         describe  where the template knows no tools, describe them to the model
         """
         messages = conversation.messages
+        if not self._has_developer and any(m.get("role") == "developer" for m in messages):
+            messages = without_developer(messages, has_system=self._has_system)
         if not any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             fitting: Iterable[Message] = messages
         elif not self.renders_tools:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from kvtide.engine import RequestError
 from kvtide.engine.grammar.grammar import Grammar
-from kvtide.engine.sampler import MAX_BIAS
+from kvtide.engine.sampling.sampling_params import MAX_BIAS
 
 FORMATS = ("response_format", "regex", "choice")
 """Fields that say what the output may be; a body has one of them at the most."""
@@ -58,8 +58,8 @@ def _response_format(value: object) -> Grammar | None:
     if kind == "json_schema" and isinstance(value, dict):
         return _json_schema(value.get("json_schema"))
     raise RequestError(
-        "response_format has no type that is known here; send an object with a type of text, "
-        "json_object or json_schema",
+        f"response_format has the type {kind!r:.60}, which is not supported; send an object with a "
+        "type of text, json_object or json_schema",
         param="response_format",
     )
 

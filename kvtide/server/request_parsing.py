@@ -20,11 +20,11 @@ from kvtide.cache import Namespace
 from kvtide.engine import CheckedRequest, Engine, RequestError, RequestParams, SamplingParams
 from kvtide.models.chat import Conversation
 from kvtide.models.tokenizer import Tokenizer
+from kvtide.server.chat.chat_messages import read_messages
 from kvtide.server.handoff.handoff_fields import HandoffFields, HandoffSide
 from kvtide.server.output_format import logit_bias, output_grammar
 from kvtide.server.sessions.session_settings import SessionSettings, checked_id
 from kvtide.server.sessions.stable_prefix import StableRules, stabilized
-from kvtide.server.tools.chat_messages import read_messages
 from kvtide.server.tools.output_events import OutputParser, PlainText
 from kvtide.server.tools.parser_registry import ChatFormats
 from kvtide.server.tools.tool_spec import NO_TOOLS, ToolRequest, read_tools
@@ -315,14 +315,16 @@ def _tokens(prompt: object, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _conversation(body: Fields, tools: ToolRequest, rules: StableRules) -> Conversation:
-    options = body.object("chat_template_kwargs")
+    variables = dict(body.object("chat_template_kwargs").values)
+    if effort := body.text("reasoning_effort", ""):
+        variables = {"reasoning_effort": effort, **variables}
     messages = body.get("messages")
     if rules and isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
         messages = stabilized(messages, rules)
     return Conversation(
         read_messages(messages),
         tools=[tool.template_form() for tool in tools.tools] or None,
-        variables=dict(options.values),
+        variables=variables,
     )
 
 

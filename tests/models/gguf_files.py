@@ -100,6 +100,44 @@ def write(
     return path
 
 
+def tiny_llama(path: Path, tokens: Sequence[str], special: int, template: str) -> Path:
+    """A random Llama of two layers that talks by a chat template; tokens are byte-level, the last
+    few of them special."""
+    hidden, inner, heads = 32, 48, 4
+    sizes = {
+        "block_count": 2, "context_length": 4096, "embedding_length": hidden,
+        "feed_forward_length": inner, "attention.head_count": heads,
+        "attention.head_count_kv": heads, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    metadata: dict[str, object] = {
+        "general.architecture": "llama",
+        **{f"llama.{name}": value for name, value in sizes.items()},
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": list(tokens),
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - special) + [3] * special,
+        "tokenizer.ggml.merges": [f"{tokens[0]} {tokens[0]}"],
+        "tokenizer.chat_template": template,
+    }
+    shapes = {"attn_q": hidden, "attn_k": hidden, "attn_v": hidden, "attn_output": hidden,
+              "ffn_gate": inner, "ffn_up": inner}  # fmt: skip
+    noise = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Raw:
+        return f32(torch.randn(shape, generator=noise) * 0.15)
+
+    tensors = {
+        "token_embd.weight": random(len(tokens), hidden),
+        "output_norm.weight": random(hidden),
+    }
+    for layer in range(2):
+        named = {name: random(rows, hidden) for name, rows in shapes.items()}
+        named |= {"ffn_down": random(hidden, inner)}
+        named |= {name: random(hidden) for name in ("attn_norm", "ffn_norm")}
+        tensors |= {f"blk.{layer}.{name}.weight": raw for name, raw in named.items()}
+    return write(path, metadata, tensors)
+
+
 # -- numbers, one at a time --------------------------------------------------------------------
 
 

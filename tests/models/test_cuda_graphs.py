@@ -21,6 +21,7 @@ from kvtide.engine.graphs.graph_capture import graph_capture
 from kvtide.engine.graphs.graph_inputs import GraphKind, GraphRow
 from kvtide.engine.graphs.step_graphs import StepGraphs
 from kvtide.layers import Step
+from kvtide.layers.kernels.attention import indexer
 from kvtide.models import Model
 from tests.models import tiny
 from tests.models.playing import Player
@@ -174,7 +175,7 @@ def _on_a_cpu(device: torch.device) -> None:
         pytest.skip("CUDA graphs are tested on a device: tests/engine/test_on_device")
 
 
-@pytest.mark.quick(name=["kimi_linear"])
+@pytest.mark.quick(name=["lfm2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_steps_give_the_same_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefills alone, beside decodes, and together; then decodes."""
@@ -182,7 +183,7 @@ def test_captured_steps_give_the_same_logits(name: str, monkeypatch: pytest.Monk
     assert sizes == [(16, 3, 3), (8, 3, 1), (16, 3, 3), (2, 2, 0), (8, 3, 1)]
 
 
-@pytest.mark.quick(max_requests=[2])
+@pytest.mark.quick(max_requests=[1])
 @pytest.mark.parametrize(
     ("max_requests", "steps"),
     [
@@ -214,6 +215,10 @@ def test_verify_steps_give_the_same_logits(name: str, monkeypatch: pytest.Monkey
     kinds = compared(name, 3, steps, monkeypatch, verify_rows=4).kinds
     mixed, verify = GraphKind.MIXED, GraphKind.VERIFY
     assert kinds == [mixed, mixed, verify, verify, verify, mixed]
+
+
+def test_kernels_take_a_chunk_of_the_smallest_graph_as_a_decode_step() -> None:
+    assert step_graphs.MIXED_TOKENS[0] <= indexer.FEW_QUERIES
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def together(model: Model) -> Tensor:
     return torch.cat(logits)
 
 
-@pytest.mark.quick(name=[TINY])
+@pytest.mark.full
 @pytest.mark.parametrize("name", [TINY, OTHER])
 def test_kernels_give_the_logits_of_the_torch_code(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -314,6 +314,7 @@ def _resumed(
 # -- kernels, ranks, stages --------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_kernels_give_the_references_hidden_states(
     written: Callable[..., DraftCheckpoint], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +368,7 @@ def test_captured_states_are_not_changed_by_later_layers(name: str) -> None:
     _assert_unchanged(ours(name))
 
 
+@pytest.mark.full
 def test_captured_states_are_not_changed_by_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

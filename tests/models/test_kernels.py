@@ -54,7 +54,7 @@ def test_kernels_give_the_same_logits(
     assert float((played(by_kernels(name, monkeypatch)) - wanted).abs().max()) <= CLOSE
 
 
-@pytest.mark.quick(name=["deepseek_v3"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_mlp_among_the_experts_gives_the_logits_of_one_beside_them(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ def test_a_layer_in_eight_bits_is_read_as_the_numbers_that_it_stands_for(tmp_pat
     assert torch.equal(*logits)
 
 
+@pytest.mark.full
 def test_kernels_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtide.layers.kernels.qkv.FEW_TOKENS", 0)
     name, tokens = "glm_moe_dsa-mtp", prompt(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ def test_a_conversation_is_what_its_template_makes_of_it(client: Client) -> None
     shouted = client.complete(rendered.replace("<|ass", "!<|ass"), **GREEDY)["choices"][0]["text"]
     options = {"chat_template_kwargs": {"shout": True}}
     assert content(client.chat(system, "the cat", **GREEDY, **options)) == shouted != text
+
+
+def test_the_effort_of_a_chat_is_a_variable_of_its_template(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ reasoning_effort or 'none' }}")
+    client = serve(chat_template=str(tmp_path / "chat.jinja")).client
+    asked = {"messages": as_messages("a")}
+
+    def prompt(**fields: Json) -> str:
+        tokens = client.post("/tokenize", {**asked, **fields}).json()["tokens"]
+        return str(client.post("/detokenize", {"tokens": tokens}).json()["prompt"])
+
+    assert (prompt(), prompt(reasoning_effort="high")) == ("none", "high")
+    own = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert prompt(reasoning_effort="high", **own) == "low"
+    reply = client.post(PATH, {**asked, "reasoning_effort": 5})
+    assert reply.status == 400 and reply.problem == "reasoning_effort is 5; send a text"
 
 
 def test_a_stream_begins_with_the_role_and_says_the_same(client: Client) -> None:
@@ -115,7 +132,7 @@ def test_a_next_turn_finds_the_turns_before(server: InProcess, client: Client) -
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
         ([{"role": "user", "content": ["a"]}], "type str"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "type text"),
-        ([{"role": "refused", "content": "a"}], "no such role"),
+        ([{"role": "user", "content": "refused"}], "no such text"),
     ],
 )
 def test_messages_that_are_none_are_refused(client: Client, messages: Json, words: str) -> None:

@@ -38,7 +38,8 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-messages = st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=3)
+roles = st.one_of(texts, st.sampled_from(["system", "developer", "user", "assistant"]))
+messages = st.lists(st.fixed_dictionaries({"role": roles, "content": texts}), max_size=3)
 prompts = st.one_of(texts, st.lists(st.integers(-1, 321), max_size=20), st.lists(texts, max_size=3))
 bodies = st.builds(
     lambda some, prompt, spoken: {"prompt": prompt, "messages": spoken, "max_tokens": 3, **some},

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from kvtide.engine import Finish, RequestError
@@ -25,13 +24,16 @@ from kvtide.server.tools.output_events import (
     TextDelta,
 )
 from kvtide.server.tools.parser_registry import ChatFormats
+from tests.deferred import Deferred
 from tests.server.serving import PAGE, POSITIONS, InProcess
 from tests.server.talking import Client
+
+anthropic = Deferred("anthropic")
 
 MODEL = "tiny-0.1"
 PATH = "/v1/messages"
 
-Connect = Callable[..., anthropic.Anthropic]
+Connect = Callable[..., "anthropic.Anthropic"]
 Json = dict[str, Any]
 
 
@@ -370,8 +372,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused_in_a_sentence(body: Json, words: str) -> None:
-    said = problem(body)
-    assert words in said and len(said) < 200
+    message = problem(body)
+    assert words in message and len(message) < 200
 
 
 def test_errors_have_the_shape_of_anthropic(ai: anthropic.Anthropic, client: Client) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import openai
+import pydantic
 import pytest
 
+from tests.deferred import Deferred
 from tests.server.serving import PAGE, InProcess
+
+openai = Deferred("openai")
 
 MODEL = "tiny-0.1"
 
-Connect = Callable[..., openai.OpenAI]
+Connect = Callable[..., "openai.OpenAI"]
 
 
 @pytest.fixture
@@ -134,6 +137,47 @@ def test_an_asynchronous_client(server: InProcess, ai: openai.OpenAI) -> None:
 
     whole = ai.chat.completions.create(**asked).choices[0].message.content
     assert whole and "".join(asyncio.run(ask())) == whole
+
+
+# -- structured parse -----------------------------------------------------------------------------
+
+
+class Trip(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: Literal["Paris", "Oslo"]
+    nights: Annotated[int, pydantic.Field(ge=1, le=9)]
+    by_train: bool
+
+
+def test_a_parsed_answer_is_an_object_of_the_class(ai: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": user("Where to?"), "max_tokens": 200}
+    answer = ai.chat.completions.parse(**asked, response_format=Trip, n=2, seed=1)
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Trip) and choice.finish_reason == "stop"
+    with ai.chat.completions.stream(**asked, response_format=Trip, seed=1) as stream:
+        final = stream.get_final_completion().choices[0].message
+    assert final.parsed == answer.choices[0].message.parsed
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_parsed_call_of_a_strict_tool_has_an_object_of_its_class(
+    ai: openai.OpenAI, choice: str
+) -> None:
+    tool = openai.pydantic_function_tool(Trip, name="book", description="Books a trip")
+    assert tool["function"]["strict"] is True
+    named = {"type": "function", "function": {"name": "book"}}
+    answer = ai.chat.completions.parse(
+        model=MODEL,
+        messages=user("Book a trip."),
+        tools=[tool],
+        tool_choice="required" if choice == "required" else named,  # type: ignore[arg-type]
+        parallel_tool_calls=False,
+        max_tokens=200,
+        seed=1,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "book"
+    assert isinstance(call.function.parsed_arguments, Trip)
 
 
 # -- errors ---------------------------------------------------------------------------------------

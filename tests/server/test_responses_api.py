@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import openai
 import pydantic
 import pytest
 
@@ -27,13 +26,16 @@ from kvtide.server.tools.output_events import (
     TextDelta,
 )
 from kvtide.server.tools.parser_registry import ChatFormats
+from tests.deferred import Deferred
 from tests.server.serving import PAGE, POSITIONS, InProcess
 from tests.server.talking import Client
+
+openai = Deferred("openai")
 
 MODEL = "tiny-0.1"
 PATH = "/v1/responses"
 
-Connect = Callable[..., openai.OpenAI]
+Connect = Callable[..., "openai.OpenAI"]
 Json = dict[str, Any]
 
 
@@ -56,8 +58,8 @@ def ai(server: InProcess, connect: Connect) -> openai.OpenAI:
     return connect(server)
 
 
-def asked(said: Any = "that", /, **fields: Any) -> Any:
-    greedy = {"model": MODEL, "max_output_tokens": 20, "temperature": 0, "input": said}
+def asked(content: Any = "that", /, **fields: Any) -> Any:
+    greedy = {"model": MODEL, "max_output_tokens": 20, "temperature": 0, "input": content}
     return {**greedy, **fields}
 
 
@@ -300,8 +302,8 @@ def test_the_items_that_a_response_followed_come_page_by_page(
     then = [{"role": "user", "content": word} for word in ("two", "three")]
     second = ai.responses.create(**asked(then, previous_response_id=first.id, max_output_tokens=3))
     found = list(ai.responses.input_items.list(second.id, order="asc", limit=2))
-    said = [each.content[0].text for each in found]
-    assert said == ["one", first.output_text, "two", "three"]
+    texts = [each.content[0].text for each in found]
+    assert texts == ["one", first.output_text, "two", "three"]
     assert len({each.id for each in found}) == 4 and first.output[0].id in {e.id for e in found}
     latest = ai.responses.input_items.list(second.id, limit=1)
     assert latest.data == [found[-1]] and latest.has_more
@@ -329,7 +331,7 @@ def stored(number: int, text: str = "") -> Json:
     return {"id": f"r{number}", "output": [{"role": "assistant", "content": text or str(number)}]}
 
 
-def said(history: ResponseHistory, response_id: str) -> list[str] | None:
+def remembered(history: ResponseHistory, response_id: str) -> list[str] | None:
     items = history.chain(response_id)
     return None if items is None else [item["content"] for item in items]
 
@@ -346,8 +348,8 @@ def test_history_forgets_what_was_used_longest_ago() -> None:
     assert history.get("r0")
     assert history.put(stored(3), turn("d"), "r1"), "which makes r1 the oldest"
     assert [history.get(f"r{n}") is not None for n in range(4)] == [True, False, True, True]
-    assert said(history, "r3") == ["a", "0", "b", "1", "d", "3"], "a chain outlives its names"
-    assert said(history, "r1") is None
+    assert remembered(history, "r3") == ["a", "0", "b", "1", "d", "3"], "a chain outlives its names"
+    assert remembered(history, "r1") is None
     assert not history.put(stored(4), turn("e"), "r1")
 
 
@@ -384,7 +386,7 @@ def test_history_equals_plain_lists(seed: int) -> None:
         assert len(found) == len(history) <= 6
         assert history.stored_bytes <= 1200
         for name in found:
-            assert said(history, name) == conversations[name]
+            assert remembered(history, name) == conversations[name]
     for name in conversations:
         history.delete(name)
     assert (len(history), history.stored_bytes) == (0, 0)

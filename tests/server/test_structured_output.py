@@ -16,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
 from kvtide.models import default_model
 from kvtide.server.settings import Settings
+from tests.deferred import Deferred
 from tests.server.serving import InProcess
 from tests.server.talking import Client, Json, as_messages, joined
+
+openai = Deferred("openai")
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
 PERSON = {

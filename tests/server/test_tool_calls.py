@@ -8,14 +8,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import tokenizers
+import torch
+import transformers
 
+from kvtide.models.chat_templates.builtin import builtin_template
 from kvtide.server.tools.parser_registry import FORMATS, ChatFormats
+from tests.deferred import Deferred
 from tests.grids import everything
-from tests.server.serving import InProcess
+from tests.models import gguf_files, tiny
+from tests.server.serving import InProcess, save_tokenizer
 from tests.server.talking import Client, Json, as_messages
+
+openai = Deferred("openai")
 
 PATH = "/v1/chat/completions"
 MODEL = "tiny-0.1"
@@ -189,6 +195,100 @@ def test_markers_that_are_special_tokens_are_generated_and_read(marked: InProces
     (call,) = choice["message"]["tool_calls"]
     check_call(call["function"]["name"], call["function"]["arguments"])
     assert choice["message"]["content"] is None
+
+
+# -- templates of a family, of a file, of GGUF ----------------------------------------------------
+
+HERMES = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}\n{{ tool | tojson }}"
+    "{% endfor %}\n</tools>\nWrite <tool_call>{name, arguments}</tool_call>.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for call in m.tool_calls %}{{ '\n<tool_call>\n' + call.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_gguf_file_calls_tools_as_its_template_says(
+    serve: Callable[..., InProcess], tmp_path: Path
+) -> None:
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    markers = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    pair = [letters[0] * 2]
+    file = tmp_path / "hermes.gguf"
+    gguf_files.tiny_llama(file, [*letters, *pair, *markers], len(markers), HERMES)
+    server = serve(model=str(file))
+    assert server.serving.formats.tool_parser == "hermes" and server.serving.formats.remark == ""
+    asked = {**ASKED, "model": server.serving.name}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        calls, text, finish = streamed(ai.chat.completions.create(**asked, stream=True))
+        ((call_id, name, arguments),) = calls
+        assert (text, finish) == ("", "tool_calls")
+        check_call(name, arguments)
+        function = {"name": name, "arguments": arguments}
+        turn = {"role": "assistant", "content": None, "tool_calls": [
+            {"id": call_id, "type": "function", "function": function}]}  # fmt: skip
+        result = {"role": "tool", "tool_call_id": call_id, "content": "Sunny."}
+        asked["messages"] = [*asked["messages"], turn, result]
+        assert ai.chat.completions.create(**{**asked, "tool_choice": "none"}).choices
+    fields = {"messages": asked["messages"], "tools": TOOLS}
+    tokens = server.client.post("/tokenize", fields).json()["tokens"]
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    begin = tokenizer.special_id("<tool_call>")
+    prompt = tokenizer.detokenizer(keep=tokenizer.special_ids).feed(tokens)
+    assert tokens.count(begin) == 2 and '"name": "get_weather", "description"' in prompt
+    assert f'<tool_call>\n{{"name": "{name}", "arguments": {{' in prompt
+
+
+DSML = ["deepseek_v32", "deepseek_v4"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", DSML)
+def test_a_template_in_a_file_decides_how_calls_are_written(
+    serve: Callable[..., InProcess], tmp_path: Path, family: str
+) -> None:
+    source = builtin_template(family)
+    assert source is not None
+    (tmp_path / "chat.jinja").write_text(source)
+    server = serve(chat_template=str(tmp_path / "chat.jinja"), reasoning_parser="none")
+    check_dsml(server, family, MODEL)
+
+
+def check_dsml(server: InProcess, family: str, model: str) -> None:
+    """Without reasoning, which has no end that a random model finds."""
+    assert server.serving.formats.tool_parser == family and server.serving.formats.remark == ""
+    thinking = {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
+    asked = {**ASKED, "model": model, "max_tokens": 400, **thinking}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        choice = ai.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
+        check_call(call.function.name, call.function.arguments)
+        calls, _, finish = streamed(ai.chat.completions.create(**asked, stream=True))
+    assert finish == "tool_calls"
+    assert [made[1:] for made in calls] == [[call.function.name, call.function.arguments]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", DSML)
+def test_a_checkpoint_without_a_template_calls_tools_as_its_family_does(
+    serve: Callable[..., InProcess], tmp_path: Path, family: str
+) -> None:
+    """As DeepSeek publishes them: markers are special tokens, and no file has a template."""
+    folder = tmp_path / "published"
+    config = tiny.config_of(family)
+    config.vocab_size, config.max_position_embeddings = 320, 4096
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    core.add_special_tokens(["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"])
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    server = serve(model=str(folder), page_tokens=None, reasoning_parser="none")
+    check_dsml(server, family, "published")
 
 
 # -- messages back in -----------------------------------------------------------------------------

@@ -40,6 +40,7 @@ MAX_USER_ID = 4096
 _REFUSED = {
     "container": "leave it out, and run code in tools of your own",
     "mcp_servers": "connect them in the client, and send their tools",
+    "response_format": "send output_config.format",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

@@ -44,6 +44,7 @@ _REFUSED = {
     "background": "wait for the response, or stream it",
     "conversation": "use previous_response_id, or send all items as input",
     "prompt": "send its text as instructions or input",
+    "response_format": "send text.format",
     "top_logprobs": "ask /v1/chat/completions for logprobs",
 }
 _TEXTS = ("input_text", "output_text", "text")

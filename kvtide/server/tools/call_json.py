@@ -209,11 +209,12 @@ def _decoded(text: str) -> object:
 
 
 def _held_arguments(text: str) -> str:
-    """Arguments that are no object: a text with JSON in it is that JSON, null is none."""
+    """Arguments that are no object: a text with an object in it is that object, null is none."""
     value = _decoded(text)
     if value is None:
         return "{}"
-    return value if isinstance(value, str) and text.startswith('"') else text
+    inner = _decoded(value) if isinstance(value, str) else None
+    return str(value) if isinstance(inner, dict) else text
 
 
 class ObjectParser(MarkerParser):

@@ -235,6 +235,7 @@ def _dsml_call(tool: FunctionTool, rules: LarkRules) -> str:
         kind = "true" if "string" in schema_types(tool.property_schema(name)) else "false"
         return rules.marker(f'{PARAMETER} name="{name}" string="{kind}">')
 
-    parameters = rules.parameters(tool, begin, PARAMETER_END, quoted("\n"))
+    # Without parameters there is an empty line.
+    parameters = rules.parameters(tool, begin, PARAMETER_END, quoted("\n")) or f"{quoted(chr(10))}?"
     head = rules.marker(f'{INVOKE} name="{tool.name}">\n')
     return f"{head} {parameters} {rules.marker(INVOKE_END + chr(10))}"

@@ -78,7 +78,7 @@ class CallWriter:
         self.open: str | None = None
         self._events: list[OutputEvent] = []
         self._space = ""
-        self._said = self._after_call = False
+        self._has_text = self._after_call = False
         self._has_arguments = False
 
     def take(self) -> list[OutputEvent]:
@@ -87,14 +87,14 @@ class CallWriter:
 
     def text(self, text: str) -> None:
         whole = self._space + text
-        said = whole.rstrip()
-        self._space = whole[len(said) :]
-        if not said:
+        shown = whole.rstrip()
+        self._space = whole[len(shown) :]
+        if not shown:
             return
-        if self._after_call and not self._said:
-            said = said.lstrip()
-        self._after_call, self._said = False, True
-        self._events.append(TextDelta(said))
+        if self._after_call and not self._has_text:
+            shown = shown.lstrip()
+        self._after_call, self._has_text = False, True
+        self._events.append(TextDelta(shown))
 
     def reasoning(self, text: str) -> None:
         if text:
@@ -104,10 +104,11 @@ class CallWriter:
         """Whether a call may have this name. A marked call of an unknown function is a call."""
         return name in self.offered.by_name or NAME.fullmatch(name) is not None
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call; `call_id` is the one that the model wrote."""
         self.end()
         self._space = ""
-        self._events.append(CallBegin(self.calls, self.offered.new_id(), name))
+        self._events.append(CallBegin(self.calls, call_id or self.offered.new_id(), name))
         self.open, self._has_arguments = name, False
         self.calls += 1
 

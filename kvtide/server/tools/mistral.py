@@ -1,7 +1,8 @@
-"""Mistral's two forms.
+"""Mistral's two forms, and Nemotron Nano 2's, which has the list of the first between markers.
 
 [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
 [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}
+<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ from kvtide.server.tools.marker_parser import MAX_HELD, OfferedTools
 from kvtide.server.tools.tool_spec import FunctionTool
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NEMOTRON, NEMOTRON_END = "<TOOLCALL>", "</TOOLCALL>"
 
 
-class MistralParser(ObjectParser):
-    MARKERS = (BEGIN,)
-
-    def __init__(self, offered: OfferedTools) -> None:
-        super().__init__(offered)
-        self._value: JsonText | None = None
+class CallListParser(ObjectParser):
+    """A list of objects after a marker. Subclasses say which, and what else may follow it."""
 
     def _marked(self, marker: str) -> Callable[[], bool]:
         return self._opened
@@ -32,11 +30,11 @@ class MistralParser(ObjectParser):
         if self._rest[0] == "[":
             self._marker, self._rest = self._marker + "[", self._rest[1:]
             self._state = self._in_list
-        else:
-            self._state = self._name
-        return True
+            return True
+        return self._no_list()
 
-    # -- a list of objects ------------------------------------------------------------------
+    def _no_list(self) -> bool:
+        return self._broken()
 
     def _in_list(self) -> bool:
         """Before an object, or at the list's end."""
@@ -51,6 +49,36 @@ class MistralParser(ObjectParser):
             return True
         self._rest = self._rest.removeprefix("]")
         return self._in_text()
+
+    def _cut_short(self) -> None:
+        if self._object is not None:
+            return super()._cut_short()
+        if self._state == self._opened or (self._state == self._in_list and not self._out.calls):
+            self._out.text(self._marker)
+
+
+class NemotronParser(CallListParser):
+    """A single object may stand where the list should."""
+
+    MARKERS = (NEMOTRON, NEMOTRON_END)
+
+    def _marked(self, marker: str) -> Callable[[], bool]:
+        return self._opened if marker == NEMOTRON else self._stray_end
+
+    def _no_list(self) -> bool:
+        return self._read_object(self._in_text) if self._rest[0] == "{" else self._broken()
+
+
+class MistralParser(CallListParser):
+    MARKERS = (BEGIN,)
+
+    def __init__(self, offered: OfferedTools) -> None:
+        super().__init__(offered)
+        self._value: JsonText | None = None
+
+    def _no_list(self) -> bool:
+        self._state = self._name
+        return True
 
     # -- a name and its arguments -----------------------------------------------------------
 
@@ -79,11 +107,10 @@ class MistralParser(ObjectParser):
         return False
 
     def _cut_short(self) -> None:
-        if self._object is not None:
-            return super()._cut_short()
-        waits = [self._opened, self._name]
-        if self._state in (waits if self._out.calls else [*waits, self._in_list]):
+        if self._state == self._name:
             self._out.text(self._marker)
+        else:
+            super()._cut_short()
 
 
 # -- grammar ----------------------------------------------------------------------------------
@@ -94,6 +121,10 @@ def mistral_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel
     call = rules.add("call", any_of(json_call(tool, rules) for tool in tools))
     calls = repeated(call, f"{quoted(', ')} {call}", parallel=parallel)
     return f"{quoted('[')} {calls} {quoted(']')}"
+
+
+def nemotron_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:
+    return f"{mistral_grammar(tools, rules, parallel=parallel)} {rules.marker(NEMOTRON_END)}"
 
 
 def mistral_args_grammar(tools: Sequence[FunctionTool], rules: LarkRules, *, parallel: bool) -> str:

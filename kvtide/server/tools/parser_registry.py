@@ -19,6 +19,7 @@ from kvtide.server.tools import (
     glm,
     harmony,
     hermes,
+    kimi,
     llama3,
     mistral,
     pythonic,
@@ -109,6 +110,14 @@ FORMATS: dict[str, ToolFormat] = {
     "mistral": ToolFormat(
         *_MISTRAL, mistral.mistral_grammar, (mistral.BEGIN,), new_id=short_call_id
     ),
+    "nemotron": ToolFormat(
+        mistral.NemotronParser,
+        (mistral.NEMOTRON, mistral.NEMOTRON_END),
+        mistral.NEMOTRON,
+        mistral.nemotron_grammar,
+        (mistral.NEMOTRON,),
+    ),
+    "kimi": ToolFormat(kimi.KimiParser, kimi.SPECIAL, kimi.CALLS, kimi.kimi_grammar, (kimi.CALLS,)),
     "llama3": ToolFormat(
         llama3.Llama3Parser,
         (llama3.BEGIN,),
@@ -144,10 +153,12 @@ FAMILIES: dict[str, str] = {
     "glm4_moe_lite": "glm",
     "glm_moe_dsa": "glm",
     "gpt_oss": "harmony",
+    "kimi_linear": "kimi",
     "lfm2": "lfm2",
     "llama": "llama3",
     "mistral": "mistral",
     "mixtral": "mistral",
+    "nemotron_h": "qwen3_coder",
     "qwen3_5_moe_text": "qwen3_coder",
     "qwen3_5_text": "qwen3_coder",
 }
@@ -255,15 +266,15 @@ class ChatFormats:
         if not request.callable and not frames:
             return content
         rules = LarkRules(self.special_ids(request))
-        said = None if content is None else rules.embedded(content)
+        embedded = None if content is None else rules.embedded(content)
         if self._speaks_harmony():
             tools = request.callable
-            answer = None if request.required else harmony.answer_grammar(rules, said)
+            answer = None if request.required else harmony.answer_grammar(rules, embedded)
             return Grammar("lark", rules.text(harmony.channels_grammar(tools, rules, answer)))
         if request.required:
             start = self._calls(request, rules)
-        elif said is not None:
-            start = f"{said} | {self._calls(request, rules)}" if request.callable else said
+        elif embedded is not None:
+            start = f"{embedded} | {self._calls(request, rules)}" if request.callable else embedded
         else:
             start = self._free(request, rules)
         return Grammar("lark", rules.text(f"{self._thought(rules, prompt)} ({start})"))

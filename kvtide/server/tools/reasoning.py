@@ -35,7 +35,7 @@ class ThinkParser:
         self._answer = answer
         self._closing = closing or ""
         self._rest = self._space = ""
-        self._said = self._final = False
+        self._has_text = self._final = False
         self._state: Callable[[], list[OutputEvent] | None]
         self._state = self._start if closing is None else self._thinking
 
@@ -82,13 +82,13 @@ class ThinkParser:
     def _reason(self, text: str) -> list[OutputEvent]:
         """Space waits for what follows it; at either end it is dropped."""
         whole = self._space + text
-        said = whole.rstrip()
-        self._space = whole[len(said) :]
-        if not self._said:
-            said = said.lstrip()
-            self._space = self._space if said else ""
-        self._said |= bool(said)
-        return [ReasoningDelta(said)] if said else []
+        shown = whole.rstrip()
+        self._space = whole[len(shown) :]
+        if not self._has_text:
+            shown = shown.lstrip()
+            self._space = self._space if shown else ""
+        self._has_text |= bool(shown)
+        return [ReasoningDelta(shown)] if shown else []
 
     def _after(self) -> list[OutputEvent] | None:
         self._rest = self._rest.lstrip()

@@ -151,7 +151,7 @@ def _parameters(name: str, given: object) -> Mapping[str, object]:
         raise _problem(f"the parameters of {name} are not a JSON schema; send one", "invalid_type")
     if given.get("type", "object") != "object":
         raise _problem(f"the parameters of {name} are not of type object; send such a schema")
-    if _deeper_than(given, MAX_SCHEMA_DEPTH):
+    if deeper_than(given, MAX_SCHEMA_DEPTH):
         raise _problem(
             f"the parameters of {name} are nested more than {MAX_SCHEMA_DEPTH} deep; send a "
             "flatter schema"
@@ -159,7 +159,8 @@ def _parameters(name: str, given: object) -> Mapping[str, object]:
     return given
 
 
-def _deeper_than(value: object, depth: int) -> bool:
+def deeper_than(value: object, depth: int) -> bool:
+    """Whether objects and lists lie in each other more than so many levels deep."""
     level: list[object] = [value]
     for _ in range(depth):
         level = [inner for outer in level for inner in _inner(outer)]

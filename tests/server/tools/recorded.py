@@ -1,6 +1,8 @@
-"""Outputs of models, format by format, and what they mean.
+"""Outputs as models write them, format by format, and what they mean.
 
-`calls` are names and arguments as text; arguments of complete calls are compared as JSON too.
+They are written by hand from the published formats, not taken from running models. `SHAPES` has
+what parsers of other engines are tested with, in words of our own. `calls` are names and arguments
+as text; arguments of complete calls are compared as JSON too.
 """
 
 # ruff: noqa: E501
@@ -539,4 +541,216 @@ PYTHONIC = [
     Recorded("the end is missing", "lfm2", "<|tool_call_start|>[now()", "", (("now", "{}"),)),
 ]
 
-ALL = [*HERMES, *QWEN_CODER, *LLAMA3, *MISTRAL, *DEEPSEEK, *HARMONY, *GLM, *PYTHONIC]
+_BEGIN, _STOP = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_ONE, _ARGS, _DONE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI = [
+    Recorded(
+        "two calls in a section",
+        "kimi",
+        f'I look. {_BEGIN}{_ONE}functions.get_weather:0{_ARGS}{{"city": "Paris", "days": 3}}{_DONE}'
+        f"{_ONE}functions.now:1{_ARGS}{{}}{_DONE}{_STOP}",
+        "I look.",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "spaces, hard strings, no prefix",
+        "kimi",
+        f"{_BEGIN}{_ONE} search-files:12 {_ARGS} {HARD} {_DONE}{_STOP}",
+        "",
+        (("search-files", HARD),),
+    ),
+    Recorded(
+        "no section, ends missing",
+        "kimi",
+        f'{_ONE}functions.get_weather:0{_ARGS}{{"city": "Paris", "days": 3}}',
+        "",
+        (PARIS,),
+    ),
+    Recorded(
+        "cut short",
+        "kimi",
+        f'{_BEGIN}{_ONE}functions.get_weather:0{_ARGS}{{"city": "Pa',
+        "",
+        (("get_weather", '{"city": "Pa'),),
+        whole=False,
+    ),
+    Recorded(
+        "cut short before the arguments",
+        "kimi",
+        f"a {_BEGIN}{_ONE}functions.get_wea",
+        f"a {_BEGIN}{_ONE}functions.get_wea",
+    ),
+    Recorded("a section of nothing", "kimi", f"{_BEGIN} so", f"{_BEGIN} so"),
+    Recorded(
+        "an id without a number, then a call",
+        "kimi",
+        f"{_BEGIN}{_ONE}functions.now.0{_ARGS}{{}}{_DONE}{_ONE}functions.now:1{_ARGS}{{}}{_DONE}{_STOP}",
+        f"{_BEGIN}{_ONE}functions.now.0{_ARGS}{{}}{_DONE}",
+        (("now", "{}"),),
+    ),
+]
+
+NEMOTRON = [
+    Recorded(
+        "a list",
+        "nemotron",
+        'I look.<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "now", "arguments": {}}]</TOOLCALL>',
+        "I look.",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded(
+        "no list, arguments as a text, text after",
+        "nemotron",
+        '<TOOLCALL>{"name": "now", "arguments": "{\\"a\\": \\"1\\"}"}</TOOLCALL>\nDone.',
+        "Done.",
+        (("now", '{"a": "1"}'),),
+    ),
+    Recorded(
+        "cut short",
+        "nemotron",
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Pa',
+        "",
+        (("get_weather", '{"city": "Pa'),),
+        whole=False,
+    ),
+    Recorded("no calls", "nemotron", "<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>"),
+    Recorded("a list cut short", "nemotron", "a <TOOLCALL>[", "a <TOOLCALL>["),
+    Recorded("no call", "nemotron", "</TOOLCALL> so <TOOLCALL>f", "</TOOLCALL> so <TOOLCALL>f"),
+]
+
+_LFM = "<|tool_call_start|>"
+SHAPES = [
+    Recorded(
+        "no spaces in the object",
+        "hermes",
+        '<tool_call>{"name":"get_weather","arguments":{"city":"Paris","days":3}}</tool_call>',
+        "",
+        (("get_weather", '{"city":"Paris","days":3}'),),
+    ),
+    Recorded(
+        "arguments as a text that is no JSON",
+        "hermes",
+        '<tool_call>\n{"name": "now", "arguments": "hello"}\n</tool_call>',
+        "",
+        (("now", '"hello"'),),
+        whole=False,
+    ),
+    Recorded(
+        "reasoning in front, which another parser splits off",
+        "hermes",
+        '<think>So.</think>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "<think>So.</think>",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "three calls with spaces around semicolons",
+        "llama3",
+        '{"name": "now", "parameters": {}} ; {"name": "search-files", "parameters": {"query": '
+        '"a {b} [c]", "filters": {"x": {"y": {"z": "deep"}}}}};\n{"name": "now", "arguments": {}}',
+        "",
+        (
+            ("now", "{}"),
+            ("search-files", '{"query": "a {b} [c]", "filters": {"x": {"y": {"z": "deep"}}}}'),
+            ("now", "{}"),
+        ),
+    ),
+    Recorded(
+        "no JSON after the brackets",
+        "llama3",
+        '{"name": "invalidTool", "parameters": {invalid json}',
+        '{"name": "invalidTool", "parameters": {invalid json}',
+    ),
+    Recorded(
+        "braces in the text after",
+        "llama3",
+        '{"name": "now", "parameters": {}} I used {now} for this.',
+        "I used {now} for this.",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "a name and an object, twice",
+        "mistral",
+        '[TOOL_CALLS]get_weather{"city": "Paris", "days": 3}[TOOL_CALLS]now{}',
+        "",
+        (PARIS, ("now", "{}")),
+    ),
+    Recorded("words after the marker", "mistral", "[TOOL_CALLS] no list", "[TOOL_CALLS] no list"),
+    Recorded(
+        "compact objects, text at both ends",
+        "deepseek_v31",
+        f'some text{_CALLS}{_CALL}get_weather{_SEP}{{"city":"Paris"}}{_END}{_CALL}now{_SEP}{{"y":2}}'
+        f"{_END}{_CALLS_END} and more",
+        "some text and more",
+        (("get_weather", '{"city":"Paris"}'), ("now", '{"y":2}')),
+    ),
+    Recorded(
+        "calls without their markers",
+        "deepseek_v31",
+        f'{_CALLS}now{_SEP}{{"x":1}}{_CALLS_END}',
+        f'{_CALLS}now{_SEP}{{"x":1}}{_CALLS_END}',
+    ),
+    Recorded(
+        "parameters without line breaks, compact JSON",
+        "deepseek_v32",
+        'Sure! <｜DSML｜function_calls>\n<｜DSML｜invoke name="search-files">\n'
+        f'{_P} name="query" string="true">SF</｜DSML｜parameter>'
+        f'{_P} name="filters" string="false">{{"type":"for","minutes":2880}}</｜DSML｜parameter>'
+        "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "Sure!",
+        (("search-files", '{"query": "SF", "filters": {"type": "for", "minutes": 2880}}'),),
+    ),
+    Recorded(
+        "an empty line where parameters would be",
+        "deepseek_v4",
+        '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n'
+        "</｜DSML｜tool_calls>",
+        "",
+        (("now", "{}"),),
+    ),
+    Recorded(
+        "no content type, no arguments",
+        "harmony",
+        '<|channel|>commentary to=functions.get_weather<|message|>{\n"city": "Paris"\n}<|call|>'
+        "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+        "<|call|>",
+        "",
+        (("get_weather", '{\n"city": "Paris"\n}'), ("now", "{}")),
+    ),
+    Recorded(
+        "indented lines, text between calls",
+        "glm",
+        "I will help.<tool_call>get_weather\n    <arg_key>city</arg_key>\n"
+        "    <arg_value>New York</arg_value>\n    </tool_call>\n\nMeanwhile, the time.\n\n"
+        "<tool_call>now\n</tool_call>",
+        "I will help.\n\nMeanwhile, the time.",
+        (("get_weather", '{"city": "New York"}'), ("now", "{}")),
+    ),
+    Recorded(
+        "all kinds of values",
+        "lfm2",
+        f"{_LFM}[search-files(query='Martha\\'s', filters={{'a': 'b', 'c': None}}, deep=True, "
+        "tags=[], limit=7), now()]<|tool_call_end|>\nChecking.",
+        "Checking.",
+        (
+            (
+                "search-files",
+                '{"query": "Martha\'s", "filters": {"a": "b", "c": null}, "deep": true, '
+                '"tags": [], "limit": 7}',
+            ),
+            ("now", "{}"),
+        ),
+    ),
+    Recorded(
+        "space before the list, brackets in a shell command",
+        "lfm2",
+        f"{_LFM} [search-files(query='grep -F \"]\" log.txt')]<|tool_call_end|>",
+        "",
+        (("search-files", '{"query": "grep -F \\"]\\" log.txt"}'),),
+    ),
+]
+
+ALL = [
+    *(*HERMES, *QWEN_CODER, *LLAMA3, *MISTRAL, *NEMOTRON, *DEEPSEEK, *KIMI, *HARMONY, *GLM),
+    *(*PYTHONIC, *SHAPES),
+]

@@ -1,4 +1,4 @@
-"""Recorded outputs, whole and broken, in pieces of any size; and outputs that are noise."""
+"""Outputs, whole and broken, in pieces of any size; and outputs that are noise."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-def said(events: list[OutputEvent]) -> str:
+def text_of(events: list[OutputEvent]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
@@ -75,7 +75,7 @@ def check_order(events: list[OutputEvent]) -> None:
 def test_a_recorded_output_means_what_it_says(recorded: Recorded) -> None:
     events = parse(new_parser(recorded.format), recorded.output)
     check_order(events)
-    assert said(events) == recorded.text
+    assert text_of(events) == recorded.text
     assert calls(events) == list(recorded.calls)
     reasoned = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     assert reasoned == recorded.reasoning
@@ -125,6 +125,14 @@ def test_arguments_come_while_they_are_generated() -> None:
     coder = new_parser("qwen3_coder")
     coder.feed("<tool_call><function=get_weather><parameter=city>\n")
     assert coder.feed("Pa") == [CallArguments(0, "Pa")]
+
+
+def test_a_call_keeps_the_id_that_the_model_wrote() -> None:
+    """Kimi's template writes ids, and no names, back into the prompt."""
+    outputs = [each.output for each in ALL if each.format == "kimi" and each.whole]
+    events = [event for output in outputs for event in parse(new_parser("kimi"), output)]
+    ids = [event.id for event in events if isinstance(event, CallBegin)]
+    assert ids[:3] == ["functions.get_weather:0", "functions.now:1", "search-files:12"]
 
 
 def test_text_is_not_held_back_longer_than_needed() -> None:

@@ -29,6 +29,9 @@ ONE: dict[str, str] = {
     "llama3": f'{{"name": "get_weather", "parameters": {_JSON}}}',
     "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_JSON}}}]',
     "mistral_args": f"[TOOL_CALLS]get_weather[ARGS]{_JSON}",
+    "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_JSON}}}]</TOOLCALL>',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    f"<|tool_call_argument_begin|>{_JSON}<|tool_call_end|><|tool_calls_section_end|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     f"```json\n{_JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_JSON}"
@@ -49,6 +52,12 @@ TWO: dict[str, str] = {
     "llama3": ONE["llama3"] + '; {"name": "now", "parameters": {}}',
     "mistral": ONE["mistral"][:-1] + ', {"name": "now", "arguments": {}}]',
     "mistral_args": ONE["mistral_args"] + "[TOOL_CALLS]now[ARGS]{}",
+    "nemotron": ONE["nemotron"].replace("]", ', {"name": "now", "arguments": {}}]'),
+    "kimi": ONE["kimi"].replace(
+        "<|tool_call_end|>",
+        "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|>",
+    ),
     "glm": ONE["glm"] + "<tool_call>now</tool_call>",
     "pythonic": ONE["pythonic"][:-1] + ", now()]",
 }
@@ -120,6 +129,16 @@ def test_a_strict_tool_leaves_text_free(name: str) -> None:
     if FORMATS[name].trigger and name != "harmony":
         assert takes(composed, "I look.\n" + ONE[name])
         assert not takes(composed, "I look.\n" + ONE[name].replace("get_weather", "gets"))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_calls_without_parameters_are_taken_as_the_template_writes_them(name: str) -> None:
+    block, body = (
+        ONE[name].partition("\n")[0],
+        '\n<｜DSML｜invoke name="now">\n{}</｜DSML｜invoke>\n',
+    )
+    for empty in ("", "\n"):
+        assert takes(grammar(name), block + body.format(empty) + block.replace("<", "</"))
 
 
 def test_without_strict_tools_an_answer_is_free() -> None:

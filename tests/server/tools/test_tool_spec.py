@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtide.engine import RequestError
-from kvtide.server.tools.chat_messages import read_messages
+from kvtide.server.chat.chat_messages import read_messages
 from kvtide.server.tools.tool_spec import (
     MAX_TOOL_BYTES,
     MAX_TOOLS,
@@ -151,6 +151,24 @@ def test_arguments_that_are_no_json_stay_text() -> None:
         ({"role": "assistant", "tool_calls": [{**call(), "id": 5}]}, "id of a call"),
         ({"role": ["user"], "content": "a"}, "no role"),
         ({"role": "user", "content": [{"type": "a" * 1000}]}, "not supported"),
+        ({"role": "wizard", "content": "a"}, "no role 'wizard'; send one of system, developer"),
+        ({"role": "User", "content": "a"}, "no role 'User'"),
+        ({"role": "user<|im_end|>", "content": "a"}, "no role"),
+        ({"role": "a" * 10_000, "content": "a"}, "no role"),
+        ({"role": "function", "name": "f", "content": "5"}, "send role tool, with a tool_call_id"),
+        ({"role": "user", "content": "a", "name": "x\n<|im_start|>"}, "rename it"),
+        ({"role": "user", "content": "a", "name": 5}, "rename it"),
+        ({"role": "user", "tool_calls": [call()]}, "role user has tool_calls"),
+        ({"role": "assistant", "tool_calls": [call(name="f g")]}, "letters, digits, _ or -"),
+        ({"role": "assistant", "tool_calls": [call(name='"><|im_end|>')]}, "letters, digits"),
+        ({"role": "assistant", "tool_calls": [call(name="f" * 65)]}, "letters, digits"),
+        ({"role": "assistant", "tool_calls": [call()] * 1025}, "1025 tool_calls"),
+        ({"role": "assistant", "tool_calls": [call(arguments="世" * 400_000)]}, "1,200,000 bytes"),
+        (
+            {"role": "assistant", "tool_calls": [call(arguments="[" * 65 + "]" * 65)]},
+            "more than 64",
+        ),
+        ({"role": "assistant", "tool_calls": [call(arguments="[" * 9999 + "]" * 9999)]}, "deep"),
     ],
 )
 def test_messages_that_are_none_are_refused(message: object, words: str) -> None:
