@@ -28,6 +28,7 @@ import torch
 from kvtide.byte_sizes import parse_bytes
 from kvtide.tiers import Arena, device_arena, host_arena
 from kvtide.transfer.peer.conformance.conformance_peer import ReceiverProcess
+from kvtide.transfer.peer.mooncake_engine import library_engine
 from kvtide.transfer.peer.page_sender import PageSender, SendJob
 from kvtide.transfer.peer.transport import (
     Descriptor,
@@ -116,9 +117,7 @@ def _filled(total_bytes: int) -> Arena:
 
 def _mooncake_calls(bench: _Bench) -> Callable[[WriteBatch], float]:
     """The library's own batch call."""
-    from mooncake.engine import TransferEngine
-
-    engine, session = TransferEngine(), bench.descriptor["session"]
+    engine, session = library_engine()(), bench.descriptor["session"]
     address = bench.descriptor["regions"][0]["address"]
     host = session.rpartition(":")[0]
     assert engine.initialize(host, "P2PHANDSHAKE", "tcp", "") == 0

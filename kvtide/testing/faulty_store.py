@@ -55,18 +55,20 @@ FAULTS: dict[str, tuple[Fault, ...]] = {
 
 
 class Draw:
-    """A share of all calls goes wrong, each in one of the ways given that it can."""
+    """A fraction of all calls goes wrong, each in one of the ways given that it can."""
 
-    def __init__(self, seed: object, share: float, faults: Sequence[Fault] = tuple(Fault)) -> None:
+    def __init__(
+        self, seed: object, fraction: float, faults: Sequence[Fault] = tuple(Fault)
+    ) -> None:
         self._chance = random.Random(repr(seed))
         self._faults = faults
         self._lock = threading.Lock()
-        self.share = share
+        self.fraction = fraction
 
     def __call__(self, call: str) -> Fault | None:
         possible = [fault for fault in FAULTS[call] if fault in self._faults]
         with self._lock:
-            if not possible or self._chance.random() >= self.share:
+            if not possible or self._chance.random() >= self.fraction:
                 return None
             return self._chance.choice(possible)
 

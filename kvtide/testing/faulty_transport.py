@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtide.transfer.peer.page_sender import SendQuota
 from kvtide.transfer.peer.process_watch import ProcessIdentity, ProcessWatch
-from kvtide.transfer.peer.send_quota import SendQuota
 from kvtide.transfer.peer.shm import SharedMemory, SharedMemoryLink
 from kvtide.transfer.peer.transport import (
     Column,

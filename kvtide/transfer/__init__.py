@@ -4,9 +4,10 @@
 `copier`            from moves to strided copies, in groups of layers
 `lane`              one direction of the link: a supervised thread, jobs and tickets
 `timeline`          the order of work on the device: streams and events, or nothing
-`strided`           the one copy primitive
+`strided`           the one copy primitive, and the backend of a CPU (`Reference`)
 `backends`          which backend and host layout work where
-`reference`, `kernel`, `direct`, `auto`   the four backends
+`kernel`, `direct`, `auto`   the backends of a GPU
+`copy_kernels`      kernels that copy, where Triton is installed
 `store_link`        a store's thread pools: look-ups, reads and writes beside the engine
 `storage_requests`  what was asked of a store, and how far it has come
 `host_pages`        host pages as the objects that a store keeps

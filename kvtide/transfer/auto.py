@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvtide.tiers.buffers import Buffers
+from kvtide.transfer.copy_kernels import strided_kernel
 from kvtide.transfer.direct import Direct
 from kvtide.transfer.lane import Backend
 from kvtide.transfer.strided import PieceTable, Strided, Way
@@ -76,9 +77,7 @@ class Auto:
 
 def measured_auto(device: Buffers, host: Buffers) -> Auto:
     """Time both backends on these empty tiers, and choose."""
-    from kvtide.transfer.kernel import Kernel  # Triton is needed where it is used.
-
-    kernel, direct = Kernel(device.data.device), Direct()
+    kernel, direct = strided_kernel(device.data.device), Direct()
     results = measure(device, host, kernel, direct)
     return Auto(kernel, direct, {way: shortest_direct(results, way) for way in Way})
 

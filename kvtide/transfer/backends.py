@@ -22,10 +22,10 @@ from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Layout
 from kvtide.transfer.auto import measured_auto
 from kvtide.transfer.copier import Copier
+from kvtide.transfer.copy_kernels import strided_kernel
 from kvtide.transfer.direct import Direct
 from kvtide.transfer.lane import Backend, Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way
+from kvtide.transfer.strided import Reference, Way
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline
 
 ANY = frozenset(Layout)
@@ -71,9 +71,7 @@ def open_backend(name: str, device: Buffers, host: Buffers) -> Backend:
     if name == "auto":
         return measured_auto(device, host)
     assert name == "kernel", f"no backend named {name}"
-    from kvtide.transfer.kernel import Kernel  # Triton is needed where it is used.
-
-    return Kernel(device.data.device)
+    return strided_kernel(device.data.device)
 
 
 def open_copier(name: str, device: Buffers, host: Buffers) -> Copier:

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtide.spec import ALL, EntryMove, ModelMemory, PageMove, Slots, Tier
+from kvtide.spec import ALL, ModelMemory, PageMove, Tier
 from kvtide.tiers.buffers import Buffers
-from kvtide.tiers.layout import entry_offsets, entry_pieces, pieces
+from kvtide.tiers.layout import pieces
 from kvtide.transfer.lane import Job, Ticket
 from kvtide.transfer.strided import Addresses, PieceTable, Strided, Way
 from kvtide.transfer.timeline import Event, Timeline
@@ -42,7 +42,7 @@ class Issuer(Protocol):
 
 
 class Copier:
-    """Moves pages and entries between two buffers. `groups` are the legs of a load."""
+    """Moves pages between two buffers. `groups` are the legs of a load."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class Copier:
             for anchor in memory.anchors
             for sidecar in (None, *memory.optional_sidecars(anchor.name))
         }
-        self._entry_tables: dict[tuple[Way, str], PieceTable] = {}
 
     def leg_of(self, layer: int) -> int:
         """Which leg of a load brings this layer."""
@@ -104,21 +103,12 @@ class Copier:
                 works.append(Strided(table, source, target))
         return self._submit(way, works, len(self._legs(way)), timeout_s, after)
 
-    def copy_entries(self, way: Way, moves: Sequence[EntryMove], timeout_s: float) -> Ticket:
-        """Copy single entries, all layers of a pool in one leg."""
-        works = [
-            self._entries(way, move)
-            for move in moves
-            if len(move.source_slots) and self._memory.pool(move.pool).layers
-        ]
-        return self._submit(way, works, 1, timeout_s)
-
     def close(self, timeout_s: float) -> bool:
         """Finish what was submitted; False if a lane did not end in time."""
         closed = [lane.close(timeout_s) for lane in self.lanes.values()]
         return all(closed)
 
-    def _check(self, tier: Tier, anchor: str, slots: Addresses | Slots, count: int) -> None:
+    def _check(self, tier: Tier, anchor: str, slots: Addresses, count: int) -> None:
         """Wrong slots would be wrong addresses."""
         capacity = self._buffers[tier].arrangement.slots[anchor]
         assert len(slots) == count, "a move names as many source slots as target slots"
@@ -147,24 +137,6 @@ class Copier:
             for layers in self._legs(way)
         ]
         return PieceTable.of(way, source, target, found)
-
-    def _entries(self, way: Way, move: EntryMove) -> Strided:
-        assert (move.source, move.target) == way.value, f"{move} does not go {way.name}"
-        pool = self._memory.pool(move.pool)
-        count = len(move.source_slots)
-        self._check(way.source, pool.follows or pool.name, move.source_slots, count)
-        self._check(way.target, pool.follows or pool.name, move.target_slots, count)
-        source, target = self._buffers[way.source], self._buffers[way.target]
-        table = self._entry_tables.get((way, pool.name))
-        if table is None:
-            found = entry_pieces(source.arrangement, target.arrangement, pool)
-            table = PieceTable.of(way, source, target, [found])
-            self._entry_tables[way, pool.name] = table
-        return Strided(
-            table,
-            entry_offsets(source.arrangement, pool, move.source_slots, move.source_entries),
-            entry_offsets(target.arrangement, pool, move.target_slots, move.target_entries),
-        )
 
 
 def layer_groups(memory: ModelMemory, max_groups: int = MAX_GROUPS) -> tuple[range, ...]:

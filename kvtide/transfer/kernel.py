@@ -6,7 +6,7 @@ SMs stay free for the model, so the grid does not depend on the SM count.
 `_copy_page`    the same for one page, whose slots are arguments
 
 The chunk list of a kind of copy is made once; a submission brings only slots.
-Torch reference: `transfer/reference.py`.
+Reference: `strided.Reference`.
 """
 
 from __future__ import annotations

@@ -2,17 +2,19 @@
 
 A *piece* is a run of bytes that repeats from slot to slot at a fixed stride, in the source and in
 the target (`tiers.layout`). `Strided` says: copy these pieces for these slots. Every backend does
-exactly that, for pages and for single entries, in every layout; they differ only in how.
+exactly that, in every layout; they differ only in how.
 
 A table's pieces are sorted into legs: what must be there first is copied first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -160,3 +162,18 @@ def _runs(work: Strided) -> Runs:
         np.broadcast_to(sizes, source.shape).ravel(),
         tuple(bound * len(sources) for bound in table.legs),
     )
+
+
+class Reference:
+    """The CPU's backend, and what the others must equal: plain memory copies, one after another, on
+    the calling thread. The interpreter is free meanwhile."""
+
+    name = "reference"
+
+    def issue(self, works: Sequence[Strided], legs: int) -> Iterator[None]:
+        source, target, sizes, bounds = runs(works, legs)
+        copies = list(zip(target.tolist(), source.tolist(), sizes.tolist(), strict=True))
+        for start, end in pairwise(bounds):
+            for copy in copies[start:end]:
+                ctypes.memmove(*copy)
+            yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,11 +14,9 @@ from kvtide.tiers.layout import (
     Layout,
     Piece,
     Row,
-    entry_offsets,
-    entry_pieces,
     pieces,
 )
-from tests.transfer.memories import LAYOUT_PAIRS, MEMORIES, family, slot_array, some_slots
+from tests.transfer.memories import LAYOUT_PAIRS, MEMORIES, some_slots
 
 every_memory = pytest.mark.parametrize("name", list(MEMORIES))
 every_layout = pytest.mark.parametrize("layout", list(Layout), ids=lambda one: one.value)
@@ -232,34 +229,3 @@ def test_layer_first_on_both_sides_is_a_piece_per_row_that_fills_its_stride(name
         found = pieces(a, a, anchor.name, range(memory.end_layer))
         assert len(found) == len(a.rows(anchor.name))
         assert all(p.bytes == p.source_stride == p.target_stride for p in found)
-
-
-# -- entries --------------------------------------------------------------------------------
-
-
-@every_memory
-def test_entry_pieces_reach_the_entry_in_every_layer(name: str) -> None:
-    memory = MEMORIES[name]
-    for source, target in LAYOUT_PAIRS:
-        a = Arrangement(memory, some_slots(memory, 3), source)
-        b = Arrangement(memory, some_slots(memory, 4), target)
-        for pool in (pool for pool in memory.pools if pool.layers):
-            last = pool.entries_per_page(memory.page_tokens) - 1
-            here = int(entry_offsets(a, pool, slot_array([2]), slot_array([last]))[0])
-            there = int(entry_offsets(b, pool, slot_array([3]), slot_array([0]))[0])
-            found = [placed(piece, here, there) for piece in entry_pieces(a, b, pool)]
-            size = pool.entry.bytes
-            assert found == [
-                (old.offset + 2 * old.stride + last * size, new.offset + 3 * new.stride, size)
-                for old, new in ((a.row(pool, y), b.row(pool, y)) for y in pool.layers)
-            ]
-
-
-def test_entries_far_into_a_large_tier_do_not_wrap_around() -> None:
-    memory = family("llama", page_tokens=64)
-    arrangement = Arrangement(memory, {"kv": 10**7}, Layout.PAGE_FIRST)
-    slots = slot_array([9_999_999])
-    assert 9_999_999 * arrangement.row(memory.pool("kv"), 0).stride > 2**32
-    offsets = entry_offsets(arrangement, memory.pool("kv"), slots, slot_array([63]))
-    assert offsets.dtype == np.int64
-    assert offsets.tolist() == [9_999_999 * 4 * 64 * 64 + 63 * 64]

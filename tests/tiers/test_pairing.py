@@ -28,6 +28,7 @@ from kvtide.tiers.manifest import (
 )
 from kvtide.tiers.pairing import Pairing, PairingError, pair
 from kvtide.tiers.row_copies import DestinationError, RowCopy, expand
+from tests.grids import everything
 from tests.tiers.handing_over import (
     FINGERPRINT,
     TAIL_ROWS,
@@ -140,7 +141,7 @@ def handovers(draw: st.DrawFn) -> tuple[Handover, dict[str, dict[str, dict[int, 
     return Handover(content, sources, targets, tables), {PAGES: whole, TAIL: last}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if everything() else 40, deadline=None)
 @given(handovers())
 def test_every_byte_of_every_required_field_lands_once_and_no_other_byte_changes(
     drawn: tuple[Handover, dict[str, dict[str, dict[int, int]]]],

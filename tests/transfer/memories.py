@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtide.spec import EntryMove, ModelMemory, PageMove, Slots, Tier, with_draft
+from kvtide.spec import ModelMemory, PageMove, Slots, Tier, with_draft
 from kvtide.spec.families import KVDType, declare, draft_for
 from kvtide.tiers.arena import host_arena
 from kvtide.tiers.buffers import Buffers
@@ -285,21 +285,14 @@ class Tiers:
                 rows = blocks[tier].buffers.rows(pool, layer)
                 rows[slots.tolist()] = 255 - rows[slots.tolist()]
 
-    def expect(self, move: PageMove | EntryMove) -> None:
-        """Do to the model what the move should have done, one row or entry at a time."""
-        if isinstance(move, PageMove):
-            for pool, layer in self.rows_of(move.anchor):
-                source, target = self._model_rows(move, pool, layer)
-                for here, there in zip(move.source_slots, move.target_slots, strict=True):
-                    target[int(there)] = source[int(here)]
-            return
-        size = self.memory.pool(move.pool).entry.bytes
-        columns = (move.source_slots, move.source_entries, move.target_slots, move.target_entries)
-        for layer in self.memory.pool(move.pool).layers:
-            source, target = self._model_rows(move, move.pool, layer)
-            for here, from_entry, there, to_entry in zip(*columns, strict=True):
-                entry = source[int(here), from_entry * size :][:size]
-                target[int(there), to_entry * size : to_entry * size + size] = entry
+    def expect(self, move: PageMove) -> None:
+        """Do to the model what the move should have done, one row at a time."""
+        for pool, layer in self.rows_of(move.anchor):
+            source, target = (
+                self.model[tier].buffers.rows(pool, layer) for tier in (move.source, move.target)
+            )
+            for here, there in zip(move.source_slots, move.target_slots, strict=True):
+                target[int(there)] = source[int(here)]
 
     def assert_as_expected(self) -> None:
         """Every byte of both blocks, guard bands included."""
@@ -315,12 +308,6 @@ class Tiers:
         """What moves: all but the unfinished part of a page."""
         group = self.memory.at_rest.group(anchor)
         return [(pool.name, layer) for pool in group for layer in pool.layers]
-
-    def _model_rows(
-        self, move: PageMove | EntryMove, pool: str, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        source, target = self.model[move.source], self.model[move.target]
-        return source.buffers.rows(pool, layer), target.buffers.rows(pool, layer)
 
 
 def random_bytes(rng: np.random.Generator, count: int) -> torch.Tensor:

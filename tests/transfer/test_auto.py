@@ -16,8 +16,7 @@ from kvtide.transfer.backends import open_backend
 from kvtide.transfer.copier import Copier
 from kvtide.transfer.kernel import Kernel
 from kvtide.transfer.lane import Backend, Lane
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Strided, Way, runs
+from kvtide.transfer.strided import Reference, Strided, Way, runs
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline
 from tests.transfer.memories import MEMORIES, Sketch, Tiers, pick, some_slots
 

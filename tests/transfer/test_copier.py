@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtide.spec import ALL, EntryMove, ModelMemory, PageMove, Tier, catalog
+from kvtide.spec import ALL, ModelMemory, PageMove, Tier, catalog
 from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.testing.hand_run import HandRunLane
 from kvtide.tiers.buffers import Buffers
@@ -26,8 +26,7 @@ from kvtide.transfer.copier import (
     layer_groups,
 )
 from kvtide.transfer.lane import Job, Lane, TransferError
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Way, runs
+from kvtide.transfer.strided import Reference, Way, runs
 from kvtide.transfer.timeline import Event, HostTimeline
 from tests.transfer.memories import MEMORIES, Tiers, family, slot_array, some_slots
 
@@ -139,19 +138,6 @@ def test_an_anchor_without_bytes_moves_without_a_copy() -> None:
     ticket.wait(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "pool"), [("deepseek_v4", "kv"), ("gpt_oss_draft_last_stage", "swa")]
-)
-def test_entries_of_a_pool_without_layers_move_without_a_copy(name: str, pool: str) -> None:
-    one = setup(name)
-    at = slot_array([1])
-    move = EntryMove(pool, Tier.HOST, Tier.DEVICE, at, at, at, at)
-    ticket = one.copier.copy_entries(Way.LOAD, [move], LONG_S)
-    one.lanes[Way.LOAD].run()
-    ticket.wait(0)
-    one.tiers.assert_as_expected()
-
-
 @pytest.mark.parametrize("moves", [[], [load("kv", [], [])]])
 def test_nothing_to_load_is_there_as_soon_as_the_lane_came_by(moves: list[PageMove]) -> None:
     one = setup("llama", groups=[range(0, 2), range(2, 4)])
@@ -161,18 +147,6 @@ def test_nothing_to_load_is_there_as_soon_as_the_lane_came_by(moves: list[PageMo
     assert ticket.done()
     ticket.wait(1)
     one.tiers.assert_as_expected()
-
-
-def test_entries_of_one_call_are_one_leg_and_empty_moves_add_nothing() -> None:
-    one = setup("glm_moe_dsa", groups=[range(0, 2), range(2, 4)])
-    some, none = slot_array([1, 2]), slot_array([])
-
-    def move(pool: str, at: np.ndarray) -> EntryMove:
-        return EntryMove(pool, Tier.HOST, Tier.DEVICE, at, at, at, at)
-
-    moves = [move("kv", some), move("kv", none), move("index", some)]
-    one.copier.copy_entries(Way.LOAD, moves, LONG_S)
-    assert leg_bytes(one.lanes[Way.LOAD].jobs[0]) == [[32] * 2 * 2 + [80] * 2 * 4]
 
 
 def test_each_way_has_its_own_lane() -> None:
@@ -185,10 +159,6 @@ def test_a_move_the_other_way_is_an_error_of_the_caller() -> None:
     one = setup("llama")
     with pytest.raises(AssertionError, match="does not go LOAD"):
         one.copier.copy(Way.LOAD, [backup("kv", [1], [4])], LONG_S)
-    at = slot_array([1])
-    entries = EntryMove("kv", Tier.HOST, Tier.DEVICE, at, at, at, at)
-    with pytest.raises(AssertionError, match="does not go BACKUP"):
-        one.copier.copy_entries(Way.BACKUP, [entries], LONG_S)
     assert not any(lane.jobs for lane in one.lanes.values())
 
 
@@ -199,15 +169,11 @@ def test_addresses_in_a_tier_of_many_terabytes_are_exact() -> None:
     block = Buffers(arrangement, torch.empty(arrangement.bytes, dtype=torch.uint8, device="meta"))
     lanes = {way: HandRunLane(Reference()) for way in Way}
     copier = Copier(block, block, lanes)
-    last, row, size = slots - 1, 64 * 64, 64
+    last, row = slots - 1, 64 * 64
     copier.copy(Way.BACKUP, [backup("kv", [last], [last - 5])], LONG_S)
-    at, entry = slot_array([last]), slot_array([63])
-    move = EntryMove("kv", Tier.DEVICE, Tier.HOST, at, entry, at, entry)
-    copier.copy_entries(Way.BACKUP, [move], LONG_S)
-    page, single = (runs(job.works, job.legs) for job in lanes[Way.BACKUP].jobs)
+    (page,) = (runs(job.works, job.legs) for job in lanes[Way.BACKUP].jobs)
     assert page.source.tolist() == [(y * slots + last) * row for y in range(4)]
     assert page.target.tolist() == [(y * slots + last - 5) * row for y in range(4)]
-    assert single.source.tolist() == [(y * slots + last) * row + 63 * size for y in range(4)]
 
 
 class MarkedTimeline(HostTimeline):
@@ -232,9 +198,7 @@ def test_copies_come_after_what_was_queued_when_they_were_submitted() -> None:
     lane = Lane("test", timeline, Reference())
     copier = Copier(tiers.device, tiers.host, dict.fromkeys(Way, lane))
     copier.copy(Way.LOAD, [load("kv", [1], [4])], LONG_S).wait(0)
-    at = slot_array([1])
-    move = EntryMove("kv", Tier.HOST, Tier.DEVICE, at, at, at, at)
-    copier.copy_entries(Way.LOAD, [move], LONG_S).wait(0)
+    copier.copy(Way.LOAD, [load("kv", [2], [5])], LONG_S).wait(0)
     assert lane.close(LONG_S)
     assert timeline.after == ["fence 1", "fence 2"]
 

@@ -1,22 +1,21 @@
 """The proof of tiers and copies: bytes that go out come back, and no other byte moves.
 
 Every family, every pair of layouts, every backend that the table of backends has for the device
-under test. Blocks are random and have guard bands; a naive model does the same copies row by row
-or entry by entry, and in the end all bytes of both blocks must be the model's.
+under test. Blocks are random and have guard bands; a naive model does the same copies row by row,
+and in the end all bytes of both blocks must be the model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import gcd
 from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 
-from kvtide.spec import EntryMove, ModelMemory, PageMove, PoolSpec, Slots, Tier
+from kvtide.spec import PageMove, Slots, Tier
 from kvtide.spec.families import supported
 from kvtide.tiers.layout import Layout
 from kvtide.transfer.backends import CELLS, open_copier
@@ -47,39 +46,12 @@ Layouts = tuple[Layout, Layout]
 """Of the device and of the host."""
 
 
-Pool = tuple[ModelMemory, PoolSpec]
-
-
-def one_of_each(kind: Callable[[PoolSpec], object]) -> dict[str, Pool]:
-    """Of all pools with 64-token pages, the first of every kind."""
-    found: dict[object, tuple[str, Pool]] = {}
-    for name, memory in PAGES_OF_64.items():
-        for pool in memory.at_rest.pools:
-            if pool.layers:
-                found.setdefault(kind(pool), (f"{name}-{pool.name}", (memory, pool)))
-    return dict(found.values())
-
-
-POOLS_IN_ALL_LAYOUTS = one_of_each(
-    lambda pool: (gcd(16, pool.entry.bytes), pool.entries_per_page(64), pool.is_anchor)
-)
-POOLS = POOLS_IN_ALL_LAYOUTS | one_of_each(
-    lambda pool: (pool.entry.bytes, pool.entries_per_page(64))
-)
 MANY_PAGES = ("llama", "qwen3_next", "deepseek_v32", "deepseek_v4_stage")
 
-# An interpreted kernel is slow, so it gets a few of each: every kind of piece, every word.
+# An interpreted kernel is slow, so it gets a few of each: every kind of piece.
 KERNEL_MEMORIES = ("llama", "glm_moe_dsa_fp8", "nemotron_h", "deepseek_v4_stage", "gpt_oss_draft")
-KERNEL_POOLS = (
-    "deepseek_v4_published_heads-c4",
-    "deepseek_v4_published_heads-c4_index",
-    "deepseek_v4_published_heads-c4_state",
-    "kimi_linear-state",
-)
 CASES = {
     "memory_name": (MEMORIES, KERNEL_MEMORIES),
-    "pool_name": (POOLS, KERNEL_POOLS),
-    "laid_out_pool": (POOLS_IN_ALL_LAYOUTS, KERNEL_POOLS),
     "many_pages_of": (MANY_PAGES, ("llama",)),
 }
 """A test's argument → the names it is run with, and those it is run with when interpreted."""
@@ -128,12 +100,6 @@ def copy_pages(copier: Copier, tiers: Tiers, way: Way, moves: list[PageMove]) ->
     ticket = copier.copy(way, moves, TIMEOUT_S)
     for leg in range(len(copier.groups) if way is Way.LOAD else 1):
         ticket.wait(leg)
-    for move in moves:
-        tiers.expect(move)
-
-
-def copy_entries(copier: Copier, tiers: Tiers, way: Way, moves: list[EntryMove]) -> None:
-    copier.copy_entries(way, moves, TIMEOUT_S).wait(0)
     for move in moves:
         tiers.expect(move)
 
@@ -229,110 +195,3 @@ def test_a_backup_carries_what_was_queued_on_the_device_before_it(device: torch.
 
 def _any_backend(device: torch.device) -> str:
     return next(name for on, name in CELLS if on == device.type)
-
-
-# -- entries --------------------------------------------------------------------------------
-
-
-def entry_moves(
-    tiers: Tiers, pool: PoolSpec, rng: np.random.Generator, count: int
-) -> tuple[EntryMove, EntryMove]:
-    """Entries out of random places to random places of the host, and back to others still."""
-    entries = pool.entries_per_page(tiers.memory.page_tokens)
-    anchor = pool.follows or pool.name
-    at_device = pick(rng, tiers.device.arrangement.slots[anchor] * entries, 2 * count)
-    at_host = pick(rng, tiers.host.arrangement.slots[anchor] * entries, count)
-    (here, first), (there, second) = (
-        np.divmod(at, np.int32(entries)) for at in (at_device, at_host)
-    )
-    out = EntryMove(pool.name, Tier.DEVICE, Tier.HOST, here[:count], first[:count], there, second)
-    back = EntryMove(pool.name, Tier.HOST, Tier.DEVICE, there, second, here[count:], first[count:])
-    return out, back
-
-
-def entries_there_and_back(
-    backend: str, pool_name: str, layouts: Layouts, device: torch.device, count: int
-) -> None:
-    memory, pool = POOLS[pool_name]
-    pages = -(-count // pool.entries_per_page(64)) + 1
-    anchor = pool.follows or pool.name
-    slots = some_slots(memory, 1) | {anchor: 2 * pages}, some_slots(memory, 1) | {anchor: pages}
-    tiers = Tiers(memory, layouts, device, slots)
-    rng = seeded(backend, pool_name, layouts, count)
-    with opened(backend, tiers) as copier:
-        tiers.fill(rng)
-        out, back = entry_moves(tiers, pool, rng, count)
-        assert len(out.source_slots) == len(back.target_slots) == count
-        copy_entries(copier, tiers, Way.BACKUP, [out])
-        tiers.poison(Tier.DEVICE, anchor, np.unique(out.source_slots))
-        copy_entries(copier, tiers, Way.LOAD, [back])
-        tiers.assert_as_expected()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("count", [0, 1, *COUNTS])
-def test_so_many_entries_come_back_and_their_neighbours_stay(
-    backend: str, pool_name: str, count: int, device: torch.device
-) -> None:
-    entries_there_and_back(backend, pool_name, LAYOUTS, device, count)
-
-
-@pytest.mark.quick
-def test_entries_are_found_in_every_layout(
-    backend: str, laid_out_pool: str, layouts: Layouts, device: torch.device
-) -> None:
-    entries_there_and_back(backend, laid_out_pool, layouts, device, count=9)
-
-
-def test_the_pools_here_have_entries_as_published_and_of_every_word() -> None:
-    sizes = {pool.entry.bytes for _, pool in POOLS.values()}
-    assert {584, 132, 656} <= sizes
-    assert {gcd(16, size) for size in sizes} == {4, 8, 16}
-    kinds = {(pool.tail_entries, pool.tokens_per_entry) for _, pool in POOLS.values()}
-    assert {(None, 1), (1, 1), (None, 4), (None, 64)} <= kinds
-
-
-def test_entries_of_several_pools_go_in_one_submission(device: torch.device) -> None:
-    memory = PAGES_OF_64["deepseek_v4_stage"]
-    tiers = Tiers(memory, LAYOUTS, device, (some_slots(memory, 6), some_slots(memory, 3)))
-    rng = seeded("several pools")
-    with opened(_any_backend(device), tiers) as copier:
-        tiers.fill(rng)
-        pairs = [
-            entry_moves(tiers, memory.pool(name), rng, 3) for name in ("c4", "c4_index", "swa")
-        ]
-        copy_entries(copier, tiers, Way.BACKUP, [out for out, _ in pairs])
-        copy_entries(copier, tiers, Way.LOAD, [back for _, back in pairs])
-        tiers.assert_as_expected()
-
-
-def test_64_entries_are_not_taken_for_pages_nor_pages_for_entries(device: torch.device) -> None:
-    """The same slots, 64 of them: as a page move 64 rows change, as an entry move 64 entries."""
-    memory = PAGES_OF_64["llama"]
-    tiers = Tiers(memory, LAYOUTS, device, ({"kv": 64}, {"kv": 64}))
-    slots, zeros = np.arange(64, dtype=np.int32), np.zeros(64, np.int32)
-    row, entry = memory.pool("kv").row_bytes(64), memory.pool("kv").entry.bytes
-    with opened(_any_backend(device), tiers) as copier:
-
-        def bytes_changed() -> int:
-            return int((tiers.host.data != 255).sum())
-
-        tiers.device.data.zero_()
-        tiers.host.data.fill_(255)
-        move = EntryMove("kv", Tier.DEVICE, Tier.HOST, slots, zeros, slots, zeros)
-        copier.copy_entries(Way.BACKUP, [move], TIMEOUT_S).wait(0)
-        _settle(device)
-        assert bytes_changed() == 64 * 4 * entry
-        pages = PageMove("kv", Tier.DEVICE, Tier.HOST, slots, slots)
-        copier.copy(Way.BACKUP, [pages], TIMEOUT_S).wait(0)
-        _settle(device)
-        assert bytes_changed() == 64 * 4 * row == tiers.host.data.numel()
-        with pytest.raises(AttributeError):
-            copier.copy(Way.BACKUP, [move], TIMEOUT_S)  # type: ignore[list-item]
-        with pytest.raises(AttributeError):
-            copier.copy_entries(Way.BACKUP, [pages], TIMEOUT_S)  # type: ignore[list-item]
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -14,8 +14,7 @@ from kvtide.testing.faults import FaultError, FaultyBackend
 from kvtide.tiers.layout import Piece
 from kvtide.transfer.kernel import Kernel
 from kvtide.transfer.lane import Backend, Job, Lane, Ticket, TransferError
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import Strided
+from kvtide.transfer.strided import Reference, Strided
 from kvtide.transfer.timeline import CudaTimeline, HostTimeline, Timeline
 from tests.transfer.memories import Sketch, random_bytes
 

@@ -654,7 +654,7 @@ def _storm(seed: int) -> Desk:
     store = FaultyStore(open_store("memory:", SPACE), draw, slow_s=0.001, lingers_s=0.0)
     layout = list(Layout)[seed % 3]
     desk = Desk(LARGE, layout, slots=48, store=store, batch_bytes=1 << 17)
-    draw.share = 0.3
+    draw.fraction = 0.3
     return desk
 
 

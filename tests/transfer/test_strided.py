@@ -16,8 +16,7 @@ from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, Piece, pieces
 from kvtide.transfer.kernel import CHUNK_BYTES, Kernel, page_copy
 from kvtide.transfer.lane import Backend
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import PieceTable, Runs, Strided, Way, runs
+from kvtide.transfer.strided import PieceTable, Reference, Runs, Strided, Way, runs
 from tests.transfer.memories import MEMORIES, Origins, Sketch, random_bytes
 
 SLOTS = 12

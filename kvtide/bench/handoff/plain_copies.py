@@ -18,6 +18,7 @@ import torch
 
 from kvtide.bench.link import Link
 from kvtide.tiers import Arena, host_arena
+from kvtide.transfer.peer.mooncake_engine import library_engine
 from kvtide.transfer.peer.transport import Descriptor, WriteBatch
 from kvtide.transfer.strided import Way
 
@@ -52,10 +53,7 @@ class MooncakeCalls:
     """Writes recorded rows once more: the same bytes to the same places."""
 
     def __init__(self, descriptor: Descriptor, host: str = "127.0.0.1") -> None:
-        # Optional; the transport has set what it reads from the environment.
-        from mooncake.engine import TransferEngine
-
-        self._engine = TransferEngine()
+        self._engine = library_engine()()  # The transport has set its environment.
         protocol = str(descriptor["protocol"])
         assert not self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         self._session = str(descriptor["session"])

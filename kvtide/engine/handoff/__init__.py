@@ -1,7 +1,7 @@
 """Prefill → decode handoff: one server prefills a prompt, another decodes it.
 
 `handoffs`       both sides, as the engine calls them
-`handoff_state`  the states of a handoff, drawn and tabled
+`handoff_state`  the states of a handoff, as a diagram and a table
 `messages`       what the two servers tell each other
 `incoming`       the decode side: slots for pages, what lands there, the tail
 `outgoing`       the prefill side: what is computed is written to the peer at once

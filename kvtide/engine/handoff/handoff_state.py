@@ -19,7 +19,7 @@ from enum import Enum
 
 from kvtide.cache import Receipt
 from kvtide.engine.handoff.handoff_source import HandoffSource
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling.sampler import SampledToken
 
 
 class HandoffState(Enum):
@@ -61,6 +61,7 @@ class IncomingHandoff:
     first    the first token of the answer, as the peer sampled it
     is_last  that token is the answer's last: the request ends with the handoff
     whole    the tail has landed and is all that this side needs behind the boundary
+    captured what the peer's target captured of the prompt's last token; empty if no draft ran
     cached   tokens that the peer's own tiers had, by tier
     tokens   tokens in pages that have landed
     tried    it has looked for what is missing
@@ -74,6 +75,7 @@ class IncomingHandoff:
     first: SampledToken | None = None
     is_last: bool = False
     whole: bool = False
+    captured: bytes = b""
     cached: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     tried: bool = False

@@ -14,28 +14,29 @@ from kvtide.engine.handoff.incoming import IncomingHandoffs
 from kvtide.engine.handoff.messages import Done, Message, Reserve, StopWriting
 from kvtide.engine.handoff.outgoing import OutgoingHandoffs
 from kvtide.engine.request import Finish, Request, RequestError, RequestState
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling.sampler import SampledToken
+from kvtide.engine.speculation.speculation import Speculation
 from kvtide.engine.updates import Update, append
 
 HANDOFF_MIN_TOKENS = 256
-"""Prompts that miss fewer tokens are prefilled where they are decoded, unless said otherwise."""
+"""The default: prompts that miss fewer tokens are prefilled where they are decoded."""
 
 
 class Handoffs:
-    """`abort` ends a request that its peer gave up. `resumed` is called with requests that begin
-    behind their prompt. `drafts`: a draft writes its own state of a request's tokens."""
+    """`abort` ends a request that its peer gave up. `speculation`: its draft's state of a prompt is
+    handed over too."""
 
     def __init__(
         self,
         cache: TieredCache,
         min_tokens: int,
         abort: Callable[[Request], None],
-        resumed: Callable[[Request], None],
-        drafts: Callable[[Request], bool],
+        speculation: Speculation | None,
     ) -> None:
+        drafts = speculation.writes if speculation is not None else _never
         self.incoming = IncomingHandoffs(cache, min_tokens, drafts, self._first, self._over)
-        self.outgoing = OutgoingHandoffs(cache, drafts)
-        self._abort, self._resumed = abort, resumed
+        self.outgoing = OutgoingHandoffs(cache, speculation)
+        self._abort, self._speculation = abort, speculation
         self._updates: list[Update] = []
         self._last: dict[Request, Finish] = {}
 
@@ -62,7 +63,8 @@ class Handoffs:
             return
         if self.incoming.resume(request):
             request.computed = len(request.params.tokens)
-            self._resumed(request)
+            if self._speculation is not None:
+                self._speculation.resume(request, request.handoff.captured)
 
     def take_updates(self) -> list[Update]:
         """First tokens that peers have sampled, and ends of requests that have no other token."""
@@ -107,3 +109,8 @@ class Handoffs:
         """A decode server's connection has ended."""
         for request in self.outgoing.peer_lost(peer):
             self._abort(request)
+
+
+def _never(request: Request) -> bool:
+    """Nothing drafts."""
+    return False

@@ -2,7 +2,7 @@
 
 A request that comes with a `HandoffSource` waits until its fetch from storage is over. Then the
 tiers are asked what is missing; slots are taken for all of it, or the request goes on waiting. The
-peer is told the slots, and writes pages there in any order. Each page is adopted when it has
+peer gets the slots, and writes pages there in any order. Each page is adopted when it has
 landed. The first token comes as soon as the peer has sampled it, and goes to the client at once.
 When the last page and the tail have landed, the request is admitted with all of its prompt
 computed.
@@ -35,7 +35,7 @@ from kvtide.engine.handoff.messages import (
 )
 from kvtide.engine.handoff.request_fields import prompt_digest, request_fields
 from kvtide.engine.request import Request
-from kvtide.engine.sampler import SampledToken
+from kvtide.engine.sampling.sampler import SampledToken
 from kvtide.index import Prompt
 from kvtide.spec import ALL
 
@@ -95,8 +95,10 @@ class IncomingHandoffs:
         offered = [each for each in self._requests.values() if self._may_reserve(each)]
         has_room = True
         for request in sorted(offered, key=lambda each: (-each.params.priority, each.number)):
-            if has_room or not _of(request).tried:
-                has_room = self._try_to_reserve(request, has_room=has_room)
+            if has_room:
+                has_room = self._try_to_reserve(request)
+            elif not _of(request).tried:
+                self._needs_no_slots(request)
         for request in [each for each in self._unsent if _receipt(each).ready]:
             self._unsent.remove(request)
             self._send_reserve(request)
@@ -199,6 +201,7 @@ class IncomingHandoffs:
             reason = f"the peer ended before {what} had come"
             return self._give_up(request, HandoffState.FAILED, reason, silent=True)
         handoff.whole = message.tail or not self._drafts(request)
+        handoff.captured = message.captured if message.tail else b""
         if self._history is None:
             page = self._cache.memory.page_tokens
             handoff.tokens = receipt.boundary * page - receipt.held_tokens
@@ -219,8 +222,22 @@ class IncomingHandoffs:
 
     # -- the steps --------------------------------------------------------------------------
 
-    def _try_to_reserve(self, request: Request, *, has_room: bool) -> bool:
-        """Take slots, or decline, or leave the request waiting; whether others may find room."""
+    def _try_to_reserve(self, request: Request) -> bool:
+        """Take slots, if the request needs any; False if there is no room for them."""
+        if self._needs_no_slots(request):
+            return True
+        receipt = self._receiving.begin(request.prompt)
+        if receipt is None:
+            return False
+        handoff = _of(request)
+        handoff.receipt = receipt
+        handoff.move(HandoffState.RESERVED)
+        self._by_epoch[receipt.epoch] = request
+        self._unsent.append(request)
+        return True
+
+    def _needs_no_slots(self, request: Request) -> bool:
+        """The request declines its handoff, or waits for another one that brings some of it."""
         handoff, receiving, prompt = _of(request), self._receiving, request.prompt
         handoff.tried = True
         missing = receiving.missing_tokens(prompt)
@@ -230,14 +247,9 @@ class IncomingHandoffs:
             self._decline(request, "the prompt cannot be received here")
         elif (other := self._bringing(prompt)) is not None:
             handoff.behind = other.epoch
-        elif not has_room or (receipt := receiving.begin(prompt)) is None:
-            return False
         else:
-            handoff.receipt = receipt
-            handoff.move(HandoffState.RESERVED)
-            self._by_epoch[receipt.epoch] = request
-            self._unsent.append(request)
-        return has_room
+            return False
+        return True
 
     def _bringing(self, prompt: Prompt) -> Receipt | None:
         """Another handoff that brings a part of the prompt: after it, the rest is asked for."""

@@ -112,12 +112,17 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """All is written, the tail too, and nothing more will be. `tail`: whether the tail has every
-    pool of the decode side, the draft's too."""
+    """All is written, the tail too, and nothing more will be.
+
+    tail      whether the tail has every pool of the decode side, the draft's too
+    captured  what the target captured of the prompt's last token, in its own dtype: the decode
+              side's first draft needs it. Empty if no draft ran
+    """
 
     room: str
     epoch: int
     tail: bool
+    captured: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,8 @@ def from_json(values: dict[str, Any]) -> Message:
             given["absent"] = {str(name): tuple(map(int, each)) for name, each in absent}
         if kind is First:
             given["top"] = tuple((int(token), float(value)) for token, value in given["top"])
+        if kind is Complete:
+            given["captured"] = base64.b64decode(given["captured"], validate=True)
         message: Message = kind(**given)
         _check_types(message)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -182,6 +189,8 @@ def _plain(value: Any) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return base64.b64encode(value.astype("<i4").tobytes()).decode()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if isinstance(value, tuple):
         return [_value(each) for each in value]
     return _plain(value) if isinstance(value, PagePlaces) else value

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from kvtide.engine.handoff.page_writer import PageWrite, PageWriter, PlacedPages
 from kvtide.engine.handoff.reports import RankReport, ReportKind
 from kvtide.engine.handoff.request_fields import prompt_digest
 from kvtide.engine.request import Finish, Request, RequestState
+from kvtide.engine.speculation.speculation import Speculation
 from kvtide.spec import ALL
 from kvtide.tiers.manifest import PAGES, TAIL
 from kvtide.tiers.row_copies import DestinationError
@@ -99,15 +100,14 @@ class OutgoingHandoff:
 
 class OutgoingHandoffs:
     """`writer`: None where nothing can be handed over. `report` and `on_computed` go to the
-    leader's `RankReports`. `drafts`: a draft of this side writes its own state of a request's
-    tokens."""
+    leader's `RankReports`. `speculation`: its draft's state goes over with the tail."""
 
-    def __init__(self, cache: TieredCache, drafts: Callable[[Request], bool]) -> None:
+    def __init__(self, cache: TieredCache, speculation: Speculation | None) -> None:
         self.writer: PageWriter | None = None
         self.report: Report = _unheard
         self.on_computed: Callable[[First, Complete], None] = _unheard
         self.ended: Counter[str] = Counter()
-        self._cache, self._drafts = cache, drafts
+        self._cache, self._speculation = cache, speculation
         self._rooms: dict[str, OutgoingHandoff] = {}
         self._early: dict[str, tuple[str, Reserve]] = {}
         self._gone: dict[str, str] = {}
@@ -250,7 +250,7 @@ class OutgoingHandoffs:
             self._drop(unclaimed[-1], GAVE_WAY)
 
     def _drop(self, room: str, reason: str) -> None:
-        """Give up a computed prompt; a peer that comes for it is told why, and computes it."""
+        """Give up a computed prompt; a peer that comes for it learns why, and computes it."""
         self._rooms[room].failed = True
         self._release(room)
         _remember(self._gone, room, reason)
@@ -309,7 +309,7 @@ class OutgoingHandoffs:
             self._refuse(message, "another decode server has this room")
             return
         if before is not None:
-            self._end_epoch(before, REPLACED, told=over, last=True)
+            self._end_epoch(before, REPLACED, ("over",) if over else ("failed", "over"))
         handoff.peer, handoff.reserve = peer, message
         handoff.sent, handoff.tail_sent = set(), False
         handoff.failed = handoff.released = False
@@ -331,19 +331,19 @@ class OutgoingHandoffs:
         return ""
 
     def _fail(self, handoff: OutgoingHandoff, reason: str) -> None:
-        """End a handoff that cannot go on; the peer is told once it has reserved."""
-        told, handoff.failed = handoff.failed or handoff.released, True
-        if handoff.reserve is not None and not told:
-            self._end_epoch(handoff.reserve, reason, told=False, last=False)
+        """End a handoff that cannot go on; the peer learns of it once it has reserved."""
+        was_over, handoff.failed = handoff.failed or handoff.released, True
+        if handoff.reserve is not None and not was_over:
+            self._end_epoch(handoff.reserve, reason, ("failed",))
 
-    def _end_epoch(self, reserve: Reserve, reason: str, *, told: bool, last: bool) -> None:
-        """Write no more for a reservation, and tell the peer unless it was `told`. `last`: the room
+    def _end_epoch(self, reserve: Reserve, reason: str, reports: Sequence[ReportKind]) -> None:
+        """Write no more for a reservation, then make these reports of it: it failed, and the room
         goes on without it."""
 
         def silent(quiet: bool) -> None:
-            if not told:
+            if "failed" in reports:
                 self._report("failed", reserve, reason=reason, silent=quiet)
-            if last:
+            if "over" in reports:
                 self._report("over", reserve)
 
         if self.writer is None:
@@ -359,11 +359,11 @@ class OutgoingHandoffs:
         absent: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
         reason: str = "",
         silent: bool = True,
+        captured: bytes = b"",
     ) -> None:
         rank = self.writer.own if self.writer is not None else 0
-        self.report(
-            RankReport(kind, of.room, of.epoch, numbers, dict(absent), reason, silent, rank)
-        )
+        of_rank = reason, silent, rank, captured
+        self.report(RankReport(kind, of.room, of.epoch, numbers, dict(absent), *of_rank))
 
     def _send(self, handoff: OutgoingHandoff) -> None:
         """Give the sender the pages that are computed and not sent, then the tail."""
@@ -443,12 +443,19 @@ class OutgoingHandoffs:
         anchors = self.writer.tail_anchors(handoff.peer)
         places = [PlacedPages(anchor, page, row) for anchor in anchors]
         work = PageWrite(*reserve.name, TAIL, tables, places)
-        self._submit(handoff, reserve, work, partial(self._report, "tail", reserve))
+        request, speculation = handoff.request, self._speculation
+        drafts = speculation is not None and speculation.writes(request)
+        whole = not self.writer.absent(handoff.peer)
+        whole = whole and (drafts or not self._cache.memory.draft_sidecars)
+        read = speculation.captured(request) if speculation is not None and drafts else None
+
+        def report() -> None:
+            """On the sender's thread: the device has done all that was queued before the tail."""
+            self._report("tail", reserve, captured=read() if read is not None else b"")
+
+        self._submit(handoff, reserve, work, report)
         handoff.tail_sent = True
-        request = handoff.request
         sampled = request.output[0]
-        drafted = not self._cache.memory.draft_sidecars or self._drafts(request)
-        whole = not self.writer.absent(handoff.peer) and drafted
         cached = {tier.name.lower(): count for tier, count in request.by_tier.items()}
         first = First(*reserve.name, sampled.token, sampled.logprob, tuple(sampled.top), cached)
         self.on_computed(first, Complete(*reserve.name, tail=whole))

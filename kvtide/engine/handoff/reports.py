@@ -6,9 +6,10 @@ its own sender thread and the other ranks' connections call `add`.
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from kvtide.engine.handoff.messages import Complete, Failed, First, Message, Silent, Written
@@ -21,7 +22,7 @@ class RankReport:
     """What one rank has to say about a room and epoch.
 
     written  these places are there; `absent` as in `Written`
-    tail     the tail is there
+    tail     the tail is there; `captured` as in `Complete`, of the rank that has the draft's logits
     failed   nothing more will be written; `silent`: no byte of this rank comes any more
     silent   after a cancellation; alike
     over     the rank has forgotten the room, and reports nothing more of this epoch
@@ -35,21 +36,23 @@ class RankReport:
     reason: str = ""
     silent: bool = True
     rank: int = 0
+    captured: bytes = b""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "captured": base64.b64encode(self.captured).decode()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankReport:
         absent = {name: tuple(numbers) for name, numbers in values["absent"].items()}
-        return cls(**{**values, "numbers": tuple(values["numbers"]), "absent": absent})
+        given = {"numbers": tuple(values["numbers"]), "absent": absent}
+        return cls(**{**values, **given, "captured": base64.b64decode(values["captured"])})
 
 
 @dataclass(slots=True)
 class _Epoch:
     """Which places and tails each rank has written, and which ranks are silent, failed or over.
 
-    A peer may ask twice whether all is silent: ranks are told apart, not counted.
+    A peer may ask twice whether all is silent: ranks are distinguished, not counted.
     """
 
     written: dict[int, set[int]] = field(default_factory=dict)
@@ -59,13 +62,14 @@ class _Epoch:
     over: set[int] = field(default_factory=set)
     failed: bool = False
     complete: Complete | None = None
+    captured: bytes = b""
 
 
 class RankReports:
     """`send` takes the room and a message for the peer that has it; any thread may call it.
 
-    An epoch is forgotten when its room is over on all ranks, or when all have said whether they are
-    silent.
+    An epoch is forgotten when its room is over on all ranks, or when all have reported whether they
+    are silent.
     """
 
     def __init__(self, ranks: int, send: Callable[[str, Message], None]) -> None:
@@ -101,6 +105,7 @@ class RankReports:
                 return [Written(room, epoch, there, report.absent)] if there else []
             case "tail":
                 state.tails.add(rank)
+                state.captured = state.captured or report.captured
                 return self._ended(state)
             case "failed":
                 first, state.failed = not state.failed, True
@@ -115,7 +120,7 @@ class RankReports:
                 return []
 
     def _is_written(self, state: _Epoch, number: int) -> bool:
-        """All ranks have written the place, and the peer was not told so before."""
+        """All ranks have written the place, and the peer has not heard of it."""
         by_all = len(state.written) == self._ranks
         return (
             number not in state.sent
@@ -128,4 +133,4 @@ class RankReports:
         if complete is None or state.failed or len(state.tails) < self._ranks:
             return []
         state.complete = None
-        return [complete]
+        return [replace(complete, captured=state.captured)]

@@ -13,7 +13,7 @@ import numpy as np
 from kvtide.engine.grammar.grammar import Grammar
 from kvtide.engine.handoff.handoff_source import HandoffTarget
 from kvtide.engine.request import RequestParams
-from kvtide.engine.sampler import SamplingParams
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.index import Namespace
 from kvtide.index.keys import pack
 

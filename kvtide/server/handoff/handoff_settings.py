@@ -35,8 +35,10 @@ class HandoffSettings:
     """The settings of handoffs, which fit each other.
 
     prefill_from  URLs of servers that prefill for this one
-    host          the address to listen on, and the one that peers are told
+    host          the address to listen on, and the one that peers get
     port          to listen on; 0 for any that is free; None: the role decides
+    protocol      of Mooncake's engine
+    devices       network devices that the transport may use; empty: all
     min_tokens    prompts that lack fewer tokens here are prefilled here
     bytes_per_s   the most that is written to peers; None: as much as the link takes
     """
@@ -46,6 +48,8 @@ class HandoffSettings:
     host: str = "127.0.0.1"
     port: int | None = None
     transport: str = "shm"
+    protocol: str = "tcp"
+    devices: str = ""
     min_tokens: int = 256
     timeout_s: float = 30.0
     secret_file: str | None = None
@@ -61,6 +65,16 @@ class HandoffSettings:
             raise SettingsError(
                 f"--handoff-port {self.port} is where a prefill server listens, and --role decode "
                 "connects to one; drop one of them"
+            )
+        if self.protocol != "tcp" and self.transport != "mooncake":
+            raise SettingsError(
+                f"--handoff-protocol {self.protocol} is for Mooncake, and the transport is "
+                f"{self.transport}; use --handoff-transport mooncake"
+            )
+        if self.devices and self.transport == "shm":
+            raise SettingsError(
+                f"--handoff-devices {self.devices} is for a network, and the transport is shm; use "
+                "--handoff-transport mooncake or nixl"
             )
         if _is_any(self.host):
             raise SettingsError(

@@ -1,16 +1,16 @@
-"""A prefill server as the leader of a decode server knows it: one connection, and what it was told.
+"""A prefill server as the leader of a decode server knows it: one connection, and what it was sent.
 
 A thread of its own delivers the engine's messages, so that no step waits for a connection. Another
 thread opens the connection, so that no request waits long for a peer that does not answer.
 
-| seen here                         | told to the engine                                      |
+| seen here                         | reported to the engine                                  |
 |-----------------------------------|---------------------------------------------------------|
-| no connection within `patience_s` | Failed, silent: the peer was never told the slots       |
+| no connection within `patience_s` | Failed, silent: the peer never got the slots            |
 | nothing landed for `timeout_s`    | Failed, not silent; the engine answers with StopWriting |
 | the connection ends               | Failed, not silent, for all that may still be written   |
 | memory revoked, or peer is gone   | Silent                                                  |
 
-Slots that a peer was told are *unsilent* from the end of their handoff until the peer says that it
+Slots that a peer was sent are *unsilent* from the end of their handoff until the peer says that it
 writes no more, is gone, or has lost its access to the memory. A frozen peer keeps them until then.
 A peer that is connected and does not say so for `timeout_s` is disconnected: that lets the memory
 be revoked.
@@ -100,8 +100,8 @@ class _Connection:
 
 
 @dataclass(slots=True)
-class _Told:
-    """Slots that the peer was told. `since`: when something last landed, or their handoff ended."""
+class _SentSlots:
+    """Slots that the peer was sent. `since`: when something last landed, or their handoff ended."""
 
     room: str
     over: _Connection
@@ -141,8 +141,8 @@ class PrefillPeer:
         self._ask: Ask | None = None
         self._waiting: list[_Waiting] = []
         self._lock = threading.Lock()
-        self._told: dict[int, _Told] = {}
-        self._unsilent: dict[int, _Told] = {}
+        self._sent: dict[int, _SentSlots] = {}
+        self._unsilent: dict[int, _SentSlots] = {}
         self._idle_since = time.monotonic()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kvtide-peer", daemon=True)
@@ -155,7 +155,7 @@ class PrefillPeer:
     @property
     def in_flight(self) -> int:
         """Handoffs that the peer works on."""
-        return len(self._told) + len(self._waiting)
+        return len(self._sent) + len(self._waiting)
 
     def report(self) -> Json:
         return {
@@ -242,31 +242,31 @@ class PrefillPeer:
         reserves = [message for message in messages if isinstance(message, Reserve)]
         with self._lock:
             for reserve in reserves:
-                self._told[reserve.epoch] = _Told(reserve.room, connection, time.monotonic())
+                self._sent[reserve.epoch] = _SentSlots(reserve.room, connection, time.monotonic())
         sent = [connection.channel.send(to_json(message)) for message in messages]
         if not sent[-1]:
             with self._lock:  # `_lost` may have spoken for them.
-                unsaid = [each for each in reserves if self._told.pop(each.epoch, None)]
+                unsaid = [each for each in reserves if self._sent.pop(each.epoch, None)]
             self._give_up(tuple(unsaid), "the connection ended")
 
     def _give_up(self, messages: tuple[Message, ...], problem: str) -> None:
-        """The peer cannot be told: its requests are prefilled here."""
+        """The peer cannot be reached: its requests are prefilled here."""
         reason = f"prefill server {self.address}: {problem}"
         for message in messages:
             if isinstance(message, Reserve):
-                self._tell(Failed(message.room, message.epoch, reason, silent=True))
+                self._report(Failed(message.room, message.epoch, reason, silent=True))
 
     def _stop(self, message: StopWriting) -> None:
         epoch, room = message.epoch, message.room
         with self._lock:
-            told = self._told.pop(epoch, None)
-            if told is not None:
-                told.since = time.monotonic()
-                self._unsilent[epoch] = told
+            sent = self._sent.pop(epoch, None)
+            if sent is not None:
+                sent.since = time.monotonic()
+                self._unsilent[epoch] = sent
             unsilent = epoch in self._unsilent
-        if not unsilent:  # It was never told these slots, or has ended.
+        if not unsilent:  # It never got these slots, or has ended.
             self._waiting = [each for each in self._waiting if not _reserves(each, epoch)]
-            self._tell(Silent(room, epoch))
+            self._report(Silent(room, epoch))
         if self.connected:
             self._send((message if unsilent else Done(room, epoch),))
 
@@ -326,9 +326,9 @@ class PrefillPeer:
         self._connection = connection
         opened.channel.start(self._hear, partial(self._lost, connection))
         log.info("handoff: prefill server %s is connected", self.address)
-        for epoch, told in list(self._unsilent.items()):
-            told.since = time.monotonic()
-            self._send((StopWriting(told.room, epoch),))
+        for epoch, sent in list(self._unsilent.items()):
+            sent.since = time.monotonic()
+            self._send((StopWriting(sent.room, epoch),))
         for each in waiting:
             self._send(each.messages)
 
@@ -340,13 +340,13 @@ class PrefillPeer:
         self.last_error = reason
         now = time.monotonic()
         with self._lock:
-            lost = {epoch: told for epoch, told in self._told.items() if told.over is connection}
-            for epoch, told in lost.items():
-                del self._told[epoch]
-                told.since = now
-                self._unsilent[epoch] = told
-        for epoch, told in lost.items():
-            self._tell(Failed(told.room, epoch, f"the prefill server is lost: {reason}", False))
+            lost = {epoch: sent for epoch, sent in self._sent.items() if sent.over is connection}
+            for epoch, sent in lost.items():
+                del self._sent[epoch]
+                sent.since = now
+                self._unsilent[epoch] = sent
+        for epoch, sent in lost.items():
+            self._report(Failed(sent.room, epoch, f"the prefill server is lost: {reason}", False))
         self._side.lost(self.address)
 
     # -- from the peer ----------------------------------------------------------------------
@@ -358,19 +358,19 @@ class PrefillPeer:
             raise ChannelError(f"a prefill server does not send {type(message).__name__}")
         with self._lock:
             epoch = message.epoch
-            told = self._told.get(epoch)
-            if told is None and epoch not in self._unsilent:
+            sent = self._sent.get(epoch)
+            if sent is None and epoch not in self._unsilent:
                 return  # It has ended, or was another peer's.
-            if told is not None:
-                told.since = time.monotonic()
+            if sent is not None:
+                sent.since = time.monotonic()
             if isinstance(message, Silent) or (isinstance(message, Failed) and message.silent):
-                self._told.pop(epoch, None)
+                self._sent.pop(epoch, None)
                 self._unsilent.pop(epoch, None)
             if isinstance(message, Complete):
-                self._told.pop(epoch, None)
-        self._tell(message)
+                self._sent.pop(epoch, None)
+        self._report(message)
 
-    def _tell(self, message: Message) -> None:
+    def _report(self, message: Message) -> None:
         self._side.tell(self.address, message)
 
     # -- deadlines and silence --------------------------------------------------------------
@@ -382,12 +382,12 @@ class PrefillPeer:
             self._waiting.remove(each)
             self._give_up(each.messages, f"no connection within {self._patience_s:g} s")
         with self._lock:
-            for epoch, told in self._told.items():
-                if now - told.since > timeout_s and not told.failed:
-                    told.failed = True
+            for epoch, sent in self._sent.items():
+                if now - sent.since > timeout_s and not sent.failed:
+                    sent.failed = True
                     reason = f"prefill server {self.address}: nothing came for {timeout_s:g} s"
-                    self._tell(Failed(told.room, epoch, reason, silent=False))
-            mute = any(now - told.since > timeout_s for told in self._unsilent.values())
+                    self._report(Failed(sent.room, epoch, reason, silent=False))
+            mute = any(now - sent.since > timeout_s for sent in self._unsilent.values())
         if mute and self.connected and self._connection is not None:
             self._connection.channel.close(f"no silence within {timeout_s:g} s")
 
@@ -401,9 +401,9 @@ class PrefillPeer:
     def _confirm_gone(self) -> None:
         with self._lock:
             unsilent = dict(self._unsilent)
-        self._silent([epoch for epoch, told in unsilent.items() if told.over.peer_is_gone])
+        self._silent([epoch for epoch, sent in unsilent.items() if sent.over.peer_is_gone])
         with self._lock:
-            in_use = [told.over for told in (*self._unsilent.values(), *self._told.values())]
+            in_use = [sent.over for sent in (*self._unsilent.values(), *self._sent.values())]
         for connection in [each for each in self._former if each not in in_use]:
             self._former.remove(connection)
             connection.close()
@@ -411,9 +411,9 @@ class PrefillPeer:
     def _silent(self, epochs: list[int]) -> None:
         with self._lock:
             known = {epoch: self._unsilent.pop(epoch, None) for epoch in epochs}
-        for epoch, told in known.items():
-            if told is not None:
-                self._tell(Silent(told.room, epoch))
+        for epoch, sent in known.items():
+            if sent is not None:
+                self._report(Silent(sent.room, epoch))
 
 
 def _reserves(waiting: _Waiting, epoch: int) -> bool:

@@ -1,4 +1,4 @@
-"""The leader of a prefill server: decode servers connect, and are told what was written.
+"""The leader of a prefill server: decode servers connect, and hear what was written.
 
     decode ──hello: its memory──▶ paired, or refused in a sentence
            ──Ask──▶ a request for one token      ──Reserve, StopWriting, Done──▶ the engine
@@ -191,7 +191,7 @@ class PrefillSide:
         with self._lock:
             owners = self._rooms.get(room, {})
             channel = self._channels.get(owners.get(message.epoch, ""))
-            if isinstance(message, Silent):  # Nothing more is said of it.
+            if isinstance(message, Silent):  # Nothing more is sent for it.
                 owners.pop(message.epoch, None)
                 if not owners:
                     self._rooms.pop(room, None)

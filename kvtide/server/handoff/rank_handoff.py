@@ -64,14 +64,14 @@ class RankHandoff:
 
     def _exchanged(self, mine: Json) -> list[Json]:
         """What all ranks have to say, on every rank."""
-        said = exchange(self._topology, json.dumps(mine).encode())
-        return [json.loads(each) for each in said]
+        every = exchange(self._topology, json.dumps(mine).encode())
+        return [json.loads(each) for each in every]
 
     def _transport(self) -> Transport:
-        settings = TransportSettings(
-            host=self._settings.host, device=self._engine.cache.config.torch_device
-        )
-        return open_transport(self._settings.transport, settings)
+        given = self._settings
+        device = self._engine.cache.config.torch_device
+        settings = TransportSettings(given.host, given.protocol, given.devices, device)
+        return open_transport(given.transport, settings)
 
     # -- the decode side --------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """A channel: authenticated messages between two processes, over one TCP connection.
 
-Both ends prove that they know a shared secret, without sending it, and each proof covers what both
-said in their hello. Every later frame carries a code too, so that nobody between them can add,
-change, repeat or leave out a message. Nothing is encrypted.
+Both ends prove that they know a shared secret, without sending it, and each proof covers both
+hellos. Every later frame carries a code too, so that a machine between them cannot add, change,
+repeat or leave out a message unnoticed. Nothing is encrypted.
 
     connecting end                                 listening end
     magic, version, nonce        ──────────────▶
@@ -88,17 +88,17 @@ class _Keys:
 
 
 class _Handshake:
-    """What both ends have said so far. All codes cover it."""
+    """What both ends have sent so far. All codes cover it."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._said = hashlib.sha256(b"kvtide channel")
+        self._sent = hashlib.sha256(b"kvtide channel")
 
     def hear(self, part: bytes) -> None:
-        self._said.update(struct.pack(">Q", len(part)) + part)
+        self._sent.update(struct.pack(">Q", len(part)) + part)
 
     def code(self, purpose: bytes) -> bytes:
-        return hmac.digest(self._secret, purpose + self._said.digest(), "sha256")
+        return hmac.digest(self._secret, purpose + self._sent.digest(), "sha256")
 
     def check(self, purpose: bytes, code: bytes) -> bool:
         return hmac.compare_digest(self.code(purpose), code)
@@ -190,7 +190,7 @@ def _welcome(
     deadline = time.monotonic() + timeout_s
     _preface(wire, handshake, deadline)
     preface = _new_preface()
-    # The connecting end has said its preface first; both hear them in one order.
+    # The connecting end has sent its preface first; both hear them in one order.
     wire.write(preface, deadline)
     handshake.hear(preface)
     kind, code, body = wire.read_frame(MAX_HELLO_BYTES, deadline)
@@ -209,7 +209,7 @@ def _welcome(
 
 
 class Channel:
-    """One end. `hello` is what the other end said. Nothing is read before `start`."""
+    """One end. `hello` is the other end's. Nothing is read before `start`."""
 
     def __init__(
         self, wire: Wire, keys: _Keys, hello: Message, silence_s: float, heartbeat_s: float

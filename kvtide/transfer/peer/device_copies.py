@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from kvtide.transfer.copy_kernels import row_kernel
 from kvtide.transfer.direct import MAX_COPIES, BatchedCopies, DirectUnavailableError
 from kvtide.transfer.peer.cpu_copies import joined
 from kvtide.transfer.peer.transport import Column, TransportError, TransportUnavailableError
@@ -44,8 +45,6 @@ class DeviceCopies:
     """A stream of its own, for all links of a sender; its kernels go before those of a model."""
 
     def __init__(self, device: torch.device) -> None:
-        from kvtide.transfer.row_kernel import RowKernel  # Triton is needed where it is used.
-
         try:
             self._batched = BatchedCopies()
         except DirectUnavailableError as error:
@@ -53,7 +52,7 @@ class DeviceCopies:
         self.in_flight = 0
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._row_kernel = RowKernel(device)
+        self._row_kernel = row_kernel(device)
         with torch.cuda.stream(self._stream):
             self._row_kernel.warm_up()
         self._stream.synchronize()

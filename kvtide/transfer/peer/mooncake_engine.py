@@ -19,11 +19,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvtide.storage.mooncake.library import missing_library
 from kvtide.transfer.peer.send_staging import Requests, SendStaging
 from kvtide.transfer.peer.transport import (
+    PROTOCOLS,
     Descriptor,
     Region,
     TransportError,
@@ -34,7 +35,6 @@ from kvtide.transfer.peer.worker_link import WorkerLink
 
 MAX_REQUESTS = 512
 """Per call: half of what the library queues for a peer."""
-PROTOCOLS = ("tcp", "rdma")
 
 
 class LibraryEngine(Protocol):
@@ -208,8 +208,13 @@ def _load(settings: TransportSettings) -> Callable[[], LibraryEngine]:
     for name, value in wanted.items():
         os.environ.setdefault(name, value)  # What the user has set stays.
     try:
-        # Optional, and it reads the environment when it is loaded.
-        from mooncake.engine import TransferEngine
+        return cast(Callable[[], LibraryEngine], library_engine())
     except ImportError as error:
         raise TransportUnavailableError(f"transport mooncake: {missing_library(error)}") from error
-    return cast(Callable[[], LibraryEngine], TransferEngine)
+
+
+def library_engine() -> Any:
+    """The library's class. It is optional, and reads the environment when it is loaded."""
+    from mooncake.engine import TransferEngine
+
+    return TransferEngine

@@ -28,7 +28,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 
-from kvtide.transfer.peer.send_quota import SendQuota
 from kvtide.transfer.peer.transport import PeerLink, PendingWrite, TransportError, WriteBatch
 
 log = logging.getLogger("kvtide")
@@ -41,6 +40,8 @@ QUOTA_PART_S = 0.05
 """With a quota, parts are as small as what it gives in this time, but not below MIN_PART_BYTES."""
 MIN_PART_BYTES = 64 << 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
+BURST_S = 0.1
+"""After a pause, so much of a second's bytes may go at once."""
 CANCELLED = "the room was cancelled"
 CLOSED = "the sender is closed"
 
@@ -52,6 +53,28 @@ OnSilent = Callable[[bool], None]
 
 def _at_once() -> bool:
     return True
+
+
+class SendQuota:
+    """A limit on bytes per second: a token bucket that may go into debt by one part."""
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        assert bytes_per_s > 0
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._left = bytes_per_s * BURST_S
+        self._at = clock()
+
+    def take(self, count: int) -> bool:
+        """Whether so many bytes may go now; then they count."""
+        now = self._clock()
+        gained = (now - self._at) * self.bytes_per_s
+        self._left = min(self._left + gained, self.bytes_per_s * BURST_S)
+        self._at = now
+        if self._left <= 0:
+            return False
+        self._left -= count
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +100,7 @@ class SendJob:
 
 @dataclass(frozen=True, slots=True)
 class SenderStats:
-    """Counts since the start, and what is under way now.
+    """Counts since the start, and what is in flight now.
 
     unsilent   jobs that failed while bytes may still land
     crashes    exceptions of callbacks and links that no caller saw

@@ -7,7 +7,7 @@ of the memory, and is copied to the request's own slots when that is admitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -16,11 +16,8 @@ from kvtide.spec import ModelMemory, Tier
 from kvtide.tiers.arena import Arena, host_arena
 from kvtide.tiers.buffers import Buffers
 from kvtide.tiers.layout import Arrangement, Layout, pieces
-from kvtide.transfer.reference import Reference
-from kvtide.transfer.strided import PieceTable, Strided, Way
-
-PageCopy = Callable[[int, int], None]
-"""Copies a page from a slot to a slot."""
+from kvtide.transfer.copy_kernels import PageCopy, page_copy
+from kvtide.transfer.strided import PieceTable, Reference, Strided, Way
 
 
 class TailRows:
@@ -55,8 +52,6 @@ class TailRows:
         self._on_host = Reference()
         self._on_device: Mapping[str, PageCopy] = {}
         if self._device.type == "cuda":
-            from kvtide.transfer.kernel import page_copy  # Triton is needed where it is used.
-
             self._on_device = {
                 anchor.name: page_copy(self._tables[anchor.name], self._device)
                 for anchor in memory.anchors

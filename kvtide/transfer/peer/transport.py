@@ -14,7 +14,7 @@ What always holds:
 - A write ends within its time-out, also when the receiver is frozen.
 - Nothing outside the exposed regions is ever written: a batch that would is refused as a whole.
 - After `revoke` has returned, no byte of a write through an earlier descriptor lands, whether its
-  sender was told of an end or is still frozen in the middle of it.
+  sender heard of an end or is still frozen in the middle of it.
 
 A receiver with several peers opens one transport for each of them, so that a revocation concerns
 one peer.
@@ -34,6 +34,8 @@ import torch
 
 from kvtide.tiers.arena import Arena, SharedFile
 
+PROTOCOLS = ("tcp", "rdma")
+"""Of Mooncake's engine."""
 MemoryKind = Literal["host", "device"]
 Column = npt.NDArray[np.int64]
 Descriptor = dict[str, Any]
@@ -225,8 +227,8 @@ class TransportSettings:
     """What a transport is opened with.
 
     host      the address under which other machines reach this process
-    protocol  of Mooncake: "tcp" or "rdma"
-    devices   RDMA devices, with commas between them; empty: all
+    protocol  one of PROTOCOLS
+    devices   network devices, with commas between them; empty: all
     device    where sources lie, if they lie on a GPU
     stall_s   the library's own limit for a connection on which nothing moves
     """

@@ -211,7 +211,7 @@ class Pair:
         assert done.wait(DEADLINE_S)
 
     def _is_busy(self) -> bool:
-        """After the sender has done all that it was told."""
+        """After the sender has done all its jobs."""
         self.wait_for_sender()
         return bool(self.held()) or self.decode.cache.busy or self.prefill.cache.busy
 

@@ -8,16 +8,18 @@ must get equal drafts, wherever the pages were computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from kvtide.cache import CacheConfig, TieredCache, Tokens
 from kvtide.engine import Request, RequestParams
 from kvtide.engine.handoff.handoff_state import HandoffState
 from kvtide.engine.handoff.messages import Complete, Written
-from kvtide.engine.sampler import GREEDY
+from kvtide.engine.sampling.sampling_params import GREEDY
 from kvtide.engine.speculation.model_drafter import ModelDrafter
 from kvtide.engine.speculation.ngram import NgramDrafter
 from kvtide.models import Model
@@ -30,6 +32,7 @@ from tests.engine.speculation.drafting import ConsistentDrafter, ErringDrafter, 
 from tests.engine.speculation.lookup_pair import ANSWER, PAGE, LookupServer, alone, walks
 from tests.engine.speculation.test_draft_restores import PAIRS, SAMPLING, Bed
 from tests.engine.speculation.test_lossless import prompts
+from tests.engine.torch_graphs import use_torch_graphs
 from tests.grids import everything
 
 KEPT, FALLEN, DRAFTS = 0.98, 0.8, 3
@@ -236,27 +239,64 @@ def test_pages_that_lack_the_draft_there_lack_it_here(both: Pair) -> None:
 # -- other drafts ------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(name=["eagle3-falcon_h1"])
+def landed_when_admitted(pair: Pair) -> None:
+    """Prefixes are on the device before a step is scheduled, as where other requests run."""
+    scheduler = pair.decode.scheduler
+    admitted = scheduler.on_admitted
+
+    def loaded(request: Request) -> None:
+        admitted(request)
+        assert pair.decode.cache.drain(30) and not request.held.loading
+
+    scheduler.on_admitted = loaded
+
+
+@pytest.mark.quick(name=["eagle3-falcon_h1", "deepseek_v3-mtp"])
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", PAIRS)
-def test_drafts_are_those_of_one_engine(name: str, tmp_path_factory: Any) -> None:
-    folder = tmp_path_factory.mktemp("drafts")
-    target, draft = PAIRS[name](folder)
+def test_drafts_are_those_of_one_engine_from_the_first_step_on(
+    name: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = PAIRS[name](tmp_path)
     asked, seen = prompts(4, 2 * PAGE, 3 * PAGE + 2), Seen()
     bed = Bed((target, draft), DRAFTS, 64, seen)
     answers = [tuple(bed.serve(one)[0].output) for one in asked]
     bed.cache.close()
+    if graphs:
+        use_torch_graphs(monkeypatch, target)
     pair = drafting_pair((target, target), (draft, draft))
+    landed_when_admitted(pair)
     speculation = pair.decode._speculation
     assert speculation is not None
     watched = ConsistentDrafter(speculation._drafter, seen)
     speculation._drafter = watched
     for prompt, answer in zip(asked, answers, strict=True):
-        request = pair.answer(prompt, len(answer), sampling=SAMPLING)
+        compared = watched.compared
+        request = pair.submit(prompt, len(answer), sampling=SAMPLING)
+        pair.run(lambda request=request: len(request.output) > 1)  # type: ignore[misc]
+        assert request.verify_steps == 1 and watched.compared > compared
+        pair.finish(request)
         assert tokens_of(request) == answer
         assert request.handoff is not None and request.handoff.first == answer[0]
-    assert watched.compared > 0
+    assert (pair.decode.steps_by_kind["verify_graph"] > 0) == graphs
     pair.settle()
     pair.close()
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_row_that_does_not_fit_gives_no_first_drafts(
+    both: Pair, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft goes on behind the first step."""
+    landed_when_admitted(both)
+    other = [torch.zeros(size)]
+    monkeypatch.setattr(ModelDrafter, "captured", lambda *_: lambda: other)
+    request = both.submit(PROMPTS[0], ANSWER, sampling=GREEDY)
+    both.run(lambda: len(request.output) > 1)
+    assert len(request.output) == 2 and not request.verify_steps
+    both.finish(request)
+    assert request.verify_steps
+    assert tuple(one.token for one in request.output) == alone(tuple(PROMPTS[0]), ANSWER)
 
 
 @pytest.mark.quick(drafter=["ngram"])

@@ -104,7 +104,7 @@ def handoff_state(request: Request) -> HandoffState:
 # -- the sender --------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(family=["gpt_oss"])
+@pytest.mark.quick(family=["gpt_oss"], silent=[False])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("silent", [True, False], ids=["silent", "late"])
 def test_a_write_that_breaks_costs_time_and_no_text(family: str, silent: bool) -> None:

@@ -29,9 +29,10 @@ from kvtide.engine.handoff.messages import (
     to_json,
 )
 from kvtide.engine.handoff.outgoing import MAX_EARLY
+from kvtide.engine.handoff.reports import RankReport, RankReports
 from kvtide.engine.handoff.request_fields import asked_params, for_prefill, request_fields
 from kvtide.engine.request import Finish, RequestError, RequestParams
-from kvtide.engine.sampler import SamplingParams
+from kvtide.engine.sampling.sampling_params import SamplingParams
 from kvtide.index import Namespace
 from tests.engine.handoff.handing_over import Pair, expected, family_pair, tokens_of
 from tests.engine.restoring import PAGE
@@ -45,7 +46,7 @@ MESSAGES: tuple[Message, ...] = (
     Done("room", 7),
     Written("room", 7, (0, 3), {"draft": (3,)}),
     First("room", 7, 12, -0.5, ((12, -0.5), (4, -2.0)), {"host": 16}),
-    Complete("room", 7, tail=True),
+    Complete("room", 7, tail=True, captured=b"\0\1\2"),
     Failed("room", 7, "why", silent=False),
     Silent("room", 7),
 )
@@ -172,6 +173,19 @@ def test_a_request_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
         asked_params("room", {key: fields[key] for key in fields if key not in wrong})
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_one_rank_has_captured_what_the_first_draft_needs(ranks: tuple[int, int]) -> None:
+    """The last one to write the tail need not be that one."""
+    sent = list[Message]()
+    reports = RankReports(2, lambda room, message: sent.append(message))
+    reports.computed(First("room", 7, 12, -0.5, (), {}), Complete("room", 7, tail=True))
+    for rank in ranks:
+        report = RankReport("tail", "room", 7, rank=rank, captured=b"\0\1" if rank else b"")
+        assert not any(isinstance(message, Complete) for message in sent)
+        reports.add(RankReport.from_json(json.loads(json.dumps(report.to_json()))))
+    assert sent[-1] == Complete("room", 7, tail=True, captured=b"\0\1")
+
+
 # -- at the wrong time -------------------------------------------------------------------------
 
 
@@ -289,7 +303,7 @@ def test_a_reservation_that_is_sent_twice_is_served_once(pair: Pair) -> None:
 
 
 def test_a_router_that_resends_gets_another_reservation_served(pair: Pair) -> None:
-    """The first reservation is given up, and so is told; the second one has the room."""
+    """The first reservation is given up, and its peer hears of it; the second one has the room."""
     prompt = pair.fresh(4 * PAGE + 1)
     to_prefill, to_decode = pair.route(prompt)
     request = to_decode()
@@ -309,7 +323,7 @@ def test_a_router_that_resends_gets_another_reservation_served(pair: Pair) -> No
 
 
 def test_a_room_belongs_to_the_first_decode_server_that_reserved_it(pair: Pair) -> None:
-    """Epochs of two servers may be equal: what one is told must not be meant for the other."""
+    """Epochs of two servers may be equal: a message for one must not reach the other."""
     prompt = pair.fresh(4 * PAGE + 1)
     request, reserve = reserved(pair, prompt)
     pair.prefill.handoffs.receive("another", replace(reserve, epoch=reserve.epoch + 9))

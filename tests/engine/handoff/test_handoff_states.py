@@ -135,14 +135,14 @@ def test_an_abort_in_any_state_leaves_nothing_on_either_side(
     pair.settle()
     if routed:
         assert other.finish is Finish.LENGTH, "the router's request is answered"
-    told = [type(each) for each in pair.log if isinstance(each, (Done, StopWriting, Silent))]
+    sent = [type(each) for each in pair.log if isinstance(each, (Done, StopWriting, Silent))]
     expected: dict[HandoffState, list[type[Message]]] = {
         S.OFFERED: [Done] if routed else [],
         S.RESERVED: [StopWriting, Silent],
         S.STREAMING: [StopWriting, Silent],
         S.LANDED: [Done],
     }
-    assert told == expected[state]
+    assert sent == expected[state]
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["asks", "routed"])

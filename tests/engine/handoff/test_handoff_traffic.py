@@ -328,7 +328,9 @@ def test_every_transition_happens_in_random_traffic(
         assert moves == table, table - moves
         assert min(traffic.met.values()) > 0 and len(traffic.met) == 7, traffic.met
     assert moves <= table
-    assert traffic.ended["decoding"] > 0.1 * traffic.handoffs, traffic.ended
+    # Few handoffs, most of them beside another one of their prefix: chance decides how many.
+    usual = 0.1 if everything() else 0.05
+    assert traffic.ended["decoding"] > usual * traffic.handoffs, traffic.ended
 
 
 @pytest.mark.full

@@ -111,7 +111,7 @@ def recording(folder: Path, kind: RouterKind, logs: Path, pair: RoutedPair) -> I
             assert answered.status == 200, answered.whole
             deadline = time.monotonic() + MAX_S
             while not all(proxy.answers for proxy in ours.values()):
-                assert time.monotonic() < deadline, router.said
+                assert time.monotonic() < deadline, router.printed
                 time.sleep(0.01)
             answer = None
             if not kind.bootstrap:

@@ -164,7 +164,7 @@ def ask(client: Client, case: Case, prompts: Mapping[str, str]) -> Answer:
 
 
 def start(client: Client, path: str, body: Json) -> Open:
-    """Send a request as JSON, which routers want to be told, and do not wait."""
+    """Send a request as JSON, which routers expect, and do not wait."""
     return client.open(
         "POST", path, json.dumps(body).encode(), **{"Content-Type": "application/json"}
     )

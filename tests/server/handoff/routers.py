@@ -35,7 +35,7 @@ class RouterKind:
 
     divides    the flag for prefill and decode servers
     ready      answers 200 once all workers are known
-    bootstrap  it names rooms to both sides at once, and is told the port for handoffs
+    bootstrap  it names rooms to both sides at once, and gets the port for handoffs
     """
 
     package: str
@@ -100,7 +100,7 @@ class Router:
         urls: Sequence[str],
         policy: str = "round_robin",
     ) -> Self:
-        """In front of servers that do all of a request themselves; they take turns unless told."""
+        """In front of servers that do all of a request themselves; they take turns by default."""
         return cls(folder, kind, logs, ["--policy", policy, "--worker-urls", *urls])
 
     def __enter__(self) -> Self:
@@ -119,8 +119,8 @@ class Router:
         """Waits until the router knows its workers."""
         client, deadline = Client("127.0.0.1", self._port), time.monotonic() + MAX_S
         while not self._is_ready(client):
-            assert self._process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self._process.poll() is None, self.printed
+            assert time.monotonic() < deadline, self.printed
             time.sleep(0.05)
         return client
 
@@ -131,5 +131,5 @@ class Router:
             return False
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return self._log.read_text()

@@ -22,6 +22,8 @@ Wanted = Callable[[Json], object]
 PATH = "/v1/completions"
 DEADLINE_S = 60.0
 POLL_S = 0.005
+PATIENCE_S = 300.0
+"""How long a server may take until it listens."""
 COMMON = ("--deterministic", "--page-tokens", str(PAGE), "--storage", "none")
 LOST = (http.client.HTTPException, OSError)
 """What a client sees of a server that is gone."""
@@ -39,7 +41,7 @@ class ServerProcess:
     ) -> None:
         self.port = free_port() if port is None else port
         words = (*arguments, "--port", str(self.port))
-        self.child = ForkedChild(words, environment, before, patience_s=120.0)
+        self.child = ForkedChild(words, environment, before, patience_s=PATIENCE_S)
         self.child.__enter__()
         self._client: Client | None = None
 
@@ -74,7 +76,7 @@ class ServerProcess:
         """The first report of the cache that is as wanted."""
         deadline = time.monotonic() + within_s
         while not wanted(report := self.report()):
-            assert time.monotonic() < deadline, f"never came to be: {report}\n{self.child.said}"
+            assert time.monotonic() < deadline, f"never came to be: {report}\n{self.child.printed}"
             time.sleep(POLL_S)
         return report
 

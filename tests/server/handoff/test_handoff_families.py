@@ -8,6 +8,7 @@ with a decode server that was started anew and finds its pages in a store that b
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,14 @@ from kvtide.server.setup.engine_setup import open_engine
 from tests.engine.restoring import ALL_NAMES, HOT_NAMES, family_of
 from tests.models.tiny import VOCABULARY, oracle
 from tests.server.conversing import acknowledged, computed, scored
-from tests.server.handoff.server_pairs import Json, ServerPair, ask, handoff_of
+from tests.server.handoff.server_pairs import (
+    Json,
+    ServerPair,
+    ServerProcess,
+    ask,
+    handoff_of,
+    read,
+)
 from tests.server.serving import PAGE
 
 FLAGS = (
@@ -38,6 +46,12 @@ def usable(prompt: Sequence[int]) -> int:
     return (len(prompt) - 1) // PAGE * PAGE
 
 
+def alone(model: Path) -> Engine:
+    """An engine that keeps nothing."""
+    settings = Settings(model=str(model), page_tokens=PAGE, deterministic=True, host_ratio=0.0)
+    return open_engine(settings).engine
+
+
 class Conversations:
     """Prompts that share a beginning, each longer with every turn.
 
@@ -50,8 +64,7 @@ class Conversations:
         self._rng = random.Random(5)
         root = self._text(70)
         self._prompts = [root[: n // 2] + self._text(n - n // 2) for n in LENGTHS]
-        settings = Settings(model=str(model), page_tokens=PAGE, deterministic=True, host_ratio=0.0)
-        self._alone: Engine = open_engine(settings).engine
+        self._alone: Engine = alone(model)
         self.states: Counter[str] = Counter()
         self.brought: Counter[str] = Counter()
         self.fetches: Counter[str] = Counter()
@@ -70,8 +83,8 @@ class Conversations:
 
     def _heard(self, prompt: Sequence[int], found: Json) -> list[int]:
         """The prompt of the next turn."""
-        said = scored(found)
-        assert said == computed(self._alone, prompt)
+        replied = scored(found)
+        assert replied == computed(self._alone, prompt)
         handoff = handoff_of(found)
         assert handoff["state"] in ("decoding", "declined"), handoff
         self.states[handoff["state"]] += 1
@@ -79,7 +92,7 @@ class Conversations:
         self.brought.update(usage["cached_tokens_details"])
         self.fetches.update(fetch["outcome"] for fetch in usage["storage_fetches"])
         assert handoff["tokens"] + sum(usage["cached_tokens_details"].values()) == usable(prompt)
-        return [*prompt, *(token for token, *_ in said), *self._text(3 * PAGE)]
+        return [*prompt, *(token for token, *_ in replied), *self._text(3 * PAGE)]
 
     def close(self) -> None:
         self._alone.cache.close()
@@ -90,10 +103,9 @@ CELLS = [
     *((family, family.partition(" ")[2]) for family in HOT_NAMES),
 ]
 """Families with the decode server's residency, and the prefill server's."""
-QUICK = ("falcon_h1",)
 
 
-@pytest.mark.quick(family=QUICK, prefills=["all"])
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "prefills"), CELLS)
 def test_answers_are_those_of_one_engine(family: str, prefills: str, tmp_path: Path) -> None:
     named, model = family_of(family), tmp_path / "model"
@@ -127,3 +139,43 @@ def test_answers_are_those_of_one_engine(family: str, prefills: str, tmp_path: P
         assert talks.fetches["fetched"] > 0 or prefills != decodes
         pair.settled()
         talks.close()
+
+
+# -- retraction -----------------------------------------------------------------------------------
+
+LONG, URGENT = (5 * PAGE + 3, 150), (9 * PAGE - 1, ANSWER)
+"""Tokens of a prompt and of its answer."""
+DEVICE_TOKENS = 20 * PAGE
+"""Either fits, and not both."""
+
+
+def retracted(server: ServerProcess) -> int:
+    metrics = server.client.get("/metrics").body.decode()
+    (count,) = re.findall(r"kvtide_requests_retracted_total (\d+)", metrics)
+    return int(count)
+
+
+@pytest.mark.quick(family=["gpt_oss"])
+@pytest.mark.parametrize("family", [*ALL_NAMES, *HOT_NAMES])
+def test_a_request_that_is_retracted_goes_on_as_one_engine_does(
+    family: str, tmp_path: Path
+) -> None:
+    """An urgent request takes the slots of one that decodes behind a handoff, and whose pages are
+    those that the peer wrote and its own."""
+    named, model, rng = family_of(family), tmp_path / "model", random.Random(7)
+    oracle(named.model).save_pretrained(model)
+    few = ("--device-tokens", str(DEVICE_TOKENS), "--host-ratio", "8")
+    few += ("--resident", family.partition(" ")[2] or "all")
+    one = alone(model)
+    long, urgent = ([rng.randrange(1, VOCABULARY) for _ in range(n)] for n, _ in (LONG, URGENT))
+    with ServerPair(model, decode_flags=few, common=(*FLAGS, "--storage", "none")) as pair:
+        waiting = pair.asking(long, max_tokens=LONG[1])
+        pair.decode.until(lambda report: report["requests"]["running"])
+        answers = {URGENT: (urgent, ask(pair.decode.client, urgent, max_tokens=ANSWER, priority=1))}
+        assert retracted(pair.decode) == 1
+        answers[LONG] = long, read(waiting)
+        for (_, count), (prompt, found) in answers.items():
+            assert handoff_of(found)["state"] == "decoding"
+            assert scored(found) == computed(one, prompt, count)
+        pair.settled()
+    one.cache.close()

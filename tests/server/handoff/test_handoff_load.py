@@ -42,8 +42,9 @@ def prompt(pages: int) -> list[int]:
 
 HEALTH_S = 0.1
 """What `/health` may take while handoffs saturate the link."""
-SLOWER = 20
-"""Or so many times what it takes without any: other processes may have the machine."""
+SLOWER = 10
+"""Or so many times what it takes without any, for one probe in a hundred: other processes may have
+the machine. Half of all probes have no such excuse."""
 PROBES = 300
 PAGES, PROMPTS, CLIENTS = 30, 12, 4
 PAGE_BYTES = 128 << 10
@@ -114,6 +115,7 @@ def test_health_is_answered_while_handoffs_saturate_the_link(tmp_path: Path) -> 
                 f"{written / 1e6:.0f} MB in all"
             )
             assert len(late) <= PROBES // 100, f"{len(late)} of {PROBES} over {limit_s:.3f} s"
+            assert statistics.median(busy[server]) <= HEALTH_S
         pair.settled()
 
 

@@ -1,45 +1,61 @@
-"""Handoffs between servers of several ranks: pages are paired by pool, layer and field."""
+"""Handoffs between servers of several ranks: pages are paired by pool, layer and field.
+
+Llama has a history alone. The other families have states, windows, or compressed streams and open
+entries, which tensor ranks divide or all have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.engine.restoring import FORMS, family_of
+from tests.models.tiny import oracle
 from tests.server.handoff.test_prefill_and_decode import COMMON, PROMPT, answer, ask
-from tests.server.serving import PAGE, Child
+from tests.server.serving import PAGE, ForkedChild
 
-PROMPTS = (PROMPT, PROMPT[: 9 * PAGE][::-1], [3, *PROMPT])
+BEGINNING = PROMPT[: 13 * PAGE + 5]
+PROMPTS = (BEGINNING, PROMPT[: 9 * PAGE][::-1], [3, *BEGINNING])
 STAGES, TENSORS = ("--pp", "2"), ("--tp", "2")
 PATIENCE_S = 300.0
 
 
+class Served(NamedTuple):
+    """What every server of a family is started with, and the answers of one."""
+
+    words: tuple[str, ...]
+    expected: list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def expected(model_folder: Path) -> Iterator[list[dict[str, Any]]]:
-    with Child((str(model_folder), *COMMON)) as alone:
-        yield [ask(alone.client(), prompt) for prompt in PROMPTS]
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    named: str = request.param
+    model: Path = tmp_path_factory.mktemp(named)
+    oracle(named).save_pretrained(model)
+    apart = "--tokens-per-checkpoint", str(family_of(named).tokens_per_checkpoint)
+    words = (str(model), *COMMON, *apart)
+    with ForkedChild(words) as alone:
+        return Served(words, [ask(alone.client(), prompt) for prompt in PROMPTS])
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("served", [family.name for family in FORMS], indirect=True)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [(STAGES, ()), ((), STAGES), (TENSORS, ()), ((), TENSORS), (STAGES, TENSORS)],
     ids=lambda flags: "".join(flags) or "one",
 )
 def test_ranks_of_one_side_need_no_ranks_on_the_other(
-    model_folder: Path,
-    expected: list[dict[str, Any]],
-    prefill: tuple[str, ...],
-    decode: tuple[str, ...],
+    served: Served, prefill: tuple[str, ...], decode: tuple[str, ...]
 ) -> None:
     """Stages give equal bits; tensor ranks add in another order."""
-    common = (str(model_folder), *COMMON)
-    with Child((*common, "--role", "prefill", *prefill), patience_s=PATIENCE_S) as there:
+    common, expected = served
+    with ForkedChild((*common, "--role", "prefill", *prefill), patience_s=PATIENCE_S) as there:
         url = f"http://127.0.0.1:{there.client().port}"
         few = ("--handoff-min-tokens", "16")
-        with Child(
+        with ForkedChild(
             (*common, "--role", "decode", "--prefill-from", url, *few, *decode),
             patience_s=PATIENCE_S,
         ) as here:

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from kvtide.transfer.peer.transport import TransportUnavailableError
 from kvtide.transfer.peer.transport_registry import TRANSPORTS, open_transport
 from tests.server.handoff.server_pairs import COMMON, ServerPair, answer, ask, handoff_of
-from tests.server.serving import PAGE, VOCABULARY
+from tests.server.serving import PAGE, VOCABULARY, InProcess
+
+
+class FakeEngine:
+    """Mooncake's engine without a network. `opened`: what each was initialized with."""
+
+    opened: ClassVar[list[tuple[str, ...]]] = []
+
+    def initialize(self, *given: str) -> int:
+        self.opened.append(given)
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return 15000
+
+    def register_memory(self, address: int, size: int) -> int:
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        return 0
+
+
+def test_the_library_sees_protocol_and_devices(
+    serve: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(TransferEngine=FakeEngine)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", fake)
+    monkeypatch.setattr(FakeEngine, "opened", [])
+    serve(
+        role="prefill",
+        handoff_transport="mooncake",
+        handoff_protocol="rdma",
+        handoff_devices="mlx5_0,mlx5_1",
+    )
+    assert FakeEngine.opened == [("127.0.0.1", "P2PHANDSHAKE", "rdma", "mlx5_0,mlx5_1")]
 
 
 @pytest.mark.full

@@ -16,7 +16,10 @@ from typing import Self
 import pytest
 
 from kvtide.server.settings import Settings
+from kvtide.transfer.peer.transport import TransportUnavailableError
+from kvtide.transfer.peer.transport_registry import TRANSPORTS, open_transport
 from tests.server.handoff.server_pairs import (
+    COMMON,
     LOST,
     Json,
     ServerPair,
@@ -60,15 +63,20 @@ def alone(model_folder: Path) -> Iterator[InProcess]:
     server.close()
 
 
-@pytest.fixture(scope="module")
-def servers(model_folder: Path) -> Iterator[ServerPair]:
+def slow_pair(model: Path, transport: str = "shm") -> ServerPair:
     timeout = ("--handoff-timeout-seconds", str(TIMEOUT_S))
     chunk = ("--chunk-tokens", str(CHUNK_PAGES * PAGE))
-    with ServerPair(
-        model_folder,
+    return ServerPair(
+        model,
         prefill_flags=(*timeout, *chunk, "--handoff-bytes-per-second", str(RATE)),
         decode_flags=(*timeout, "--max-running", "2"),
-    ) as pair:
+        common=(*COMMON, "--handoff-transport", transport),
+    )
+
+
+@pytest.fixture(scope="module")
+def servers(model_folder: Path) -> Iterator[ServerPair]:
+    with slow_pair(model_folder) as pair:
         yield pair
 
 
@@ -86,7 +94,7 @@ def until_handed_over(pair: ServerPair) -> None:
     for _ in range(200):
         if handoff_of(ask(pair.decode.client, prompt(FEW))).get("state") == "decoding":
             return
-    raise AssertionError(f"{pair.decode.handoff()}\n{pair.decode.child.said}")
+    raise AssertionError(f"{pair.decode.handoff()}\n{pair.decode.child.printed}")
 
 
 class Caught:
@@ -177,7 +185,7 @@ def test_a_prefill_server_that_is_killed_costs_no_answer(
     until_handed_over(pair)
 
 
-@pytest.mark.quick(state=["reserved"], ends=["thawed"])
+@pytest.mark.full
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("ends", ["thawed", "killed"])
 def test_a_prefill_server_that_is_frozen_keeps_its_slots_until_it_is_silent(
@@ -241,3 +249,63 @@ def test_a_decode_server_that_is_frozen_does_not_hold_the_prefill_server(
             pair.restart_decode()
     pair.settled()
     until_handed_over(pair)
+
+
+# -- over a network -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def distant(model_folder: Path, transport: str) -> Iterator[ServerPair]:
+    """Servers whose pages go through a library's sockets."""
+    try:
+        open_transport(transport).close()
+    except TransportUnavailableError as missing:
+        pytest.skip(str(missing))
+    with slow_pair(model_folder, transport) as pair:
+        until_handed_over(pair)
+        yield pair
+        until_handed_over(pair)
+        pair.settled()
+
+
+OVER_A_NETWORK = [name for name in TRANSPORTS if name != "shm"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", OVER_A_NETWORK)
+@pytest.mark.parametrize("ends", ["killed", "frozen"])
+def test_a_distant_prefill_server_that_is_lost_holds_no_slots(
+    distant: ServerPair, alone: InProcess, transport: str, ends: str
+) -> None:
+    """Its writes are revoked with the memory's registration, also while it is frozen."""
+    with Caught(distant, "streaming") as caught:
+        if ends == "killed":
+            distant.prefill.kill()
+        else:
+            distant.prefill.freeze()
+        found = answered(caught, alone)
+    assert handoff_of(found)["state"] == "failed"
+    distant.decode.settled()
+    assert handoff_of(served(distant, alone)).get("state") != "decoding"
+    distant.restore()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", OVER_A_NETWORK)
+@pytest.mark.parametrize("ends", ["killed", "frozen"])
+def test_a_distant_decode_server_that_is_lost_holds_nothing_of_the_other(
+    distant: ServerPair, alone: InProcess, transport: str, ends: str
+) -> None:
+    with Caught(distant, "streaming") as caught:
+        if ends == "killed":
+            distant.decode.kill()
+            with pytest.raises(LOST):
+                read(caught.request)
+        else:
+            distant.decode.freeze()
+        distant.prefill.settled()
+        tokens = prompt(FEW)
+        assert answer(ask(distant.prefill.client, tokens)) == answer(ask(alone.client, tokens))
+        distant.restore()
+        if ends == "frozen":
+            answered(caught, alone)

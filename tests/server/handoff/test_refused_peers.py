@@ -1,7 +1,7 @@
 """Peers that prove no secret or have other memory, garbage on the port, and prompts kept apart.
 
 A prefill server that is a process of its own, and decode servers in this one. A peer that is
-refused is told why: the sentence is in the log and in `/admin/cache`, and prompts are prefilled
+refused learns why: the sentence is in the log and in `/admin/cache`, and prompts are prefilled
 where they are decoded.
 """
 
@@ -57,7 +57,7 @@ def prefill(
 
 @pytest.fixture
 def decode(serve: Serve, prefill: ServerProcess, tmp_path: Path) -> Callable[..., InProcess]:
-    """A decode server that knows the secret, unless told otherwise."""
+    """A decode server that knows the secret, by default."""
 
     def opened(secret: str | None = SECRET, **settings: Any) -> InProcess:
         file = tmp_path / "secret"
@@ -125,7 +125,7 @@ def test_a_peer_that_does_not_fit_is_refused_in_a_sentence(
     there = prefill.handoff()["decode_servers"]
     assert there["refused"] == refused + 1 and sentence in there["last_error"]
     assert f"channel refused: 127.0.0.1: {there['last_error'].partition(': ')[2]}" in (
-        prefill.child.said
+        prefill.child.printed
     )
     assert there["connected"] == 0
     server.settled()
@@ -159,7 +159,7 @@ def test_garbage_on_the_port_keeps_no_peer_out(
         if handoff_of(found).get("state") == "decoding":
             break
     else:
-        raise AssertionError(f"{peer_of(server)}\n{prefill.child.said}")
+        raise AssertionError(f"{peer_of(server)}\n{prefill.child.printed}")
     server.settled()
     assert prefill.settled()["handoff"]["decode_servers"]["connected"] == 1
 

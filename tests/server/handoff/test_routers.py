@@ -160,8 +160,8 @@ def test_the_other_routes_take_the_same_fields(
     before = pair.ended()
     found, wanted = by_both(), alone.post(path, asked).json()
     pair.settled()
-    said = "content" if path == "/v1/messages" else "output"
-    assert texts(found[said]) == texts(wanted[said]) != []
+    field = "content" if path == "/v1/messages" else "output"
+    assert texts(found[field]) == texts(wanted[field]) != []
     assert pair.ended() - before == {"decoding": 1}
 
 
@@ -204,7 +204,7 @@ def test_a_room_that_no_decode_server_asks_for_is_closed_in_time(
     )
     assert answer_of(start(server.client, case.path, body), case).status == 200
     assert server.client.get("/admin/cache").json()["handoff"]["outgoing"] == 1
-    server.until(lambda said: said["handoff"]["outgoing"] == 0)
+    server.until(lambda report: report["handoff"]["outgoing"] == 0)
     server.settled()
 
 
@@ -233,7 +233,9 @@ def test_a_router_gives_the_answer_of_one_server(
     found, states = new_states(pair, lambda: ask(client, case, prompts))
     assert found == ask(alone, case, prompts)
     assert states == case.states(kind)
-    assert "channel refused" not in pair.prefill.child.said, "smg checks whether the port is open"
+    assert "channel refused" not in pair.prefill.child.printed, (
+        "smg checks whether the port is open"
+    )
 
 
 @pytest.mark.full
@@ -309,7 +311,7 @@ def test_a_prefill_server_that_dies_costs_no_more_than_a_clear_error(
         deadline, before = time.monotonic() + 2 * MAX_S, pair.ended()["decoding"]
         while pair.ended()["decoding"] == before:
             through(client, alone, chat)
-            assert time.monotonic() < deadline, router.said
+            assert time.monotonic() < deadline, router.printed
             time.sleep(0.1)
         pair.settled()
 

@@ -245,10 +245,10 @@ def test_a_listener_binds_to_its_address_alone(server: Server) -> None:
 # -- strangers ------------------------------------------------------------------------------
 
 
-def _answer_to(server: Server, said: bytes) -> bytes:
+def _answer_to(server: Server, hello: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", server.listener.port)) as one:
         one.settimeout(DEADLINE_S)
-        one.sendall(said)
+        one.sendall(hello)
         parts = []
         while part := one.recv(1 << 16):
             parts.append(part)
@@ -266,8 +266,8 @@ def test_garbage_is_refused_with_a_sentence(server: Server) -> None:
 
 def test_another_version_is_refused_with_both_numbers(server: Server) -> None:
     wrong = channels.VERSION + 1
-    said = f"version is {wrong} there and {channels.VERSION} here".encode()
-    assert said in _answer_to(server, _preface(version=wrong))
+    reason = f"version is {wrong} there and {channels.VERSION} here".encode()
+    assert reason in _answer_to(server, _preface(version=wrong))
 
 
 def test_an_oversized_hello_is_refused_before_it_is_read(server: Server) -> None:
@@ -359,11 +359,11 @@ def test_the_secret_never_travels(server: Server) -> None:
     forger = Forger(server.listener.port)
     forger.change = lambda data: seen.append(data) or data
     near = connect("127.0.0.1", forger.port, {"client": 1}, secret=SECRET)
-    said = b"".join(seen)
-    assert json.dumps({"client": 1}, separators=(",", ":")).encode() in said
-    assert SECRET not in said
-    assert hashlib.sha256(SECRET).digest() not in said
-    assert hmac.digest(SECRET, b"", "sha256") not in said
+    wire = b"".join(seen)
+    assert json.dumps({"client": 1}, separators=(",", ":")).encode() in wire
+    assert SECRET not in wire
+    assert hashlib.sha256(SECRET).digest() not in wire
+    assert hmac.digest(SECRET, b"", "sha256") not in wire
     near.close()
 
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from kvtide.transfer.peer.page_sender import (
+    BURST_S,
     CANCELLED,
     CLOSED,
     PART_BYTES,
     PARTS_IN_FLIGHT,
     PageSender,
     SendJob,
+    SendQuota,
 )
-from kvtide.transfer.peer.send_quota import BURST_S, SendQuota
 from kvtide.transfer.peer.transport import TransportError, WriteBatch
 from tests.transfer.peer.links import DEADLINE_S, HandLink, Heard
 

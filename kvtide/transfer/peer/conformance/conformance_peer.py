@@ -1,4 +1,4 @@
-"""The processes of a check: receivers and senders that do what they are told.
+"""The processes of a check: receivers and senders that follow commands.
 
 They are forked from a process that has imported everything, so that one starts in milliseconds. A
 receiver's memory is shared, whatever the transport: the check maps it and sees every byte land,
@@ -54,7 +54,7 @@ Memory = npt.NDArray[np.uint8]
 
 
 class PeerDiedError(RuntimeError):
-    """A process of a check ended without being told to."""
+    """A process of a check ended without a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Outcome:
 
 
 class _Actor:
-    """Does what it is told, command by command. A write may run beside the next commands."""
+    """Follows commands, one after another. A write may run beside the next commands."""
 
     def __init__(self, transport: str, settings: TransportSettings) -> None:
         self._transport = open_transport(transport, settings)
